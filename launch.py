@@ -1,20 +1,20 @@
-"""Trains a model on every GPU of this host, one process each; without GPUs, in two processes over gloo.
+"""Trains a model on every GPU of this host, one process each; without GPUs, in two.
 
 python launch.py [key=value ...]                         train
 torchrun --nproc_per_node=N launch.py [key=value ...]    the same run under torchrun
 python launch.py mode=evaluate checkpoint.resume=PATH    score the test set with a checkpoint
-python launch.py mode=predict checkpoint.resume=PATH     write what a trained model predicts for each sample
-python launch.py mode=export checkpoint.resume=PATH      write a trained model for torch.export, or as ONNX
-python launch.py mode=doctor [key=value ...]             is this host, or under torchrun are these hosts, fit to train?
-python launch.py mode=prove [key=value ...]              is this job's result the same however it is divided?
-python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: fresh processes for each trial, one table
-python launch.py mode=study study=NAME [...]             runs of several variants, compared in one report
+python launch.py mode=predict checkpoint.resume=PATH     write the predictions of a trained model
+python launch.py mode=export checkpoint.resume=PATH      write a trained model as .pt2 or ONNX
+python launch.py mode=doctor [key=value ...]             is this host fit to train? or these hosts?
+python launch.py mode=prove [key=value ...]              the same result however it is divided?
+python launch.py -m optimizer.lr=0.1,0.2 [...]           a sweep: one table of all trials
+python launch.py mode=study study=NAME [...]             compare several variants in one report
 python launch.py --cfg job [key=value ...]               show the config, run nothing
-python launch.py check [key=value ...]                   is that a command that can run here? nothing is started
-python launch.py watch RUNS                              all runs of a folder as they go, the failed ones too
-python launch.py compare RUN RUN [...]                   what differs between runs, and whether it is more than noise
-python launch.py resize RUN N                            change a run's number of processes while it trains
-python launch.py init FOLDER                             a project of your own: model, data, task, experiment, test
+python launch.py check [key=value ...]                   check a command, start nothing
+python launch.py watch RUNS                              all runs of a folder, as they go
+python launch.py compare RUN RUN [...]                   what differs; is it more than noise?
+python launch.py resize RUN N                            change the number of processes
+python launch.py init FOLDER                             start a project of your own
 """
 
 import sys

@@ -1,12 +1,15 @@
-"""Training with DDP as the PyTorch tutorials write it: what benchmarks/startup.py compares launch.py with.
+"""Training with DDP as the PyTorch tutorials write it: what benchmarks/startup.py compares
+launch.py with.
 
-    torchrun --nproc_per_node=2 benchmarks/bare_ddp.py [--data sklearn|file] [--device cpu|cuda] [--steps N]
+    torchrun --nproc_per_node=2 benchmarks/bare_ddp.py [--data sklearn|file] [--device cpu|cuda]
+    [--steps N]
 
-It imports nothing of ddp_train. The layers are those of conf/model/cnn.yaml on 8 x 8 images, the data set is the
-digits, the batch has 96 samples over all processes. Rank 0 prints `FIRST_STEP <seconds since the epoch>` after its
-first optimizer step.
+It imports nothing of ddp_train. The layers are those of conf/model/cnn.yaml on 8 x 8 images, the
+data set is the digits, the batch has 96 samples over all processes. Rank 0 prints `FIRST_STEP
+<seconds since the epoch>` after its first optimizer step.
 
---data sklearn   `sklearn.datasets.load_digits`, as people write it: importing scikit-learn takes a good second
+--data sklearn   `sklearn.datasets.load_digits`, as people write it: importing scikit-learn takes a
+                 good second
 --data file      scikit-learn's file, read with numpy as ddp_train reads it
 """
 
@@ -35,13 +38,19 @@ def read_digits(how: str) -> TensorDataset:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        images, labels = digits.images, digits.target
+        images = digits.images
+        labels = digits.target
     else:
         spec = importlib.util.find_spec("sklearn")
         assert spec and spec.submodule_search_locations, "scikit-learn ships the digits"
-        table = np.loadtxt(Path(spec.submodule_search_locations[0], "datasets/data/digits.csv.gz"), delimiter=",")
-        images, labels = table[:, :64], table[:, 64]
-    return TensorDataset(torch.tensor(images).float().view(-1, 1, 8, 8) / 8 - 1, torch.tensor(labels).long())
+        table = np.loadtxt(
+            Path(spec.submodule_search_locations[0], "datasets/data/digits.csv.gz"), delimiter=","
+        )
+        images = table[:, :64]
+        labels = table[:, 64]
+    return TensorDataset(
+        torch.tensor(images).float().view(-1, 1, 8, 8) / 8 - 1, torch.tensor(labels).long()
+    )
 
 
 def build_model() -> nn.Module:
@@ -75,14 +84,19 @@ def main() -> None:
     arguments = parser.parse_args()
 
     on_gpu = arguments.device == "cuda"
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    else:
+        device = torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     torch.manual_seed(0)
     data = read_digits(arguments.data)
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(data, shuffle=True)
-    loader = DataLoader(data, batch_size=GLOBAL_BATCH_SIZE // dist.get_world_size(), sampler=sampler)
+    loader = DataLoader(
+        data, batch_size=GLOBAL_BATCH_SIZE // dist.get_world_size(), sampler=sampler
+    )
     model = DDP(build_model().to(device), device_ids=[device] if on_gpu else None)
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

@@ -1,11 +1,13 @@
-"""Compiled DDP: cut into a graph for each bucket of gradients, with larger buckets, or as one graph.
+"""Compiled DDP: cut into a graph for each bucket of gradients, with larger buckets, or as one
+graph.
 
-    torchrun --nproc_per_node=2 benchmarks/buckets.py [--models resnet50 vit_b_16 gpt2] [--batch 32] [--output PAGE.md]
+    torchrun --nproc_per_node=2 benchmarks/buckets.py [--models resnet50 vit_b_16 gpt2] [--batch 32]
+    [--output PAGE.md]
 
-torch's compiler cuts a model inside DDP for each bucket, so that gradients are exchanged while the backward pass runs.
-With `torch._dynamo.config.optimize_ddp = False` it does not, and buckets are exchanged behind the backward pass. All
-are alive in the same processes and run in turns, 20 steps each, bf16; ms a step, the median of the turns. gpt2 is GPT-2
-124M with 1,024 tokens a sample.
+torch's compiler cuts a model inside DDP for each bucket, so that gradients are exchanged while the
+backward pass runs. With `torch._dynamo.config.optimize_ddp = False` it does not, and buckets are
+exchanged behind the backward pass. All are alive in the same processes and run in turns, 20 steps
+each, bf16; ms a step, the median of the turns. gpt2 is GPT-2 124M with 1,024 tokens a sample.
 """
 
 from __future__ import annotations
@@ -41,29 +43,40 @@ MODES = {
 }
 """MiB of a bucket, of those of all gradients; whether the compiler cuts. 25 MiB are DDP's own."""
 WARM_UP_STEPS = 15
-TOKENS, VOCABULARY, CLASSES = 1024, 50304, 1000
+TOKENS = 1024
+VOCABULARY = 50304
+CLASSES = 1000
 
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def training_step(arch: str, mode: str, device: torch.device, graphs: list[int]) -> Step:
-    """Of a new model, and its loss. graphs: takes the number of nodes of each graph that the compiler makes."""
+    """Of a new model, and its loss. graphs: takes the number of nodes of each graph that the
+    compiler makes."""
     torch.manual_seed(0)
     bucket_of, cuts = MODES[mode]
     torch._dynamo.config.optimize_ddp = cuts  # read in the first step, when the compiler sees DDP
-    net = Gpt(VOCABULARY, TOKENS, 12, 12, 768).to(device) if arch == "gpt2" else getattr(models, arch)().to(device)
+    if arch == "gpt2":
+        net = Gpt(VOCABULARY, TOKENS, 12, 12, 768).to(device)
+    else:
+        net = getattr(models, arch)().to(device)
     net = net.to(memory_format=torch.channels_last)
     ids = [device.index] if device.type == "cuda" else None
     cap = bucket_of(sum(parameter.nbytes for parameter in net.parameters()) / 2**20)
-    wrapped = DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=cap, gradient_as_bucket_view=True)  # pyright: ignore[reportArgumentType]  int only by its hint
+    wrapped = DistributedDataParallel(
+        net, device_ids=ids, bucket_cap_mb=cap, gradient_as_bucket_view=True
+    )  # pyright: ignore[reportArgumentType]  int only by its hint
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, fused=True)
     loss_of = nn.CrossEntropyLoss()
 
-    def count_and_compile(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+    def count_and_compile(
+        graph: torch.fx.GraphModule, inputs: Sequence[Tensor]
+    ) -> Callable[..., Any]:
         graphs.append(len(graph.graph.nodes))
         return compile_fx(graph, inputs)  # pyright: ignore[reportReturnType]
 
-    # A back end of its own: with the same one the compiler would take the graphs that it made for another mode.
+    # A back end of its own: with the same one the compiler would take the graphs that it made for
+    # another mode.
     @torch.compile(backend=count_and_compile)
     def forward(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
@@ -94,14 +107,17 @@ def random_batch(arch: str, samples: int, side: int, device: torch.device) -> tu
     if arch == "gpt2":
         tokens = torch.randint(VOCABULARY, (samples, TOKENS + 1), device=device)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    images = torch.randn(samples, 3, side, side, device=device).to(memory_format=torch.channels_last)
+    images = torch.randn(samples, 3, side, side, device=device).to(
+        memory_format=torch.channels_last
+    )
     return images, torch.randint(CLASSES, (samples,), device=device)
 
 
 def row(arch: str, arguments: argparse.Namespace, device: torch.device) -> str:
     samples = arguments.batch or (32 if arch == "gpt2" else 256)
     batch = random_batch(arch, samples, arguments.side, device)
-    torch._dynamo.reset()  # of the model before: what it compiled would count as versions of this one
+    # of the model before: what it compiled would count as versions of this one
+    torch._dynamo.reset()
     steps: dict[str, Step] = {}
     graphs: dict[str, list[int]] = {mode: [] for mode in arguments.modes}
     for mode in arguments.modes:
@@ -117,11 +133,16 @@ def row(arch: str, arguments: argparse.Namespace, device: torch.device) -> str:
         f"{statistics.median(one):.2f} ({min(one):.2f} to {max(one):.2f}), {len(graphs[mode])}"
         for mode, one in times.items()
     ]
-    return f"| {arch} | {samples} | {' | '.join(found)} | {' '.join(f'{one:.2f}' for one in losses.values())} |"
+    return (
+        f"| {arch} | {samples} | {' | '.join(found)} |"
+        f" {' '.join(f'{one:.2f}' for one in losses.values())} |"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", default=["resnet50", "vit_b_16", "gpt2"])
     parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
     parser.add_argument("--batch", type=int, help="samples of a process; 256, gpt2: 32")
@@ -131,9 +152,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if unknown := {*arguments.models} - {"gpt2", *models.list_models(models)}:
-        parser.error(f"--models {' '.join(sorted(unknown))}: use gpt2, or a classifier of torchvision as resnet50")
+        parser.error(
+            f"--models {' '.join(sorted(unknown))}: use gpt2, or a classifier of torchvision as"
+            " resnet50"
+        )
     on_gpus = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    else:
+        device = torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)
@@ -145,7 +172,10 @@ def main() -> None:
             [
                 f"# Graphs and buckets of compiled DDP, {dist.get_world_size()} x {device.type}",
                 "",
-                "ms a step, in brackets the fastest turn and the slowest, and the number of graphs. What is measured",
+                (
+                    "ms a step, in brackets the fastest turn and the slowest, and the number of"
+                    " graphs. What is measured"
+                ),
                 "stands in the head of `benchmarks/buckets.py`.",
                 "",
                 f"| | batch a process | {' | '.join(arguments.modes)} | last losses |",

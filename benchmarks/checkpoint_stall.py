@@ -1,11 +1,12 @@
 """How long training stands still for a checkpoint, against the length of a step.
 
-    python benchmarks/checkpoint_stall.py [--model resnet18] [--batch 32] [--saves 5] [--output FILE]
+    python benchmarks/checkpoint_stall.py [--model resnet18] [--batch 32] [--saves 5] [--output
+    FILE]
 
-One process, on the GPU if there is one. Trains a torchvision model on synthetic images as the worker does, with the
-CheckpointHook. The stall is the time inside the hook, the device being idle before and after, once the checkpoint
-before is written; `while writing` are the steps that began while the thread wrote. Exit code 1 if the median stall is a
-step or more.
+One process, on the GPU if there is one. Trains a torchvision model on synthetic images as the
+worker does, with the CheckpointHook. The stall is the time inside the hook, the device being idle
+before and after, once the checkpoint before is written; `while writing` are the steps that began
+while the thread wrote. Exit code 1 if the median stall is a step or more.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ from ddp_train.training.setup import build_job, build_module, build_strategy
 
 
 class Clock:
-    """Times every step, and the hook in between. Waits for the device around each, so that nothing hides."""
+    """Times every step, and the hook in between. Waits for the device around each, so that nothing
+    hides."""
 
     def __init__(self, save: CheckpointHook, writer: Writer) -> None:
-        self.save, self.writer = save, writer
+        self.save = save
+        self.writer = writer
         self.writing = False
         self.stalls: list[float] = []
         self.steps: dict[bool, list[float]] = {True: [], False: []}
@@ -80,12 +83,20 @@ def job_and_clock(arguments: argparse.Namespace, run_dir: Path) -> tuple[Job, Cl
         {
             "strategy": {"name": "single"},
             "model": {"name": "torchvision", "arch": arguments.model},
-            "data": {"name": "synthetic", "samples": arguments.batch * 2, "image_size": 224, "classes": 1000},
+            "data": {
+                "name": "synthetic",
+                "samples": arguments.batch * 2,
+                "image_size": 224,
+                "classes": 1000,
+            },
             "train": {"global_batch_size": arguments.batch, "epochs": steps},
         }
     )
     assert not problems, problems
-    machine = Hardware(cpus=2, gpus=1, gpu_name="GPU", compute_capability=(9, 0)) if cuda else Hardware(cpus=2)
+    if cuda:
+        machine = Hardware(cpus=2, gpus=1, gpu_name="GPU", compute_capability=(9, 0))
+    else:
+        machine = Hardware(cpus=2)
     config = resolve(config, machine, World())
     sources = open_datasets(config)
     strategy = build_strategy(config, World(), device)
@@ -113,11 +124,15 @@ def main() -> int:
         job, clock = job_and_clock(arguments, Path(folder))
         fit(job)
         clock.writer.finish()
-        size = sum(path.stat().st_size for path in next(Path(folder, "checkpoints").iterdir()).iterdir())
+        size = sum(
+            path.stat().st_size for path in next(Path(folder, "checkpoints").iterdir()).iterdir()
+        )
 
     def cell(values: list[float]) -> str:
         ms = [1000 * value for value in values]
-        return f"{statistics.median(ms):.2f} ({min(ms):.2f} - {max(ms):.2f}, {len(ms)})" if ms else "none"
+        if ms:
+            return f"{statistics.median(ms):.2f} ({min(ms):.2f} - {max(ms):.2f}, {len(ms)})"
+        return "none"
 
     command = f"checkpoint_stall.py --model {arguments.model} --batch {arguments.batch} "
     publish(
@@ -128,15 +143,20 @@ def main() -> int:
             "",
             "| model | checkpoint | step | step while writing | stall |",
             "|---|---:|---:|---:|---:|",
-            f"| {arguments.model}, batch {arguments.batch} | {size / 2**20:.0f} MiB | {cell(clock.steps[False])} "
-            f"| {cell(clock.steps[True])} | {cell(clock.stalls)} |",
+            (
+                f"| {arguments.model}, batch {arguments.batch} | {size / 2**20:.0f} MiB |"
+                f" {cell(clock.steps[False])} | {cell(clock.steps[True])} | {cell(clock.stalls)} |"
+            ),
             "",
             *conditions(command + f"--saves {arguments.saves} --every {arguments.every}"),
         ],
         arguments.output,
     )
     if not clock.steps[False]:
-        sys.exit("a checkpoint was being written in every step, so there is nothing to compare with; raise --every")
+        sys.exit(
+            "a checkpoint was being written in every step, so there is nothing to compare with;"
+            " raise --every"
+        )
     return int(statistics.median(clock.stalls) >= statistics.median(clock.steps[False]))
 
 

@@ -1,8 +1,10 @@
-"""How fast does CIFAR-10 reach 94 %? python benchmarks/cifar.py [--runs 20] [--seconds N] [--output PAGE.md] [WORD ...]
+"""How fast does CIFAR-10 reach 94 %? python benchmarks/cifar.py [--runs 20] [--seconds N] [--output
+PAGE.md] [WORD ...]
 
-First: python examples/get_cifar10.py. Each seed is a fresh `python launch.py experiment=cifar10_race seed=N WORD ...`.
-The table has the accuracy on the test set, with the standard error of the mean, and seconds as the launcher gives them
-in summary.json. docs/examples.md says what they count.
+First: python examples/get_cifar10.py. Each seed is a fresh `python launch.py
+experiment=cifar10_race seed=N WORD ...`. The table has the accuracy on the test set, with the
+standard error of the mean, and seconds as the launcher gives them in summary.json. docs/examples.md
+says what they count.
 """
 
 from __future__ import annotations
@@ -41,23 +43,49 @@ class Trained:
         first, *others = self.epochs
         eight = statistics.median(others or [first]) * len(self.epochs)
         numbers = (first, sum(others), eight, sum(self.epochs), self.evaluation)
-        return [str(self.seed), f"{self.accuracy:.2%}", *(f"{number:.3f}" for number in numbers), f"{self.command:.0f}"]
+        return [
+            str(self.seed),
+            f"{self.accuracy:.2%}",
+            *(f"{number:.3f}" for number in numbers),
+            f"{self.command:.0f}",
+        ]
 
 
-COLUMNS = ["seed", "accuracy", "first epoch", "the others", "epochs x median", "all epochs", "evaluation", "command"]
+COLUMNS = [
+    "seed",
+    "accuracy",
+    "first epoch",
+    "the others",
+    "epochs x median",
+    "all epochs",
+    "evaluation",
+    "command",
+]
 
 
 def trained(seed: int, words: list[str], run_dir: Path) -> Trained:
     """Raises RuntimeError with what the command said if it failed."""
     began = time.perf_counter()
-    command = [sys.executable, "launch.py", "experiment=cifar10_race", f"seed={seed}", f"run_dir={run_dir}", *words]
+    command = [
+        sys.executable,
+        "launch.py",
+        "experiment=cifar10_race",
+        f"seed={seed}",
+        f"run_dir={run_dir}",
+        *words,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+        )
     summary = json.loads((run_dir / "summary.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    last, score = ([line for line in lines if line["kind"] == kind][-1] for kind in ("train", "test"))
-    evaluation, seconds = score["time"] - last["time"], time.perf_counter() - began
+    last, score = (
+        [line for line in lines if line["kind"] == kind][-1] for kind in ("train", "test")
+    )
+    evaluation = score["time"] - last["time"]
+    seconds = time.perf_counter() - began
     return Trained(seed, summary["test"]["accuracy"], summary["epoch_seconds"], evaluation, seconds)
 
 
@@ -68,8 +96,11 @@ def page(runs: list[Trained], words: list[str]) -> list[str]:
     asked = " ".join(["experiment=cifar10_race", *words])
     rows = [COLUMNS, ["---:"] * len(COLUMNS), *(run.row for run in runs)]
     return [
-        f"`{asked}`, {len(runs)} runs: accuracy {statistics.mean(accuracies):.3%} on average, standard error "
-        f"{spread / len(runs) ** 0.5:.3%}, standard deviation {spread:.3%}; all epochs {middle:.3f} s (median)",
+        (
+            f"`{asked}`, {len(runs)} runs: accuracy {statistics.mean(accuracies):.3%} on average,"
+            f" standard error {spread / len(runs) ** 0.5:.3%}, standard deviation {spread:.3%}; all"
+            f" epochs {middle:.3f} s (median)"
+        ),
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
         "",
@@ -78,13 +109,18 @@ def page(runs: list[Trained], words: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run that would end later than this")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no run that would end later than this"
+    )
     parser.add_argument("--output", type=Path)
     arguments, words = parser.parse_known_args()
-    began, runs = time.perf_counter(), []
+    began = time.perf_counter()
+    runs = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(arguments.first_seed, arguments.first_seed + arguments.runs):
             longest = max((run.command for run in runs[1:] or runs), default=0.0)

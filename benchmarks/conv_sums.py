@@ -1,9 +1,11 @@
-"""ResNet-50's convolutions by torch and, with the sums of their outputs, by cuDNN (`tuning.conv_sums`), on one GPU.
+"""ResNet-50's convolutions by torch and, with the sums of their outputs, by cuDNN
+(`tuning.conv_sums`), on one GPU.
 
     python benchmarks/conv_sums.py [--output PAGE.md]
 
-Each shape forward and by itself on random numbers, in ms, medians of 5; needs nvidia-cudnn-frontend. half a copy: of
-the output, which stands for the pass over it that the sums save. saves: torch and half a copy, less cuDNN.
+Each shape forward and by itself on random numbers, in ms, medians of 5; needs
+nvidia-cudnn-frontend. half a copy: of the output, which stands for the pass over it that the sums
+save. saves: torch and half a copy, less cuDNN.
 """
 
 from __future__ import annotations
@@ -24,18 +26,36 @@ from torchvision.models import resnet50
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_train.performance.conv_sums import CHANNELS, Case, _empty, _kernel, _milliseconds  # noqa: E402
+from ddp_train.performance.conv_sums import (  # noqa: E402
+    CHANNELS,
+    Case,
+    _empty,
+    _kernel,
+    _milliseconds,
+)
 
 PRECISIONS = {"fp16, batch 1,024": (torch.float16, 1024), "bf16, batch 256": (torch.bfloat16, 256)}
 
 
 def cases(dtype: torch.dtype, batch: int) -> Counter[Case]:
-    """How often each shape is there. The first convolution, of three channels, is none for cuDNN."""
+    """How often each shape is there. The first convolution, of three channels, is none for
+    cuDNN."""
     found: Counter[Case] = Counter()
 
     def note(conv: Any, inputs: tuple[torch.Tensor], _: torch.Tensor) -> None:
-        shape, weight = torch.Size((batch, *inputs[0].shape[1:])), conv.weight.shape
-        found[Case(torch.device("cuda", 0), dtype, shape, weight, conv.stride, conv.padding, conv.dilation)] += 1
+        shape = torch.Size((batch, *inputs[0].shape[1:]))
+        weight = conv.weight.shape
+        found[
+            Case(
+                torch.device("cuda", 0),
+                dtype,
+                shape,
+                weight,
+                conv.stride,
+                conv.padding,
+                conv.dilation,
+            )
+        ] += 1
 
     net = resnet50()
     for module in net.modules():
@@ -48,37 +68,53 @@ def cases(dtype: torch.dtype, batch: int) -> Counter[Case]:
 def measured(case: Case) -> list[float]:
     """Milliseconds of torch, of half a copy, of cuDNN."""
     x, weight = (
-        torch.randn(shape, device=case.device, dtype=case.dtype).contiguous(memory_format=torch.channels_last)
+        torch.randn(shape, device=case.device, dtype=case.dtype).contiguous(
+            memory_format=torch.channels_last
+        )
         for shape in (case.x_shape, case.weight_shape)
     )
     y, sums = _empty(x, weight, *case.window)
     run = _kernel(case)
     torchs = _milliseconds(partial(functional.conv2d, x, weight, None, *case.window))
     copy = _milliseconds(functional.conv2d(x, weight, None, *case.window).clone)
-    return [torchs, copy / 2, _milliseconds(partial(run, x, weight, y, sums)) if run else float("inf")]
+    return [
+        torchs,
+        copy / 2,
+        _milliseconds(partial(run, x, weight, y, sums)) if run else float("inf"),
+    ]
 
 
 def table(name: str, dtype: torch.dtype, batch: int) -> list[str]:
-    rows, totals, saved, paying = [], [0.0] * 3, 0.0, 0
+    rows = []
+    totals = [0.0] * 3
+    saved = 0.0
+    paying = 0
     found = cases(dtype, batch)
     for case, count in found.items():
         milliseconds = measured(case)
         saves = milliseconds[0] + milliseconds[1] - milliseconds[2]
         totals = [total + count * one for total, one in zip(totals, milliseconds, strict=True)]
-        saved, paying = saved + count * max(0.0, saves), paying + count * (saves > 0)
+        saved = saved + count * max(0.0, saves)
+        paying = paying + count * (saves > 0)
         (_, c, h, w), (k, _, r, _) = case.x_shape, case.weight_shape
         columns = " | ".join(f"{one:.3f}" for one in milliseconds)
         rows.append(
-            f"| {c} x {h} x {w} to {k}, {r} x {r}, stride {case.stride[0]} | {count} | {columns} | {saves:+.3f} |"
+            f"| {c} x {h} x {w} to {k}, {r} x {r}, stride {case.stride[0]} | {count} | {columns} |"
+            f" {saves:+.3f} |"
         )
     columns = " | ".join(f"{one:.2f}" for one in totals)
-    total = f"| all; where it pays, {paying} of {found.total()} | {found.total()} | {columns} | {saved:+.2f} |"
+    total = (
+        f"| all; where it pays, {paying} of {found.total()} | {found.total()} | {columns} |"
+        f" {saved:+.2f} |"
+    )
     head = f"| {name} | times | torch | half a copy | cuDNN with sums | saves |"
     return [head, "|---|---:|---:|---:|---:|---:|", *rows, total, ""]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -88,7 +124,14 @@ def main() -> None:
     said = "What is measured stands in the head of `benchmarks/conv_sums.py`; in ms."
     title = "# Convolutions that add up their outputs"
     publish(
-        [title, "", said, "", *tables, *conditions("conv_sums.py", packages=("nvidia-cudnn-frontend",))],
+        [
+            title,
+            "",
+            said,
+            "",
+            *tables,
+            *conditions("conv_sums.py", packages=("nvidia-cudnn-frontend",)),
+        ],
         arguments.output,
     )
 

@@ -1,11 +1,12 @@
-"""The doctor on real GPUs: its findings for healthy GPUs, and whether it finds faults made on purpose.
+"""The doctor on real GPUs: its findings for healthy GPUs, and whether it finds faults made on
+purpose.
 
     NCCL_NVLS_ENABLE=0 python benchmarks/doctor_gpu.py [--out runs/doctor_gpu]
 
-Runs `launch.py mode=doctor` on 1, 2 and 4 GPUs, if there are as many, and prints its tables. Then, on the first
-two: another process that holds memory, one that computes, an unused link (NCCL over sockets), a stopped process; on one
-GPU, the first alone. Exits with 1 if the doctor takes more than 30 s on healthy GPUs, fails on them,
-or misses a fault; with 2 if there is no GPU.
+Runs `launch.py mode=doctor` on 1, 2 and 4 GPUs, if there are as many, and prints its tables. Then,
+on the first two: another process that holds memory, one that computes, an unused link (NCCL over
+sockets), a stopped process; on one GPU, the first alone. Exits with 1 if the doctor takes more than
+30 s on healthy GPUs, fails on them, or misses a fault; with 2 if there is no GPU.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ while True:
 @contextlib.contextmanager
 def other_process(gpu: int, gib: int, what: str) -> Iterator[None]:
     """Inside, another process uses a GPU."""
-    process = subprocess.Popen([sys.executable, "-c", OTHER_PROCESS, str(gpu), str(gib), what], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER_PROCESS, str(gpu), str(gib), what], stdout=subprocess.PIPE
+    )
     assert process.stdout
     try:
         assert process.stdout.readline() == b"ready\n", "the other process could not start"
@@ -53,13 +56,17 @@ def other_process(gpu: int, gib: int, what: str) -> Iterator[None]:
         process.wait()
 
 
-def run_doctor(out: Path, gpus: int, env: dict[str, str] | None = None, stop_rank: int | None = None) -> dict[str, Any]:
+def run_doctor(
+    out: Path, gpus: int, env: dict[str, str] | None = None, stop_rank: int | None = None
+) -> dict[str, Any]:
     """One run of the doctor. Returns its report, with the wall time of the whole command."""
     run_dir = out.absolute()
     words = ["mode=doctor", f"launch.nproc_per_node={gpus}", f"run_dir={run_dir}"]
     variables = {**os.environ, **(env or {})}
     began = time.perf_counter()
-    process = subprocess.Popen([sys.executable, str(ROOT / "launch.py"), *words], env=variables, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "launch.py"), *words], env=variables, cwd=ROOT
+    )
     if stop_rank is not None:
         os.kill(_test_process(process.pid, stop_rank), signal.SIGSTOP)
     code = process.wait(240)
@@ -92,7 +99,9 @@ def found(report: dict[str, Any], check: str) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("runs/doctor_gpu"))
-    out, present, bad = parser.parse_args().out, torch.cuda.device_count(), []
+    out = parser.parse_args().out
+    present = torch.cuda.device_count()
+    bad = []
     if not present:
         print("no GPU here")
         return 2
@@ -102,14 +111,24 @@ def main() -> int:
         status, detail = found(report, check)
         rows.append(f"| {name} | {check} | {status} | {detail} | {report['wall_seconds']:.1f} |")
         if status not in statuses:
-            bad.append(f"{name}: {check} is {status}, {' or '.join(statuses)} was expected: {detail}")
+            bad.append(
+                f"{name}: {check} is {status}, {' or '.join(statuses)} was expected: {detail}"
+            )
 
     for gpus in (1, 2, 4):
         if gpus > present:
             break
         name = f"{gpus} healthy"
         report = run_doctor(out / f"healthy_{gpus}", gpus)
-        for check in ("gpus", "gpu models", "gpu memory", "gpu processes", "gpu ecc", "gpu links", "torch"):
+        for check in (
+            "gpus",
+            "gpu models",
+            "gpu memory",
+            "gpu processes",
+            "gpu ecc",
+            "gpu links",
+            "torch",
+        ):
             expect(name, report, check, "ok")
         expect(name, report, "gpu throttling", "ok")
         expect(name, report, "gpu clocks", "ok")
@@ -122,14 +141,27 @@ def main() -> int:
     with other_process(0, 16, "waits"):
         report = run_doctor(out / "memory", min(2, present))
         expect("another process holds 16 GiB", report, "gpu memory", "warning")
-        expect("another process holds 16 GiB", report, "gpu processes", "warning", "ok")  # a container hides processes
+        expect(
+            "another process holds 16 GiB", report, "gpu processes", "warning", "ok"
+        )  # a container hides processes
     if present > 1:
         with other_process(1, 1, "computes"):
-            expect("another process computes", run_doctor(out / "straggler", 2), "stragglers", "warning")
+            expect(
+                "another process computes",
+                run_doctor(out / "straggler", 2),
+                "stragglers",
+                "warning",
+            )
         sockets = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-        expect("NCCL over sockets", run_doctor(out / "sockets", 2, sockets), "all-reduce", "warning")
-        expect("rank 1 is stopped", run_doctor(out / "stopped", 2, stop_rank=1), "exchange", "failure")
-    print(f"\n{present} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, one run each\n")
+        expect(
+            "NCCL over sockets", run_doctor(out / "sockets", 2, sockets), "all-reduce", "warning"
+        )
+        expect(
+            "rank 1 is stopped", run_doctor(out / "stopped", 2, stop_rank=1), "exchange", "failure"
+        )
+    print(
+        f"\n{present} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, one run each\n"
+    )
     print("| what | check | status | found | command s |\n|---|---|---|---|---|", *rows, sep="\n")
     print(*(["", *bad] if bad else ["", "as expected"]), sep="\n")
     return 1 if bad else 0

@@ -2,11 +2,11 @@
 
     python benchmarks/gpt2_scaling.py [--batch 64] [--steps 100] [--output PAGE.md] [override ...]
 
-launch.py tuning=max as in benchmarks/gpt2.py: on the first GPU alone; on all at the same time, each by itself; and on
-all with DistributedDataParallel, which waits for the slowest. Beside the speed what nvidia-smi reports twice a second
-(the median while a GPU is busy), and the milliseconds of a step by kind of kernel, from five steps that torch's
-profiler traced. In DDP the kernels of an exchange wait for the other GPUs too: the shortest of all ranks is the
-exchange itself.
+launch.py tuning=max as in benchmarks/gpt2.py: on the first GPU alone; on all at the same time, each
+by itself; and on all with DistributedDataParallel, which waits for the slowest. Beside the speed
+what nvidia-smi reports twice a second (the median while a GPU is busy), and the milliseconds of a
+step by kind of kernel, from five steps that torch's profiler traced. In DDP the kernels of an
+exchange wait for the other GPUs too: the shortest of all ranks is the exchange itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ KINDS = {
     "optimizer, norm of gradients": r"multi_tensor|lpnorm",
 }
 """The first that matches a kernel's name, in any case; what matches none is "others"."""
-OTHERS, GAPS, TRACED_STEPS = "others", "nothing runs", 5
+OTHERS = "others"
+GAPS = "nothing runs"
+TRACED_STEPS = 5
 LOG_EVERY = 10
 """Steps, of launch.py."""
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -53,12 +55,16 @@ READ = "index,power.draw,clocks.sm,utilization.gpu"
 
 
 def kind_of(kernel: str) -> str:
-    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)), OTHERS)
+    return next(
+        (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE)),
+        OTHERS,
+    )
 
 
 def kinds_in(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
-    """Milliseconds of a step by kind. Two kernels at the same time count twice; GAPS is what no kernel covers between
-    the first kernel and the last. DDP divides a gradient while it writes it into its bucket."""
+    """Milliseconds of a step by kind. Two kernels at the same time count twice; GAPS is what no
+    kernel covers between the first kernel and the last. DDP divides a gradient while it writes it
+    into its bucket."""
     ran = [event for event in events if event.get("cat") in ON_GPU]
     if not ran:
         raise ValueError("the trace has no kernel: was it made on a GPU?")
@@ -78,12 +84,15 @@ def longest(events: list[dict[str, Any]], steps: int, rows: int = 40) -> list[st
         if event.get("cat") in ON_GPU:
             by_name[event["name"]].append(event["dur"] / 1e3)
     first = sorted(by_name.items(), key=lambda item: -sum(item[1]))[:rows]
-    return [f"{sum(times) / steps:8.3f} {len(times) / steps:6.1f} {name[:120]}" for name, times in first]
+    return [
+        f"{sum(times) / steps:8.3f} {len(times) / steps:6.1f} {name[:120]}" for name, times in first
+    ]
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[int, list[tuple[float, float]]]]:
-    """Watts and megahertz of each GPU, by its index, while it was busy; filled when the block is left."""
+    """Watts and megahertz of each GPU, by its index, while it was busy; filled when the block is
+    left."""
     command = ["nvidia-smi", f"--query-gpu={READ}", "--format=csv,noheader,nounits", "-lms", "500"]
     found: dict[int, list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, stdout=said) as reader:
@@ -108,7 +117,9 @@ def middle(samples: list[tuple[float, float]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("overrides", nargs="*", help="of one more run on all GPUs")
     parser.add_argument("--batch", type=int, default=64, help="windows on each process")
     parser.add_argument("--steps", type=int, default=100)
@@ -118,14 +129,21 @@ def main() -> None:
     if count < 2:
         sys.exit(f"torch.cuda.device_count() is {count}: this compares one GPU with several")
     if arguments.steps % LOG_EVERY or arguments.steps < 2 * LOG_EVERY:
-        sys.exit(f"--steps {arguments.steps}: use a multiple of {LOG_EVERY}, at least {2 * LOG_EVERY}")
+        sys.exit(
+            f"--steps {arguments.steps}: use a multiple of {LOG_EVERY}, at least {2 * LOG_EVERY}"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if re.search(r"[^\d,]", visible):
-        sys.exit(f"CUDA_VISIBLE_DEVICES={visible}: use indices, by which nvidia-smi's watts and clocks are found")
+        sys.exit(
+            f"CUDA_VISIBLE_DEVICES={visible}: use indices, by which nvidia-smi's watts and clocks"
+            " are found"
+        )
     everyone = [int(gpu) for gpu in visible.split(",") if gpu] or [*range(count)]
     last = WARM_UP_STEPS + arguments.steps - 1
-    profiled = f"train.profile_steps={last - TRACED_STEPS + 1}:{last}"  # in an interval of its own: the median drops it
-    load, rows = f"{load_average()} at the start", []
+    # in an interval of its own: the median drops it
+    profiled = f"train.profile_steps={last - TRACED_STEPS + 1}:{last}"
+    load = f"{load_average()} at the start"
+    rows = []
     kinds: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="gpt2_scaling_") as folder:
         corpus = corpus_in(Path(folder), count)
@@ -134,7 +152,9 @@ def main() -> None:
             run_dir = Path(folder, re.sub(r"\W+", "_", name))
             chosen = ("tuning=max", profiled, *overrides)
             visible = ",".join(map(str, gpus))
-            found = ours(corpus, arguments.batch, arguments.steps, len(gpus), run_dir, *chosen, gpus=visible)
+            found = ours(
+                corpus, arguments.batch, arguments.steps, len(gpus), run_dir, *chosen, gpus=visible
+            )
             for rank in range(len(gpus)):
                 with gzip.open(run_dir / "profile" / f"rank_{rank}.json.gz", "rt") as file:
                     events = json.load(file)["traceEvents"]
@@ -164,7 +184,10 @@ def main() -> None:
             row(name, speed, count, [])
             rows += [f"| of it GPU {gpu} | | | {middle(samples[gpu])} |" for gpu in everyone]
     order = [*KINDS, OTHERS, GAPS]
-    table = [f"| {name} | " + " | ".join(f"{kinds[name].get(kind, 0):.2f}" for kind in order) + " |" for name in kinds]
+    table = [
+        f"| {name} | " + " | ".join(f"{kinds[name].get(kind, 0):.2f}" for kind in order) + " |"
+        for name in kinds
+    ]
     publish(
         [
             f"# GPT-2 124M from one GPU to {count}",
@@ -180,7 +203,8 @@ def main() -> None:
             *table,
             "",
             *conditions(
-                f"gpt2_scaling.py --batch {arguments.batch} --steps {arguments.steps} {' '.join(arguments.overrides)}",
+                f"gpt2_scaling.py --batch {arguments.batch} --steps {arguments.steps}"
+                f" {' '.join(arguments.overrides)}",
                 f"{load}, {load_average()} at the end",
             ),
         ],

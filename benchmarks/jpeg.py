@@ -1,15 +1,19 @@
-"""How fast an image folder is read: every way to decode, alone, and in training against images that are there already.
+"""How fast an image folder is read: every way to decode, alone, and in training against images that
+are there already.
 
-    python benchmarks/jpeg.py [--images 16384] [--batch 256] [--steps 40] [--output docs/benchmarks/jpeg.md]
+    python benchmarks/jpeg.py [--images 16384] [--batch 256] [--steps 40] [--output
+    docs/benchmarks/jpeg.md]
 
-The images are made: 64 JPEGs of 500 x 375 pixels with the spectrum of photographs (amplitude 1 / frequency^1.35), some
-51 kB each, hard-linked to --images names in eight classes. The kernel holds them in memory: this measures no disk.
+The images are made: 64 JPEGs of 500 x 375 pixels with the spectrum of photographs (amplitude 1 /
+frequency^1.35), some 51 kB each, hard-linked to --images names in eight classes. The kernel holds
+them in memory: this measures no disk.
 
-The first table is `ddp_train.data.loader.Loader` over the training split, random crops of --size included, on this
-host's device, with nothing beside it: images per second from the second batch on, for --seconds. The second is
-`ddp_train.training.loop.train` as `build_job` makes it, with the same compiled model throughout: first over one batch
-that stays on the device, then from the folder, each way twice in turns, the better of the two shown; a step is timed
-from the second round of the prefetch queue on. On a GPU, what it decodes and crops is compared with what the host does.
+The first table is `ddp_train.data.loader.Loader` over the training split, random crops of --size
+included, on this host's device, with nothing beside it: images per second from the second batch on,
+for --seconds. The second is `ddp_train.training.loop.train` as `build_job` makes it, with the same
+compiled model throughout: first over one batch that stays on the device, then from the folder, each
+way twice in turns, the better of the two shown; a step is timed from the second round of the
+prefetch queue on. On a GPU, what it decodes and crops is compared with what the host does.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ from ddp_train.training.loop import Job, train
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.setup import build_job, build_module, build_strategy, loader_options
 
-DIFFERENT, CLASSES, WARM_UP = 64, 8, 8
+DIFFERENT = 64
+CLASSES = 8
+WARM_UP = 8
 
 
 def photograph(number: int, height: int = 375, width: int = 500) -> Image.Image:
@@ -55,13 +61,17 @@ def photograph(number: int, height: int = 375, width: int = 500) -> Image.Image:
     frequency[0, 0] = 1
 
     def layer(power: float) -> np.ndarray:
-        spectrum = draw.standard_normal(frequency.shape) + 1j * draw.standard_normal(frequency.shape)
+        spectrum = draw.standard_normal(frequency.shape) + 1j * draw.standard_normal(
+            frequency.shape
+        )
         spectrum /= frequency**power
         spectrum[0, 0] = 0
         noise = np.fft.irfft2(spectrum, (height, width))
         return noise / noise.std()
 
-    light, red, blue = 128 + 55 * layer(1.35), 15 * layer(1.5), 8 * layer(1.5)
+    light = 128 + 55 * layer(1.35)
+    red = 15 * layer(1.5)
+    blue = 8 * layer(1.5)
     colours = np.stack([light + red, light + (blue - red) / 2, light - blue], -1)
     return Image.fromarray(colours.clip(0, 255).astype(np.uint8))
 
@@ -91,10 +101,19 @@ def config_for(
     config, problems = bind(
         {
             "strategy": {"name": "single"},
-            "data": {"name": "image_folder", "root": str(root), "image_size": arguments.size, "decode": decode},
+            "data": {
+                "name": "image_folder",
+                "root": str(root),
+                "image_size": arguments.size,
+                "decode": decode,
+            },
             "model": {"name": "torchvision", "arch": arguments.arch},
             "train": {"global_batch_size": arguments.batch, "epochs": 10**6},
-            "tuning": {"num_workers": workers, "copy_stream": beside, "compile": not arguments.eager},
+            "tuning": {
+                "num_workers": workers,
+                "copy_stream": beside,
+                "compile": not arguments.eager,
+            },
             "deterministic": False,
         }
     )
@@ -116,7 +135,8 @@ def images_per_second(config: Config, job: Job, device: str, seconds: float) -> 
     batches = iter(loader_of(config, device, job.plan.micro_batches()))
     next(batches)
     wait_for(device)
-    began, images = time.perf_counter(), 0
+    began = time.perf_counter()
+    images = 0
     while time.perf_counter() - began < seconds:
         images += len(next(batches).targets)
         wait_for(device)
@@ -144,23 +164,36 @@ def resident(job: Job, batch: Batch) -> Iterator[Batch]:
 
 def agreement(source: FolderSource, device: torch.device) -> list[str]:
     """How a GPU's crops compare with the host's."""
-    indices, host = np.arange(min(64, len(source))), torch.device("cpu")
+    indices = np.arange(min(64, len(source)))
+    host = torch.device("cpu")
     files = source.read(indices)
-    on_gpu, on_host = source.crops_on(device, files, indices, 0).cpu(), source.crops_on(host, files, indices, 0)
-    whole = [image for image in decoded_on(host, [torch.from_numpy(file) for file in files]) if image is not None]
+    on_gpu = source.crops_on(device, files, indices, 0).cpu()
+    on_host = source.crops_on(host, files, indices, 0)
+    whole = [
+        image
+        for image in decoded_on(host, [torch.from_numpy(file) for file in files])
+        if image is not None
+    ]
     windows = [
         crop_box_for(image.shape[1], image.shape[2], source.image_size, draws)
         for image, draws in zip(whole, source._draws(indices, 0), strict=True)
     ]
-    there = resized_together([image.to(device) for image in whole], windows, source.image_size).cpu()
+    there = resized_together(
+        [image.to(device) for image in whole], windows, source.image_size
+    ).cpu()
     same = torch.equal(there, resized_together(whole, windows, source.image_size))
     by_torchvision = source.get_batch(indices, 0)[0].float()
     return [
         "",
-        f"- The same decoded pixels, cropped on GPU and host: {'the same bytes' if same else 'OTHER BYTES'}.",
-        f"- Mean absolute difference of a pixel (of 255): decoded on the GPU instead of the host "
-        f"{(on_gpu.float() - on_host.float()).abs().mean():.3f}; cropped together instead of by torchvision "
-        f"{(on_host.float() - by_torchvision).abs().mean():.3f}.",
+        (
+            "- The same decoded pixels, cropped on GPU and host:"
+            f" {'the same bytes' if same else 'OTHER BYTES'}."
+        ),
+        (
+            "- Mean absolute difference of a pixel (of 255): decoded on the GPU instead of the"
+            f" host {(on_gpu.float() - on_host.float()).abs().mean():.3f}; cropped together instead"
+            f" of by torchvision {(on_host.float() - by_torchvision).abs().mean():.3f}."
+        ),
     ]
 
 
@@ -175,8 +208,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--size", type=int, default=224, help="pixels of a crop's side")
     parser.add_argument("--arch", default="resnet50")
-    parser.add_argument("--steps", type=int, default=40, help="timed training steps of each way, twice")
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each row of the first table")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="timed training steps of each way, twice"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="for each row of the first table"
+    )
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--output", type=Path, help="write the page to this file too")
     arguments = parser.parse_args()
@@ -201,7 +238,8 @@ def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list
         deterministic=bool(config.deterministic),
     )
     device = World().device(config.device)
-    gpu, cores = device.startswith("cuda"), detect_hardware(None).cpus
+    gpu = device.startswith("cuda")
+    cores = detect_hardware(None).cpus
     sources = open_datasets(config)
     strategy = build_strategy(config, World(), device)
     module = build_module(config, sources[0], strategy, device)
@@ -209,16 +247,21 @@ def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list
     lines = [
         "# Reading an image folder",
         "",
-        f"JPEGs of 500 x 375 pixels, {file_size / 1000:.0f} kB on average, to random crops of {arguments.size}, "
-        f"batches of {arguments.batch} on {device}. `auto` is data.decode={config.data.decode} here, with "
-        f"tuning.num_workers={config.tuning.num_workers}.",
+        (
+            f"JPEGs of 500 x 375 pixels, {file_size / 1000:.0f} kB on average, to random crops of"
+            f" {arguments.size}, batches of {arguments.batch} on {device}. `auto` is"
+            f" data.decode={config.data.decode} here, with"
+            f" tuning.num_workers={config.tuning.num_workers}."
+        ),
         "",
         "| data.decode | workers | images/s |",
         "|---|---:|---:|",
     ]
     rows = [("processes", count) for count in counts_up_to(cores)] + [("pil", cores)]
     for decode, workers in [*rows, *([("gpu", min(4, cores))] if gpu else [])]:
-        speed = images_per_second(config_for(arguments, root, decode, workers), job, device, arguments.seconds)
+        speed = images_per_second(
+            config_for(arguments, root, decode, workers), job, device, arguments.seconds
+        )
         lines.append(f"| {decode} | {workers} | {speed:,.0f} |")
     if gpu:
         source = sources[0]
@@ -228,23 +271,42 @@ def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list
     return lines
 
 
-def training(arguments: argparse.Namespace, root: Path, job: Job, device: str, cores: int) -> list[str]:
-    first = next(iter(loader_of(config_for(arguments, root), device, [next(job.plan.micro_batches())])))
-    ways: dict[str, Callable[[], Iterator[Batch]]] = {"a batch on the device": lambda: resident(job, first)}
+def training(
+    arguments: argparse.Namespace, root: Path, job: Job, device: str, cores: int
+) -> list[str]:
+    first = next(
+        iter(loader_of(config_for(arguments, root), device, [next(job.plan.micro_batches())]))
+    )
+    ways: dict[str, Callable[[], Iterator[Batch]]] = {
+        "a batch on the device": lambda: resident(job, first)
+    }
 
-    def folder(decode: str, workers: int, beside: bool | str = "auto") -> Callable[[], Iterator[Batch]]:
+    def folder(
+        decode: str, workers: int, beside: bool | str = "auto"
+    ) -> Callable[[], Iterator[Batch]]:
         return lambda: iter(
-            loader_of(config_for(arguments, root, decode, workers, beside), device, job.plan.micro_batches())
+            loader_of(
+                config_for(arguments, root, decode, workers, beside),
+                device,
+                job.plan.micro_batches(),
+            )
         )
 
-    ways |= {f"processes, {cores}": folder("processes", cores), f"pil, {cores}": folder("pil", cores)}
+    ways |= {
+        f"processes, {cores}": folder("processes", cores),
+        f"pil, {cores}": folder("pil", cores),
+    }
     if device.startswith("cuda"):
-        ways[f"processes, {cores}, copied in training's stream"] = folder("processes", cores, beside=False)
+        ways[f"processes, {cores}, copied in training's stream"] = folder(
+            "processes", cores, beside=False
+        )
         ways[f"gpu, {min(4, cores)}"] = folder("gpu", min(4, cores))
     best = dict.fromkeys(ways, 0.0)
     for names in (list(ways), list(reversed(ways))):
         for name in names:
-            best[name] = max(best[name], trained_per_second(job, ways[name](), arguments.steps, device))
+            best[name] = max(
+                best[name], trained_per_second(job, ways[name](), arguments.steps, device)
+            )
     there = best["a batch on the device"]
     compiled = "eager" if arguments.eager else "compiled"
     return [

@@ -1,11 +1,13 @@
-"""Our Triton kernels against torch's and its compiler's, each forward and backward by itself, on one GPU.
+"""Our Triton kernels against torch's and its compiler's, each forward and backward by itself, on
+one GPU.
 
     python benchmarks/kernels.py [--output PAGE.md]
 
-Median of 20 by CUDA events, after 4. head: 65,536 tokens of 768 numbers through GPT-2's head of 50,304 classes to their
-loss, bf16 by autocast. loss: the same without the matrix products. pool: the 3 x 3 max pool of ResNet-50 on 1,024
-pictures in fp16, channels_last. stem: batch norm, ReLU and that pool. fetch: 1,024 of 2,048 pictures of 224 x 224,
-uint8, fetched and normalised, forward only. Peak: of the memory that torch allocated.
+Median of 20 by CUDA events, after 4. head: 65,536 tokens of 768 numbers through GPT-2's head of
+50,304 classes to their loss, bf16 by autocast. loss: the same without the matrix products. pool:
+the 3 x 3 max pool of ResNet-50 on 1,024 pictures in fp16, channels_last. stem: batch norm, ReLU and
+that pool. fetch: 1,024 of 2,048 pictures of 224 x 224, uint8, fetched and normalised, forward only.
+Peak: of the memory that torch allocated.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-TOKENS, WIDTH, CLASSES, PICTURES = 65_536, 768, 50_304, 1024
+TOKENS = 65_536
+WIDTH = 768
+CLASSES = 50_304
+PICTURES = 1024
 
 
 def milliseconds(work: Callable[[], object]) -> tuple[float, float]:
@@ -41,8 +46,11 @@ def milliseconds(work: Callable[[], object]) -> tuple[float, float]:
     return statistics.median(times), torch.cuda.max_memory_allocated() / 2**30
 
 
-def step(function: Callable[[Tensor], Tensor], leaves: list[Tensor], compiled: bool) -> Callable[[], None]:
-    """A forward and a backward pass of the first leaf; the others are what the function also uses."""
+def step(
+    function: Callable[[Tensor], Tensor], leaves: list[Tensor], compiled: bool
+) -> Callable[[], None]:
+    """A forward and a backward pass of the first leaf; the others are what the function also
+    uses."""
     torch._dynamo.reset()
     run = torch.compile(function, dynamic=False) if compiled else function
     gradient: list[Tensor] = []
@@ -68,7 +76,9 @@ def of_losses(measure: Measure) -> None:
     hidden = torch.randn(TOKENS, WIDTH, device="cuda", generator=draw).requires_grad_()
     weight = (0.02 * torch.randn(CLASSES, WIDTH, device="cuda", generator=draw)).requires_grad_()
     losses = {
-        "torch's compiler": lambda logits: functional.cross_entropy(logits, targets, reduction="sum"),
+        "torch's compiler": lambda logits: functional.cross_entropy(
+            logits, targets, reduction="sum"
+        ),
         "ours": lambda logits: cross_entropy_sum(logits, targets),
     }
     for name, loss in losses.items():
@@ -79,7 +89,9 @@ def of_losses(measure: Measure) -> None:
 
         measure(f"head, {name}", head, [hidden, weight])
         hidden.grad = weight.grad = None
-    logits = torch.randn(TOKENS, CLASSES, device="cuda", dtype=torch.bfloat16, generator=draw).requires_grad_()
+    logits = torch.randn(
+        TOKENS, CLASSES, device="cuda", dtype=torch.bfloat16, generator=draw
+    ).requires_grad_()
     for name, loss in losses.items():
         measure(f"loss, {name}", loss, [logits])
 
@@ -111,7 +123,8 @@ def of_fetches() -> dict[str, Callable[[], object]]:
 
     held = torch.randint(0, 256, (2 * PICTURES, 3, 224, 224), dtype=torch.uint8, device="cuda")
     held = held.contiguous(memory_format=torch.channels_last)
-    index, half = torch.randperm(2 * PICTURES, device="cuda")[:PICTURES], (0.5,) * 3
+    index = torch.randperm(2 * PICTURES, device="cuda")[:PICTURES]
+    half = (0.5,) * 3
     return {
         "fetch, torch's": lambda: normalised_rows(held, index, half, half),
         "fetch, ours": lambda: fetched(held, index, half, half),
@@ -119,7 +132,9 @@ def of_fetches() -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
@@ -130,7 +145,9 @@ def main() -> None:
         rows.append(f"| {name} | {time:.2f} | {peak:.1f} |")
         print(rows[-1], file=sys.stderr, flush=True)
 
-    def measure(name: str, function: Callable[[Tensor], Tensor], leaves: list[Tensor], compiled: bool = True) -> None:
+    def measure(
+        name: str, function: Callable[[Tensor], Tensor], leaves: list[Tensor], compiled: bool = True
+    ) -> None:
         report(name, step(function, leaves, compiled))
 
     of_losses(measure)

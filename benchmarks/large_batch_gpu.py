@@ -1,13 +1,16 @@
-"""LARS and LAMB on a GPU: no step waits for it, a CUDA graph replays steps with new rates, and what a step costs.
+"""LARS and LAMB on a GPU: no step waits for it, a CUDA graph replays steps with new rates, and what
+a step costs.
 
     python benchmarks/large_batch_gpu.py [--steps 50] [--output FILE]
 
-The parameters are those of ResNet-50, the gradients are random. First, with torch set to fail on anything that waits
-for the GPU, three plain steps; then a step is captured and replayed with a rate that changes in place, and compared
-with the same steps on the CPU in float64. Then milliseconds per step, the kinds in turn in each of five rounds, the
-median shown, against torch's fused SGD and AdamW. Without a GPU: the comparison and the times of plain steps.
+The parameters are those of ResNet-50, the gradients are random. First, with torch set to fail on
+anything that waits for the GPU, three plain steps; then a step is captured and replayed with a rate
+that changes in place, and compared with the same steps on the CPU in float64. Then milliseconds per
+step, the kinds in turn in each of five rounds, the median shown, against torch's fused SGD and
+AdamW. Without a GPU: the comparison and the times of plain steps.
 
-Exit code 1 if weights are further from float64 than LIMIT, relative to the largest number of their layer.
+Exit code 1 if weights are further from float64 than LIMIT, relative to the largest number of their
+layer.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ from ddp_train.optim.optimizers import build_optimizer
 
 LIMIT = 1e-4
 RATES = [0.1, 0.3, 0.2, 0.4, 0.05, 0.01]
-"""Three plain steps, and three replays. Those of LARS are meant for ratios of a thousandth: times 20."""
+"""Three plain steps, and three replays. Those of LARS are meant for ratios of a thousandth: times
+20."""
 OURS = {"lars": LarsConfig(weight_decay=5e-5), "lamb": LambConfig()}
 THEIRS = {"sgd": SgdConfig(weight_decay=5e-5), "adamw": AdamWConfig()}
 ON_GPU = torch.cuda.is_available()
@@ -71,10 +75,13 @@ def captured(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def difference_from_float64(name: str, model: nn.Module) -> float:
-    """The largest one after all RATES: on the GPU half of them in plain steps, half in replays of a graph."""
+    """The largest one after all RATES: on the GPU half of them in plain steps, half in replays of a
+    graph."""
     scale = 20 if name == "lars" else 0.1
-    here, exact = copy.deepcopy(model).to(DEVICE), copy.deepcopy(model).double()
-    ours, rate = parameters_of(here), torch.zeros((), device=DEVICE)
+    here = copy.deepcopy(model).to(DEVICE)
+    exact = copy.deepcopy(model).double()
+    ours = parameters_of(here)
+    rate = torch.zeros((), device=DEVICE)
     optimizer = with_flag(with_rate(build_optimizer(ours, OURS[name], "foreach"), rate))
     half = len(RATES) // 2
     rates = [torch.tensor(scale * value, device=DEVICE) for value in RATES]
@@ -94,7 +101,10 @@ def difference_from_float64(name: str, model: nn.Module) -> float:
     for value in RATES:
         with_rate(reference, scale * value).step()
     pairs = zip(ours, theirs, strict=True)
-    return max(((o.detach().cpu() - t).abs().max() / t.abs().max().clamp(min=1e-6)).item() for o, t in pairs)
+    return max(
+        ((o.detach().cpu() - t).abs().max() / t.abs().max().clamp(min=1e-6)).item()
+        for o, t in pairs
+    )
 
 
 def timed(step: Callable[[], object], steps: int) -> float:
@@ -118,7 +128,8 @@ def steps_to_time(model: nn.Module) -> dict[str, Callable[[], object]]:
             implementation = "foreach" if kind == "graph" else kind
             parameters = parameters_of(copy.deepcopy(model).to(DEVICE))
             optimizer = with_rate(
-                build_optimizer(parameters, config, implementation), torch.tensor(1e-4, device=DEVICE)
+                build_optimizer(parameters, config, implementation),
+                torch.tensor(1e-4, device=DEVICE),
             )
             with_flag(optimizer)
             for _ in range(3):
@@ -140,9 +151,17 @@ def main() -> int:
             parameter.add_(0.01)  # no layer of zeros, whose relative difference would mean nothing
     worst = {name: difference_from_float64(name, model) for name in OURS}
     steps = steps_to_time(model)
-    rounds = [{name: timed(step, arguments.steps) for name, step in steps.items()} for _ in range(5)]
-    how = "three plain steps, none of which waited, and three replays" if ON_GPU else f"{len(RATES)} plain steps"
-    lines = [f"# Steps of LARS and LAMB on {torch.cuda.get_device_name(0) if ON_GPU else 'the CPU'}", ""]
+    rounds = [
+        {name: timed(step, arguments.steps) for name, step in steps.items()} for _ in range(5)
+    ]
+    if ON_GPU:
+        how = "three plain steps, none of which waited, and three replays"
+    else:
+        how = f"{len(RATES)} plain steps"
+    lines = [
+        f"# Steps of LARS and LAMB on {torch.cuda.get_device_name(0) if ON_GPU else 'the CPU'}",
+        "",
+    ]
     lines += [
         "Parameters of ResNet-50 in float32, random gradients.",
         "",
@@ -151,10 +170,19 @@ def main() -> int:
     ]
     for name in steps:
         times = sorted(found[name] for found in rounds)
-        lines.append(f"| {name} | {statistics.median(times):.3f} | {times[0]:.3f} - {times[-1]:.3f} |")
-    lines += ["", f"Largest relative difference from float64 on the CPU after {how}; {LIMIT:g} is allowed:", ""]
+        lines.append(
+            f"| {name} | {statistics.median(times):.3f} | {times[0]:.3f} - {times[-1]:.3f} |"
+        )
+    lines += [
+        "",
+        f"Largest relative difference from float64 on the CPU after {how}; {LIMIT:g} is allowed:",
+        "",
+    ]
     lines += [f"- {name}: {value:.2g}" for name, value in worst.items()]
-    lines += ["", *conditions("large_batch_gpu.py " + " ".join(sys.argv[1:]), f"{before}, {load_average()}")]
+    lines += [
+        "",
+        *conditions("large_batch_gpu.py " + " ".join(sys.argv[1:]), f"{before}, {load_average()}"),
+    ]
     publish(lines, arguments.output)
     return int(not all(value <= LIMIT for value in worst.values()))
 

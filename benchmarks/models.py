@@ -1,23 +1,26 @@
-"""launch.py against hand-compiled DDP, Accelerate and Lightning on models that it was not tuned to, in one go.
+"""launch.py against hand-compiled DDP, Accelerate and Lightning on models that it was not tuned to,
+in one go.
 
     python benchmarks/models.py [--processes 1] [--only NAME ...] [--kept FILE] [--output PAGE.md]
 
-Ten networks of torchvision at 224 x 224 and three GPTs (vocabulary 50,304), in batches from 16 to 1,024, bf16. The
-peers are compiled, with the loss as one graph; launch.py decides by itself, as for a long run. Convolutions are trained
-by SGD with momentum, transformers by AdamW, GPTs are clipped to 1.0. launch.py keeps uint8 images (or tokens) on the
-device, and shuffles, normalises (or cuts windows) for every step; the peers of benchmarks/peers.py read eight ready
-batches.
+Ten networks of torchvision at 224 x 224 and three GPTs (vocabulary 50,304), in batches from 16 to
+1,024, bf16. The peers are compiled, with the loss as one graph; launch.py decides by itself, as for
+a long run. Convolutions are trained by SGD with momentum, transformers by AdamW, GPTs are clipped
+to 1.0. launch.py keeps uint8 images (or tokens) on the device, and shuffles, normalises (or cuts
+windows) for every step; the peers of benchmarks/peers.py read eight ready batches.
 
-All contenders of a model are alive at the same time, and one runs at a time: the others are stopped (SIGSTOP), and use
-neither the host nor the GPU. After the warm-up they take TURNS turns of STEPS steps each. So what changes on a machine
-in minutes (its neighbours, its heat) changes for all; measured one after the other, ours was 9 % behind on one machine
-and 11 % ahead on the next with the same code. They trace at the same time, but wait for their turn before the first
-compiled graph runs: cuDNN chooses its kernels by timing them.
+All contenders of a model are alive at the same time, and one runs at a time: the others are stopped
+(SIGSTOP), and use neither the host nor the GPU. After the warm-up they take TURNS turns of STEPS
+steps each. So what changes on a machine in minutes (its neighbours, its heat) changes for all;
+measured one after the other, ours was 9 % behind on one machine and 11 % ahead on the next with the
+same code. They trace at the same time, but wait for their turn before the first compiled graph
+runs: cuDNN chooses its kernels by timing them.
 
-Samples per second over all processes, the median of ten steps at a time; tens in which a process was stopped do not
-count, nor do launch.py's ends of epochs. launch.py logs every ten steps, for which it waits for the device; the peers
-note a time. `--at-once N`: where memory holds no more contenders; each sitting has plain DDP, and shares are of its own
-sitting. Several processes cannot be stopped at the same step: these contenders run one after the other.
+Samples per second over all processes, the median of ten steps at a time; tens in which a process
+was stopped do not count, nor do launch.py's ends of epochs. launch.py logs every ten steps, for
+which it waits for the device; the peers note a time. `--at-once N`: where memory holds no more
+contenders; each sitting has plain DDP, and shares are of its own sitting. Several processes cannot
+be stopped at the same step: these contenders run one after the other.
 
 Results are kept in FILE line by line: a command that was stopped (SIGTERM ends its
 contenders, too) continues with those that are missing.
@@ -49,7 +52,9 @@ from page import conditions, load_average, publish
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-WARM_UP_STEPS, LOG_EVERY, LIMIT_SECONDS = 30, 10, 240
+WARM_UP_STEPS = 30
+LOG_EVERY = 10
+LIMIT_SECONDS = 240
 VOCABULARY = 50_304
 PEERS = ("plain DDP, compiled", "Accelerate, compiled", "Lightning Trainer, compiled")
 SIZES = ("default", "large", "one", "by_flops")
@@ -57,7 +62,10 @@ OURS = {
     "launch.py, recommended": (),
     "launch.py, captured": ("tuning.cuda_graph=true",),
     "launch.py, tuning=max": ("tuning=max",),
-    **{f"launch.py, tuning=max, buckets={size}": ("tuning=max", f"tuning.buckets={size}") for size in SIZES},
+    **{
+        f"launch.py, tuning=max, buckets={size}": ("tuning=max", f"tuning.buckets={size}")
+        for size in SIZES
+    },
     **{
         f"launch.py, kernel by kernel, buckets={size}": (
             "tuning=max",
@@ -85,20 +93,42 @@ class Model:
 
 
 def image_model(arch: str, batch: int, optimizer: str = "sgd") -> Model:
-    words = ["data=synthetic", "data.image_size=224", "data.classes=1000", "model=torchvision", f"model.arch={arch}",
-             "schedule=constant", f"optimizer={optimizer}", "optimizer.lr=0.001"]  # fmt: skip
+    words = [
+        "data=synthetic",
+        "data.image_size=224",
+        "data.classes=1000",
+        "model=torchvision",
+        f"model.arch={arch}",
+        "schedule=constant",
+        f"optimizer={optimizer}",
+        "optimizer.lr=0.001",
+    ]
     flags = ["images", "--arch", arch, "--optimizer", optimizer]
     return Model(arch, batch, words, flags, at_once=3 if batch >= 1024 else 5)
 
 
 def gpt(layers: int, heads: int, width: int, length: int, batch: int, at_once: int) -> Model:
     sizes = {"layers": layers, "heads": heads, "width": width}
-    words = ["experiment=gpt2_124m", f"data.length={length}", f"data.vocabulary={VOCABULARY}", "optimizer.lr=0.001",
-             "schedule.final_factor=1", "schedule.warmup_steps=0",
-             *(f"model.{name}={value}" for name, value in sizes.items())]  # fmt: skip
-    flags = [word for name, value in (*sizes.items(), ("length", length)) for word in (f"--{name}", str(value))]
+    words = [
+        "experiment=gpt2_124m",
+        f"data.length={length}",
+        f"data.vocabulary={VOCABULARY}",
+        "optimizer.lr=0.001",
+        "schedule.final_factor=1",
+        "schedule.warmup_steps=0",
+        *(f"model.{name}={value}" for name, value in sizes.items()),
+    ]
+    flags = [
+        word
+        for name, value in (*sizes.items(), ("length", length))
+        for word in (f"--{name}", str(value))
+    ]
     return Model(
-        f"GPT {layers} x {width}, {length} tokens", batch, words, ["tokens", "--optimizer", "adamw", *flags], at_once
+        f"GPT {layers} x {width}, {length} tokens",
+        batch,
+        words,
+        ["tokens", "--optimizer", "adamw", *flags],
+        at_once,
     )
 
 
@@ -119,22 +149,47 @@ MODELS = [
 ]
 
 
-def ours(model: Model, processes: int, folder: Path, run: Path, device: str, words: tuple[str, ...]) -> list[str]:
+def ours(
+    model: Model, processes: int, folder: Path, run: Path, device: str, words: tuple[str, ...]
+) -> list[str]:
     batch = model.batch * processes
     data = [f"data.samples={3 * LOG_EVERY * batch}", f"data.test_samples={batch}"]
     if model.flags[0] == "tokens":
         data = [f"data.path={folder / 'corpus.bin'}", "data.test_part=0.02"]
     return [
         *(sys.executable, "launch.py", *model.words, *data, f"run_dir={run}", "strategy=ddp"),
-        *(f"launch.nproc_per_node={processes}", f"device={device}", f"train.global_batch_size={batch}"),
-        *("train.epochs=100000", "train.evaluate_every_epochs=100000", f"train.log_every_steps={LOG_EVERY}"),
+        *(
+            f"launch.nproc_per_node={processes}",
+            f"device={device}",
+            f"train.global_batch_size={batch}",
+        ),
+        *(
+            "train.epochs=100000",
+            "train.evaluate_every_epochs=100000",
+            f"train.log_every_steps={LOG_EVERY}",
+        ),
         *("checkpoint.every_steps=100000000", "launch.timeout_seconds=3600", *words),
     ]
 
 
 def by_hand(contender: str, model: Model, processes: int, log: Path, device: str) -> list[str]:
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    counted = ["--batch", str(model.batch), "--warm-up", "0", "--steps", "100000000", "--tens", str(log)]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={processes}",
+    ]
+    counted = [
+        "--batch",
+        str(model.batch),
+        "--warm-up",
+        "0",
+        "--steps",
+        "100000000",
+        "--tens",
+        str(log),
+    ]
     return [*start, "benchmarks/peers.py", contender, *model.flags, *counted, "--device", device]
 
 
@@ -164,7 +219,8 @@ class Gate(importlib.abc.MetaPathFinder):
 if "MODELS_GATE" in os.environ:
     sys.meta_path.insert(0, Gate())
 """
-"""Of sitecustomize.py: the first compiled graph of a process runs when the file MODELS_GATE is there."""
+"""Of sitecustomize.py: the first compiled graph of a process runs when the file MODELS_GATE is
+there."""
 
 
 class Contender:
@@ -173,7 +229,9 @@ class Contender:
     def __init__(self, name: str, model: Model, processes: int, parent: Path, device: str) -> None:
         """parent: of a folder that it makes; has the corpus."""
         folder = Path(tempfile.mkdtemp(dir=parent))
-        self.name, self.folder, self.gate = name, folder, folder / "gate"
+        self.name = name
+        self.folder = folder
+        self.gate = folder / "gate"
         if name in OURS:
             self.log = folder / "run" / "metrics.jsonl"
             command = ours(model, processes, parent, folder / "run", device, OURS[name])
@@ -181,11 +239,17 @@ class Contender:
             self.log = folder / "log.jsonl"
             command = by_hand(name, model, processes, self.log, device)
         self.tens: list[list[float]] = []
-        self.failure, self.ended = "", False
+        self.failure = ""
+        self.ended = False
         with (folder / "out").open("w") as output:
             environment = {**os.environ, "MODELS_GATE": str(self.gate)}
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def lines(self) -> list[dict[str, Any]]:
@@ -219,11 +283,16 @@ class Contender:
 
     def run_until(self, step: int) -> None:
         deadline = time.monotonic() + LIMIT_SECONDS
-        while self.last_step() < step and self.process.poll() is None and time.monotonic() < deadline:
+        while (
+            self.last_step() < step and self.process.poll() is None and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
         self._signal(signal.SIGSTOP)
         if self.last_step() < step:
-            self.failure = self._said() if self.process.poll() is not None else f"not at step {step} in time"
+            if self.process.poll() is not None:
+                self.failure = self._said()
+            else:
+                self.failure = f"not at step {step} in time"
         time.sleep(0.3)  # the GPU does what it was given
 
     def _said(self) -> str:
@@ -231,7 +300,9 @@ class Contender:
         reasons = [
             line
             for line in said
-            if "FATAL" in line or line.startswith("  - ") or ("Error" in line and "ChildFailedError" not in line)
+            if "FATAL" in line
+            or line.startswith("  - ")
+            or ("Error" in line and "ChildFailedError" not in line)
         ]
         return f"exit code {self.process.poll()}: {(reasons or said or [''])[-1][-200:]}"
 
@@ -249,7 +320,9 @@ class Contender:
         return {
             "tens": [[round(speed, 1) for speed in turn] for turn in self.tens],
             "loss": self.lines()[-1]["loss"],
-            "why": re.findall("^tuning.*|steps are not captured.*|tuning.buckets=by_flops: .*", said, re.MULTILINE),
+            "why": re.findall(
+                "^tuning.*|steps are not captured.*|tuning.buckets=by_flops: .*", said, re.MULTILINE
+            ),
         }
 
     def end(self) -> None:
@@ -267,7 +340,9 @@ class Contender:
 def descendants(pid: int) -> list[int]:
     try:
         children = [
-            int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+            int(child)
+            for file in Path(f"/proc/{pid}/task").glob("*/children")
+            for child in file.read_text().split()
         ]
     except OSError:  # it has ended
         return []
@@ -283,7 +358,8 @@ def lives(pid: int) -> bool:
 
 def sittings(contenders: list[str], at_once: int) -> list[list[str]]:
     """Plain DDP is in each, unless they are measured one after the other."""
-    plain, others = [name for name in contenders if name == PEERS[0]], [n for n in contenders if n != PEERS[0]]
+    plain = [name for name in contenders if name == PEERS[0]]
+    others = [n for n in contenders if n != PEERS[0]]
     if at_once == 1:
         return [[name] for name in contenders]
     size = at_once - len(plain)
@@ -302,20 +378,33 @@ def measure(alive: list[Contender], turns: int, steps: int) -> list[dict[str, An
 
 
 def measure_some(
-    some: list[tuple[Model, int, list[str]]], arguments: argparse.Namespace, folder: Path, kept: Path
+    some: list[tuple[Model, int, list[str]]],
+    arguments: argparse.Namespace,
+    folder: Path,
+    kept: Path,
 ) -> list[dict[str, Any]]:
-    """Starts the contenders of all these sittings (models, numbers, names); measures one sitting after the other."""
+    """Starts the contenders of all these sittings (models, numbers, names); measures one sitting
+    after the other."""
     alive: list[list[Contender]] = []
     results = []
     try:
         for model, _, names in some:
-            alive.append([Contender(name, model, arguments.processes, folder, arguments.device) for name in names])
+            alive.append(
+                [
+                    Contender(name, model, arguments.processes, folder, arguments.device)
+                    for name in names
+                ]
+            )
         deadline = time.monotonic() + LIMIT_SECONDS
-        while time.monotonic() < deadline and not all(contender.waits() for contender in itertools.chain(*alive)):
+        while time.monotonic() < deadline and not all(
+            contender.waits() for contender in itertools.chain(*alive)
+        ):
             time.sleep(0.1)
         for (model, number, _), sitting in zip(some, alive, strict=True):
             for found in measure(sitting, arguments.turns, arguments.steps):
-                results.append({"model": model.name, "batch": model.batch, "sitting": number, **found})
+                results.append(
+                    {"model": model.name, "batch": model.batch, "sitting": number, **found}
+                )
                 print(results[-1], file=sys.stderr, flush=True)
                 with kept.open("a") as file:
                     file.write(json.dumps(results[-1]) + "\n")
@@ -348,8 +437,13 @@ def cells(results: list[dict[str, Any]], name: str) -> str:
     if not speed:
         return "failed"
     others = [r for r in results if r["contender"] == PEERS[0]]
-    plain = [median(r) for r in others if r["sitting"] == found["sitting"]] or [median(r) for r in others]
-    share = f"**{speed / plain[-1]:.1%}**, " if plain and plain[-1] and name != PEERS[0] else ""
+    plain = [median(r) for r in others if r["sitting"] == found["sitting"]] or [
+        median(r) for r in others
+    ]
+    if plain and plain[-1] and name != PEERS[0]:
+        share = f"**{speed / plain[-1]:.1%}**, "
+    else:
+        share = ""
     return f"{share}{speed:,.0f} ({spread(found)})"
 
 
@@ -363,29 +457,46 @@ def row(model: Model, results: list[dict[str, Any]], contenders: list[str]) -> s
 def write_gate(folder: Path) -> None:
     (folder / "gate").mkdir()
     (folder / "gate" / "sitecustomize.py").write_text(GATE)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder / "gate"), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(folder / "gate"), os.environ.get("PYTHONPATH")])
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40, help="that count in a turn")
-    parser.add_argument("--at-once", type=int, default=5, help="contenders that are alive at the same time")
-    parser.add_argument("--ahead", type=int, default=1, help="sittings whose contenders trace at the same time")
+    parser.add_argument(
+        "--at-once", type=int, default=5, help="contenders that are alive at the same time"
+    )
+    parser.add_argument(
+        "--ahead", type=int, default=1, help="sittings whose contenders trace at the same time"
+    )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--batch", type=int, help="samples of a process, in place of the model's own")
+    parser.add_argument(
+        "--batch", type=int, help="samples of a process, in place of the model's own"
+    )
     parser.add_argument("--only", nargs="+", help="models whose names begin so, in this order")
     parser.add_argument("--contenders", nargs="+", default=[*PEERS, *OURS])
-    parser.add_argument("--kept", type=Path, help="a file for results, one line each; those in it are not repeated")
+    parser.add_argument(
+        "--kept", type=Path, help="a file for results, one line each; those in it are not repeated"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # contenders are ended on the way out
     names = [model.name for model in MODELS]
-    if unknown := [name for name in arguments.only or () if not any(one.startswith(name) for one in names)]:
+    if unknown := [
+        name for name in arguments.only or () if not any(one.startswith(name) for one in names)
+    ]:
         parser.error(f"--only {' '.join(unknown)}: no such model; there are {', '.join(names)}")
     if unknown := [name for name in arguments.contenders if name not in (*PEERS, *OURS)]:
-        parser.error(f"--contenders {', '.join(unknown)}: no such contender; there are {', '.join((*PEERS, *OURS))}")
+        parser.error(
+            f"--contenders {', '.join(unknown)}: no such contender; there are"
+            f" {', '.join((*PEERS, *OURS))}"
+        )
     if arguments.processes > 1:
         arguments.at_once = 1
     load = f"{load_average()} at the start"
@@ -393,15 +504,21 @@ def main() -> None:
     if arguments.batch:
         models = [replace(model, batch=arguments.batch) for model in models]
     with tempfile.TemporaryDirectory(prefix="models_") as made:
-        folder, kept = Path(made), arguments.kept or Path(made, "kept.jsonl")
+        folder = Path(made)
+        kept = arguments.kept or Path(made, "kept.jsonl")
         corpus_in(folder, processes=1)
         write_gate(folder)
-        results = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+        if kept.exists():
+            results = [json.loads(line) for line in kept.read_text().splitlines()]
+        else:
+            results = []
         done = {(found["model"], found["contender"]) for found in results}
         todo = [
             (model, number, names)
             for model in models
-            for number, names in enumerate(sittings(arguments.contenders, min(arguments.at_once, model.at_once)))
+            for number, names in enumerate(
+                sittings(arguments.contenders, min(arguments.at_once, model.at_once))
+            )
             if any((model.name, name) not in done for name in names)
         ]
         for first in range(0, len(todo), arguments.ahead):
@@ -411,8 +528,14 @@ def main() -> None:
         [
             f"# Models nobody tuned to, {arguments.processes} x {arguments.device}",
             "",
-            f"In bold the share of {PEERS[0]} in the same sitting; samples per second, and in brackets from the",
-            "slowest turn to the fastest. What is measured stands in the head of `benchmarks/models.py`.",
+            (
+                f"In bold the share of {PEERS[0]} in the same sitting; samples per second, and in"
+                " brackets from the"
+            ),
+            (
+                "slowest turn to the fastest. What is measured stands in the head of"
+                " `benchmarks/models.py`."
+            ),
             "",
             f"| | batch a process | {' | '.join(short)} | last losses |",
             f"|---|{'---:|' * (len(short) + 2)}",

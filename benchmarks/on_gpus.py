@@ -1,10 +1,12 @@
-"""What needs GPUs, on all GPUs of this machine and within a time: tests and benchmarks, the most wanted first.
+"""What needs GPUs, on all GPUs of this machine and within a time: tests and benchmarks, the most
+wanted first.
 
     python benchmarks/on_gpus.py FOLDER [--seconds 1500] [--only NAME ...] [--list]
 
-A job has one GPU or two, and their share of the cores; as many run at the same time as there are GPUs. FOLDER has the
-output of each, and in done.jsonl one line for each that has ended: the same command continues with the others. A job
-begins only if its limit ends within SECONDS; at its limit it is stopped (SIGINT, then SIGKILL) and not repeated.
+A job has one GPU or two, and their share of the cores; as many run at the same time as there are
+GPUs. FOLDER has the output of each, and in done.jsonl one line for each that has ended: the same
+command continues with the others. A job begins only if its limit ends within SECONDS; at its limit
+it is stopped (SIGINT, then SIGKILL) and not repeated.
 """
 
 from __future__ import annotations
@@ -28,8 +30,15 @@ PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short"
 ONE_BY_ONE = f"{PYTEST} -x"
 """pytest prints failures at its end, which a job that is stopped at its limit does not reach."""
 OF_BAD_LOSSES = ("stays_out", "waits_once")
-ON_TWO = ("costs_no_step", "go_and_come_back", "exchange_gradients", "capture_together", "suspended", "hangs_before",
-          "session_learns")  # fmt: skip
+ON_TWO = (
+    "costs_no_step",
+    "go_and_come_back",
+    "exchange_gradients",
+    "capture_together",
+    "suspended",
+    "hangs_before",
+    "session_learns",
+)
 OF_SUMS = ("sum_up_their", "by_the_sums")
 OF_KERNELS = "our_kernels"
 ELSEWHERE = (*ON_TWO, "test_each_network", OF_KERNELS, *OF_SUMS)
@@ -41,13 +50,17 @@ BUCKETS, KERNELS = (
     " ".join(f"'launch.py, {steps}, buckets={size}'" for size in ("large", "one"))
     for steps in ("tuning=max", "kernel by kernel")
 )
-AS_RECOMMENDED = "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py, recommended'"
+AS_RECOMMENDED = (
+    "'plain DDP, compiled' 'Accelerate, compiled' 'Lightning Trainer, compiled' 'launch.py,"
+    " recommended'"
+)
 SUMS_IN_FP16 = "'launch.py, fp16' 'launch.py, fp16, conv_sums'"
 
 
 @dataclass(frozen=True)
 class Work:
-    """`limit`: seconds. `command`: PYTHON and FOLDER stand for this Python and for the folder of results."""
+    """`limit`: seconds. `command`: PYTHON and FOLDER stand for this Python and for the folder of
+    results."""
 
     name: str
     gpus: int
@@ -56,7 +69,12 @@ class Work:
 
 
 def models(
-    name: str, job: str = "models", contenders: str = AS_RECOMMENDED, flags: str = "", limit: int = 270, gpus: int = 1
+    name: str,
+    job: str = "models",
+    contenders: str = AS_RECOMMENDED,
+    flags: str = "",
+    limit: int = 270,
+    gpus: int = 1,
 ) -> Work:
     """flags: of benchmarks/models.py."""
     only = shlex.quote(name)
@@ -70,11 +88,18 @@ def gpt2(name: str, gpus: int, limit: int) -> Work:
     only = "--batches 64 --only 'launch.py, tuning=max' 'plain DDP, compiled'"
     if gpus > 1:
         only += " 'launch.py, tuning=max, buckets=default'"
-    return Work(name, gpus, limit, f"PYTHON benchmarks/gpt2.py --processes {gpus} {only} --output FOLDER/{name}.md")
+    return Work(
+        name,
+        gpus,
+        limit,
+        f"PYTHON benchmarks/gpt2.py --processes {gpus} {only} --output FOLDER/{name}.md",
+    )
 
 
 def speed(name: str, only: str) -> Work:
-    return Work(name, 1, 240, f"PYTHON benchmarks/speed.py resnet50 --steps 75 --only {shlex.quote(only)}")
+    return Work(
+        name, 1, 240, f"PYTHON benchmarks/speed.py resnet50 --steps 75 --only {shlex.quote(only)}"
+    )
 
 
 WORK = [
@@ -83,17 +108,31 @@ WORK = [
         for name, batch in (("GPT 24", 8), ("GPT 12", 8), ("GPT 24", 16), ("vgg16", 128))
     ),
     models("GPT 24", "kernel_by_kernel", KERNELS, "--batch 4", gpus=2),
-    Work("gpt2_scaling", 2, 330, f"{SCALING} --steps 60 --output FOLDER/gpt2_scaling.md tuning.buckets=large"),
+    Work(
+        "gpt2_scaling",
+        2,
+        330,
+        f"{SCALING} --steps 60 --output FOLDER/gpt2_scaling.md tuning.buckets=large",
+    ),
     *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
     models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
     models("resnet18", "sums_fp16", SUMS_IN_FP16),
     Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_SUMS)}'"),
     *(
-        Work(f"buckets_{name}", 2, 280, f"{TORCHRUN} benchmarks/buckets.py --models {name} --output FOLDER/{name}.md")
+        Work(
+            f"buckets_{name}",
+            2,
+            280,
+            f"{TORCHRUN} benchmarks/buckets.py --models {name} --output FOLDER/{name}.md",
+        )
         for name in ("gpt2", "vit_b_16", "resnet50")
     ),
-    Work("test_bad_losses", 1, 120, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_BAD_LOSSES)}'"),
-    Work("test_others", 1, 360, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"),
+    Work(
+        "test_bad_losses", 1, 120, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_BAD_LOSSES)}'"
+    ),
+    Work(
+        "test_others", 1, 360, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"
+    ),
     Work("test_kernels", 1, 330, f"{PYTEST} tests/test_gpu.py -k {OF_KERNELS}"),
     gpt2("gpt2_two", 2, 400),
     gpt2("gpt2_one", 1, 240),
@@ -101,14 +140,27 @@ WORK = [
     Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),
     *(
         models(name)
-        for name in ("vit", "GPT 12", "densenet121", "vgg16", "resnet18", "GPT 6", "swin", "wide", "GPT 24")
+        for name in (
+            "vit",
+            "GPT 12",
+            "densenet121",
+            "vgg16",
+            "resnet18",
+            "GPT 6",
+            "swin",
+            "wide",
+            "GPT 24",
+        )
     ),
 ]
-"""Those for two GPUs side by side in the list: one that waits for its second GPU leaves the first idle."""
+"""Those for two GPUs side by side in the list: one that waits for its second GPU leaves the first
+idle."""
 
 
 def run(work: Work, gpus: list[int], folder: Path, cores: list[int]) -> subprocess.Popen[bytes]:
-    command = work.command.replace("PYTHON", shlex.quote(sys.executable)).replace("FOLDER", shlex.quote(str(folder)))
+    command = work.command.replace("PYTHON", shlex.quote(sys.executable)).replace(
+        "FOLDER", shlex.quote(str(folder))
+    )
     cache = folder / f"inductor_{gpus[0]}"  # two at once would time the same kernels
     environment = {
         **os.environ,
@@ -140,7 +192,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seconds", type=float, default=1500)
     parser.add_argument("--only", nargs="+", help="jobs by their names, in this order")
@@ -149,18 +203,29 @@ def main() -> None:
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "done.jsonl"
-    ended = {json.loads(line)["name"] for line in done.read_text().splitlines()} if done.exists() else set()
+    if done.exists():
+        ended = {json.loads(line)["name"] for line in done.read_text().splitlines()}
+    else:
+        ended = set()
     by_name = {work.name: work for work in WORK}
     asked = arguments.only or list(by_name)
     if unknown := set(asked) - set(by_name):
         sys.exit(f"--only {' '.join(sorted(unknown))}: no such job; there are {', '.join(by_name)}")
     todo = [by_name[name] for name in asked if name not in ended]
     if arguments.list:
-        print("\n".join(f"{work.name}: {work.gpus} GPU, at most {work.limit} s: {work.command}" for work in todo))
+        print(
+            "\n".join(
+                f"{work.name}: {work.gpus} GPU, at most {work.limit} s: {work.command}"
+                for work in todo
+            )
+        )
         return
     count = torch.cuda.device_count()
     if not count:
-        sys.exit("torch.cuda.device_count() is 0: there is no GPU here; --list says what there would be to do")
+        sys.exit(
+            "torch.cuda.device_count() is 0: there is no GPU here; --list says what there would be"
+            " to do"
+        )
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // count
     end = time.monotonic() + arguments.seconds
@@ -168,7 +233,9 @@ def main() -> None:
     running: list[tuple[Work, list[int], float, subprocess.Popen[bytes]]] = []
     try:
         while True:
-            fitting = (work for work in todo if work.gpus <= count and time.monotonic() + work.limit < end)
+            fitting = (
+                work for work in todo if work.gpus <= count and time.monotonic() + work.limit < end
+            )
             work = next(fitting, None)
             if work and work.gpus <= len(free):
                 gpus = sorted(free)[: work.gpus]

@@ -1,10 +1,12 @@
-"""What a training step costs beyond a raw PyTorch loop: ddp_train.training.loop.fit against a hand-written one.
+"""What a training step costs beyond a raw PyTorch loop: ddp_train.training.loop.fit against a
+hand-written one.
 
-    python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--limit 15] [--output docs/benchmarks/overhead.md]
+    python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--limit 15] [--output
+    docs/benchmarks/overhead.md]
 
-One process, one thread, on the CPU. The model is tiny (64 -> 32 -> 10, batch 32), so that the arithmetic does not hide
-the overhead; a step of it takes some 360 us. Both sides have the same layers, weights, foreach SGD with momentum and
-number of steps. The raw loop is
+One process, one thread, on the CPU. The model is tiny (64 -> 32 -> 10, batch 32), so that the
+arithmetic does not hide the overhead; a step of it takes some 360 us. Both sides have the same
+layers, weights, foreach SGD with momentum and number of steps. The raw loop is
 
     for inputs, targets in batches:
         loss = criterion(model(inputs), targets)
@@ -12,21 +14,26 @@ number of steps. The raw loop is
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-and neither looks at its loss nor logs. ddp_train's side is the whole of `fit` with what a run has: seeding of each
-step, a cosine schedule, the check for losses that are not finite, the Record hook that writes a line of metrics.jsonl
-every 50 steps, the Save hook, and a display that is active. Not counted: building, and one checkpoint per epoch. There
-is one epoch per run, with an evaluation of a single batch at its end.
+and neither looks at its loss nor logs. ddp_train's side is the whole of `fit` with what a run has:
+seeding of each step, a cosine schedule, the check for losses that are not finite, the Record hook
+that writes a line of metrics.jsonl every 50 steps, the Save hook, and a display that is active. Not
+counted: building, and one checkpoint per epoch. There is one epoch per run, with an evaluation of a
+single batch at its end.
 
     step              the batches are made before the clock starts; no terminal, so no progress bar
-    step, bar drawn   the same with a progress bar, drawn into a pseudo terminal's worth of escape codes in a file
-    data and step     ddp_train's Loader over the digits against DataLoader(TensorDataset, shuffle=True)
-    DDP               as `step`, both models in DistributedDataParallel, gloo, world size 1: what one of several
+    step, bar drawn   the same with a progress bar, drawn into a pseudo terminal's worth of escape
+                      codes in a file
+    data and step     ddp_train's Loader over the digits against DataLoader(TensorDataset,
+                      shuffle=True)
+    DDP               as `step`, both models in DistributedDataParallel, gloo, world size 1: what
+                      one of several
                       processes does (a run with one process has no DDP)
 
-Each round times both sides of every row, in an order that changes from round to round. A row's overhead is the median
-over the rounds of the difference within a round, which other work on the machine disturbs least; its spread is the
-interquartile range of these differences. The last column is the same in CPU time of the training thread, which leaves
-out what the thread waited for a core (or, under DDP, for gloo's thread): on a busy machine it is the one to look at.
+Each round times both sides of every row, in an order that changes from round to round. A row's
+overhead is the median over the rounds of the difference within a round, which other work on the
+machine disturbs least; its spread is the interquartile range of these differences. The last column
+is the same in CPU time of the training thread, which leaves out what the thread waited for a core
+(or, under DDP, for gloo's thread): on a busy machine it is the one to look at.
 
 Exit code 1 if the overhead of the first row is --limit microseconds or more.
 
@@ -81,7 +88,9 @@ from ddp_train.training.hooks import MetricsHook
 from ddp_train.training.loop import Evaluation, Job, fit
 from ddp_train.training.phases import ReportedBatches, ReportedHook, ReportedStepper
 
-BATCH_SIZE, LOG_EVERY_STEPS, SEED = 32, 50, 0
+BATCH_SIZE = 32
+LOG_EVERY_STEPS = 50
+SEED = 0
 DIFFERENT_BATCHES = 40
 
 
@@ -89,7 +98,8 @@ class Clock:
     """Wall time and CPU time of this thread since it was made, in seconds."""
 
     def __init__(self) -> None:
-        self.wall, self.cpu = time.perf_counter(), time.thread_time()
+        self.wall = time.perf_counter()
+        self.cpu = time.thread_time()
 
     def read(self) -> Times:
         return Times(time.perf_counter() - self.wall, time.thread_time() - self.cpu)
@@ -119,31 +129,40 @@ class Row:
     @property
     def wall(self) -> list[float]:
         """ddp_train's time beyond the raw loop's in each round."""
-        return [ours.wall - raw.wall for raw, ours in zip(self.raw_times, self.our_times, strict=True)]
+        return [
+            ours.wall - raw.wall for raw, ours in zip(self.raw_times, self.our_times, strict=True)
+        ]
 
     @property
     def cpu(self) -> list[float]:
         """The same in CPU time."""
-        return [ours.cpu - raw.cpu for raw, ours in zip(self.raw_times, self.our_times, strict=True)]
+        return [
+            ours.cpu - raw.cpu for raw, ours in zip(self.raw_times, self.our_times, strict=True)
+        ]
 
 
 class Scene:
     """What both sides of every row share: sizes, data, and a folder for what is written."""
 
     def __init__(self, steps: int, folder: Path) -> None:
-        self.steps, self.folder, self.runs = steps, folder, 0
+        self.steps = steps
+        self.folder = folder
+        self.runs = 0
         self.source, self.test_source = build_datasets("digits", SEED, augment=False)
 
     def new_model(self) -> nn.Module:
         """The same weights on each call."""
         torch.manual_seed(SEED)
-        return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(inplace=True), nn.Linear(32, 10))
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), nn.ReLU(inplace=True), nn.Linear(32, 10)
+        )
 
     def plan(self, samples: int) -> BatchPlan:
         return BatchPlan(samples, BATCH_SIZE, accumulation_steps=1, steps=self.steps, seed=SEED)
 
     def made_batches(self) -> list[Batch]:
-        """A batch for each step; they share a few tensors, which the caches may hold for both sides alike."""
+        """A batch for each step; they share a few tensors, which the caches may hold for both sides
+        alike."""
         plan = self.plan(self.steps * BATCH_SIZE)
         batches = []
         for micro_batch in plan.micro_batches():
@@ -152,7 +171,9 @@ class Scene:
         return batches
 
 
-def time_raw(scene: Scene, passes: Iterable[Iterable[tuple[Tensor, Tensor]]], ddp: bool = False) -> Times:
+def time_raw(
+    scene: Scene, passes: Iterable[Iterable[tuple[Tensor, Tensor]]], ddp: bool = False
+) -> Times:
     """The raw loop. passes: of the whole run; each is iterated once."""
     model: nn.Module = scene.new_model()
     if ddp:
@@ -175,9 +196,15 @@ def time_raw(scene: Scene, passes: Iterable[Iterable[tuple[Tensor, Tensor]]], dd
 
 
 def time_ours(
-    scene: Scene, plan: BatchPlan, batches: Iterable[Batch], status: RankStatus, ddp: bool = False, bar: bool = False
+    scene: Scene,
+    plan: BatchPlan,
+    batches: Iterable[Batch],
+    status: RankStatus,
+    ddp: bool = False,
+    bar: bool = False,
 ) -> Times:
-    """`fit` over a job that is put together as ddp_train.training.setup and ddp_train.training.worker do it."""
+    """`fit` over a job that is put together as ddp_train.training.setup and
+    ddp_train.training.worker do it."""
     scene.runs += 1
     run_dir = scene.folder / f"run_{scene.runs}"
     run_dir.mkdir()
@@ -198,7 +225,10 @@ def time_ours(
         wrapped=strategy.wrap(module),
         strategy=strategy,
         stepper=cast(
-            Stepper, ReportedStepper(Stepper(optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False)), status)
+            Stepper,
+            ReportedStepper(
+                Stepper(optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False)), status
+            ),
         ),
         batches=batches,
         evaluation=evaluation,
@@ -207,13 +237,23 @@ def time_ours(
     with (run_dir / "console.txt").open("w") as stream:
         display = Display(active=True)
         display.console = Console(
-            file=stream, force_terminal=bar, width=100, highlight=False, soft_wrap=True, legacy_windows=False
+            file=stream,
+            force_terminal=bar,
+            width=100,
+            highlight=False,
+            soft_wrap=True,
+            legacy_windows=False,
         )
         never = plan.steps + 1  # but at the end of the run
         metrics = MetricsFile(run_dir, active=True, first_step=0)
-        record = MetricsHook(display, metrics, HardwareMonitor(), 1, LOG_EVERY_STEPS, evaluate_every_epochs=never)
+        record = MetricsHook(
+            display, metrics, HardwareMonitor(), 1, LOG_EVERY_STEPS, evaluate_every_epochs=never
+        )
         save = CheckpointHook(None, record, {})
-        job.hooks = [ReportedHook(record, status, "record"), ReportedHook(save, status, "checkpoint")]
+        job.hooks = [
+            ReportedHook(record, status, "record"),
+            ReportedHook(save, status, "checkpoint"),
+        ]
         display.start(plan.steps, lambda: job.step)
         record.start_clocks(job.step)
         clock = Clock()
@@ -288,11 +328,17 @@ def table(rows: list[Row], rounds: int, steps: int, limit: float, load: str) -> 
     lines = [
         "# Overhead of a training step over a raw loop",
         "",
-        f"Microseconds per step: median of {rounds} interleaved rounds of {steps:,} steps. One process, one thread; "
-        f"64 -> 32 -> 10 perceptron, batch {BATCH_SIZE}, foreach SGD; ddp_train writes metrics.jsonl every "
-        f"{LOG_EVERY_STEPS} steps. The overhead is the median of the differences within a round.",
+        (
+            f"Microseconds per step: median of {rounds} interleaved rounds of {steps:,} steps. One"
+            f" process, one thread; 64 -> 32 -> 10 perceptron, batch {BATCH_SIZE}, foreach SGD;"
+            f" ddp_train writes metrics.jsonl every {LOG_EVERY_STEPS} steps. The overhead is the"
+            " median of the differences within a round."
+        ),
         "",
-        "| row | raw loop (min - max) | ddp_train (min - max) | overhead (quartiles) | in CPU time (quartiles) |",
+        (
+            "| row | raw loop (min - max) | ddp_train (min - max) | overhead (quartiles) | in CPU"
+            " time (quartiles) |"
+        ),
         "|---|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -324,10 +370,16 @@ def profile(row: Row) -> None:
 
 def main() -> int:
     """Measures, prints, judges."""
-    parser = argparse.ArgumentParser(description="Overhead per training step over a raw PyTorch loop.")
+    parser = argparse.ArgumentParser(
+        description="Overhead per training step over a raw PyTorch loop."
+    )
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds (default 15)")
-    parser.add_argument("--steps", type=int, default=2000, help="training steps per run (default 2000)")
-    parser.add_argument("--limit", type=float, default=15.0, help="the first row's overhead must be below this [us]")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="training steps per run (default 2000)"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=15.0, help="the first row's overhead must be below this [us]"
+    )
     parser.add_argument("--output", type=Path, help="write the table to this file too")
     parser.add_argument("--profile", action="store_true", help="profile the first row instead")
     arguments = parser.parse_args()

@@ -1,11 +1,13 @@
-"""How much of what is computed is padding: batches in random order, sorted by length in windows, and as planned here.
+"""How much of what is computed is padding: batches in random order, sorted by length in windows,
+and as planned here.
 
     python benchmarks/padding.py [--samples 200000] [--output docs/benchmarks/padding.md]
 
-Pure arithmetic on lengths; nothing is trained, and the hardware has no part in it but for the times. The lengths are
-log-normal, as those of sentences, utterances and documents about are: median 120 tokens, sigma 0.9, cut to 4 ... 2,048.
-"Window" is what fairseq and torchtext do: shuffle, sort windows of 50 batches, fill batches up to the limit. Its
-batches are split among processes as ours are.
+Pure arithmetic on lengths; nothing is trained, and the hardware has no part in it but for the
+times. The lengths are log-normal, as those of sentences, utterances and documents about are: median
+120 tokens, sigma 0.9, cut to 4 ... 2,048. "Window" is what fairseq and torchtext do: shuffle, sort
+windows of 50 batches, fill batches up to the limit. Its batches are split among processes as ours
+are.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from page import conditions, publish
 from ddp_train.data import sampling
 from ddp_train.data.sampling import LengthBatches, even_cuts
 
-MEDIAN, SIGMA, SHORTEST, LONGEST = 120, 0.9, 4, 2048
+MEDIAN = 120
+SIGMA = 0.9
+SHORTEST = 4
+LONGEST = 2048
 WINDOW = 50
 MOST_BATCHES = 500
 """Of an epoch that are looked at."""
@@ -43,16 +48,22 @@ def in_random_order(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
 
 def in_windows(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
     size = WINDOW * int(tokens / lengths.mean())
-    order, batches = np.random.default_rng(1).permutation(len(lengths)), []
+    order = np.random.default_rng(1).permutation(len(lengths))
+    batches = []
     for first in range(0, len(order), size):
         window = order[first : first + size]
         window = window[np.argsort(lengths[window], kind="stable")]
         start = 0
         while start < len(window):
             count = 1
-            while start + count < len(window) and (count + 1) * lengths[window[start + count]] <= tokens:
+            while (
+                start + count < len(window)
+                and (count + 1) * lengths[window[start + count]] <= tokens
+            ):
                 count += 1
-            batches.append(window[start : start + count][::-1])  # the longest first, as even_cuts wants them
+            batches.append(
+                window[start : start + count][::-1]
+            )  # the longest first, as even_cuts wants them
             start += count
     return batches
 
@@ -69,18 +80,26 @@ def cut_evenly(lengths: np.ndarray, parts: int) -> list[int]:
 
 
 def padding(
-    batches: Iterable[np.ndarray], lengths: np.ndarray, parts: int, cut: Callable[[np.ndarray, int], list[int]]
+    batches: Iterable[np.ndarray],
+    lengths: np.ndarray,
+    parts: int,
+    cut: Callable[[np.ndarray, int], list[int]],
 ) -> tuple[float, float]:
-    """Of the tokens that are computed, the part that is padding; and how many times longer a step takes than one
-    without padding, evenly split, if the largest part decides. Each part of a batch is as long as its longest sample.
+    """Of the tokens that are computed, the part that is padding; and how many times longer a step
+    takes than one without padding, evenly split, if the largest part decides. Each part of a batch
+    is as long as its longest sample.
     """
-    real, computed, slowest = 0, 0, 0
+    real = 0
+    computed = 0
+    slowest = 0
     for batch in batches:
         own = lengths[batch]
         cuts = cut(own, parts)
         pieces = [own[start:end] for start, end in itertools.pairwise(cuts) if end > start]
         sizes = [len(piece) * int(piece.max()) for piece in pieces]
-        real, computed, slowest = real + int(own.sum()), computed + sum(sizes), slowest + max(sizes) * parts
+        real = real + int(own.sum())
+        computed = computed + sum(sizes)
+        slowest = slowest + max(sizes) * parts
     return 1 - real / computed, slowest / real
 
 
@@ -93,22 +112,34 @@ def rows(samples: int, tokens: int) -> list[str]:
         ("`data.batch_by=tokens`", planned, even_cuts),
     ):
         batches = make(lengths, tokens)
-        some = [batches[place] for place in np.random.default_rng(2).permutation(len(batches))[:MOST_BATCHES]]
-        cells = [f"{padded:.1%} | {slower:.2f}" for padded, slower in (padding(some, lengths, p, cut) for p in PARTS)]
-        found.append(f"| {samples:,} | {tokens:,} | {name} | {len(batches):,} | {' | '.join(cells)} |")
+        some = [
+            batches[place]
+            for place in np.random.default_rng(2).permutation(len(batches))[:MOST_BATCHES]
+        ]
+        cells = [
+            f"{padded:.1%} | {slower:.2f}"
+            for padded, slower in (padding(some, lengths, p, cut) for p in PARTS)
+        ]
+        found.append(
+            f"| {samples:,} | {tokens:,} | {name} | {len(batches):,} | {' | '.join(cells)} |"
+        )
     return found
 
 
 def choices(samples: int, tokens: int) -> list[str]:
     """What other values of the two constants would give, without processes."""
-    lengths, found = drawn_lengths(samples), []
+    lengths = drawn_lengths(samples)
+    found = []
     before = sampling.ALIKE, sampling.LEAST_BATCHES
     for alike in (0.05, 0.1, 0.2):
         cells = []
         for least in (1, 2, 4, 8):
-            sampling.ALIKE, sampling.LEAST_BATCHES = alike, least
+            sampling.ALIKE = alike
+            sampling.LEAST_BATCHES = least
             batches = planned(lengths, tokens)
-            cells.append(f"{padding(batches[:MOST_BATCHES], lengths, 1, even_cuts)[0]:.1%}, {len(batches):,}")
+            cells.append(
+                f"{padding(batches[:MOST_BATCHES], lengths, 1, even_cuts)[0]:.1%}, {len(batches):,}"
+            )
         found.append(f"| {alike:g} | {' | '.join(cells)} |")
     sampling.ALIKE, sampling.LEAST_BATCHES = before
     return found
@@ -122,7 +153,9 @@ def times(samples: int, tokens: int) -> str:
     built = time.process_time()
     plan.epoch(0, 0)
     epoch = time.process_time() - built
-    return f"{samples:,} samples: {built - began:.2f} s once, {epoch:.2f} s in each epoch, of one core"
+    return (
+        f"{samples:,} samples: {built - began:.2f} s once, {epoch:.2f} s in each epoch, of one core"
+    )
 
 
 def main() -> None:
@@ -130,7 +163,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200_000)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    small, medium, lines = max(options.samples // 100, 10), max(options.samples // 10, 10), []
+    small = max(options.samples // 100, 10)
+    medium = max(options.samples // 10, 10)
+    lines = []
     for samples in (small, options.samples):
         for tokens in (16_384, 65_536):
             lines += rows(samples, tokens)
@@ -138,22 +173,48 @@ def main() -> None:
         [
             "# How much padding batches by length save",
             "",
-            f"Log-normal lengths, median {MEDIAN} tokens, sigma {SIGMA}, from {SHORTEST} to {LONGEST:,}. Padding: its",
-            "part of the tokens that are computed, each process padding its micro-batch to its own longest sample.",
-            "Step: how many times longer it takes than one without padding and split evenly, if the process with most",
+            (
+                f"Log-normal lengths, median {MEDIAN} tokens, sigma {SIGMA}, from {SHORTEST} to"
+                f" {LONGEST:,}. Padding: its"
+            ),
+            (
+                "part of the tokens that are computed, each process padding its micro-batch to its"
+                " own longest sample."
+            ),
+            (
+                "Step: how many times longer it takes than one without padding and split evenly, if"
+                " the process with most"
+            ),
             "tokens decides.",
             "",
-            "| samples | tokens in a global batch | batches | steps per epoch | padding, 1 process | step | "
-            "8 processes | step |",
+            (
+                "| samples | tokens in a global batch | batches | steps per epoch | padding, 1"
+                " process | step | 8 processes | step |"
+            ),
             "|---:|---:|---|---:|---:|---:|---:|---:|",
             *lines,
             "",
-            "Random order: batches of one number of samples, with as many tokens on average as the limit, without",
-            f"padding. Window: shuffled, sorted within {WINDOW} batches at a time, filled up to the limit; the number",
-            "of steps then differs from epoch to epoch. It and `data.batch_by=tokens` keep the limit with padding, and",
-            "are split among 8 processes in the same way, by tokens; random order is split by samples.",
+            (
+                "Random order: batches of one number of samples, with as many tokens on average as"
+                " the limit, without"
+            ),
+            (
+                f"padding. Window: shuffled, sorted within {WINDOW} batches at a time, filled up to"
+                " the limit; the number"
+            ),
+            (
+                "of steps then differs from epoch to epoch. It and `data.batch_by=tokens` keep the"
+                " limit with padding, and"
+            ),
+            (
+                "are split among 8 processes in the same way, by tokens; random order is split by"
+                " samples."
+            ),
             "",
-            f"What the constants of `data/sampling.py` cost: padding, and steps per epoch, of {medium:,} samples",
+            (
+                "What the constants of `data/sampling.py` cost: padding, and steps per epoch, of"
+                f" {medium:,} samples"
+            ),
             "in batches of 16,384 tokens, on one process.",
             "",
             "| `ALIKE` | `LEAST_BATCHES` 1 | 2 | 4 | 8 |",

@@ -18,14 +18,21 @@ def load_average() -> str:
 
 def hardware() -> str:
     """GPUs, if there are any; cores, processor and memory."""
-    info, model = Path("/proc/cpuinfo"), platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    model = platform.processor() or platform.machine()
     if info.exists():
-        found = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        found = [
+            line.partition(":")[2].strip()
+            for line in info.read_text().splitlines()
+            if "model name" in line
+        ]
         model = found[0] if found else model
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     host = f"{os.cpu_count()} cores {model}, {int(memory)} GiB"
     gpus = torch.cuda.device_count()
-    return f"{gpus} x {torch.cuda.get_device_name(0)}; {host}" if gpus else host
+    if gpus:
+        return f"{gpus} x {torch.cuda.get_device_name(0)}; {host}"
+    return host
 
 
 def _version(package: str) -> str:
@@ -35,11 +42,13 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def conditions(command: str, load: str = "", packages: tuple[str, ...] = (), start: str = "python") -> list[str]:
+def conditions(
+    command: str, load: str = "", packages: tuple[str, ...] = (), start: str = "python"
+) -> list[str]:
     """The lines under a table that say where it comes from.
 
-    load: the load average before and after, in words. packages: those whose versions matter, beside torch. start: what
-    stands before the program.
+    load: the load average before and after, in words. packages: those whose versions matter, beside
+    torch. start: what stands before the program.
     """
     versions = "".join(f", {name} {_version(name)}" for name in ("torch", *packages))
     return [

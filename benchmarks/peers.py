@@ -1,15 +1,20 @@
-"""The work of benchmarks/speed.py and models.py as people write it in plain PyTorch, Lightning and Accelerate.
+"""The work of benchmarks/speed.py and models.py as people write it in plain PyTorch, Lightning and
+Accelerate.
 
-    torchrun --nproc_per_node=N benchmarks/peers.py PEER WORK --device cuda --data data --batch 256 --steps 100
+    torchrun --nproc_per_node=N benchmarks/peers.py PEER WORK --device cuda --data data --batch 256
+    --steps 100
 
-Rank 0 prints one line, `RESULT {...}`: samples per second of the steps after a warm-up, altogether and as the median of
-ten steps at a time, and the last loss; or the seconds of each epoch with its test and the accuracies. Every peer has
-what its documentation recommends: bf16 on GPUs, channels_last, cuDNN's auto-tuner, fused optimizers, its own way to
-DDP. None is compiled unless its name says so; then the network is compiled as one with its loss, before it is wrapped.
-Imports no ddp_train but the network of `tokens`.
+Rank 0 prints one line, `RESULT {...}`: samples per second of the steps after a warm-up, altogether
+and as the median of ten steps at a time, and the last loss; or the seconds of each epoch with its
+test and the accuracies. Every peer has what its documentation recommends: bf16 on GPUs,
+channels_last, cuDNN's auto-tuner, fused optimizers, its own way to DDP. None is compiled unless its
+name says so; then the network is compiled as one with its loss, before it is wrapped. Imports no
+ddp_train but the network of `tokens`.
 
-images     a network of torchvision (--arch) on images that lie on the device as floats, normalised: no data loading
-tokens     a GPT (--layers --heads --width) on windows of --length random tokens that lie on the device; clipped to 1.0
+images     a network of torchvision (--arch) on images that lie on the device as floats, normalised:
+           no data loading
+tokens     a GPT (--layers --heads --width) on windows of --length random tokens that lie on the
+           device; clipped to 1.0
 mnist      LeNet-5 (or a smaller network) on MNIST, batch 64, one epoch and its test after the other
 """
 
@@ -36,16 +41,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-RANK, LOCAL_RANK, SIZE = (int(os.environ.get(name, default)) for name, default in
-                          (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))  # fmt: skip
-VOCABULARY, BLOCK_STEPS = 50_304, 10
+RANK, LOCAL_RANK, SIZE = (
+    int(os.environ.get(name, default))
+    for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+)
+VOCABULARY = 50_304
+BLOCK_STEPS = 10
 
 
 class Resident:
     """`steps` batches that lie on the device already: eight different ones, again and again."""
 
     def __init__(self, inputs: list[Tensor], targets: list[Tensor], steps: int) -> None:
-        self.inputs, self.targets, self.steps = inputs, targets, steps
+        self.inputs = inputs
+        self.targets = targets
+        self.steps = steps
 
     def __len__(self) -> int:
         return self.steps
@@ -56,7 +66,8 @@ class Resident:
 
 
 class WithLoss(nn.Module):
-    """Compiled as one with the network: the logits of a language model are the largest tensors of a step."""
+    """Compiled as one with the network: the logits of a language model are the largest tensors of a
+    step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -67,10 +78,13 @@ class WithLoss(nn.Module):
 
 
 class Speed:
-    """Samples per second from the end of the warm-up to the last step: of all, and of the median block of steps."""
+    """Samples per second from the end of the warm-up to the last step: of all, and of the median
+    block of steps."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.steps, self.batch = arguments, 0, arguments.batch
+        self.arguments = arguments
+        self.steps = 0
+        self.batch = arguments.batch
         self.marks: list[Any] = []
         """At the end of the warm-up, and after each block."""
         self.losses: list[Tensor] = []
@@ -81,10 +95,13 @@ class Speed:
 
     def step(self, loss: Tensor) -> None:
         self.steps += 1
-        done, on_gpu = self.steps - self.arguments.warm_up, self.arguments.device == "cuda"
+        done = self.steps - self.arguments.warm_up
+        on_gpu = self.arguments.device == "cuda"
         if done >= 0 and (done % BLOCK_STEPS == 0 or done == self.arguments.steps):
             self.losses.append(loss.detach().to("cpu", non_blocking=True))
-            self.marks.append(torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter())
+            self.marks.append(
+                torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter()
+            )
             if on_gpu:  # the host is ahead of the GPU, and does not wait for it
                 self.marks[-1].record()
             self.times.append(time.time())
@@ -122,7 +139,9 @@ def is_done(mark: Any) -> bool:
 
 
 def seconds_between(first: Any, second: Any) -> float:
-    return second - first if isinstance(first, float) else first.elapsed_time(second) / 1000
+    if isinstance(first, float):
+        return second - first
+    return first.elapsed_time(second) / 1000
 
 
 def say(**result: Any) -> None:
@@ -134,7 +153,7 @@ def autocast(arguments: argparse.Namespace) -> torch.autocast:
     return torch.autocast(arguments.device, torch.bfloat16, enabled=arguments.device == "cuda")
 
 
-# --- images and tokens ------------------------------------------------------------------------------------------------
+# --- images and tokens ----------------------------------------------------------------------------
 
 
 @dataclass
@@ -147,32 +166,48 @@ class Job:
     max_grad_norm: float | None
 
 
-def images(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+def images(
+    arguments: argparse.Namespace, device: torch.device
+) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     from torchvision.models import get_model
 
-    network = get_model(arguments.arch, num_classes=1000).to(device, memory_format=torch.channels_last)
+    network = get_model(arguments.arch, num_classes=1000).to(
+        device, memory_format=torch.channels_last
+    )
     size = (arguments.batch, 3, arguments.side, arguments.side)
-    inputs = [torch.randn(size, device=device).contiguous(memory_format=torch.channels_last) for _ in range(8)]
+    inputs = [
+        torch.randn(size, device=device).contiguous(memory_format=torch.channels_last)
+        for _ in range(8)
+    ]
     return network, inputs, list(torch.randint(0, 1000, (8, arguments.batch), device=device))
 
 
-def tokens(arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
+def tokens(
+    arguments: argparse.Namespace, device: torch.device
+) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     from ddp_train.models.gpt import Gpt
 
-    network = Gpt(VOCABULARY, arguments.length, arguments.layers, arguments.heads, arguments.width).to(device)
-    windows = torch.randint(0, VOCABULARY, (8, arguments.batch, arguments.length + 1), device=device)
+    network = Gpt(
+        VOCABULARY, arguments.length, arguments.layers, arguments.heads, arguments.width
+    ).to(device)
+    windows = torch.randint(
+        0, VOCABULARY, (8, arguments.batch, arguments.length + 1), device=device
+    )
     return network, list(windows[..., :-1].contiguous()), list(windows[..., 1:].contiguous())
 
 
-def job_of(arguments: argparse.Namespace, device: torch.device, compiled: bool, fused: bool = True) -> Job:
-    network, inputs, targets = {"images": images, "tokens": tokens}[arguments.work](arguments, device)
-    given: dict[str, Any] = {"lr": arguments.lr, "fused": fused}
-    optimizer = (
-        torch.optim.AdamW(network.parameters(), weight_decay=0.1, **given)
-        if arguments.optimizer == "adamw"
-        else torch.optim.SGD(network.parameters(), momentum=0.9, weight_decay=5e-5, **given)
+def job_of(
+    arguments: argparse.Namespace, device: torch.device, compiled: bool, fused: bool = True
+) -> Job:
+    network, inputs, targets = {"images": images, "tokens": tokens}[arguments.work](
+        arguments, device
     )
+    given: dict[str, Any] = {"lr": arguments.lr, "fused": fused}
+    if arguments.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(network.parameters(), weight_decay=0.1, **given)
+    else:
+        optimizer = torch.optim.SGD(network.parameters(), momentum=0.9, weight_decay=5e-5, **given)
     model: Any = WithLoss(network)
     clip = 1.0 if arguments.work == "tokens" else None
     batches = Resident(inputs, targets, arguments.warm_up + arguments.steps)
@@ -180,9 +215,12 @@ def job_of(arguments: argparse.Namespace, device: torch.device, compiled: bool, 
 
 
 def plain(arguments: argparse.Namespace, device: torch.device, compiled: bool = False) -> None:
-    job, speed = job_of(arguments, device, compiled), Speed(arguments)
+    job = job_of(arguments, device, compiled)
+    speed = Speed(arguments)
     on_gpu = device.type == "cuda"
-    model = DistributedDataParallel(job.model, [device] if on_gpu else None, gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        job.model, [device] if on_gpu else None, gradient_as_bucket_view=True
+    )
     for inputs, targets in job.batches:
         with autocast(arguments):
             loss = model(inputs, targets)
@@ -195,10 +233,12 @@ def plain(arguments: argparse.Namespace, device: torch.device, compiled: bool = 
 
 
 def data_parallel(arguments: argparse.Namespace, device: torch.device) -> None:
-    """DataParallel at its best: one process, autocast inside the module, the auto-tuner off (it hangs with it)."""
+    """DataParallel at its best: one process, autocast inside the module, the auto-tuner off (it
+    hangs with it)."""
     torch.backends.cudnn.benchmark = False
     arguments.batch *= torch.cuda.device_count()
-    job, speed = job_of(arguments, device, compiled=False), Speed(arguments)
+    job = job_of(arguments, device, compiled=False)
+    speed = Speed(arguments)
 
     class Inside(nn.Module):
         def __init__(self) -> None:
@@ -221,8 +261,11 @@ def data_parallel(arguments: argparse.Namespace, device: torch.device) -> None:
 def accelerate(arguments: argparse.Namespace, device: torch.device, compiled: bool = False) -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(mixed_precision="bf16" if arguments.device == "cuda" else "no", cpu=device.type == "cpu")
-    job, speed = job_of(arguments, device, compiled), Speed(arguments)
+    accelerator = Accelerator(
+        mixed_precision="bf16" if arguments.device == "cuda" else "no", cpu=device.type == "cpu"
+    )
+    job = job_of(arguments, device, compiled)
+    speed = Speed(arguments)
     model, optimizer = accelerator.prepare(job.model, job.optimizer)
     for inputs, targets in job.batches:
         with accelerator.autocast():
@@ -239,10 +282,15 @@ def fabric(arguments: argparse.Namespace, device: torch.device, compiled: bool =
     from lightning.fabric import Fabric
 
     gpu = arguments.device == "cuda"
-    lightning = Fabric(accelerator=arguments.device if not gpu else "gpu", devices=SIZE, strategy="ddp",
-                       precision="bf16-mixed" if gpu else "32-true")  # fmt: skip
+    lightning = Fabric(
+        accelerator=arguments.device if not gpu else "gpu",
+        devices=SIZE,
+        strategy="ddp",
+        precision="bf16-mixed" if gpu else "32-true",
+    )
     lightning.launch()
-    job, speed = job_of(arguments, device, compiled), Speed(arguments)
+    job = job_of(arguments, device, compiled)
+    speed = Speed(arguments)
     model, optimizer = lightning.setup(job.model, job.optimizer)
     for inputs, targets in job.batches:
         loss = model(inputs, targets)
@@ -258,7 +306,8 @@ def trainer(arguments: argparse.Namespace, device: torch.device, compiled: bool 
     import lightning
 
     fused = arguments.work != "tokens"  # Lightning clips no gradients of a fused optimizer
-    job, speed = job_of(arguments, device, compiled, fused), Speed(arguments)
+    job = job_of(arguments, device, compiled, fused)
+    speed = Speed(arguments)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -276,27 +325,50 @@ def trainer(arguments: argparse.Namespace, device: torch.device, compiled: bool 
 
     gpu = arguments.device == "cuda"
     lightning.Trainer(
-        accelerator="gpu" if gpu else "cpu", devices=SIZE, strategy="ddp", max_epochs=1, logger=False, benchmark=True,
-        precision="bf16-mixed" if gpu else "32-true", enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, gradient_clip_val=job.max_grad_norm,
-    ).fit(Module(), job.batches)  # fmt: skip
+        accelerator="gpu" if gpu else "cpu",
+        devices=SIZE,
+        strategy="ddp",
+        max_epochs=1,
+        logger=False,
+        benchmark=True,
+        precision="bf16-mixed" if gpu else "32-true",
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        gradient_clip_val=job.max_grad_norm,
+    ).fit(Module(), job.batches)
 
 
-# --- MNIST ------------------------------------------------------------------------------------------------------------
+# --- MNIST ----------------------------------------------------------------------------------------
 
 
 def lenet() -> nn.Module:
     """LeNet-5 (LeCun et al., 1998) as it is written today: ReLU, max pooling, powers of two."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 def one_convolution() -> nn.Module:
-    """The smallest network found that has 98 % after one epoch: 150,000 weights, half the kernels of LeNet-5."""
+    """The smallest network found that has 98 % after one epoch: 150,000 weights, half the kernels
+    of LeNet-5."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 5, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(2304, 64), nn.ReLU(), nn.Linear(64, 10)
+        nn.Conv2d(1, 16, 5, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(2304, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
     )
 
 
@@ -306,11 +378,14 @@ NETWORKS = {"lenet": lenet, "one_convolution": one_convolution}
 def mnist(arguments: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
     from torchvision import datasets, transforms
 
-    transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))])
+    transform = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize((0.1307,), (0.3081,))]
+    )
     splits = []
     for train in (True, False):
         split = datasets.MNIST(arguments.data, train=train, transform=transform)
-        split.data, split.targets = split.data[: arguments.limit], split.targets[: arguments.limit]
+        split.data = split.data[: arguments.limit]
+        split.targets = split.targets[: arguments.limit]
         splits.append(split)
     return splits[0], splits[1]
 
@@ -322,9 +397,16 @@ def plain_mnist(arguments: argparse.Namespace, device: torch.device, **loader: A
 
 
 def tuned_mnist(arguments: argparse.Namespace, device: torch.device) -> None:
-    """As the tuning guides say: loader processes, page-locked memory, copies while the GPU computes."""
+    """As the tuning guides say: loader processes, page-locked memory, copies while the GPU
+    computes."""
     workers = min(8, len(os.sched_getaffinity(0)) // SIZE)
-    plain_mnist(arguments, device, num_workers=workers, pin_memory=device.type == "cuda", persistent_workers=True)
+    plain_mnist(
+        arguments,
+        device,
+        num_workers=workers,
+        pin_memory=device.type == "cuda",
+        persistent_workers=True,
+    )
 
 
 def memory_mnist(arguments: argparse.Namespace, device: torch.device) -> None:
@@ -337,15 +419,24 @@ def memory_mnist(arguments: argparse.Namespace, device: torch.device) -> None:
 
 
 def _train_mnist(
-    arguments: argparse.Namespace, device: torch.device, train: Dataset[Any], test: Dataset[Any], **loader: Any
+    arguments: argparse.Namespace,
+    device: torch.device,
+    train: Dataset[Any],
+    test: Dataset[Any],
+    **loader: Any,
 ) -> None:
     batch = arguments.batch // SIZE
     sampler: DistributedSampler[Any] = DistributedSampler(train, shuffle=True)
     batches = DataLoader(train, batch_size=batch, sampler=sampler, **loader)
-    tests = DataLoader(test, batch_size=1000, sampler=DistributedSampler(test, shuffle=False), **loader)
+    tests = DataLoader(
+        test, batch_size=1000, sampler=DistributedSampler(test, shuffle=False), **loader
+    )
     on_gpu = device.type == "cuda"
-    model = DistributedDataParallel(NETWORKS[arguments.network]().to(device), device_ids=[device] if on_gpu else None)
-    optimizer, criterion = torch.optim.AdamW(model.parameters(), lr=3e-3), nn.CrossEntropyLoss()
+    model = DistributedDataParallel(
+        NETWORKS[arguments.network]().to(device), device_ids=[device] if on_gpu else None
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    criterion = nn.CrossEntropyLoss()
     seconds: list[float] = []
     accuracies: list[float] = []
     for epoch in range(arguments.epochs):
@@ -353,7 +444,8 @@ def _train_mnist(
         sampler.set_epoch(epoch)
         model.train()
         for images, labels in batches:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images = images.to(device, non_blocking=True)
+            labels = labels.to(device, non_blocking=True)
             with autocast(arguments):
                 loss = criterion(model(images), labels)
             loss.backward()
@@ -392,12 +484,16 @@ PEERS: dict[str, dict[str, Callable[..., None]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("peer")
     parser.add_argument("work", choices=list(PEERS))
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--data", default="data")
-    parser.add_argument("--batch", type=int, default=64, help="samples a process and step; mnist: over all")
+    parser.add_argument(
+        "--batch", type=int, default=64, help="samples a process and step; mnist: over all"
+    )
     parser.add_argument("--warm-up", type=int, default=30, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--tens", type=Path, help="a file for a line of each ten steps")

@@ -1,10 +1,13 @@
-"""Sweeps on eight devices at once: speed-up against one after the other, how long a device waits, and kills.
+"""Sweeps on eight devices at once: speed-up against one after the other, how long a device waits,
+and kills.
 
-    python benchmarks/pool.py [--trials 64] [--seconds 1] [--kills 50] [--output docs/benchmarks/pool.md]
+    python benchmarks/pool.py [--trials 64] [--seconds 1] [--kills 50] [--output
+    docs/benchmarks/pool.md]
 
-The devices are names without hardware behind them, and the trials sleep, so that any machine can say what the launcher
-itself costs. It is driven as any Hydra application drives it: an app of ten lines, hydra/launcher=pool. The kills are
-SIGKILLs of a job or of the sweep at a random moment: whose lock is held afterwards, which process is left?
+The devices are names without hardware behind them, and the trials sleep, so that any machine can
+say what the launcher itself costs. It is driven as any Hydra application drives it: an app of ten
+lines, hydra/launcher=pool. The kills are SIGKILLs of a job or of the sweep at a random moment:
+whose lock is held afterwards, which process is left?
 """
 
 from __future__ import annotations
@@ -44,11 +47,22 @@ main()
 def sweep(folder: Path, trials: int, devices: int, seconds: float) -> subprocess.Popen[bytes]:
     (folder / "app.py").write_text(APP)
     names = ",".join(f"device_{number}" for number in range(devices))
-    words = [f"+x=range({trials})", f"+seconds={seconds}", "hydra/launcher=pool", f"hydra.launcher.devices=[{names}]"]
-    words += [f"hydra.launcher.lock_folder={folder}/locks", f"hydra.sweep.dir={folder}/out", "hydra.output_subdir=null"]
+    words = [
+        f"+x=range({trials})",
+        f"+seconds={seconds}",
+        "hydra/launcher=pool",
+        f"hydra.launcher.devices=[{names}]",
+    ]
+    words += [
+        f"hydra.launcher.lock_folder={folder}/locks",
+        f"hydra.sweep.dir={folder}/out",
+        "hydra.output_subdir=null",
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "app.py", "-m", *words]
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def jobs(folder: Path) -> list[tuple[str, float, float]]:
@@ -58,22 +72,26 @@ def jobs(folder: Path) -> list[tuple[str, float, float]]:
 
 
 def speed(trials: int, devices: int, seconds: float) -> tuple[float, float, float]:
-    """Seconds from the first begin of a job to the last end, the longest wait of a device between two jobs, and seconds
-    of the whole command."""
+    """Seconds from the first begin of a job to the last end, the longest wait of a device between
+    two jobs, and seconds of the whole command."""
     with tempfile.TemporaryDirectory() as name:
-        folder, began = Path(name), time.monotonic()
+        folder = Path(name)
+        began = time.monotonic()
         assert sweep(folder, trials, devices, seconds).wait(3600) == 0
-        whole, done = time.monotonic() - began, jobs(folder)
+        whole = time.monotonic() - began
+        done = jobs(folder)
     assert len(done) == trials
     by_device = [list(own) for _, own in itertools.groupby(done, key=lambda job: job[0])]
-    idle = [later[1] - earlier[2] for own in by_device for earlier, later in itertools.pairwise(own)]
+    idle = [
+        later[1] - earlier[2] for own in by_device for earlier, later in itertools.pairwise(own)
+    ]
     assert len(by_device) == devices and min(idle) >= 0, "a device had two jobs at a time"
     return max(job[2] for job in done) - min(job[1] for job in done), max(idle), whole
 
 
 def killed(of_sweep: bool) -> tuple[int, int, int]:
-    """Locks that are held and processes that are left half a second after the end, and jobs that were not done though
-    their process was not the one that was killed."""
+    """Locks that are held and processes that are left half a second after the end, and jobs that
+    were not done though their process was not the one that was killed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         process = sweep(folder, 4, 2, 0.5)
@@ -87,7 +105,11 @@ def killed(of_sweep: bool) -> tuple[int, int, int]:
         locks = Locks(folder / "locks")
         held = sum(locks.take(f"device_{number}") is None for number in range(2))
         left = sum(state_of(pid) not in ("", "Z") for pid in own)
-        return held, left, 0 if of_sweep else max(0, 3 - len(jobs(folder)))  # the killed one may have been done
+        return (
+            held,
+            left,
+            0 if of_sweep else max(0, 3 - len(jobs(folder))),
+        )  # the killed one may have been done
 
 
 def main() -> None:
@@ -112,19 +134,38 @@ def main() -> None:
     page = [
         "# A sweep on eight devices that are names",
         "",
-        f"{asked.trials} trials that sleep, on {asked.devices} devices, under `hydra/launcher=pool`.",
-        "One after the other: the sum of the sleeping. From the first to the last: begin of the first trial to",
+        (
+            f"{asked.trials} trials that sleep, on {asked.devices} devices, under"
+            " `hydra/launcher=pool`."
+        ),
+        (
+            "One after the other: the sum of the sleeping. From the first to the last: begin of the"
+            " first trial to"
+        ),
         "the end of the last. Idle: the longest time between two trials of a device, of all.",
         "",
-        "| trial | one after the other | from the first to the last | whole command | speed-up | longest idle |",
+        (
+            "| trial | one after the other | from the first to the last | whole command | speed-up"
+            " | longest idle |"
+        ),
         "|---:|---:|---:|---:|---:|---:|",
         *rows,
         "",
-        "SIGKILLs at a random moment of sweeps of four trials on two devices, of the sweep and of a trial in turn:",
-        f"{asked.kills}. Half a second after the end {held} locks were held, {left} processes left, and {lost}",
+        (
+            "SIGKILLs at a random moment of sweeps of four trials on two devices, of the sweep and"
+            " of a trial in turn:"
+        ),
+        (
+            f"{asked.kills}. Half a second after the end {held} locks were held, {left} processes"
+            f" left, and {lost}"
+        ),
         "trials other than the killed one were not done.",
         "",
-        *conditions(" ".join(["pool.py", *sys.argv[1:]]), f"{before} before, {load_average()} after", ("hydra-core",)),
+        *conditions(
+            " ".join(["pool.py", *sys.argv[1:]]),
+            f"{before} before, {load_average()} after",
+            ("hydra-core",),
+        ),
     ]
     publish(page, asked.output)
 

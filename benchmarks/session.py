@@ -1,12 +1,14 @@
-"""What a step in `ddp_train.session` costs against plain DDP: two gloo processes, the same model, data and batch.
+"""What a step in `ddp_train.session` costs against plain DDP: two gloo processes, the same model,
+data and batch.
 
     python benchmarks/session.py [--rounds 151] [--steps 20] [--output docs/benchmarks/session.md]
 
-The loops run in the same two processes, one epoch of each in turn, in an order that changes from round to round. The
-plain one is DistributedDataParallel with DataLoader and DistributedSampler, the loss with its mean; the other one is
-that of docs/own_loop.md. A DataLoader collates the rows of a TensorDataset one by one, a session cuts them out at
-once: `rows cut` is a plain loop that does so too, without a DataLoader. What is left against it is what the session
-itself costs. The first round is dropped. No checkpoint is written inside of what is measured.
+The loops run in the same two processes, one epoch of each in turn, in an order that changes from
+round to round. The plain one is DistributedDataParallel with DataLoader and DistributedSampler, the
+loss with its mean; the other one is that of docs/own_loop.md. A DataLoader collates the rows of a
+TensorDataset one by one, a session cuts them out at once: `rows cut` is a plain loop that does so
+too, without a DataLoader. What is left against it is what the session itself costs. The first round
+is dropped. No checkpoint is written inside of what is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ BATCH = 64
 
 
 def net(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+    return nn.Sequential(
+        nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )
 
 
 def cut(dataset: TensorDataset, rank: int, processes: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -97,14 +101,24 @@ def main() -> None:
     with ddp_train.session(folder, processes=2, device="cpu") as run:
         times = measure(run, asked.width, asked.rounds, asked.steps)
         if run.rank == 0:
-            lines = ["# A step in a session", "", "| loop | ms per step: median | quartiles |", "|---|---:|---:|"]
+            lines = [
+                "# A step in a session",
+                "",
+                "| loop | ms per step: median | quartiles |",
+                "|---|---:|---:|",
+            ]
             for name, taken in times.items():
                 low, middle, high = statistics.quantiles(taken, n=4)
                 lines.append(f"| {name} | {middle:.3f} | {low:.3f} to {high:.3f} |")
             pairs = zip(times["session"], times["plain DDP, rows cut"], strict=True)
-            low, middle, high = statistics.quantiles([1e3 * (mine - theirs) for mine, theirs in pairs], n=4)
+            low, middle, high = statistics.quantiles(
+                [1e3 * (mine - theirs) for mine, theirs in pairs], n=4
+            )
             found = f"{middle:.0f} us a step, quartiles {low:.0f} to {high:.0f}"
-            lines += ["", f"Session less plain DDP with rows cut, each round by itself: median {found}."]
+            lines += [
+                "",
+                f"Session less plain DDP with rows cut, each round by itself: median {found}.",
+            ]
             lines += [
                 f"Two gloo processes, one thread each; {asked.width} wide, global batch {BATCH}, "
                 f"{asked.rounds - 1} rounds of {asked.steps} steps.",

@@ -1,17 +1,23 @@
 """launch.py against plain PyTorch, Lightning and Accelerate on the same work, in one go.
 
-    python benchmarks/speed.py resnet50 [--processes 1] [--rounds 1] [--only NAME ...] [--output PAGE.md]
+    python benchmarks/speed.py resnet50 [--processes 1] [--rounds 1] [--only NAME ...] [--output
+    PAGE.md]
     python benchmarks/speed.py mnist --data data [...]
 
-Each contender is run as a fresh command, in rounds whose order alternates; a peer that is not installed, or fails,
-keeps its row with the reason. What the peers do is in benchmarks/peers.py.
+Each contender is run as a fresh command, in rounds whose order alternates; a peer that is not
+installed, or fails, keeps its row with the reason. What the peers do is in benchmarks/peers.py.
 
-resnet50   training steps of ResNet-50 at 224 x 224, batch 256 a process (another number where a row says so). launch.py
-           keeps uint8 images on the device, and shuffles and normalises them for every step; the peers read ready
-           batches. Images per second over all processes: for launch.py the median logging interval of 25 steps after
+resnet50   training steps of ResNet-50 at 224 x 224, batch 256 a process (another number where a row
+           says so). launch.py
+           keeps uint8 images on the device, and shuffles and normalises them for every step; the
+           peers read ready
+           batches. Images per second over all processes: for launch.py the median logging interval
+           of 25 steps after
            the first four, for the peers 100 steps after 30.
-mnist      one epoch of batch 64 (over all processes) with its test, LeNet-5 unless a row says otherwise. Seconds: the
-           median epoch but the first, which stands beside it. Accuracy: after the last epoch, and after the first.
+mnist      one epoch of batch 64 (over all processes) with its test, LeNet-5 unless a row says
+           otherwise. Seconds: the
+           median epoch but the first, which stands beside it. Accuracy: after the last epoch, and
+           after the first.
 """
 
 from __future__ import annotations
@@ -40,7 +46,8 @@ EPOCHS = 5
 
 @dataclass
 class Contender:
-    """`command` makes its command line for a run directory; `read` its numbers from that directory or its output."""
+    """`command` makes its command line for a run directory; `read` its numbers from that directory
+    or its output."""
 
     name: str
     command: Callable[[Path], list[str]]
@@ -50,7 +57,9 @@ class Contender:
     failure: str = ""
 
 
-def ours(name: str, processes: int, read: Callable[[Path, str], dict[str, float]], *words: str) -> Contender:
+def ours(
+    name: str, processes: int, read: Callable[[Path, str], dict[str, float]], *words: str
+) -> Contender:
     """launch.py with these words."""
     return Contender(
         f"launch.py {name}".strip(),
@@ -70,20 +79,36 @@ def ours(name: str, processes: int, read: Callable[[Path, str], dict[str, float]
 def peer(name: str, work: str, processes: int, *words: str) -> Contender:
     """A function of benchmarks/peers.py."""
     many = 1 if name == "DataParallel" else processes
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={many}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={many}",
+    ]
     shown = name + (f", {words[-1]}".replace("_", " ") if "--network" in words else "")
     return Contender(
-        shown, lambda _: [*launcher, "benchmarks/peers.py", name, work, *words], lambda _, text: said(text)
+        shown,
+        lambda _: [*launcher, "benchmarks/peers.py", name, work, *words],
+        lambda _, text: said(text),
     )
 
 
 def said(text: str) -> dict[str, float]:
     """What a peer printed."""
-    result = json.loads(next(line for line in text.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
-    return {"speed": result["samples_per_second"]} if "samples_per_second" in result else of_epochs(**result)
+    result = json.loads(
+        next(line for line in text.splitlines() if line.startswith("RESULT ")).removeprefix(
+            "RESULT "
+        )
+    )
+    if "samples_per_second" in result:
+        return {"speed": result["samples_per_second"]}
+    return of_epochs(**result)
 
 
-def of_epochs(epoch_seconds: list[float], accuracy: float, first_accuracy: float = float("nan")) -> dict[str, float]:
+def of_epochs(
+    epoch_seconds: list[float], accuracy: float, first_accuracy: float = float("nan")
+) -> dict[str, float]:
     return {
         "epoch": statistics.median(epoch_seconds[1:] or [math.nan]),
         "first epoch": epoch_seconds[0],
@@ -94,17 +119,26 @@ def of_epochs(epoch_seconds: list[float], accuracy: float, first_accuracy: float
 
 def read_speed(run_dir: Path, _: str) -> dict[str, float]:
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return {"speed": statistics.median([line["samples_per_second"] for line in lines if line["kind"] == "train"][4:])}
+    return {
+        "speed": statistics.median(
+            [line["samples_per_second"] for line in lines if line["kind"] == "train"][4:]
+        )
+    }
 
 
 def read_epochs(run_dir: Path, _: str) -> dict[str, float]:
     summary = json.loads((run_dir / "summary.json").read_text())
-    tests = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"test"' in line]
+    tests = [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
+        if '"test"' in line
+    ]
     return of_epochs(summary["epoch_seconds"], summary["test"]["accuracy"], tests[0]["accuracy"])
 
 
 def contenders(arguments: argparse.Namespace) -> list[Contender]:
-    n, device = arguments.processes, arguments.device
+    n = arguments.processes
+    device = arguments.device
     common = [f"device={device}", f"launch.threads_per_process={'auto' if device == 'cpu' else 4}"]
     if arguments.work == "mnist":
         words = [
@@ -121,7 +155,12 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
             *([f"data.limit={arguments.limit}"] if arguments.limit else []),
         ]
         same = [*words, "model._target_=benchmarks.peers.lenet", "trusted_modules=[benchmarks]"]
-        small = [*same, "model._target_=benchmarks.peers.one_convolution", "tuning=max", "tuning.precision=fp32"]
+        small = [
+            *same,
+            "model._target_=benchmarks.peers.one_convolution",
+            "tuning=max",
+            "tuning.precision=fp32",
+        ]
         rest = ["--device", device, "--data", arguments.data, "--epochs", "3"]
         rest += ["--limit", str(arguments.limit)] if arguments.limit else []
         graph = ["tuning.cuda_graph=true"] if device == "cuda" else []
@@ -129,44 +168,137 @@ def contenders(arguments: argparse.Namespace) -> list[Contender]:
             ours("recommended, cuda_graph", n, read_epochs, *same, *graph),
             ours("max", n, read_epochs, *same, "tuning=max"),
             ours("max, strategy=single", n, read_epochs, *same, "tuning=max", "strategy=single"),
-            ours("max, fp32 (tf32), single", n, read_epochs, *same, "tuning=max", "tuning.precision=fp32",
-                 "strategy=single"),
+            ours(
+                "max, fp32 (tf32), single",
+                n,
+                read_epochs,
+                *same,
+                "tuning=max",
+                "tuning.precision=fp32",
+                "strategy=single",
+            ),
             ours("none", n, read_epochs, *same, "tuning=none", "train.epochs=3"),
-            ours("its own cnn", n, read_epochs, *words, "model=cnn", "model.channels=16", "model.norm=none"),
-            ours("max, fp32 (tf32), single, one convolution", n, read_epochs, *small, "strategy=single"),
-            ours("the same, one epoch, one_cycle", n, read_epochs, *small, "strategy=single", "train.epochs=1",
-                 "schedule=one_cycle"),
-            *(peer(name, "mnist", n, *rest) for name in (
-                "plain DDP, DataLoader", "plain DDP, DataLoader tuned", "plain DDP, images on the device")),
-            peer("plain DDP, images on the device", "mnist", n, *rest, "--network", "one_convolution"),
-        ]  # fmt: skip
+            ours(
+                "its own cnn",
+                n,
+                read_epochs,
+                *words,
+                "model=cnn",
+                "model.channels=16",
+                "model.norm=none",
+            ),
+            ours(
+                "max, fp32 (tf32), single, one convolution",
+                n,
+                read_epochs,
+                *small,
+                "strategy=single",
+            ),
+            ours(
+                "the same, one epoch, one_cycle",
+                n,
+                read_epochs,
+                *small,
+                "strategy=single",
+                "train.epochs=1",
+                "schedule=one_cycle",
+            ),
+            *(
+                peer(name, "mnist", n, *rest)
+                for name in (
+                    "plain DDP, DataLoader",
+                    "plain DDP, DataLoader tuned",
+                    "plain DDP, images on the device",
+                )
+            ),
+            peer(
+                "plain DDP, images on the device", "mnist", n, *rest, "--network", "one_convolution"
+            ),
+        ]
 
     def resnet(name: str, batch: int, *more: str) -> Contender:
-        size = f"data.image_size={arguments.side}", f"data.samples={16 * arguments.batch * n}", "data.classes=1000"
+        size = (
+            f"data.image_size={arguments.side}",
+            f"data.samples={16 * arguments.batch * n}",
+            "data.classes=1000",
+        )
         size = *size, f"data.test_samples={batch}"
-        return ours(name, n, read_speed, *common, "model=resnet50", "data=synthetic", *size,
-                    f"train.global_batch_size={batch * n}", f"train.evaluate_batch_size={batch}",
-                    f"train.max_steps={arguments.steps + 100}", "train.epochs=1000", "train.log_every_steps=25",
-                    "train.evaluate_every_epochs=1000", "optimizer.weight_decay=5e-5", *more)  # fmt: skip
+        return ours(
+            name,
+            n,
+            read_speed,
+            *common,
+            "model=resnet50",
+            "data=synthetic",
+            *size,
+            f"train.global_batch_size={batch * n}",
+            f"train.evaluate_batch_size={batch}",
+            f"train.max_steps={arguments.steps + 100}",
+            "train.epochs=1000",
+            "train.log_every_steps=25",
+            "train.evaluate_every_epochs=1000",
+            "optimizer.weight_decay=5e-5",
+            *more,
+        )
 
     b = arguments.batch
-    rest = ["--device", device, "--batch", str(b), "--steps", str(arguments.steps), "--side", str(arguments.side)]
+    rest = [
+        "--device",
+        device,
+        "--batch",
+        str(b),
+        "--steps",
+        str(arguments.steps),
+        "--side",
+        str(arguments.side),
+    ]
     eager = "tuning.compile=false"
     return [
         resnet("eager", b, eager),
         resnet("recommended", b, "tuning.compile=true", "strategy.broadcast_buffers=false"),
         resnet("tuning=max", b, "tuning=max", "strategy.broadcast_buffers=false"),
-        resnet("tuning=max, fp16, batch 512", 2 * b, "tuning=max", "tuning.precision=fp16",
-               "strategy.broadcast_buffers=false"),
-        resnet("tuning=max, fp16, batch 1024", 4 * b, "tuning=max", "tuning.precision=fp16",
-               "strategy.broadcast_buffers=false"),
-        resnet("tuning=max, fp16, batch 1024, torch's own kernels", 4 * b, "tuning=max", "tuning.precision=fp16",
-               "strategy.broadcast_buffers=false", "tuning.triton_kernels=false"),
-        resnet("tuning=max, fp16, batch 1024, conv_sums", 4 * b, "tuning=max", "tuning.precision=fp16",
-               "strategy.broadcast_buffers=false", "tuning.conv_sums=true"),
-        *(peer(name, "images", n, *rest) for name in (
-            "plain DDP", "plain DDP, compiled", "DataParallel", "Accelerate", "Lightning Fabric", "Lightning Trainer")),
-    ]  # fmt: skip
+        resnet(
+            "tuning=max, fp16, batch 512",
+            2 * b,
+            "tuning=max",
+            "tuning.precision=fp16",
+            "strategy.broadcast_buffers=false",
+        ),
+        resnet(
+            "tuning=max, fp16, batch 1024",
+            4 * b,
+            "tuning=max",
+            "tuning.precision=fp16",
+            "strategy.broadcast_buffers=false",
+        ),
+        resnet(
+            "tuning=max, fp16, batch 1024, torch's own kernels",
+            4 * b,
+            "tuning=max",
+            "tuning.precision=fp16",
+            "strategy.broadcast_buffers=false",
+            "tuning.triton_kernels=false",
+        ),
+        resnet(
+            "tuning=max, fp16, batch 1024, conv_sums",
+            4 * b,
+            "tuning=max",
+            "tuning.precision=fp16",
+            "strategy.broadcast_buffers=false",
+            "tuning.conv_sums=true",
+        ),
+        *(
+            peer(name, "images", n, *rest)
+            for name in (
+                "plain DDP",
+                "plain DDP, compiled",
+                "DataParallel",
+                "Accelerate",
+                "Lightning Fabric",
+                "Lightning Trainer",
+            )
+        ),
+    ]
 
 
 def run(contender: Contender, folder: Path) -> None:
@@ -175,11 +307,19 @@ def run(contender: Contender, folder: Path) -> None:
     began = time.perf_counter()
     try:
         done = subprocess.run(
-            contender.command(folder / "run"), cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS
+            contender.command(folder / "run"),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
         )
         lines = (done.stdout + done.stderr).strip().splitlines()
         if done.returncode:
-            errors = [line for line in lines if "Error" in line or "FATAL" in line or line.startswith("  - ")]
+            errors = [
+                line
+                for line in lines
+                if "Error" in line or "FATAL" in line or line.startswith("  - ")
+            ]
             contender.failure = f"exit code {done.returncode}: {(errors or lines)[-1][:200]}"
         else:
             contender.results.append(contender.read(folder / "run", done.stdout))
@@ -188,8 +328,13 @@ def run(contender: Contender, folder: Path) -> None:
         contender.failure = f"not finished after {LIMIT_SECONDS} s"
     except (LookupError, StopIteration, OSError) as error:
         contender.failure = f"no result: {error!r}"
-    print(contender.name, contender.results[-1:] or contender.failure, f"{time.perf_counter() - began:.0f} s",
-          file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        contender.name,
+        contender.results[-1:] or contender.failure,
+        f"{time.perf_counter() - began:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def table(work: str, found: list[Contender]) -> list[str]:
@@ -211,18 +356,26 @@ def table(work: str, found: list[Contender]) -> list[str]:
             "after one epoch": ("accuracy after one", ".2%"),
         },
     }[work]
-    lines: list[str] = [f"| | {' | '.join(columns)} | whole command, s |", f"|---|{'---:|' * (len(columns) + 1)}"]
+    lines: list[str] = [
+        f"| | {' | '.join(columns)} | whole command, s |",
+        f"|---|{'---:|' * (len(columns) + 1)}",
+    ]
     for contender in found:
         if contender.results:
             cells = [cell(contender, key, spec) for key, spec in columns.values()]
-            lines.append(f"| {contender.name} | {' | '.join(cells)} | {statistics.median(contender.seconds):.0f} |")
+            lines.append(
+                f"| {contender.name} | {' | '.join(cells)} |"
+                f" {statistics.median(contender.seconds):.0f} |"
+            )
         else:
             lines.append(f"| {contender.name} | {contender.failure} |{' |' * len(columns)}")
     return lines
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("work", choices=["resnet50", "mnist"])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=1)
@@ -232,18 +385,25 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--limit", type=int, help="mnist: use only so many samples of each split")
-    parser.add_argument("--only", nargs="+", help="contenders whose whole names match these regular expressions")
+    parser.add_argument(
+        "--only", nargs="+", help="contenders whose whole names match these regular expressions"
+    )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     load = f"{load_average()} at the start"
-    found = [c for c in contenders(arguments)
-             if not arguments.only or any(re.fullmatch(name, c.name) for name in arguments.only)]  # fmt: skip
+    found = [
+        c
+        for c in contenders(arguments)
+        if not arguments.only or any(re.fullmatch(name, c.name) for name in arguments.only)
+    ]
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
         for number in range(arguments.rounds):
             for contender in found if number % 2 == 0 else reversed(found):
                 run(contender, Path(folder, f"{found.index(contender)}_{number}"))
     hidden = ("work", "output", "data", "only")
-    given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if name not in hidden and value}
+    given: dict[str, Any] = {
+        name: value for name, value in vars(arguments).items() if name not in hidden and value
+    }
     shown = " ".join(f"--{name} {value}" for name, value in given.items())
     command = f"speed.py {arguments.work} {shown}"
     head = {
@@ -254,8 +414,10 @@ def main() -> None:
         [
             f"# Speed: {head[arguments.work]}, {arguments.processes} x {arguments.device}",
             "",
-            f"Median (min - max) of {arguments.rounds}. What the peers do is in `benchmarks/peers.py`, what is measured"
-            " in the head of `benchmarks/speed.py`.",
+            (
+                f"Median (min - max) of {arguments.rounds}. What the peers do is in"
+                " `benchmarks/peers.py`, what is measured in the head of `benchmarks/speed.py`."
+            ),
             "",
             *table(arguments.work, found),
             "",

@@ -1,12 +1,15 @@
-"""kill -9 of any process of a sweep at any moment: is a device still taken, is a row lost, is a trial repeated?
+"""kill -9 of any process of a sweep at any moment: is a device still taken, is a row lost, is a
+trial repeated?
 
-    python benchmarks/sweep_kills.py [--kills 50] [--seed 0] [--output docs/benchmarks/sweep_kills.md]
+    python benchmarks/sweep_kills.py [--kills 50] [--seed 0] [--output
+    docs/benchmarks/sweep_kills.md]
 
-Each time a sweep of real trainings on two devices (names without hardware, under the locks that GPUs have) is started,
-by the grid and by hydra/sweeper=pool_optuna in turn, and after a random time a random process of it is killed: the
-sweep itself, a fork server, the launcher of a trial, a worker. A sweep that was killed is started again by the same
-command. At the end every trial must have one row of success with the objective of an undisturbed sweep, every trial of
-which a process was killed a row that says so, if its sweep lived on, and no lock may be held and no process left.
+Each time a sweep of real trainings on two devices (names without hardware, under the locks that
+GPUs have) is started, by the grid and by hydra/sweeper=pool_optuna in turn, and after a random time
+a random process of it is killed: the sweep itself, a fork server, the launcher of a trial, a
+worker. A sweep that was killed is started again by the same command. At the end every trial must
+have one row of success with the objective of an undisturbed sweep, every trial of which a process
+was killed a row that says so, if its sweep lived on, and no lock may be held and no process left.
 """
 
 from __future__ import annotations
@@ -34,13 +37,27 @@ ROOT = Path(__file__).resolve().parent.parent
 SWEEPERS = {
     "the grid": ["optimizer.lr=0.2,0.1,0.05,0.02"],
     "Optuna": [
-        *("hydra/sweeper=pool_optuna", "hydra/sweeper/sampler=random", "hydra.sweeper.sampler.seed=1"),
+        *(
+            "hydra/sweeper=pool_optuna",
+            "hydra/sweeper/sampler=random",
+            "hydra.sweeper.sampler.seed=1",
+        ),
         *("hydra.sweeper.n_trials=4", "optimizer.lr=tag(log,interval(0.01,0.3))"),
     ],
 }
 TRIALS = 4
-SHARED = ["model=mlp", "data.limit=400", "train.epochs=30", "launch.nproc_per_node=1", "deterministic=true"]
-SHARED += ["hydra.launcher.gpus_per_trial=1", "hydra.launcher.devices=[a,b]", "launch.threads_per_process=1"]
+SHARED = [
+    "model=mlp",
+    "data.limit=400",
+    "train.epochs=30",
+    "launch.nproc_per_node=1",
+    "deterministic=true",
+]
+SHARED += [
+    "hydra.launcher.gpus_per_trial=1",
+    "hydra.launcher.devices=[a,b]",
+    "launch.threads_per_process=1",
+]
 SHARED += ["device=cpu", "checkpoint.every_steps=20"]
 
 
@@ -55,9 +72,16 @@ class Outcome:
 
 
 def start(folder: Path, sweeper: str) -> subprocess.Popen[bytes]:
-    words = [*SWEEPERS[sweeper], *SHARED, f"hydra.launcher.lock_folder={folder}/locks", f"run_dir={folder}/sweep"]
+    words = [
+        *SWEEPERS[sweeper],
+        *SHARED,
+        f"hydra.launcher.lock_folder={folder}/locks",
+        f"run_dir={folder}/sweep",
+    ]
     with (folder / "said").open("ab") as out:
-        return subprocess.Popen([sys.executable, str(ROOT / "launch.py"), "-m", *words], stdout=out, stderr=out)
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / "launch.py"), "-m", *words], stdout=out, stderr=out
+        )
 
 
 def family(pid: int) -> dict[int, str]:
@@ -72,24 +96,36 @@ def family(pid: int) -> dict[int, str]:
         grandchildren = list(children_of(child))
         waiting += grandchildren
         of_trial = child not in children_of(pid)
-        found[child] = "a worker" if "rank=" in text else "a process of a trial" if of_trial else "a trial's launcher"
+        found[child] = (
+            "a worker"
+            if "rank=" in text
+            else "a process of a trial"
+            if of_trial
+            else "a trial's launcher"
+        )
     return found
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     path = folder / "sweep/results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if path.exists():
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    return []
 
 
 def objectives(rows: list[dict[str, Any]]) -> dict[str, float]:
-    return {" ".join(row["overrides"]): row["objective"] for row in rows if row["status"] == "completed"}
+    return {
+        " ".join(row["overrides"]): row["objective"] for row in rows if row["status"] == "completed"
+    }
 
 
 def once(sweeper: str, expected: dict[str, float], moment: float) -> Outcome:
     """One sweep, one kill, and what came of it."""
     with tempfile.TemporaryDirectory() as name:
-        folder, faults = Path(name), []
-        process, starts = start(folder, sweeper), 1
+        folder = Path(name)
+        faults = []
+        process = start(folder, sweeper)
+        starts = 1
         time.sleep(moment)
         own = family(process.pid)
         victim = random.choice(sorted(own))
@@ -102,21 +138,38 @@ def once(sweeper: str, expected: dict[str, float], moment: float) -> Outcome:
         faults += [f"{len(left)} processes left"] if left else []
         faults += held(folder)
         died = [row for row in rows_of(folder) if row["status"] != "completed"]
-        if not ended and own[victim] != "the sweep" and len(objectives(rows_of(folder))) + len(died) < TRIALS:
+        if (
+            not ended
+            and own[victim] != "the sweep"
+            and len(objectives(rows_of(folder))) + len(died) < TRIALS
+        ):
             faults.append("a trial without a row though the sweep lived on")
         while process.returncode and starts < 4:
-            process, starts = start(folder, sweeper), starts + 1
+            process = start(folder, sweeper)
+            starts = starts + 1
             faults += waited(process)
         rows = rows_of(folder)
         completed = Counter(row["trial"] for row in rows if row["status"] == "completed")
-        faults += [f"trial {trial} was completed {count} times" for trial, count in completed.items() if count > 1]
+        faults += [
+            f"trial {trial} was completed {count} times"
+            for trial, count in completed.items()
+            if count > 1
+        ]
         found = objectives(rows)
-        if sweeper == "Optuna" and len(died) + len(completed) >= TRIALS:  # one that died counts for Optuna
+        if (
+            sweeper == "Optuna" and len(died) + len(completed) >= TRIALS
+        ):  # one that died counts for Optuna
             missing = [words for words in expected if words not in found]
-            faults += [f"{len(missing)} results lost, {len(died)} died"] if len(missing) > len(died) else []
+            faults += (
+                [f"{len(missing)} results lost, {len(died)} died"]
+                if len(missing) > len(died)
+                else []
+            )
         elif found.keys() != expected.keys():
             faults.append(f"results of {len(found)} trials instead of {len(expected)}")
-        faults += [f"another result: {words}" for words in found if found[words] != expected.get(words)]
+        faults += [
+            f"another result: {words}" for words in found if found[words] != expected.get(words)
+        ]
         faults += held(folder)
         if faults:
             print((folder / "said").read_text()[-3000:], file=sys.stderr)
@@ -160,7 +213,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     random.seed(asked.seed)
-    before, outcomes = load_average(), []
+    before = load_average()
+    outcomes = []
     expected = {sweeper: undisturbed(sweeper) for sweeper in SWEEPERS}
     while len(outcomes) < asked.kills:
         sweeper = list(SWEEPERS)[len(outcomes) % len(SWEEPERS)]
@@ -173,9 +227,18 @@ def main() -> None:
     page = [
         "# A sweep of which a process is killed",
         "",
-        f"{TRIALS} trainings on two devices that are names, under locks as GPUs have. After a random time SIGKILL to a",
-        "random process of the sweep; a sweep that ended so is started again by the same command. Well: no device is",
-        "taken and no process left half a second after the end, every trial has its row, none is completed twice, and",
+        (
+            f"{TRIALS} trainings on two devices that are names, under locks as GPUs have. After a"
+            " random time SIGKILL to a"
+        ),
+        (
+            "random process of the sweep; a sweep that ended so is started again by the same"
+            " command. Well: no device is"
+        ),
+        (
+            "taken and no process left half a second after the end, every trial has its row, none"
+            " is completed twice, and"
+        ),
         "the objectives are those of a sweep that nobody disturbed, to the last bit.",
         "",
         f"**{len(well)} of {len(outcomes)} ended well.**",
@@ -193,7 +256,10 @@ def main() -> None:
             for one in outcomes
             if one.faults
         ),
-        f"An undisturbed sweep takes {' and '.join(f'{seconds:.1f} s' for _, seconds in expected.values())}.",
+        (
+            "An undisturbed sweep takes"
+            f" {' and '.join(f'{seconds:.1f} s' for _, seconds in expected.values())}."
+        ),
         "",
         *conditions(
             " ".join(["sweep_kills.py", *sys.argv[1:]]),

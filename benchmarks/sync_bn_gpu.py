@@ -2,12 +2,14 @@
 
     python benchmarks/sync_bn_gpu.py
 
-Both get the same layer and, rank by rank, the same uneven parts of three batches. Compared are outputs, the gradients
-of inputs and of weights (summed over the ranks) and the running statistics: with torch's SyncBatchNorm, and with
-torch's BatchNorm in one process that has the whole batch. Without two GPUs it runs over gloo on the CPU, which torch's
-SyncBatchNorm refuses: what is left is the second comparison.
+Both get the same layer and, rank by rank, the same uneven parts of three batches. Compared are
+outputs, the gradients of inputs and of weights (summed over the ranks) and the running statistics:
+with torch's SyncBatchNorm, and with torch's BatchNorm in one process that has the whole batch.
+Without two GPUs it runs over gloo on the CPU, which torch's SyncBatchNorm refuses: what is left is
+the second comparison.
 
-Exit code 1 if a difference is above its limit. Differences are relative to the largest number in what is compared.
+Exit code 1 if a difference is above its limit. Differences are relative to the largest number in
+what is compared.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
-def trained(layer: nn.Module, batches: list[tuple[Tensor, Tensor]], part: slice) -> dict[str, Tensor]:
+def trained(
+    layer: nn.Module, batches: list[tuple[Tensor, Tensor]], part: slice
+) -> dict[str, Tensor]:
     """What three training passes over a part of each batch leave behind."""
     found = {}
     for number, (inputs, gradients) in enumerate(batches):
@@ -51,7 +55,9 @@ def trained(layer: nn.Module, batches: list[tuple[Tensor, Tensor]], part: slice)
         assert mine.grad is not None
         found |= {f"outputs {number}": outputs.detach(), f"input gradients {number}": mine.grad}
     found |= {
-        f"gradient of {name}": weight.grad for name, weight in layer.named_parameters() if weight.grad is not None
+        f"gradient of {name}": weight.grad
+        for name, weight in layer.named_parameters()
+        if weight.grad is not None
     }
     return found | {f"statistics {name}": buffer for name, buffer in layer.named_buffers()}
 
@@ -59,7 +65,9 @@ def trained(layer: nn.Module, batches: list[tuple[Tensor, Tensor]], part: slice)
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest one, over the ranks too."""
     assert ours.keys() == theirs.keys()
-    worst = max(((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in ours)
+    worst = max(
+        ((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in ours
+    )
     worst_of = torch.tensor(worst, dtype=torch.float64, device=next(iter(ours.values())).device)
     dist.all_reduce(worst_of, dist.ReduceOp.MAX)
     return worst_of.item()
@@ -81,14 +89,23 @@ def compare(rank: int, kind: str, folder: str, rows: Any) -> None:
 
 
 def compare_case(
-    layer: nn.Module, shape: tuple[int, ...], channels_last: bool, rank: int, device: str, dtype: torch.dtype
+    layer: nn.Module,
+    shape: tuple[int, ...],
+    channels_last: bool,
+    rank: int,
+    device: str,
+    dtype: torch.dtype,
 ) -> dict[str, float]:
     """The largest difference from each of torch's layers."""
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(3):
-        pair = torch.randn(2, sum(SPLIT), 32, *shape, generator=generator, dtype=torch.float64).to(device, dtype)
-        inputs, gradients = (t.contiguous(memory_format=torch.channels_last) if channels_last else t for t in pair)
+        pair = torch.randn(2, sum(SPLIT), 32, *shape, generator=generator, dtype=torch.float64).to(
+            device, dtype
+        )
+        inputs, gradients = (
+            t.contiguous(memory_format=torch.channels_last) if channels_last else t for t in pair
+        )
         batches.append((inputs + 3, gradients))
     layer = copy.deepcopy(layer).to(device, dtype)
     for weight in layer.parameters():
@@ -98,11 +115,19 @@ def compare_case(
     def of_this_rank(changed: nn.Module, part: slice = mine) -> dict[str, Tensor]:
         found = trained(changed, batches, part)
         if part == mine:
-            return {name: total(value.clone()) if "gradient of" in name else value for name, value in found.items()}
-        return {name: value[mine] if name.startswith(("outputs", "input")) else value for name, value in found.items()}
+            return {
+                name: total(value.clone()) if "gradient of" in name else value
+                for name, value in found.items()
+            }
+        return {
+            name: value[mine] if name.startswith(("outputs", "input")) else value
+            for name, value in found.items()
+        }
 
     ours = of_this_rank(synchronised(copy.deepcopy(layer)))
-    found = {"BatchNorm, whole batch": difference(ours, of_this_rank(copy.deepcopy(layer), slice(None)))}
+    found = {
+        "BatchNorm, whole batch": difference(ours, of_this_rank(copy.deepcopy(layer), slice(None)))
+    }
     if device != "cpu":
         converted = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(layer))
         found["SyncBatchNorm"] = difference(ours, of_this_rank(converted))
@@ -116,12 +141,20 @@ def main() -> int:
         rows = manager.list()
         torch.multiprocessing.spawn(compare, (kind, folder, rows), nprocs=2)
         found = list(rows)
-    print(f"2 x {torch.cuda.get_device_name(0) if kind == 'cuda' else 'cpu'}, torch {torch.__version__}\n")
-    print("| layer | type | against torch's | largest difference | allowed |\n|---|---|---|---|---|")
+    print(
+        f"2 x {torch.cuda.get_device_name(0) if kind == 'cuda' else 'cpu'}, torch"
+        f" {torch.__version__}\n"
+    )
+    print(
+        "| layer | type | against torch's | largest difference | allowed |\n|---|---|---|---|---|"
+    )
     too_large = 0
     for name, dtype, differences in found:
         for against, worst in differences.items():
-            print(f"| {name} | {str(dtype).removeprefix('torch.')} | {against} | {worst:.2g} | {LIMITS[dtype]:g} |")
+            print(
+                f"| {name} | {str(dtype).removeprefix('torch.')} | {against} | {worst:.2g} |"
+                f" {LIMITS[dtype]:g} |"
+            )
             too_large += not worst <= LIMITS[dtype]
     print(f"\n{too_large} above the limit" if too_large else "\nall within the limits")
     return too_large > 0

@@ -1,10 +1,12 @@
-"""The launcher on real GPUs: every strategy on digits and MNIST, what must agree, and what must be refused.
+"""The launcher on real GPUs: every strategy on digits and MNIST, what must agree, and what must be
+refused.
 
     python benchmarks/two_gpus.py [--data data] [--out runs/two_gpus] [--only 'exact .*' 'mnist dp']
 
-Runs launch.py some twenty times, one after the other, and prints a markdown table of what each run reported in its
-summary.json, then the comparisons: weights on one GPU against two, with and without SyncBatchNorm, and repeatability.
-Exits with 1 if a run ends with another code than expected, or a comparison fails; with 2, at once, without two GPUs.
+Runs launch.py some twenty times, one after the other, and prints a markdown table of what each run
+reported in its summary.json, then the comparisons: weights on one GPU against two, with and without
+SyncBatchNorm, and repeatability. Exits with 1 if a run ends with another code than expected, or a
+comparison fails; with 2, at once, without two GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
-EXACT = ["tuning.precision=fp64", "deterministic=true", "train.max_steps=20", "data.augment=false", "optimizer.lr=0.01"]
+EXACT = [
+    "tuning.precision=fp64",
+    "deterministic=true",
+    "train.max_steps=20",
+    "data.augment=false",
+    "optimizer.lr=0.01",
+]
 BATCH_NORM = ["model.norm=batch"]
 SYNC_BN = [*BATCH_NORM, "strategy.sync_bn=true"]
 ONE = ["launch.nproc_per_node=1"]
@@ -43,8 +51,15 @@ def runs(mnist: list[str]) -> dict[str, tuple[int, list[str]]]:
         "hook fp16": (0, [*quick, "strategy.comm_hook=fp16"]),
         "hook bf16": (0, [*quick, "strategy.comm_hook=bf16"]),
         "hook powersgd": (0, [*quick, "strategy.comm_hook=powersgd"]),
-        "ddp options": (0, [*quick, "strategy.static_graph=true",
-                            "strategy.bucket_cap_mb=1", "strategy.broadcast_buffers=false"]),
+        "ddp options": (
+            0,
+            [
+                *quick,
+                "strategy.static_graph=true",
+                "strategy.bucket_cap_mb=1",
+                "strategy.broadcast_buffers=false",
+            ],
+        ),
         "precision fp16": (0, [*quick, "tuning.precision=fp16"]),
         "exact ddp 2": (0, EXACT),
         "exact ddp 1": (0, [*EXACT, *ONE]),
@@ -56,12 +71,15 @@ def runs(mnist: list[str]) -> dict[str, tuple[int, list[str]]]:
         "gloo on GPUs": (0, [*quick, "launch.backend=gloo"]),
         "one process too many": (2, ["launch.nproc_per_node=99"]),
         "NaN": (70, ["train.max_steps=40", "optimizer.lr=1e30", "model.norm=none"]),
-    }  # fmt: skip
+    }
 
 
 def launch(name: str, overrides: list[str], run_dir: Path) -> tuple[int, float]:
     """Runs one command. Returns its exit code and its wall time in seconds."""
-    start = ["torchrun", "--nproc_per_node=2"] if name.startswith("torchrun") else [sys.executable]
+    if name.startswith("torchrun"):
+        start = ["torchrun", "--nproc_per_node=2"]
+    else:
+        start = [sys.executable]
     command = [*start, str(ROOT / "launch.py"), f"run_dir={run_dir}", *overrides]
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -77,7 +95,8 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 def largest_difference(one: Path, other: Path) -> float:
     """The largest absolute difference between the weights of two runs."""
-    a, b = weights(one), weights(other)
+    a = weights(one)
+    b = weights(other)
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
 
 
@@ -85,11 +104,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", default="data")
     parser.add_argument("--out", type=Path, default=Path("runs/two_gpus"))
-    parser.add_argument("--only", nargs="+", help="runs whose whole names match these regular expressions")
+    parser.add_argument(
+        "--only", nargs="+", help="runs whose whole names match these regular expressions"
+    )
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:
         parser.error(f"two GPUs are needed, {torch.cuda.device_count()} visible")
-    rows, failures = [], []
+    rows = []
+    failures = []
     chosen = {
         name: run
         for name, run in runs(["experiment=mnist", f"data.root={arguments.data}"]).items()
@@ -100,18 +122,27 @@ def main() -> int:
         code, wall = launch(name, overrides, run_dir)
         if code != expected:
             failures.append(f"{name}: exit code {code}, expected {expected}")
-        summary = json.loads((run_dir / "summary.json").read_text()) if code == 0 == expected else None
+        if code == 0 == expected:
+            summary = json.loads((run_dir / "summary.json").read_text())
+        else:
+            summary = None
         rows.append((name, code, wall, summary))
-    print(f"\n{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}, "
-          f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, one run each\n")  # fmt: skip
-    print("| run | exit | processes | back end | accuracy | loss | samples/s | epoch s (last) | command s |")
+    print(
+        f"\n{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, torch"
+        f" {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, one run"
+        " each\n"
+    )
+    print(
+        "| run | exit | processes | back end | accuracy | loss | samples/s | epoch s (last) |"
+        " command s |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, code, wall, s in rows:
         if s:
             score = f"{s['test']['accuracy']:.2%} | {s['test']['loss']:.4f}"
             print(
-                f"| {name} | {code} | {s['world_size']} | {s['backend']} | {score} | {s['samples_per_second']:,.0f} | "
-                f"{s['epoch_seconds'][-1]:.2f} | {wall:.1f} |"
+                f"| {name} | {code} | {s['world_size']} | {s['backend']} | {score} |"
+                f" {s['samples_per_second']:,.0f} | {s['epoch_seconds'][-1]:.2f} | {wall:.1f} |"
             )
         else:
             print(f"| {name} | {code} | - | - | - | - | - | - | {wall:.1f} |")
@@ -121,7 +152,9 @@ def main() -> int:
         ("sync_bn: 2 GPUs against 1, fp64", "exact_sync_bn_2", "exact_sync_bn_1", 1e-10),
         ("ddp on 2 GPUs twice, bf16, deterministic", "repeat_bf16_a", "repeat_bf16_b", 0.0),
     ]
-    print("\n| weights after 20 steps (40: the last) | largest difference | allowed |\n|---|---|---|")
+    print(
+        "\n| weights after 20 steps (40: the last) | largest difference | allowed |\n|---|---|---|"
+    )
     for name, one, other, allowed in comparisons:
         if not {one, other} <= {chosen_name.replace(" ", "_") for chosen_name in chosen}:
             continue

@@ -1,16 +1,19 @@
 """What it costs to exchange the number of tokens in each step, so that the mean over them is exact.
 
-    python benchmarks/units.py [--device cuda] [--rounds 100] [--steps 10] [--output docs/benchmarks/units.md]
+    python benchmarks/units.py [--device cuda] [--rounds 100] [--steps 10] [--output
+    docs/benchmarks/units.md]
 
-Two processes, over gloo on the CPU with one thread each, or over NCCL on two GPUs kernel by kernel; DDP, a GPT on
-bytes. One job trains on and on; from block to block of STEPS steps the exchange is there or is patched out:
-`Stepper.mean_of_units` then gives the number of this process, which costs the same arithmetic and no message. All
-windows have equally many tokens here: the weights become the same.
+Two processes, over gloo on the CPU with one thread each, or over NCCL on two GPUs kernel by kernel;
+DDP, a GPT on bytes. One job trains on and on; from block to block of STEPS steps the exchange is
+there or is patched out: `Stepper.mean_of_units` then gives the number of this process, which costs
+the same arithmetic and no message. All windows have equally many tokens here: the weights become
+the same.
 
-A round has three blocks in an order drawn for it: with the exchange, without it, and without it once more. The cost is
-the median over the rounds of the difference within a round; its spread are the quartiles. The difference of the two
-blocks without shows how far to trust that. Wall time is the slower process's of each block, CPU time that of both
-processes with all their threads, which waiting for a core does not count into.
+A round has three blocks in an order drawn for it: with the exchange, without it, and without it
+once more. The cost is the median over the rounds of the difference within a round; its spread are
+the quartiles. The difference of the two blocks without shows how far to trust that. Wall time is
+the slower process's of each block, CPU time that of both processes with all their threads, which
+waiting for a core does not count into.
 """
 
 from __future__ import annotations
@@ -58,7 +61,15 @@ Block = tuple[float, float]
 """Milliseconds of a step: wall, and CPU of all threads of the process."""
 
 
-def measure(rank: int, store: str, device: str, settings: dict[str, Any], rounds: int, steps: int, answer: Any) -> None:
+def measure(
+    rank: int,
+    store: str,
+    device: str,
+    settings: dict[str, Any],
+    rounds: int,
+    steps: int,
+    answer: Any,
+) -> None:
     """Runs on each process; sends its blocks of each arm."""
     import torch
     import torch.distributed as dist
@@ -75,31 +86,43 @@ def measure(rank: int, store: str, device: str, settings: dict[str, Any], rounds
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    world, gpus = World(rank, PROCESSES, rank, PROCESSES), PROCESSES if device == "cuda" else 0
-    common = {"task": {"name": "language_model"}, "optimizer": {"name": "adamw"}, "schedule": {"name": "constant"}}
+    world = World(rank, PROCESSES, rank, PROCESSES)
+    gpus = PROCESSES if device == "cuda" else 0
+    common = {
+        "task": {"name": "language_model"},
+        "optimizer": {"name": "adamw"},
+        "schedule": {"name": "constant"},
+    }
     batch = {"global_batch_size": 8, **settings.get("train", {}), "epochs": 1000}
     config, problems = bind({**common, **settings, "train": batch, "device": device})
     assert not problems, problems
     capability = torch.cuda.get_device_capability() if gpus else (0, 0)
-    config = resolve(config, Hardware(cpus=PROCESSES, gpus=gpus, compute_capability=capability), world)
+    config = resolve(
+        config, Hardware(cpus=PROCESSES, gpus=gpus, compute_capability=capability), world
+    )
     wait = torch.cuda.synchronize if gpus else lambda: None
     device = world.device(device)
     if gpus:
         torch.cuda.set_device(device)
     blocks: dict[str, list[Block]] = {arm: [] for arm in ARMS}
-    with session(world, device, str(config.launch.backend), dist.FileStore(store, PROCESSES), 120.0):
+    with session(
+        world, device, str(config.launch.backend), dist.FileStore(store, PROCESSES), 120.0
+    ):
         splits = open_datasets(config)
         strategy = build_strategy(config, world, device)
         module = build_module(config, splits.train, strategy, device)
         job = build_job(config, world, device, module, strategy, splits, RankStatus(), 0)
-        exchange, batches, order = job.stepper.mean_of_units, iter(job.batches), random.Random(0)
+        exchange = job.stepper.mean_of_units
+        batches = iter(job.batches)
+        order = random.Random(0)
         train(job, batches, until=30)
         for _ in range(rounds):
             for arm in order.sample(ARMS, len(ARMS)):  # the same order on both
                 job.stepper.mean_of_units = exchange if arm == "with" else lambda scaled: scaled.sum
                 dist.barrier()
                 wait()
-                wall, cpu = time.perf_counter(), time.process_time()
+                wall = time.perf_counter()
+                cpu = time.process_time()
                 train(job, batches, until=job.step + steps)
                 wait()
                 times = time.perf_counter() - wall, time.process_time() - cpu
@@ -108,11 +131,14 @@ def measure(rank: int, store: str, device: str, settings: dict[str, Any], rounds
         del job, module, strategy, batches, exchange
 
 
-def of_both(device: str, settings: dict[str, Any], rounds: int, steps: int) -> dict[str, list[Block]]:
+def of_both(
+    device: str, settings: dict[str, Any], rounds: int, steps: int
+) -> dict[str, list[Block]]:
     """For each arm its blocks: the wall time of the slower process, the CPU time of both."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         for rank in range(PROCESSES):
             ours, theirs = context.Pipe(duplex=False)
             given = (rank, f"{folder}/store", device, settings, rounds, steps, theirs)
@@ -124,7 +150,11 @@ def of_both(device: str, settings: dict[str, Any], rounds: int, steps: int) -> d
         for process in processes:
             process.join()
     return {
-        arm: [(max(a[0], b[0]), a[1] + b[1]) for a, b in zip(found[0][arm], found[1][arm], strict=True)] for arm in ARMS
+        arm: [
+            (max(a[0], b[0]), a[1] + b[1])
+            for a, b in zip(found[0][arm], found[1][arm], strict=True)
+        ]
+        for arm in ARMS
     }
 
 
@@ -147,7 +177,9 @@ def row(name: str, blocks: dict[str, list[Block]]) -> str:
 def main() -> None:
     from page import conditions, load_average, publish
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--steps", type=int, default=10)
@@ -156,21 +188,29 @@ def main() -> None:
     before = load_average()
     settings = ON_GPUS if arguments.device == "cuda" else SETTINGS
     rows = [
-        row(name, of_both(arguments.device, each, arguments.rounds, arguments.steps)) for name, each in settings.items()
+        row(name, of_both(arguments.device, each, arguments.rounds, arguments.steps))
+        for name, each in settings.items()
     ]
     words = " ".join(sys.argv[1:])
     lines = [
         "# What the exchange of the number of tokens costs",
         "",
-        f"Microseconds a step, median (quartiles) of {arguments.rounds} rounds with {arguments.steps} steps a block; "
-        f"two processes over {'NCCL' if arguments.device == 'cuda' else 'gloo'}.",
+        (
+            f"Microseconds a step, median (quartiles) of {arguments.rounds} rounds with"
+            f" {arguments.steps} steps a block; two processes over"
+            f" {'NCCL' if arguments.device == 'cuda' else 'gloo'}."
+        ),
         "",
-        "| job | ms a step without | with - without, wall | without - without, wall | with - without, CPU | "
-        "without - without, CPU |",
+        (
+            "| job | ms a step without | with - without, wall | without - without, wall | with -"
+            " without, CPU | without - without, CPU |"
+        ),
         "|---|---:|---:|---:|---:|---:|",
         *rows,
         "",
-        *conditions(f"units.py {words}".strip(), f"{before} at the start, {load_average()} at the end"),
+        *conditions(
+            f"units.py {words}".strip(), f"{before} at the start, {load_average()} at the end"
+        ),
     ]
     publish(lines, arguments.output)
 

@@ -1,10 +1,12 @@
-"""Data-parallel PyTorch training, one process per GPU. Start reading at `__main__.py`, then docs/architecture.md.
+"""Data-parallel PyTorch training, one process per GPU. Start reading at `__main__.py`, then
+docs/architecture.md.
 
-`run` trains with the words of the command line, and `load` gives the model of a run. For code of your own: `Task`
-documents the parts that a task may have; `all_gather` gives the rows of all processes to losses that compare samples.
-`session` makes a training loop of your own right on any number of processes, docs/own_loop.md. Single parts of it,
-docs/pieces.md: `ExactSampler`, `synchronised` batch norm, `Lars`, `Lamb`, `Muon`, `save_checkpoint` and
-`load_checkpoint`. All are imported when they are first asked for: `import ddp_train` does not import torch.
+`run` trains with the words of the command line, and `load` gives the model of a run. For code of
+your own: `Task` documents the parts that a task may have; `all_gather` gives the rows of all
+processes to losses that compare samples. `session` makes a training loop of your own right on any
+number of processes, docs/own_loop.md. Single parts of it, docs/pieces.md: `ExactSampler`,
+`synchronised` batch norm, `Lars`, `Lamb`, `Muon`, `save_checkpoint` and `load_checkpoint`. All are
+imported when they are first asked for: `import ddp_train` does not import torch.
 """
 
 from __future__ import annotations

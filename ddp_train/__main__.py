@@ -1,11 +1,14 @@
-"""The program behind `python launch.py`, `ddp-train` and `python -m ddp_train`: which parts does this command need?"""
+"""The program behind `python launch.py`, `ddp-train` and `python -m ddp_train`: which parts does
+this command need?"""
 
 from __future__ import annotations
 
 import os
 import sys
 
-if __name__ == "__main__" and not sys.flags.safe_path:  # the working folder comes last: `import_from_working_folder`
+if (
+    __name__ == "__main__" and not sys.flags.safe_path
+):  # the working folder comes last: `import_from_working_folder`
     del sys.path[0]
     if not __package__:  # started by its path: the package need not be installed
         sys.path.append(__file__.rpartition("/ddp_train/")[0])
@@ -32,7 +35,9 @@ from ddp_train.linux import keep_exit_codes
 from ddp_train.resilience import stdio
 from ddp_train.resilience.preemption import INTERRUPTED
 
-STUDY, PROVE, CHECK = "mode=study", "mode=prove", "check"
+STUDY = "mode=study"
+PROVE = "mode=prove"
+CHECK = "check"
 OF_RUNS = "resize", "compare", "watch"
 """First words of commands for runs that there are: each is a function of a module of that name."""
 
@@ -42,7 +47,10 @@ def main(script: Path | None, argv: list[str]) -> int:
     try:
         Path.cwd()
     except FileNotFoundError:
-        return refuse(None, ConfigError(["the working directory has been removed; change into one that exists"]))
+        return refuse(
+            None,
+            ConfigError(["the working directory has been removed; change into one that exists"]),
+        )
     try:
         if argv[:1] == [INIT]:
             return create(argv[1:])
@@ -56,11 +64,15 @@ def main(script: Path | None, argv: list[str]) -> int:
         world = world_from_environment()
     except ConfigError as error:
         return refuse(None, error)
-    if world:  # before torch is imported, which takes seconds: an agent that is killed meanwhile leaves nobody behind
+    # before torch is imported, which takes seconds: an agent that is killed meanwhile leaves nobody
+    # behind
+    if world:
         end_with_agent(world)
         write_begun()
     if world and not world.is_leader:  # rank 0 composes, prints and refuses for all
-        return 0 if any(word.startswith("-") for word in argv) else under_torchrun(program, world, argv, None)
+        if any(word.startswith("-") for word in argv):
+            return 0
+        return under_torchrun(program, world, argv, None)
     server = None if world or not starts_workers(argv) else ForkServer(program.import_path)
     try:
         return lead(program, world, argv, server)
@@ -72,15 +84,22 @@ def main(script: Path | None, argv: list[str]) -> int:
 def starts_workers(argv: list[str]) -> bool:
     """Whether it is likely, by the look of the words, that workers will be started here."""
     flags = {word for word in argv if word.startswith("-")}
-    elsewhere = any(word.startswith(("launch.nnodes=", "hydra/launcher=", "sweep.")) for word in argv)
+    elsewhere = any(
+        word.startswith(("launch.nnodes=", "hydra/launcher=", "sweep.")) for word in argv
+    )
     elsewhere = elsewhere and "hydra/launcher=basic" not in argv
-    unwanted = {STUDY, PROVE, "mode=doctor", "launch.fork_server=false"}  # studies and proofs have servers of their own
+    unwanted = {
+        STUDY,
+        PROVE,
+        "mode=doctor",
+        "launch.fork_server=false",
+    }  # studies and proofs have servers of their own
     return flags <= {"-m", "--multirun"} and not elsewhere and unwanted.isdisjoint(argv)
 
 
 def lead(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:
-    """Composes, validates, dispatches by mode. Hydra is imported here, while a server, which came first, imports
-    torch."""
+    """Composes, validates, dispatches by mode. Hydra is imported here, while a server, which came
+    first, imports torch."""
     from ddp_train.config.prepare import prepare
     from ddp_train.launcher import local, multihost
     from ddp_train.launcher.started import with_page
@@ -113,10 +132,14 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
         return check_this_host(prepared.config, program.import_path)
     stop = StopRequests(program_ends=True)
     started = with_page(prepared.config)
-    return local.launch(prepared.config, program.import_path, stop, server, prepared.at_another_number, started)
+    return local.launch(
+        prepared.config, program.import_path, stop, server, prepared.at_another_number, started
+    )
 
 
-def with_flags(program: Program, world: World | None, argv: list[str], server: ForkServer | None) -> int:
+def with_flags(
+    program: Program, world: World | None, argv: list[str], server: ForkServer | None
+) -> int:
     """Help, --cfg and the like, or a sweep, of which a page is written. Returns the exit code."""
     from ddp_train.launcher.cli import through_hydra
     from ddp_train.launcher.sweep import Trials
@@ -130,7 +153,8 @@ def with_flags(program: Program, world: World | None, argv: list[str], server: F
 
 
 def under_torchrun(program: Program, world: World, argv: list[str], text: str | None) -> NoReturn:
-    """A rank of torchrun. text: the frozen config, on rank 0, which composed it; the others receive it."""
+    """A rank of torchrun. text: the frozen config, on rank 0, which composed it; the others receive
+    it."""
     from ddp_train.config.freeze import load_frozen
     from ddp_train.training import worker
 
@@ -144,7 +168,8 @@ def under_torchrun(program: Program, world: World, argv: list[str], text: str | 
 
 
 def refuse(world: World | None, error: ConfigError) -> int:
-    """Says why. Returns the exit code. torchrun ends the ranks of this host; those of other hosts must be told."""
+    """Says why. Returns the exit code. torchrun ends the ranks of this host; those of other hosts
+    must be told."""
     print(error, file=sys.stderr)
     write_torchrun_error_file(str(error))
     if world and world.hosts > 1:
@@ -168,7 +193,9 @@ def run(script: Path | None = None) -> NoReturn:
     except KeyboardInterrupt:
         print("stopped by SIGINT before anything was started", file=sys.stderr)
         code = INTERRUPTED
-    if "torch" in sys.modules and isinstance(code, int):  # a sweep whose trials ran at once: `fork_server.preload`
+    if "torch" in sys.modules and isinstance(
+        code, int
+    ):  # a sweep whose trials ran at once: `fork_server.preload`
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # an interpreter that ends lists what triton's extension leaked

@@ -1,4 +1,5 @@
-"""The errors that a user sees. Each class has an exit code and a kind (the word in failure.json)."""
+"""The errors that a user sees. Each class has an exit code and a kind (the word in
+failure.json)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,13 @@ _OUT_OF_MEMORY = (
     "cudnn_status_alloc_failed",
     "'out of memory'",
 )
-"""Parts of the messages of: torch's CPU allocator; the CUDA runtime, cuBLAS, cuDNN; NCCL, which quotes the runtime."""
+"""Parts of the messages of: torch's CPU allocator; the CUDA runtime, cuBLAS, cuDNN; NCCL, which
+quotes the runtime."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for out-of-memory errors: MemoryError, torch.OutOfMemoryError, or a known message (`_OUT_OF_MEMORY`)."""
+    """True for out-of-memory errors: MemoryError, torch.OutOfMemoryError, or a known message
+    (`_OUT_OF_MEMORY`)."""
     by_class = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return by_class or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
 
@@ -44,7 +47,9 @@ class ConfigError(LaunchError):
     def __str__(self) -> str:
         count = len(self.problems)
         heading = "1 problem" if count == 1 else f"{count} problems"
-        return f"{heading} in the configuration:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
+        return f"{heading} in the configuration:\n" + "\n".join(
+            f"  - {problem}" for problem in self.problems
+        )
 
 
 class DiskFullError(ConfigError):
@@ -81,7 +86,8 @@ class PeerError(LaunchError):
 
 
 class PeersLostError(RuntimeError):
-    """The launcher has lost another process of the run. No failure of this one: it is told as torch tells its own."""
+    """The launcher has lost another process of the run. No failure of this one: it is told as torch
+    tells its own."""
 
     def __init__(self) -> None:
         super().__init__("a rank is lost: remote process exited")
@@ -95,12 +101,14 @@ class HangError(LaunchError):
 
 
 class NonFiniteLossError(LaunchError):
-    """The loss of a step is NaN or infinite on some rank; raised on all ranks before the optimizer step."""
+    """The loss of a step is NaN or infinite on some rank; raised on all ranks before the optimizer
+    step."""
 
     kind = "non_finite_loss"
 
     def __init__(self, detail: str, remedy: str, rank: int | None, step: int) -> None:
-        """rank: the first rank with a non-finite loss; None if no single rank caused it. step: of that loss."""
+        """rank: the first rank with a non-finite loss; None if no single rank caused it. step: of
+        that loss."""
         super().__init__(detail, remedy)
         self.rank = rank
         self.step = step

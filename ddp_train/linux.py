@@ -1,5 +1,5 @@
-"""Linux process control through prctl and /proc: parent death, orphans, process states, memory, and waiting for what
-other processes do. Torch-free."""
+"""Linux process control through prctl and /proc: parent death, orphans, process states, memory, and
+waiting for what other processes do. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, even if the parent is killed with SIGKILL."""
+    """Asks the kernel to kill this process when its parent dies, even if the parent is killed with
+    SIGKILL."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_loader_with_parent(_worker: int) -> None:
     """The `worker_init_fn` of DataLoaders: ends a loader process with its rank.
 
-    torch's own watchdog polls every five seconds, and polls the wrong process if multiprocessing's fork server is the
-    parent (the default from Python 3.14 on).
+    torch's own watchdog polls every five seconds, and polls the wrong process if multiprocessing's
+    fork server is the parent (the default from Python 3.14 on).
     """
     end_with_parent()
     parent = multiprocessing.parent_process()
@@ -45,10 +48,11 @@ def _end_after(parent: Any) -> None:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Makes this process the subreaper of its descendants, and kills those that are left at the end.
+    """Makes this process the subreaper of its descendants, and kills those that are left at the
+    end.
 
-    A descendant whose parent dies becomes a child of this process. There is no other way to find processes that left
-    their session, such as a daemon that the user's code started.
+    A descendant whose parent dies becomes a child of this process. There is no other way to find
+    processes that left their session, such as a daemon that the user's code started.
     """
     before = set(children_of(os.getpid()))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -60,7 +64,8 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def end_children(keep: set[int]) -> None:
-    """Kills all children of this process except the process ids in `keep`, and all descendants that it adopts."""
+    """Kills all children of this process except the process ids in `keep`, and all descendants that
+    it adopts."""
     while others := set(children_of(os.getpid())) - keep:
         for pid in others:
             os.kill(pid, signal.SIGKILL)
@@ -69,27 +74,30 @@ def end_children(keep: set[int]) -> None:
 
 
 def remove_shared_memory(pid: int) -> None:
-    """Of a process that is gone: torch opens the file of a tensor under the process's name, and removes it at once,
-    unless the process is killed in between."""
+    """Of a process that is gone: torch opens the file of a tensor under the process's name, and
+    removes it at once, unless the process is killed in between."""
     for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
         with contextlib.suppress(OSError):  # somebody else's, in another namespace of process ids
             left.unlink()
 
 
 def keep_exit_codes() -> None:
-    """Undoes an ignored SIGCHLD, which a parent hands on (`trap '' CHLD`): the kernel would forget how children end."""
+    """Undoes an ignored SIGCHLD, which a parent hands on (`trap '' CHLD`): the kernel would forget
+    how children end."""
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def state_of(pid: int) -> str:
-    """The state letter of a process (man 5 proc): R, S, D, T (stopped), t (traced), Z ...; empty if it is unknown."""
+    """The state letter of a process (man 5 proc): R, S, D, T (stopped), t (traced), Z ...; empty if
+    it is unknown."""
     fields = _fields(pid)
     return fields[0] if fields else ""
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Like os.kill, but no other thread can take the signal: a stopped process handles it first when it continues."""
+    """Like os.kill, but no other thread can take the signal: a stopped process handles it first
+    when it continues."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # glibc 2.30
         libc.tgkill(pid, pid, number)
@@ -100,16 +108,24 @@ def signal_main_thread(pid: int, number: int) -> None:
 def resident_bytes() -> int:
     """Resident memory of this process; 0 without /proc."""
     try:
-        return int(os.pread(_memory_file(os.getpid()), 100, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):  # no /proc; code of others has closed the file, and opened another
+        return int(os.pread(_memory_file(os.getpid()), 100, 0).split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
+    except (
+        OSError,
+        ValueError,
+        IndexError,
+    ):  # no /proc; code of others has closed the file, and opened another
         return 0
 
 
 @functools.cache
 def _memory_file(pid: int) -> int:
-    """Its descriptor, opened once in each process, this one: between two steps, where caches hold other things, opening
-    it takes 40 us."""
-    return os.open("/proc/self/statm", os.O_RDONLY)  # not by number: /proc may be that of another PID namespace
+    """Its descriptor, opened once in each process, this one: between two steps, where caches hold
+    other things, opening it takes 40 us."""
+    return os.open(
+        "/proc/self/statm", os.O_RDONLY
+    )  # not by number: /proc may be that of another PID namespace
 
 
 def oom_kills() -> int:
@@ -140,21 +156,28 @@ def start_time(pid: int) -> float:
     fields = _fields(pid)
     if not fields:
         return time.time()
-    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    boot = next(
+        line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
+    )
     return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def set_title(argv: list[str]) -> None:
-    """Sets the command line that `ps` shows for this process, cut to the length of the original one."""
+    """Sets the command line that `ps` shows for this process, cut to the length of the original
+    one."""
     fields = _fields(os.getpid())
-    if len(fields) > 46:  # arg_start and arg_end (man 5 proc): the kernel reads the command line there
-        start, end = int(fields[45]), int(fields[46])
+    if (
+        len(fields) > 46
+    ):  # arg_start and arg_end (man 5 proc): the kernel reads the command line there
+        start = int(fields[45])
+        end = int(fields[46])
         title = os.fsencode("\0".join(argv))[: end - start - 1]
         ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
 def _fields(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on; the name before it may contain any character. Empty if the process is gone."""
+    """/proc/PID/stat from the state on; the name before it may contain any character. Empty if the
+    process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended
@@ -167,7 +190,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, poll_seconds: float = 0.02) -> bool:
-    """Until a condition holds, `seconds` at most. Returns whether it does; it is asked once at least."""
+    """Until a condition holds, `seconds` at most. Returns whether it does; it is asked once at
+    least."""
     deadline = time.monotonic() + seconds
     while not (met := bool(condition())) and time.monotonic() < deadline:
         time.sleep(poll_seconds)

@@ -1,4 +1,5 @@
-"""Maps and iterates over tensors in nested dicts, lists and tuples: a batch, an optimizer's state."""
+"""Maps and iterates over tensors in nested dicts, lists and tuples: a batch, an optimizer's
+state."""
 
 from __future__ import annotations
 
@@ -9,12 +10,15 @@ from torch import Tensor
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A copy of the nested dicts, lists and tuples with `change(tensor)` for each tensor; other leaves are kept."""
+    """A copy of the nested dicts, lists and tuples with `change(tensor)` for each tensor; other
+    leaves are kept."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
         return {key: map_tensors(change, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple takes its items as separate arguments
+    if isinstance(value, tuple) and hasattr(
+        value, "_fields"
+    ):  # a namedtuple takes its items as separate arguments
         return type(value)(*(map_tensors(change, item) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(change, item) for item in value)

@@ -1,4 +1,5 @@
-"""For tests of your own: `prove("experiment=mine")` is mode=prove as an assertion. Does not import torch."""
+"""For tests of your own: `prove("experiment=mine")` is mode=prove as an assertion. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -18,14 +19,23 @@ SECONDS = 900.0
 def prove(*words: str, seconds: float = SECONDS) -> dict[str, Any]:
     """Proves a job, as `ddp-train mode=prove WORDS` does it in the folder that one stands in.
 
-    Returns what prove.json has. Raises AssertionError with the table if the job does not hold, if the proof is
-    incomplete or if the words are wrong, and TimeoutExpired. What does not apply to a job is skipped: see `findings`.
+    Returns what prove.json has. Raises AssertionError with the table if the job does not hold, if
+    the proof is incomplete or if the words are wrong, and TimeoutExpired. What does not apply to a
+    job is skipped: see `findings`.
     """
     program, words_left = started(None, list(words))
     with tempfile.TemporaryDirectory(prefix="prove_") as folder:
         run_dir = Path(folder, "proof")
-        named = [] if any(word.startswith("run_dir=") for word in words_left) else [f"run_dir={run_dir}"]
-        run_dir = run_dir if named else Path(next(w for w in words_left if w.startswith("run_dir=")).partition("=")[2])
+        if any(word.startswith("run_dir=") for word in words_left):
+            named = []
+        else:
+            named = [f"run_dir={run_dir}"]
+        if named:
+            run_dir = run_dir
+        else:
+            run_dir = Path(
+                next(w for w in words_left if w.startswith("run_dir=")).partition("=")[2]
+            )
         command = replace(program, typed="ddp-train").again(["mode=prove", *words_left, *named])
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         if done.returncode:

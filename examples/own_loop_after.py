@@ -1,4 +1,5 @@
-"""A small network for handwritten digits, ten epochs. docs/own_loop.md shows what makes it right on many processes."""
+"""A small network for handwritten digits, ten epochs. docs/own_loop.md shows what makes it right on
+many processes."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -19,7 +20,9 @@ def digits(train):
 
 def main():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10)
+    )
     model = run.wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)

@@ -28,7 +28,10 @@ class Page:
     """A tab. Commands are those of the DevTools protocol."""
 
     def __init__(self, to: int, read: int) -> None:
-        self.to, self.read, self.left, self.number = to, read, b"", 0
+        self.to = to
+        self.read = read
+        self.left = b""
+        self.number = 0
         self.session: str | None = None
         self.problems: list[str] = []
         """Exceptions, lines of the console, resources that were refused."""
@@ -40,7 +43,11 @@ class Page:
     def do(self, method: str, **arguments: Any) -> dict[str, Any]:
         self.number += 1
         asked = {"id": self.number, "method": method, "params": arguments}
-        os.write(self.to, json.dumps(asked | ({"sessionId": self.session} if self.session else {})).encode() + b"\0")
+        os.write(
+            self.to,
+            json.dumps(asked | ({"sessionId": self.session} if self.session else {})).encode()
+            + b"\0",
+        )
         return self._until(lambda message: message.get("id") == self.number)["result"]
 
     def _until(self, wanted: Any) -> dict[str, Any]:
@@ -52,7 +59,11 @@ class Page:
             message = json.loads(line)
             if "error" in message:
                 raise RuntimeError(message["error"])
-            if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+            if message.get("method") in (
+                "Runtime.exceptionThrown",
+                "Runtime.consoleAPICalled",
+                "Log.entryAdded",
+            ):
                 self.problems.append(json.dumps(message["params"]))
             if wanted(message):
                 return message
@@ -60,7 +71,13 @@ class Page:
 
     def open(self, path: Path, width: int = 1280, height: int = 900, dark: bool = False) -> None:
         phone = width < 600
-        self.do("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=phone)
+        self.do(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=phone,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.do("Emulation.setEmulatedMedia", features=[scheme])
         assert "errorText" not in self.do("Page.navigate", url=path.absolute().as_uri()), path
@@ -77,8 +94,13 @@ class Page:
 
     def click(self, selector: str) -> None:
         """In the middle of the first element that is found, which is scrolled to."""
-        found = f"const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
-        found += " const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2];"
+        found = (
+            f"const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block:"
+            " 'center'});"
+        )
+        found += (
+            " const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2];"
+        )
         x, y = self.ask(f"(() => {{ {found} }})()")
         for kind in ("mousePressed", "mouseReleased"):
             self.do("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
@@ -97,7 +119,13 @@ def browser() -> Iterator[Page]:
     there_read, to = os.pipe()
     read, there_write = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        flags = ["--headless", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe", "--disable-dev-shm-usage"]
+        flags = [
+            "--headless",
+            "--disable-gpu",
+            "--no-first-run",
+            "--remote-debugging-pipe",
+            "--disable-dev-shm-usage",
+        ]
         flags += [f"--user-data-dir={folder}", *["--no-sandbox"] * (os.geteuid() == 0)]
         # The browser reads descriptor 3 and writes 4.
         shell = f'exec "$@" 3<&{there_read} 4>&{there_write}'
@@ -118,7 +146,9 @@ def browser() -> Iterator[Page]:
             os.close(read)
 
 
-if __name__ == "__main__":  # python -m tests.browser PAGE.html FOLDER: pictures of a page as people see it
+if (
+    __name__ == "__main__"
+):  # python -m tests.browser PAGE.html FOLDER: pictures of a page as people see it
     with browser() as tab:
         for px in (1280, 390):
             for is_dark in (False, True):

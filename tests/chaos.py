@@ -1,12 +1,14 @@
-"""Random SIGKILLs against a whole run: the end must be byte for byte that of the run that nobody disturbed.
+"""Random SIGKILLs against a whole run: the end must be byte for byte that of the run that nobody
+disturbed.
 
     python -m tests.chaos [--ranks 2 3 4] [--schedules 20] [--seed 0]         (or: make chaos)
 
-The workload has all that makes an exact resume hard: convolution, batch norm, dropout, AdamW, clipping, accumulation,
-a cosine schedule, augmentation drawn by torch's generator, a data set that does not divide. A schedule kills one to
-three times: a worker, rank 0 included, or the launcher, at a random moment. A killed worker is the launcher's business
-(launch.max_restarts); after a killed launcher the same command is given again. Every rank writes down the samples of
-each forward pass before its collective. Compared at the end: model.safetensors, the optimizer's state, every rank's
+The workload has all that makes an exact resume hard: convolution, batch norm, dropout, AdamW,
+clipping, accumulation, a cosine schedule, augmentation drawn by torch's generator, a data set that
+does not divide. A schedule kills one to three times: a worker, rank 0 included, or the launcher, at
+a random moment. A killed worker is the launcher's business (launch.max_restarts); after a killed
+launcher the same command is given again. Every rank writes down the samples of each forward pass
+before its collective. Compared at the end: model.safetensors, the optimizer's state, every rank's
 buffers, and that every sample was seen once per epoch. The seed of each schedule is printed.
 """
 
@@ -31,7 +33,10 @@ import torch
 from ddp_train.training.saved import load_training
 from tests.commands import Running, checkpoints, processes_of, running, wait_until, weights
 
-SAMPLES, BATCH, EPOCHS, ACCUMULATION = 210, 48, 8, 2
+SAMPLES = 210
+BATCH = 48
+EPOCHS = 8
+ACCUMULATION = 2
 WORKLOAD = '''
 import os
 import time
@@ -91,16 +96,26 @@ class Images(Dataset):
 
 
 def words(folder: Path, ranks: int, *more: str) -> tuple[list[str], dict[str, str]]:
-    """The command line of the workload, and its environment. Its ledger and its code lie in `folder`."""
+    """The command line of the workload, and its environment. Its ledger and its code lie in
+    `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "workload.py").write_text(WORKLOAD)
     return [
-        "model._target_=workload.Net", "data._target_=workload.Images",
-        f"+data.samples={SAMPLES}", "trusted_modules=[workload]", "optimizer=adamw", "schedule=cosine",
-        f"train.global_batch_size={BATCH}", f"train.accumulation_steps={ACCUMULATION}", f"train.epochs={EPOCHS}",
-        "train.max_grad_norm=1", "train.log_every_steps=3", "checkpoint.every_steps=4",
-        f"launch.nproc_per_node={ranks}", *more,
-    ], {"PYTHONPATH": str(folder), "LEDGER": str(folder)}  # fmt: skip
+        "model._target_=workload.Net",
+        "data._target_=workload.Images",
+        f"+data.samples={SAMPLES}",
+        "trusted_modules=[workload]",
+        "optimizer=adamw",
+        "schedule=cosine",
+        f"train.global_batch_size={BATCH}",
+        f"train.accumulation_steps={ACCUMULATION}",
+        f"train.epochs={EPOCHS}",
+        "train.max_grad_norm=1",
+        "train.log_every_steps=3",
+        "checkpoint.every_steps=4",
+        f"launch.nproc_per_node={ranks}",
+        *more,
+    ], {"PYTHONPATH": str(folder), "LEDGER": str(folder)}
 
 
 def state_of(run_dir: Path) -> str:
@@ -132,7 +147,9 @@ def check_ledger(folder: Path, ranks: int) -> None:
     for rank in range(ranks):
         history: dict[int, list[int]] = {}
         for line in (folder / f"ledger_{rank}").read_text().splitlines(keepends=True):
-            if line.endswith("\n"):  # a pass that is computed again overwrites what was lost with its process
+            if line.endswith(
+                "\n"
+            ):  # a pass that is computed again overwrites what was lost with its process
                 number, *samples = map(int, line.split())
                 history[number] = samples
         for number, samples in history.items():
@@ -152,9 +169,13 @@ def undisturbed(folder: Path, ranks: int, *more: str) -> tuple[str, float]:
     return state_of(folder / "run"), time.monotonic() - began
 
 
-def disturbed(folder: Path, ranks: int, seed: int, seconds: float, *more: str) -> tuple[str, list[str]]:
-    """Trains through a schedule of kills drawn from `seed`. Returns the hash of the end, and what was killed."""
-    draw, killed = random.Random(seed), list[str]()
+def disturbed(
+    folder: Path, ranks: int, seed: int, seconds: float, *more: str
+) -> tuple[str, list[str]]:
+    """Trains through a schedule of kills drawn from `seed`. Returns the hash of the end, and what
+    was killed."""
+    draw = random.Random(seed)
+    killed = list[str]()
     command, env = words(folder, ranks, "launch.max_restarts=9", *more)
     kills = draw.randint(1, 3)
     while True:
@@ -171,14 +192,19 @@ def disturbed(folder: Path, ranks: int, seed: int, seconds: float, *more: str) -
             wait_until(lambda: not processes_of(folder / "run"), "end of all processes", seconds=5)
             if code == 0:
                 return state_of(folder / "run"), killed
-            # The launcher itself, or three times the same rank before its first step: the user starts the run again.
+            # The launcher itself, or three times the same rank before its first step: the user
+            # starts the run again.
             assert code == -signal.SIGKILL or "not restarted" in job.said(), f"{code}: {job.said()}"
 
 
 def _victim(job: Running, draw: random.Random) -> tuple[str, int] | None:
-    candidates = {f"rank {rank}": pid for rank, pid in job.workers().items()} | {"launcher": job.process.pid}
+    candidates = {f"rank {rank}": pid for rank, pid in job.workers().items()} | {
+        "launcher": job.process.pid
+    }
     name = draw.choice(sorted(candidates))
-    return None if job.process.poll() is not None else (name, candidates[name])
+    if job.process.poll() is not None:
+        return None
+    return (name, candidates[name])
 
 
 def main() -> int:
@@ -190,11 +216,14 @@ def main() -> int:
     bad = 0
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory(prefix="chaos_") as folder:
-            expected, _ = undisturbed(Path(folder, "first"), ranks)  # slow: nothing of it is in the page cache yet
+            expected, _ = undisturbed(
+                Path(folder, "first"), ranks
+            )  # slow: nothing of it is in the page cache yet
             again, seconds = undisturbed(Path(folder, "reference"), ranks)
             assert again == expected
             print(f"{ranks} ranks, undisturbed: {expected[:16]} in {seconds:.1f} s", flush=True)
-            same, kills = 0, []
+            same = 0
+            kills = []
             for number in range(arguments.schedules):
                 seed = arguments.seed + number
                 place = Path(folder, f"seed_{seed}")
@@ -202,11 +231,20 @@ def main() -> int:
                 check_ledger(place, ranks)
                 same += found == expected
                 kills.append(len(killed))
-                print(f"{ranks} ranks, seed {seed}: killed {', '.join(killed) or 'nothing'}: {found[:16]}", flush=True)
-            print(f"{ranks} ranks: {same} of {arguments.schedules} the same, {statistics.mean(kills):.1f} kills each")
+                print(
+                    f"{ranks} ranks, seed {seed}: killed {', '.join(killed) or 'nothing'}:"
+                    f" {found[:16]}",
+                    flush=True,
+                )
+            print(
+                f"{ranks} ranks: {same} of {arguments.schedules} the same,"
+                f" {statistics.mean(kills):.1f} kills each"
+            )
             bad += arguments.schedules - same
             if sum(kills) < arguments.schedules:
-                print("too few kills to show anything: most moments lay behind the end of their run")
+                print(
+                    "too few kills to show anything: most moments lay behind the end of their run"
+                )
                 bad += 1
     return 1 if bad else 0
 

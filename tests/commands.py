@@ -1,4 +1,5 @@
-"""The real commands, as a person types them, on a host without GPUs; and what they leave in the process table."""
+"""The real commands, as a person types them, on a host without GPUs; and what they leave in the
+process table."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tests import zygote
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = [sys.executable, str(ROOT / "launch.py")]
 PROGRAM = Program("python launch.py", ROOT / "launch.py", ROOT)
-ONE, THREE = "launch.nproc_per_node=1", "launch.nproc_per_node=3"
+ONE = "launch.nproc_per_node=1"
+THREE = "launch.nproc_per_node=3"
 SMALL = ("model=mlp", "data.limit=200", "schedule=constant")
 """Three steps per epoch, and a learning rate that does not depend on where the run ends."""
 ENDLESS = (
@@ -104,22 +106,35 @@ class Halves(Dataset):
 
 
 def foreign_code(folder: Path) -> dict[str, str]:
-    """Writes the module `foreign` into a folder. Returns the environment in which it can be imported."""
+    """Writes the module `foreign` into a folder. Returns the environment in which it can be
+    imported."""
     (folder / "foreign.py").write_text(FOREIGN)
     return {"PYTHONPATH": str(folder)}
 
 
 def foreign_net(deterministic: bool = False, **arguments: Any) -> list[str]:
-    """The words that train `foreign.Net` on some digits. Deterministic runs take two passes more, before step 0."""
-    words = [f"+model.{name}='{value}'" if isinstance(value, str) else f"+model.{name}={value}"
-             for name, value in arguments.items()]  # fmt: skip
-    fixed = ["model._target_=foreign.Net", "trusted_modules=[foreign]", f"deterministic={deterministic}"]
+    """The words that train `foreign.Net` on some digits. Deterministic runs take two passes more,
+    before step 0."""
+    words = [
+        f"+model.{name}='{value}'" if isinstance(value, str) else f"+model.{name}={value}"
+        for name, value in arguments.items()
+    ]
+    fixed = [
+        "model._target_=foreign.Net",
+        "trusted_modules=[foreign]",
+        f"deterministic={deterministic}",
+    ]
     return [*fixed, "data.limit=200", "schedule=constant", *words]
 
 
 def torchrun(*options: str) -> list[str]:
     """The start of a command line: three processes under torch's own agent."""
-    return [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=3", *options, str(ROOT / "launch.py")]
+    return [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc_per_node=3",
+        *options,
+        str(ROOT / "launch.py"),
+    ]
 
 
 def environment(more: dict[str, str] | None = None) -> dict[str, str]:
@@ -148,7 +163,9 @@ class Running:
     def wait_for_step(self) -> None:
         """Until training has begun."""
         self.wait_for_file("metrics.jsonl")
-        wait_until(lambda: (self.run_dir / "metrics.jsonl").stat().st_size > 0, "a line in metrics.jsonl")
+        wait_until(
+            lambda: (self.run_dir / "metrics.jsonl").stat().st_size > 0, "a line in metrics.jsonl"
+        )
 
     def wait_for_file(self, name: str) -> None:
         def there() -> bool:
@@ -162,7 +179,9 @@ class Running:
         try:
             return self.process.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"not done after {LIMIT_SECONDS} s\n{self.said()}\n{self.stacks()}") from None
+            raise AssertionError(
+                f"not done after {LIMIT_SECONDS} s\n{self.said()}\n{self.stacks()}"
+            ) from None
 
     def stacks(self) -> str:
         """Where the ranks are, in Python."""
@@ -171,7 +190,9 @@ class Running:
             signal_main_thread(pid, signal.SIGUSR2)
         time.sleep(1)
         files = [(rank, stack_file(self.run_dir, rank)) for rank in sorted({*asked.values()})]
-        return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files if file.exists())
+        return "\n".join(
+            f"rank {rank}:\n{file.read_text()}" for rank, file in files if file.exists()
+        )
 
     def said(self) -> str:
         """Standard error so far."""
@@ -179,7 +200,8 @@ class Running:
 
 
 def hear_signals() -> None:
-    """A test run in the background of a script was started to ignore some, and would hand that on."""
+    """A test run in the background of a script was started to ignore some, and would hand that
+    on."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
@@ -188,14 +210,19 @@ def hear_signals() -> None:
 def running(
     run_dir: Path, *words: str, env: dict[str, str] | None = None, command: list[str] = LAUNCH
 ) -> Iterator[Running]:
-    """Starts `python launch.py` with a run directory; leaves nothing of it behind, whatever the test does."""
+    """Starts `python launch.py` with a run directory; leaves nothing of it behind, whatever the
+    test does."""
     output = run_dir.with_name(run_dir.name + ".out")
     with output.open("w") as out, output.with_suffix(".err").open("w") as err:
         # Into files: nobody reads a pipe while the test waits, and a full one would stop the run.
         process = zygote.Command(
-            [*command, f"run_dir={run_dir}", *words], cwd=ROOT, env=environment(env), stdout=out, stderr=err,
+            [*command, f"run_dir={run_dir}", *words],
+            cwd=ROOT,
+            env=environment(env),
+            stdout=out,
+            stderr=err,
             preexec_fn=hear_signals,
-        )  # fmt: skip
+        )
     try:
         yield Running(process, run_dir, output)
     finally:
@@ -207,28 +234,37 @@ def running(
 
 
 def processes_of(run_dir: Path) -> dict[int, int | None]:
-    """Processes that carry a run directory on their command line, and their ranks: None for launchers."""
+    """Processes that carry a run directory on their command line, and their ranks: None for
+    launchers."""
     found: dict[int, int | None] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended in between
             command = (folder / "cmdline").read_bytes()
-            if str(run_dir).encode() in command and (rank := re.search(rb"\0rank=(\d+)\0", command)):
+            if str(run_dir).encode() in command and (
+                rank := re.search(rb"\0rank=(\d+)\0", command)
+            ):
                 found[int(folder.name)] = int(rank[1])
             elif str(run_dir).encode() in command:
-                variables = dict(part.partition(b"=")[::2] for part in (folder / "environ").read_bytes().split(b"\0"))
+                variables = dict(
+                    part.partition(b"=")[::2]
+                    for part in (folder / "environ").read_bytes().split(b"\0")
+                )
                 found[int(folder.name)] = int(variables[b"RANK"]) if b"RANK" in variables else None
     return found
 
 
 def server_of(launcher: int) -> int:
-    """The process id of a launcher's fork server. Its command line is there a little later than the process."""
+    """The process id of a launcher's fork server. Its command line is there a little later than the
+    process."""
     found: list[int] = []
 
     def is_there() -> bool:
         found.clear()
         for pid in children_of(launcher):
             with contextlib.suppress(OSError):  # it ended in between
-                found.extend([pid] if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes() else [])
+                found.extend(
+                    [pid] if b"fork_server" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+                )
         return bool(found)
 
     wait_until(is_there, "fork server")

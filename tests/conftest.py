@@ -31,7 +31,8 @@ CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
 
 
 def pytest_configure() -> None:
-    """A shell has what it starts in the background ignore Ctrl-C, and so would all commands of the tests."""
+    """A shell has what it starts in the background ignore Ctrl-C, and so would all commands of the
+    tests."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -47,10 +48,14 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share a module's fixture run in one process (`--dist loadgroup`); they come first, then slow ones."""
+    """Tests that share a module's fixture run in one process (`--dist loadgroup`); they come first,
+    then slow ones."""
     for item in items:
-        shared = [name for name, found in item._fixtureinfo.name2fixturedefs.items()  # type: ignore[attr-defined]
-                  if found[-1].scope == "module" and found[-1].baseid]  # fmt: skip
+        shared = [
+            name
+            for name, found in item._fixtureinfo.name2fixturedefs.items()  # type: ignore[attr-defined]
+            if found[-1].scope == "module" and found[-1].baseid
+        ]
         if shared:
             values = [f"{name}={value}" for name, value in _parameters(item) if name in shared]
             item.add_marker(pytest.mark.xdist_group(":".join([item.path.stem, *values])))
@@ -59,10 +64,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """pytest-xdist passes a group on in a test's id. If it does not, shared fixtures are made in every process."""
+    """pytest-xdist passes a group on in a test's id. If it does not, shared fixtures are made in
+    every process."""
     if getattr(session.config.option, "loadgroup", False):
-        lost = [item.nodeid for item in session.items
-                if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]  # fmt: skip
+        lost = [
+            item.nodeid
+            for item in session.items
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
+        ]
         assert not lost, f"pytest-xdist does not see the group of {lost[0]}"
 
 
@@ -71,16 +80,23 @@ def _parameters(item: pytest.Item) -> list[tuple[str, Any]]:
 
 
 def _rank(item: pytest.Item) -> int:
-    return 2 * (item.get_closest_marker("xdist_group") is None) + (item.get_closest_marker("slow") is None)
+    return 2 * (item.get_closest_marker("xdist_group") is None) + (
+        item.get_closest_marker("slow") is None
+    )
 
 
-# --- what is left behind ----------------------------------------------------------------------------------------------
+# --- what is left behind --------------------------------------------------------------------------
 
 
 def children() -> set[int]:
     """Of this process, but for the servers that all tests share."""
-    pids = {int(pid) for task in Path("/proc/self/task").iterdir() for pid in _read(task / "children").split()}
-    tracker, server = multiprocessing.resource_tracker._resource_tracker, multiprocessing.forkserver._forkserver
+    pids = {
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in _read(task / "children").split()
+    }
+    tracker = multiprocessing.resource_tracker._resource_tracker
+    server = multiprocessing.forkserver._forkserver
     return pids - {zygote.zygote_pid(), tracker._pid, server._forkserver_pid}  # type: ignore[attr-defined]
 
 
@@ -95,15 +111,23 @@ def surroundings() -> dict[str, Any]:
     """What a test may change while it runs, by name."""
     found: dict[str, Any] = {
         "working directory": os.getcwd(),  # noqa: PTH109
-        "environment": {n: value for n, value in os.environ.items() if not n.startswith(SET_BY_IMPORTS)},
-        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals() - SET_BY_LIBRARIES},
+        "environment": {
+            n: value for n, value in os.environ.items() if not n.startswith(SET_BY_IMPORTS)
+        },
+        "signal handlers": {
+            number: signal.getsignal(number) for number in signal.valid_signals() - SET_BY_LIBRARIES
+        },
         "threads": {thread for thread in threading.enumerate() if not thread.daemon},
         "child processes": children(),
         "files": {path.name for path in ROOT.iterdir()} - CACHES,
-        "runs": {path.name for path in (ROOT / "runs").iterdir()} if (ROOT / "runs").is_dir() else set(),
+        "runs": {path.name for path in (ROOT / "runs").iterdir()}
+        if (ROOT / "runs").is_dir()
+        else set(),
     }
     if torch := sys.modules.get("torch"):
-        found["torch.are_deterministic_algorithms_enabled"] = torch.are_deterministic_algorithms_enabled()
+        found["torch.are_deterministic_algorithms_enabled"] = (
+            torch.are_deterministic_algorithms_enabled()
+        )
         found["torch.get_default_dtype"] = torch.get_default_dtype()
         found["torch.get_num_threads"] = torch.get_num_threads()
     return found
@@ -118,7 +142,9 @@ def leaks(before: dict[str, Any], tmp_path: Path | None) -> dict[str, Any]:
             found[name] = now - then
         elif isinstance(now, dict) and now != then:
             found[name] = {
-                key: (then.get(key), now.get(key)) for key in {**then, **now} if then.get(key) != now.get(key)
+                key: (then.get(key), now.get(key))
+                for key in {**then, **now}
+                if then.get(key) != now.get(key)
             }
         elif not isinstance(now, set) and now != then:
             found[name] = (then, now)
@@ -134,14 +160,20 @@ def leaks(before: dict[str, Any], tmp_path: Path | None) -> dict[str, Any]:
 
 
 def commands_of(folder: Path) -> list[str]:
-    """Command lines of processes, of whatever parent and session, that name the folder of a test."""
-    lines = [_read(entry / "cmdline").rstrip("\0") for entry in Path("/proc").glob("[0-9]*") if int(entry.name) > 1]
+    """Command lines of processes, of whatever parent and session, that name the folder of a
+    test."""
+    lines = [
+        _read(entry / "cmdline").rstrip("\0")
+        for entry in Path("/proc").glob("[0-9]*")
+        if int(entry.name) > 1
+    ]
     return [line.replace("\0", " ") for line in lines if str(folder) in line]
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test fails that leaves a process, a thread, a file in the repository, or changed state of this process.
+    """A test fails that leaves a process, a thread, a file in the repository, or changed state of
+    this process.
 
     What a fixture of its module started is not its own: it is looked at after those are made.
     """
@@ -160,7 +192,8 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def true_command(leaves_nothing: None, request: pytest.FixtureRequest) -> Iterator[None]:
-    """The marker of this name: `run` and `running` start new interpreters, and do not use the zygote."""
+    """The marker of this name: `run` and `running` start new interpreters, and do not use the
+    zygote."""
     with pytest.MonkeyPatch.context() as patch:
         if request.node.get_closest_marker("true_command"):
             patch.setattr(zygote, "_fits", lambda _: False)

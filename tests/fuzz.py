@@ -1,20 +1,25 @@
-"""Random commands under random faults: each ends as if nobody had disturbed it, or says why it does not.
+"""Random commands under random faults: each ends as if nobody had disturbed it, or says why it does
+not.
 
-    python -m tests.fuzz [--cases 500] [--seed 0] [--at-once 2] [--out build/fuzz/results.jsonl]        (or: make fuzz)
-    python -m tests.fuzz --case SEED [--fault NAME]                                           one case, again
+    python -m tests.fuzz [--cases 500] [--seed 0] [--at-once 2] [--out FILE]   (or: make fuzz)
+    python -m tests.fuzz --case SEED [--fault NAME]                   one case, again
 
-A case is a command (model, data, strategy, processes, checkpoints, ...: five cases in a row share one), a fault
-(tests/fuzz_faults.py) and a moment, all drawn from the seed. Where the fault ends the command, the same command is
-given again, as a user would. What must be true then:
+A case is a command (model, data, strategy, processes, checkpoints, ...: five cases in a row share
+one), a fault (tests/fuzz_faults.py) and a moment, all drawn from the seed. Where the fault ends the
+command, the same command is given again, as a user would. What must be true then:
 
-- The end has the same bytes as that of the run that nobody disturbed: weights, optimizer, every rank's buffers; the
-  samples of each micro-batch; every line of metrics.jsonl once, with the same numbers but for clocks; the scores.
-- Each command ends with an exit code that the fault may cause. A failure has one FATAL block with a remedy, that names
+- The end has the same bytes as that of the run that nobody disturbed: weights, optimizer, every
+  rank's buffers; the
+  samples of each micro-batch; every line of metrics.jsonl once, with the same numbers but for
+  clocks; the scores.
+- Each command ends with an exit code that the fault may cause. A failure has one FATAL block with a
+  remedy, that names
   the cause, and failure.json says the same; a stop or a success has no FATAL and no traceback.
-- Nothing is left: no process five seconds after the command, nothing of it in /dev/shm, no lock, no half-written file.
+- Nothing is left: no process five seconds after the command, nothing of it in /dev/shm, no lock, no
+  half-written file.
 
-A command that takes longer than its limit is a failure. Results are a line of JSON each in --out; cases that are there
-already are not run again.
+A command that takes longer than its limit is a failure. Results are a line of JSON each in --out;
+cases that are there already are not run again.
 """
 
 from __future__ import annotations
@@ -46,13 +51,23 @@ from ddp_train.resilience.checkpoint_files import places
 from ddp_train.telemetry.metrics_log import last_step
 from ddp_train.training.hooks import RESIZE
 from tests import chaos, fuzz_faults, zygote
-from tests.commands import LAUNCH, ROOT, Running, environment, fatal_lines, processes_of, read, torchrun
+from tests.commands import (
+    LAUNCH,
+    ROOT,
+    Running,
+    environment,
+    fatal_lines,
+    processes_of,
+    read,
+    torchrun,
+)
 from tests.fuzz_faults import FAILED, STOPPED, Command, Fault, Stage
 
 CASES_PER_COMMAND = 5
-COMMAND_SECONDS, SLOW_SECONDS = 60.0, 25.0
-"""For one command: until it is ended, and until it has failed all the same. The longest that is meant to be takes ten,
-on a busy machine; launch.grace_seconds are 30."""
+COMMAND_SECONDS = 60.0
+SLOW_SECONDS = 25.0
+"""For one command: until it is ended, and until it has failed all the same. The longest that is
+meant to be takes ten, on a busy machine; launch.grace_seconds are 30."""
 LEAVE_SECONDS = 5.0
 TORCHRUN_PART = 0.15
 """Of the cases whose fault is one for torchrun too."""
@@ -74,7 +89,7 @@ def expect(condition: object, message: str) -> None:
         raise WrongError(message)
 
 
-# --- a run, and what it ended with ------------------------------------------------------------------------------------
+# --- a run, and what it ended with ----------------------------------------------------------------
 
 
 @dataclass
@@ -106,9 +121,17 @@ def outcome(run_dir: Path, ledger: Path) -> Outcome:
         line = {name: value for name, value in json.loads(text).items() if name not in CLOCKS}
         if line["kind"] == RESIZE:
             continue
-        lines.append({name: value for name, value in line.items() if not name.endswith(("_per_second", "mfu"))})
+        lines.append(
+            {
+                name: value
+                for name, value in line.items()
+                if not name.endswith(("_per_second", "mfu"))
+            }
+        )
     summary = read(run_dir, "summary.json")
-    kept = {name: summary[name] for name in SUMS_UP} | {"epochs done": len(summary["epoch_seconds"])}
+    kept = {name: summary[name] for name in SUMS_UP} | {
+        "epochs done": len(summary["epoch_seconds"])
+    }
     if best := summary["best"]:
         kept["best"] = {name: value for name, value in best.items() if name != "checkpoint"}
     samples = {}
@@ -116,30 +139,46 @@ def outcome(run_dir: Path, ledger: Path) -> Outcome:
         for line in file.read_text().splitlines(keepends=True):
             if line.endswith("\n"):
                 step, number, numbers = line.split(" ", 2)
-                samples[int(file.name.removeprefix("rank_")), int(step), int(number)] = numbers.strip()
+                samples[int(file.name.removeprefix("rank_")), int(step), int(number)] = (
+                    numbers.strip()
+                )
     return Outcome(chaos.state_of(run_dir), lines, kept, samples)
 
 
-def differences(found: Outcome, expected: Outcome, stopped: bool, lines_lost: bool, resized: bool = False) -> list[str]:
-    """stopped: a stop adds a line to metrics.jsonl. lines_lost: the fault was that lines went,
-    or a digit of one. resized: the number of processes has changed: other ranks had the samples of a step, and sums
-    were made in another order."""
-    rounding = 1e-8 if resized else 1e-13  # a sum of losses that was saved in between is rounded once more
+def differences(
+    found: Outcome, expected: Outcome, stopped: bool, lines_lost: bool, resized: bool = False
+) -> list[str]:
+    """stopped: a stop adds a line to metrics.jsonl. lines_lost: the fault was that lines went, or a
+    digit of one. resized: the number of processes has changed: other ranks had the samples of a
+    step, and sums were made in another order."""
+    rounding = (
+        1e-8 if resized else 1e-13
+    )  # a sum of losses that was saved in between is rounded once more
     if resized:
-        found, expected = (replace(one, state="", samples=_of_all_ranks(one.samples)) for one in (found, expected))
+        found, expected = (
+            replace(one, state="", samples=_of_all_ranks(one.samples)) for one in (found, expected)
+        )
     wrong = [] if found.state == expected.state else ["weights, optimizer or buffers"]
     for name in found.summary.keys() | expected.summary.keys():
         if not _equal(found.summary.get(name), expected.summary.get(name), rounding):
-            wrong.append(f"summary.json: {name} {found.summary.get(name)}, not {expected.summary.get(name)}")
-    odd = [place for place, samples in found.samples.items() if expected.samples.get(place, "none") != samples]
+            wrong.append(
+                f"summary.json: {name} {found.summary.get(name)}, not {expected.summary.get(name)}"
+            )
+    odd = [
+        place
+        for place, samples in found.samples.items()
+        if expected.samples.get(place, "none") != samples
+    ]
     odd += [place for place in expected.samples if place not in found.samples]
     wrong += [f"samples of (rank, step, micro-batch) {odd[0]}"] if odd else []
-    return wrong if lines_lost else wrong + _lines_differ(found.lines, expected.lines, stopped, rounding)
+    if lines_lost:
+        return wrong
+    return wrong + _lines_differ(found.lines, expected.lines, stopped, rounding)
 
 
 def _of_all_ranks(samples: dict[tuple[int, int, int], str]) -> dict[tuple[int, int, int], str]:
-    """The samples of each step, of all ranks together; one that several ranks had counts once: a rank without any
-    computes another's with weight zero."""
+    """The samples of each step, of all ranks together; one that several ranks had counts once: a
+    rank without any computes another's with weight zero."""
     steps: dict[int, set[int]] = {}
     for (_, step, _), numbers in samples.items():
         steps.setdefault(step, set()).update(map(int, numbers.split()))
@@ -149,17 +188,25 @@ def _of_all_ranks(samples: dict[tuple[int, int, int], str]) -> dict[tuple[int, i
 def _lines_differ(
     found: list[dict[str, Any]], expected: list[dict[str, Any]], stopped: bool, rounding: float
 ) -> list[str]:
-    ours, theirs = ({(line["kind"], line["step"]): line for line in lines} for lines in (found, expected))
+    ours, theirs = (
+        {(line["kind"], line["step"]): line for line in lines} for lines in (found, expected)
+    )
     wrong = [] if len(ours) == len(found) else ["a line of metrics.jsonl is there twice"]
     if [line["step"] for line in found] != sorted(line["step"] for line in found):
         wrong.append("lines of metrics.jsonl are out of order")
-    missing, extra = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
+    missing = sorted(theirs.keys() - ours.keys())
+    extra = sorted(ours.keys() - theirs.keys())
     wrong += [f"metrics.jsonl lacks {missing}"] if missing else []
-    wrong += [f"metrics.jsonl has {extra} too"] if any(kind != "train" or not stopped for kind, _ in extra) else []
+    wrong += (
+        [f"metrics.jsonl has {extra} too"]
+        if any(kind != "train" or not stopped for kind, _ in extra)
+        else []
+    )
     for key in sorted(ours.keys() & theirs.keys()):
         whole = _before(ours, key) == _before(theirs, key)  # else it is the mean of fewer steps
         for name in sorted(ours[key].keys() | theirs[key].keys()):
-            one, other = ours[key].get(name), theirs[key].get(name)
+            one = ours[key].get(name)
+            other = theirs[key].get(name)
             if not _equal(one, other, rounding) and (whole or name != "loss"):
                 wrong.append(f"{name} of {key}: {one}, not {other}")
     return wrong
@@ -171,37 +218,71 @@ def _before(lines: dict[tuple[str, int], Any], key: tuple[str, int]) -> int:
 
 def _equal(ours: Any, theirs: Any, rounding: float) -> bool:
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return ours.keys() == theirs.keys() and all(_equal(ours[name], theirs[name], rounding) for name in ours)
+        return ours.keys() == theirs.keys() and all(
+            _equal(ours[name], theirs[name], rounding) for name in ours
+        )
     if isinstance(ours, float) and isinstance(theirs, float):
         return abs(ours - theirs) <= rounding * abs(theirs)
     return ours == theirs
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def drawn_command(number: int, data: Path) -> Command:
     """data: holds the images and the text that some of them read."""
     draw = random.Random(f"command {number}")
     ranks = draw.choices([1, 2, 3, 4], [2, 3, 4, 2])[0]
-    strategy = draw.choices(["ddp", "ordered"], [4, 1])[0] if ranks > 1 else draw.choice(["ddp", "single", "ordered"])
+    if ranks > 1:
+        strategy = draw.choices(["ddp", "ordered"], [4, 1])[0]
+    else:
+        strategy = draw.choice(["ddp", "single", "ordered"])
     if strategy == "ordered" and ranks == 3:
         ranks = 4
     kind = draw.choice(["mlp", "cnn", "own", "own", "linear", "gpt", "folder"])
-    samples, loaders = draw.randint(48, 96), draw.choice([0, 0, 1, 2])
+    samples = draw.randint(48, 96)
+    loaders = draw.choice([0, 0, 1, 2])
     words = {
         "mlp": ["model=mlp", f"data.limit={samples}"],
         "cnn": ["model=cnn", f"data.limit={samples}"],
-        "own": ["model._target_=tests.fuzz_code.Net", "data._target_=tests.fuzz_code.Rows", f"+data.samples={samples}"],
-        "linear": ["model=linear_regression", "data=linear_regression", f"data.samples={samples}",
-                   "data.test_samples=40"],
-        "gpt": ["model=gpt", "model.layers=1", "model.width=16", "model.heads=2", "data=text", "data.length=16",
-                f"data.path={data}/text.txt", "data.test_part=0.2"],
-        "folder": ["model=mlp", "data=image_folder", f"data.root={data}/images", "data.image_size=8"],
-    }[kind]  # fmt: skip
+        "own": [
+            "model._target_=tests.fuzz_code.Net",
+            "data._target_=tests.fuzz_code.Rows",
+            f"+data.samples={samples}",
+        ],
+        "linear": [
+            "model=linear_regression",
+            "data=linear_regression",
+            f"data.samples={samples}",
+            "data.test_samples=40",
+        ],
+        "gpt": [
+            "model=gpt",
+            "model.layers=1",
+            "model.width=16",
+            "model.heads=2",
+            "data=text",
+            "data.length=16",
+            f"data.path={data}/text.txt",
+            "data.test_part=0.2",
+        ],
+        "folder": [
+            "model=mlp",
+            "data=image_folder",
+            f"data.root={data}/images",
+            "data.image_size=8",
+        ],
+    }[kind]
     words += ["trusted_modules=[tests]", "hooks=[tests.fuzz_code.Hook]", f"strategy={strategy}"]
-    words += [f"launch.nproc_per_node={ranks}", "launch.threads_per_process=1", "train.global_batch_size=24"]
-    words += [f"train.epochs={draw.randint(2, 3)}", f"train.log_every_steps={draw.choice([1, 1, 2, 3, 50])}"]
+    words += [
+        f"launch.nproc_per_node={ranks}",
+        "launch.threads_per_process=1",
+        "train.global_batch_size=24",
+    ]
+    words += [
+        f"train.epochs={draw.randint(2, 3)}",
+        f"train.log_every_steps={draw.choice([1, 1, 2, 3, 50])}",
+    ]
     restarts = draw.choice([0, 0, 1, 3])
     words += [f"launch.max_restarts={restarts}"] if restarts else []
     if kind in ("own", "folder"):
@@ -224,15 +305,26 @@ def drawn_command(number: int, data: Path) -> Command:
         (0.15, f"train.max_steps={draw.randint(3, 9)}"),
         (0.1, "train.early_stopping.patience=1"),
         (0.15, "strategy.sync_bn=true") if strategy == "ddp" and ranks > 1 else (0.0, ""),
-        (0.15, "strategy.gradient_as_bucket_view=false") if strategy == "ddp" and ranks > 1 else (0.0, ""),
-        (0.15, "strategy.broadcast_buffers=false") if strategy == "ddp" and ranks > 1 else (0.0, ""),
+        (
+            (0.15, "strategy.gradient_as_bucket_view=false")
+            if strategy == "ddp" and ranks > 1
+            else (0.0, "")
+        ),
+        (
+            (0.15, "strategy.broadcast_buffers=false")
+            if strategy == "ddp" and ranks > 1
+            else (0.0, "")
+        ),
     ]
     words += [word for probability, word in optional if draw.random() < probability]
-    return Command(number, kind, ranks, words, restarts, loaders if kind in ("own", "folder") else 0)
+    return Command(
+        number, kind, ranks, words, restarts, loaders if kind in ("own", "folder") else 0
+    )
 
 
 def reference_of(number: int, base: Path) -> tuple[Command, Outcome]:
-    """The command, with the outcome of the run that nobody disturbed. What the config refuses is drawn anew."""
+    """The command, with the outcome of the run that nobody disturbed. What the config refuses is
+    drawn anew."""
     data = base / "data"
     if not data.is_dir():
         fuzz_faults.write_data(data)
@@ -241,7 +333,10 @@ def reference_of(number: int, base: Path) -> tuple[Command, Outcome]:
         ended, found = undisturbed(command, base)
         if found:
             return command, found
-        expect(ended.code == 2, f"undisturbed, it ended with {ended.code}:\n{shell(command)}\n{ended.err}")
+        expect(
+            ended.code == 2,
+            f"undisturbed, it ended with {ended.code}:\n{shell(command)}\n{ended.err}",
+        )
     raise WrongError(f"command {number}: none of 20 draws is a valid config:\n{ended.err}")
 
 
@@ -262,39 +357,65 @@ def shell(command: Command) -> str:
     return " ".join(["python launch.py", *command.words])
 
 
-def start(stage: Stage, fuzz: dict[str, Any], *more: str, limit: int = 0, again: bool = False) -> tuple[Running, float]:
-    """Gives the command. fuzz: for tests/fuzz_code.py. limit: on the size of files. again: undisturbed."""
+def start(
+    stage: Stage, fuzz: dict[str, Any], *more: str, limit: int = 0, again: bool = False
+) -> tuple[Running, float]:
+    """Gives the command. fuzz: for tests/fuzz_code.py. limit: on the size of files. again:
+    undisturbed."""
     stage.ledger.mkdir(parents=True, exist_ok=True)
     words = [*stage.command.words, f"run_dir={stage.run_dir}", *more]
     argv = [*LAUNCH, *words]
     if stage.torchrun:
-        own = [word for word in words if not word.startswith(("launch.nproc_per_node", "launch.max_restarts"))]
-        argv = [*torchrun()[:1], f"--nproc_per_node={stage.command.ranks}", str(ROOT / "launch.py"), *own]
+        own = [
+            word
+            for word in words
+            if not word.startswith(("launch.nproc_per_node", "launch.max_restarts"))
+        ]
+        argv = [
+            *torchrun()[:1],
+            f"--nproc_per_node={stage.command.ranks}",
+            str(ROOT / "launch.py"),
+            *own,
+        ]
     output = stage.folder / f"command_{stage.given}.out"
     stage.given += 1
     with output.open("w") as out, output.with_suffix(".err").open("w") as err:
         process = zygote.Command(
-            argv, cwd=ROOT, env=environment({"FUZZ": json.dumps({"ledger": str(stage.ledger), "kind": "", **fuzz})}),
-            stdout=out, stderr=err, preexec_fn=functools.partial(fuzz_faults.prepare, limit),
-        )  # fmt: skip
+            argv,
+            cwd=ROOT,
+            env=environment(
+                {"FUZZ": json.dumps({"ledger": str(stage.ledger), "kind": "", **fuzz})}
+            ),
+            stdout=out,
+            stderr=err,
+            preexec_fn=functools.partial(fuzz_faults.prepare, limit),
+        )
     return Running(process, stage.run_dir, output), time.monotonic()
 
 
 def stacks_of(job: Running) -> str:
-    """What each rank, and each loader process, is doing: all write into the stack file of their rank."""
+    """What each rank, and each loader process, is doing: all write into the stack file of their
+    rank."""
     there = {pid: rank for pid, rank in processes_of(job.run_dir).items() if rank is not None}
     for pid in there:
         if caught(pid) >> (signal.SIGUSR2 - 1) & 1:
             fuzz_faults.send(pid, signal.SIGUSR2)
             time.sleep(0.2)  # one after the other
     files = sorted((job.run_dir / "logs").glob("*.stack"))
-    return "\n".join([f"processes and their ranks: {there}", *(f"{file.name}:\n{file.read_text()}" for file in files)])
+    return "\n".join(
+        [
+            f"processes and their ranks: {there}",
+            *(f"{file.name}:\n{file.read_text()}" for file in files),
+        ]
+    )
 
 
 def caught(pid: int) -> int:
     """The signals for which a process has a handler, as bits."""
     with contextlib.suppress(OSError):
-        found = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        found = re.search(
+            r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE
+        )
         return int(found[1], 16) if found else 0
     return 0
 
@@ -306,18 +427,21 @@ def finished(job: Running, began: float) -> Ended:
         stacks = stacks_of(job)
         job.process.kill()  # with it all that it has started: the next case would find them left
         job.process.wait()
-        raise WrongError(f"no end within {COMMAND_SECONDS:.0f} s:\n{job.said()}\n{stacks}") from None
+        raise WrongError(
+            f"no end within {COMMAND_SECONDS:.0f} s:\n{job.said()}\n{stacks}"
+        ) from None
     ended = Ended(code, job.output.read_text(), job.said(), time.monotonic() - began)
     expect(ended.seconds < SLOW_SECONDS, f"it took {ended.seconds:.1f} s:\n{ended.out}{ended.err}")
     return ended
 
 
-# --- what must be true after each command -----------------------------------------------------------------------------
+# --- what must be true after each command ---------------------------------------------------------
 
 
 def check_said(stage: Stage, ended: Ended, codes: frozenset[int], named: str) -> None:
     """The exit code, and what it says of a failure. named: the FATAL block must match it."""
-    said, code = ended.err + ended.out, ended.code
+    said = ended.err + ended.out
+    code = ended.code
     if -code in STOP_SIGNALS and (stage.torchrun or not said):
         return  # it had not begun: the default of that signal
     expect(code in codes, f"exit code {code}, not one of {sorted(codes)}:\n{ended.err}")
@@ -325,11 +449,17 @@ def check_said(stage: Stage, ended: Ended, codes: frozenset[int], named: str) ->
         return  # the agent says things of its own; a killed launcher says nothing
     *before, last = ended.err.split("\nrestarting (")
     for attempt in before:
-        expect("FATAL" not in attempt or "is saved: a rank that" not in attempt, f"nothing was lost:\n{ended.err}")
+        expect(
+            "FATAL" not in attempt or "is saved: a rank that" not in attempt,
+            f"nothing was lost:\n{ended.err}",
+        )
     fatal = fatal_lines(last)
     if code not in FAILED:
         expect(not fatal, f"FATAL in a command that ended with {code}:\n{ended.err}")
-        expect("Traceback" not in last, f"a traceback in a command that ended with {code}:\n{ended.err}")
+        expect(
+            "Traceback" not in last,
+            f"a traceback in a command that ended with {code}:\n{ended.err}",
+        )
     if code in (0, 2, *STOPPED):
         return
     expect(len(fatal) == 1, f"{len(fatal)} FATAL lines with exit code {code}:\n{ended.err}")
@@ -338,13 +468,17 @@ def check_said(stage: Stage, ended: Ended, codes: frozenset[int], named: str) ->
     expect(fuzz_faults.matches(named, block), f"the cause is not named ({named}):\n{ended.err}")
     if (stage.run_dir / "failure.json").exists():
         failure = read(stage.run_dir, "failure.json")
-        expect(fatal[0].startswith(f"FATAL {failure['kind']} ("), f"failure.json has another kind: {failure}")
+        expect(
+            fatal[0].startswith(f"FATAL {failure['kind']} ("),
+            f"failure.json has another kind: {failure}",
+        )
     else:
         expect(stage.unwritable, f"no failure.json:\n{ended.err}")
 
 
 def check_left(stage: Stage, before: set[str], killed: bool = False) -> None:
-    """before: what was in /dev/shm. killed: whether the launcher was, which removes what killed loaders leave there."""
+    """before: what was in /dev/shm. killed: whether the launcher was, which removes what killed
+    loaders leave there."""
     deadline = time.monotonic() + LEAVE_SECONDS
     while (left := _own_children()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -361,7 +495,8 @@ def check_left(stage: Stage, before: set[str], killed: bool = False) -> None:
 
 
 def _own_children() -> dict[int, str]:
-    """Processes that a command has left, which this process has adopted; those that have ended are buried."""
+    """Processes that a command has left, which this process has adopted; those that have ended are
+    buried."""
     found = {}
     for pid in children_of(os.getpid()):
         if pid == zygote.zygote_pid() or pid in KEPT:
@@ -371,7 +506,13 @@ def _own_children() -> dict[int, str]:
                 os.waitpid(pid, os.WNOHANG)
         else:
             with contextlib.suppress(OSError):
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ").decode()
+                found[pid] = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .rstrip(b"\0")
+                    .replace(b"\0", b" ")
+                    .decode()
+                )
     return found
 
 
@@ -382,7 +523,12 @@ KEPT: set[int] = set()
 def _of_nobody(name: str) -> bool:
     """Shared memory of torch, named after a process that is gone."""
     words = name.split("_")
-    return words[0] == "torch" and len(words) > 1 and words[1].isdigit() and state_of(int(words[1])) in ("", "Z")
+    return (
+        words[0] == "torch"
+        and len(words) > 1
+        and words[1].isdigit()
+        and state_of(int(words[1])) in ("", "Z")
+    )
 
 
 def check_end(stage: Stage, expected: Outcome, stopped: bool) -> None:
@@ -397,11 +543,15 @@ def check_end(stage: Stage, expected: Outcome, stopped: bool) -> None:
         if ".part" in path.name and "_before_" not in str(path)
     ]  # what checkpoint.resume=never has set aside
     wrong += [f"left in the run directory: {parts}"] if parts else []
-    wrong += ["failure.json of a run that is completed"] if (stage.run_dir / "failure.json").exists() else []
+    wrong += (
+        ["failure.json of a run that is completed"]
+        if (stage.run_dir / "failure.json").exists()
+        else []
+    )
     expect(not wrong, "; ".join(wrong))
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------
+# --- cases ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -417,7 +567,10 @@ class Result:
 
     def line(self) -> str:
         codes = ", ".join(map(str, self.codes))
-        return f"case {self.seed}: {self.fault}: {self.outcome} (exit codes {codes}; {self.seconds:.1f} s)"
+        return (
+            f"case {self.seed}: {self.fault}: {self.outcome} (exit codes {codes};"
+            f" {self.seconds:.1f} s)"
+        )
 
 
 class Fuzzer:
@@ -431,7 +584,8 @@ class Fuzzer:
     def case(self, seed: int, fault_name: str = "", torchrun: bool = False) -> Result:
         """Never raises for what the run does. torchrun: under it, whether that was drawn or not."""
         if self.number != seed // CASES_PER_COMMAND or self.reference is None:
-            self.number, self.reference = seed // CASES_PER_COMMAND, None
+            self.number = seed // CASES_PER_COMMAND
+            self.reference = None
             try:
                 self.reference = reference_of(self.number, self.base)
             except WrongError as error:
@@ -443,7 +597,9 @@ class Fuzzer:
             command = fuzz_faults.with_range(command)
             ended, expected = undisturbed(command, self.base)
             if expected is None:
-                return Result(seed, fault.name, "WRONG", why=f"with a range, undisturbed:\n{ended.err}")
+                return Result(
+                    seed, fault.name, "WRONG", why=f"with a range, undisturbed:\n{ended.err}"
+                )
         folder = Path(tempfile.mkdtemp(prefix=f"case_{seed}_", dir=self.base))
         stage = Stage(command, folder, draw, folder / "run", seconds=expected.seconds)
         stage.resized = fault.resizes
@@ -475,12 +631,17 @@ class Fuzzer:
             job.process.wait()
         codes.append(ended.code)
         stage.say(f"ended with {ended.code} after {ended.seconds:.1f} s")
-        check_said(stage, ended, fault.codes | ({1} if stage.torchrun else frozenset()), fault.named)
+        check_said(
+            stage, ended, fault.codes | ({1} if stage.torchrun else frozenset()), fault.named
+        )
         check_left(stage, shared, killed=ended.code < 0)
         shared = set(os.listdir("/dev/shm"))  # noqa: PTH208
         fault.after(stage)
         word = "restarted" if "\nrestarting (" in ended.err else "went on"
-        stopped = ended.code in (*STOPPED, 1) or re.search("SIG(TERM|INT|HUP|USR1)", fault.name) is not None
+        stopped = (
+            ended.code in (*STOPPED, 1)
+            or re.search("SIG(TERM|INT|HUP|USR1)", fault.name) is not None
+        )
         more: tuple[str, ...] = ()
         while codes[-1] != 0 or (fault.damages and len(codes) == 1):
             expect(len(codes) < MOST_COMMANDS, f"not completed in {codes}:\n{ended.err}")
@@ -490,22 +651,41 @@ class Fuzzer:
             codes.append(ended.code)
             may_be_refused = fault.damages and len(codes) == 2
             refused = 1 if stage.torchrun else 65
-            check_said(stage, ended, frozenset({0, refused} if may_be_refused else {0}), "no valid checkpoint")
+            check_said(
+                stage,
+                ended,
+                frozenset({0, refused} if may_be_refused else {0}),
+                "no valid checkpoint",
+            )
             check_left(stage, shared)
-            expect(not lost or "holds no checkpoint" in ended.err, f"it began anew without a word:\n{ended.err}")
-            word, more = ("refused, then begun anew" if more else "given again"), ()
+            expect(
+                not lost or "holds no checkpoint" in ended.err,
+                f"it began anew without a word:\n{ended.err}",
+            )
+            word = "refused, then begun anew" if more else "given again"
+            more = ()
             if ended.code == refused:
-                expect("holds no valid checkpoint" in ended.err, f"refused for something else:\n{ended.err}")
-                expect(not fuzz_faults.valid_checkpoints(stage.run_dir), f"a valid one is there:\n{ended.err}")
+                expect(
+                    "holds no valid checkpoint" in ended.err,
+                    f"refused for something else:\n{ended.err}",
+                )
+                expect(
+                    not fuzz_faults.valid_checkpoints(stage.run_dir),
+                    f"a valid one is there:\n{ended.err}",
+                )
                 more = ("checkpoint.resume=never",)
         check_end(stage, expected, stopped)
         if fault.name == "resize":
-            expect(read(stage.run_dir, "summary.json")["steps_redone"] == 0, "steps were computed twice")
+            expect(
+                read(stage.run_dir, "summary.json")["steps_redone"] == 0,
+                "steps were computed twice",
+            )
         return word
 
 
 def have_own_shared_memory() -> None:
-    """As root this process, and what it starts, has a /dev/shm to itself: what other work leaves there is not seen."""
+    """As root this process, and what it starts, has a /dev/shm to itself: what other work leaves
+    there is not seen."""
     libc = ctypes.CDLL(None)
     if libc.unshare(CLONE_NEWNS) == 0:
         subprocess.run(["mount", "--make-rprivate", "/"], check=True)
@@ -529,7 +709,11 @@ def prepared(base: Path | None = None) -> Iterator[Fuzzer]:
 def tell(result: Result, out: Path | None) -> None:
     print(result.line(), flush=True)
     if result.outcome == "WRONG":
-        print(f"  {result.why}\n  {result.command}\n  again: python -m tests.fuzz --case {result.seed}", flush=True)
+        print(
+            f"  {result.why}\n  {result.command}\n  again: python -m tests.fuzz --case"
+            f" {result.seed}",
+            flush=True,
+        )
     if out:
         with out.open("a") as file:
             file.write(json.dumps(vars(result)) + "\n")
@@ -541,7 +725,8 @@ def table(results: list[dict[str, Any]]) -> str:
     rows = ["| fault | " + " | ".join(outcomes) + " |", "|---|" + "---:|" * len(outcomes)]
     for fault in [*sorted({one["fault"] for one in results}), "all"]:
         cells = [
-            sum(n for (name, kind), n in count.items() if kind == one and fault in (name, "all")) for one in outcomes
+            sum(n for (name, kind), n in count.items() if kind == one and fault in (name, "all"))
+            for one in outcomes
         ]
         rows.append(f"| {fault} | " + " | ".join(str(cell or "") for cell in cells) + " |")
     return "\n".join(rows)
@@ -554,7 +739,9 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "build/fuzz/results.jsonl")
     parser.add_argument("--case", type=int, help="this case alone")
-    parser.add_argument("--fault", default="", help="with --case: this fault, not the one that is drawn")
+    parser.add_argument(
+        "--fault", default="", help="with --case: this fault, not the one that is drawn"
+    )
     parser.add_argument("--torchrun", action="store_true", help="with --case: under torchrun")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # I/N: of this process
     arguments = parser.parse_args()
@@ -569,7 +756,9 @@ def main() -> int:
         return 0
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     done = {one["seed"] for one in _results(arguments.out)}
-    seeds = [seed for seed in range(arguments.seed, arguments.seed + arguments.cases) if seed not in done]
+    seeds = [
+        seed for seed in range(arguments.seed, arguments.seed + arguments.cases) if seed not in done
+    ]
     if arguments.share:
         share, shares = map(int, arguments.share.split("/"))
         with prepared() as fuzzer:
@@ -595,7 +784,9 @@ def main() -> int:
 
 
 def _results(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    if out.exists():
+        return [json.loads(line) for line in out.read_text().splitlines()]
+    return []
 
 
 if __name__ == "__main__":

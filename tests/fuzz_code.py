@@ -1,8 +1,10 @@
-"""What the fuzzed runs of tests/fuzz.py name as their own code: a data set, a network, and a hook that misbehaves.
+"""What the fuzzed runs of tests/fuzz.py name as their own code: a data set, a network, and a hook
+that misbehaves.
 
-The environment variable FUZZ holds JSON: `ledger`, a folder; `delay`, seconds per step; and of the fault its `kind`,
-`rank`, `step`, `sample`, and `once`, a file that is there after it has happened once. Without it nothing misbehaves,
-and no config knows of it: the command of a run that is disturbed is that of the run that is not.
+The environment variable FUZZ holds JSON: `ledger`, a folder; `delay`, seconds per step; and of the
+fault its `kind`, `rank`, `step`, `sample`, and `once`, a file that is there after it has happened
+once. Without it nothing misbehaves, and no config knows of it: the command of a run that is
+disturbed is that of the run that is not.
 """
 
 from __future__ import annotations
@@ -46,7 +48,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(4 * 36, 10)
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Dropout(0.2),
+            nn.Flatten(),
+            nn.Linear(4 * 36, 10),
         )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -54,12 +61,14 @@ class Net(nn.Module):
 
 
 class Rows(Dataset[tuple[Tensor, int]]):
-    """Stripes with noise that torch's generator draws anew in each epoch. A sample of one split may raise."""
+    """Stripes with noise that torch's generator draws anew in each epoch. A sample of one split may
+    raise."""
 
     classes = tuple("0123456789")
 
     def __init__(self, train: bool, samples: int = 60) -> None:
-        self.train, self.samples = train, samples if train else 30
+        self.train = train
+        self.samples = samples if train else 30
 
     def __len__(self) -> int:
         return self.samples
@@ -68,17 +77,23 @@ class Rows(Dataset[tuple[Tensor, int]]):
         fault = asked()
         wanted = fault.get("kind", "").startswith("sample") and fault["of_train"] == self.train
         if wanted and number == fault["sample"] and is_due(fault):
-            raise StopIteration if fault["kind"] == "sample stops" else ValueError(f"sample {number} is broken")
+            raise (
+                StopIteration
+                if fault["kind"] == "sample stops"
+                else ValueError(f"sample {number} is broken")
+            )
         image = torch.zeros(1, 8, 8)
         image[0, :, number % 8] = 1 + number % 10
         return image + torch.randn(1, 8, 8) * self.train, number % 10
 
 
 class Hook:
-    """Notes the samples of each micro-batch before anything is exchanged, and does what FUZZ asks for."""
+    """Notes the samples of each micro-batch before anything is exchanged, and does what FUZZ asks
+    for."""
 
     def __init__(self, job: Any, run_dir: Path, world: Any) -> None:
-        self.job, self.fault = job, asked()
+        self.job = job
+        self.fault = asked()
 
     def __enter__(self) -> None:
         if self.fault:
@@ -105,19 +120,24 @@ class Noted:
     """The batches of a job. A line in the ledger is whole or has no end: the process was killed."""
 
     def __init__(self, job: Any, fault: dict[str, Any]) -> None:
-        self.batches, self.ledger = job.batches, Path(fault["ledger"], f"rank_{own_rank()}")
+        self.batches = job.batches
+        self.ledger = Path(fault["ledger"], f"rank_{own_rank()}")
 
     def __iter__(self) -> Iterator[Any]:
-        last, number = -1, 0
+        last = -1
+        number = 0
         for batch in self.batches:
             one = batch.micro_batch
             last, number = one.step, number + 1 if one.step == last else 0
             with self.ledger.open("a") as file:
-                file.write(f"{one.step} {number} {' '.join(map(str, one.indices[: one.num_real].tolist()))}\n")
+                file.write(
+                    f"{one.step} {number}"
+                    f" {' '.join(map(str, one.indices[: one.num_real].tolist()))}\n"
+                )
             yield batch
 
 
-# --- what may happen in a step ----------------------------------------------------------------------------------------
+# --- what may happen in a step --------------------------------------------------------------------
 
 
 def _raise(error: BaseException) -> Callable[[Tensor], Tensor]:
@@ -158,7 +178,9 @@ def _leave(_: Tensor) -> Tensor:
     sys.exit(3)
 
 
-LINES = "several lines:\n  FATAL is what this one begins with\nTraceback (most recent call last):\n  no"
+LINES = (
+    "several lines:\n  FATAL is what this one begins with\nTraceback (most recent call last):\n  no"
+)
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "raises": _raise(ValueError("boom")),
     "raises lines": _raise(RuntimeError(LINES)),

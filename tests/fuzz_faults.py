@@ -1,4 +1,5 @@
-"""The faults of tests/fuzz.py: what happens to a command, when, and how the command may end for it."""
+"""The faults of tests/fuzz.py: what happens to a command, when, and how the command may end for
+it."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ class Command:
     loaders: int
 
     def value(self, key: str, default: str) -> str:
-        return next((word.partition("=")[2] for word in self.words if word.startswith(f"{key}=")), default)
+        return next(
+            (word.partition("=")[2] for word in self.words if word.startswith(f"{key}=")), default
+        )
 
 
 @dataclass
@@ -103,7 +106,8 @@ class Stage:
                 "step": self.draw.randrange(1, 5),
             }
             asked |= {"of_train": self.draw.random() < 0.7, "sample": self.draw.randrange(30)}
-            # Again in the first step of the next attempt it would last the 120 s that a first step may take.
+            # Again in the first step of the next attempt it would last the 120 s that a first step
+            # may take.
             if self.draw.random() < 0.5 or (fault.code == "hang" and self.command.restarts):
                 asked["once"] = str(self.folder / "happened")
             self.say(str(asked))
@@ -142,9 +146,11 @@ class Fault:
     """The limit on the size of files (ulimit -f); 0: none."""
     weight: float = 1.0
     resizes: bool = False
-    """The number of processes changes: the command has a range, and float64 where the order of sums does."""
+    """The number of processes changes: the command has a range, and float64 where the order of sums
+    does."""
     suits_torchrun: bool = False
-    """Whether it may come under torchrun, whose agent ends with 1 for all failures, and restarts nothing here."""
+    """Whether it may come under torchrun, whose agent ends with 1 for all failures, and restarts
+    nothing here."""
 
     @property
     def needs_root(self) -> bool:
@@ -173,21 +179,27 @@ def write_data(folder: Path) -> None:
             for number in range(count):
                 pixels = numbers.integers(0, 255, (10, 10, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(place / f"{number:02}.png")
-    (folder / "text.txt").write_text("".join(chr(97 + number) for number in numbers.integers(0, 26, 1200)))
+    (folder / "text.txt").write_text(
+        "".join(chr(97 + number) for number in numbers.integers(0, 26, 1200))
+    )
 
 
-# --- the moment -------------------------------------------------------------------------------------------------------
+# --- the moment -----------------------------------------------------------------------------------
 
 
 def wait(stage: Stage, job: Running, training: bool = False) -> bool:
-    """Until a moment that is drawn: a time, or a phase of a step of a rank. False if the run is over.
+    """Until a moment that is drawn: a time, or a phase of a step of a rank. False if the run is
+    over.
 
     training: not before every rank has begun its second batch.
     """
-    draw, ranks = stage.draw, stage.command.ranks
+    draw = stage.draw
+    ranks = stage.command.ranks
     by_time = stage.torchrun or (draw.random() < 0.4 and not training)
     seconds = draw.uniform(0, 1.3 * stage.seconds)
-    rank, step, phase = draw.randrange(ranks), draw.randrange(8), draw.choice(PHASES)
+    rank = draw.randrange(ranks)
+    step = draw.randrange(8)
+    phase = draw.choice(PHASES)
     if by_time:
         stage.say(f"after {seconds:.2f} s")
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -202,7 +214,9 @@ def wait(stage: Stage, job: Running, training: bool = False) -> bool:
         try:
             while job.process.poll() is None and not any(one.order for one in board.ranks):
                 one = board.ranks[rank]
-                begun = not training or all(each.batches > 1 for each in board.ranks)  # until then the limit is 120 s
+                begun = not training or all(
+                    each.batches > 1 for each in board.ranks
+                )  # until then the limit is 120 s
                 if begun and one.step >= step and (one.phase == phase or one.step > step + 1):
                     return True
                 if one.phase == "end" and not training:
@@ -225,7 +239,11 @@ def ranks(job: Running) -> list[int]:
 
 def loaders(job: Running) -> list[int]:
     own = set(ranks(job))
-    return [pid for pid, rank in processes_of(job.run_dir).items() if rank is not None and pid not in own]
+    return [
+        pid
+        for pid, rank in processes_of(job.run_dir).items()
+        if rank is not None and pid not in own
+    ]
 
 
 def a_rank(stage: Stage, job: Running) -> list[int]:
@@ -248,7 +266,9 @@ def all_ranks(_: Stage, job: Running) -> list[int]:
 
 def server(_: Stage, job: Running) -> list[int]:
     with contextlib.suppress(AssertionError):
-        return [server_of(job.process.pid)] if job.process.poll() is None else []
+        if job.process.poll() is None:
+            return [server_of(job.process.pid)]
+        return []
     return []
 
 
@@ -292,7 +312,8 @@ def now(number: int, victims: Victims) -> During:
 
 
 def resize_to(stage: Stage, job: Running) -> None:
-    """Asks for a number, which is also refused where the run ends before; does not wait for the answer."""
+    """Asks for a number, which is also refused where the run ends before; does not wait for the
+    answer."""
     count = stage.draw.choice([1, 2] if stage.command.ranks == 2 else [1, 2, stage.command.ranks])
     stage.say(f"resize to {count}")
 
@@ -315,8 +336,13 @@ def resizes(stage: Stage, job: Running) -> None:
 
 def with_range(command: Command) -> Command:
     """Whose number of processes may change, and end as it would have: to rounding, in float64."""
-    words = [f"launch.nproc_per_node=1:{command.ranks}" if word.startswith("launch.nproc_per_node=") else word
-             for word in command.words if not word.startswith("tuning.precision=")]  # fmt: skip
+    words = [
+        f"launch.nproc_per_node=1:{command.ranks}"
+        if word.startswith("launch.nproc_per_node=")
+        else word
+        for word in command.words
+        if not word.startswith("tuning.precision=")
+    ]
     return replace(command, words=[*words, "tuning.precision=fp64"])
 
 
@@ -333,7 +359,7 @@ def pause(victims: Victims, seconds: float) -> During:
     return act
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def in_run_dir(do: Callable[[Stage], None]) -> During:
@@ -376,7 +402,8 @@ def damage(name: str) -> After:
 
 
 def _damage(stage: Stage, path: Path) -> None:
-    content, draw = bytearray(path.read_bytes()), stage.draw
+    content = bytearray(path.read_bytes())
+    draw = stage.draw
     how = draw.choice(["cut", "flipped", "emptied", "garbage", "appended"])
     stage.say(f"{path.name} {how}")
     if how == "cut":
@@ -388,7 +415,9 @@ def _damage(stage: Stage, path: Path) -> None:
     elif how == "garbage":
         content[:] = draw.randbytes(draw.randint(1, 300))
     elif how == "appended":
-        content += draw.choice([b"xx}\n", b"{}\n", b"[1]\n", b"\xff\xfe\n", b'{"step": 1', b"null\n"])
+        content += draw.choice(
+            [b"xx}\n", b"{}\n", b"[1]\n", b"\xff\xfe\n", b'{"step": 1', b"null\n"]
+        )
     path.write_bytes(content)
 
 
@@ -406,18 +435,24 @@ def damage_newest(stage: Stage) -> None:
 def damage_all(stage: Stage) -> None:
     """A file of each checkpoint."""
     for place in places(stage.run_dir):
-        _damage(stage, stage.draw.choice(sorted(path for path in place.iterdir() if path.is_file())))
+        _damage(
+            stage, stage.draw.choice(sorted(path for path in place.iterdir() if path.is_file()))
+        )
 
 
 def spoil_newest(stage: Stage) -> None:
-    """The newest has weights that are NaN, and a manifest that says that they are as they should be."""
+    """The newest has weights that are NaN, and a manifest that says that they are as they should
+    be."""
     for newest in places(stage.run_dir)[:1]:
         model = newest / "model.safetensors"
         weights = load_file(model)
         manifest = read_manifest(newest)
         weights[stage.draw.choice(sorted(manifest["trained"]))].view(-1)[0] = float("nan")
         save_file(weights, model)
-        manifest["files"]["model.safetensors"] = {"bytes": model.stat().st_size, "sha256": sha256_of(model)}
+        manifest["files"]["model.safetensors"] = {
+            "bytes": model.stat().st_size,
+            "sha256": sha256_of(model),
+        }
         (newest / MANIFEST).write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
         stage.say(f"NaN in {newest.name}")
 
@@ -443,7 +478,9 @@ def valid_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def _is_finite(place: Path) -> bool:
-    return all(bool(torch.isfinite(one).all()) for one in load_file(place / "model.safetensors").values())
+    return all(
+        bool(torch.isfinite(one).all()) for one in load_file(place / "model.safetensors").values()
+    )
 
 
 @contextlib.contextmanager
@@ -452,7 +489,8 @@ def small_disk(stage: Stage) -> Iterator[None]:
     disk = stage.folder / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", disk], check=True)
-    stage.run_dir, stage.unwritable = disk / "run", True
+    stage.run_dir = disk / "run"
+    stage.unwritable = True
     try:
         yield
     finally:
@@ -461,10 +499,16 @@ def small_disk(stage: Stage) -> Iterator[None]:
 
 def fill(stage: Stage) -> None:
     """Not a byte is free, or a few."""
-    with contextlib.suppress(OSError), (stage.run_dir.parent / "ballast").open("wb", buffering=0) as file:
+    with (
+        contextlib.suppress(OSError),
+        (stage.run_dir.parent / "ballast").open("wb", buffering=0) as file,
+    ):
         while file.write(bytes(1 << 16)):
             pass
-    with contextlib.suppress(OSError), (stage.run_dir.parent / "more").open("wb", buffering=0) as file:
+    with (
+        contextlib.suppress(OSError),
+        (stage.run_dir.parent / "more").open("wb", buffering=0) as file,
+    ):
         while file.write(bytes(512)):
             pass
     stage.say("the disk is full")
@@ -476,7 +520,8 @@ def empty(stage: Stage) -> None:
 
 
 def make_read_only(stage: Stage) -> None:
-    """No file can be made any more. Root ignores permissions, and a file system in use cannot be mounted read-only."""
+    """No file can be made any more. Root ignores permissions, and a file system in use cannot be
+    mounted read-only."""
     folders = [stage.run_dir, *(path for path in stage.run_dir.rglob("*") if path.is_dir())]
     done = subprocess.run(["chattr", "+i", *folders], capture_output=True, text=True)
     stage.unwritable = True
@@ -491,12 +536,14 @@ def remove_run_dir(stage: Stage) -> None:
     for _ in range(20):
         with contextlib.suppress(OSError):
             shutil.rmtree(stage.run_dir)
-    stage.unwritable, stage.lines_lost = True, True
+    stage.unwritable = True
+    stage.lines_lost = True
     stage.say("the run directory removed")
 
 
 def spoil_image(stage: Stage, job: Running) -> None:
-    """While it runs, of the images that all cases share: put back at once when the run has ended."""
+    """While it runs, of the images that all cases share: put back at once when the run has
+    ended."""
     root = Path(stage.command.value("data.root", ""))
     if not wait(stage, job):
         return
@@ -521,10 +568,13 @@ def second_command(stage: Stage, job: Running) -> None:
     ended = fuzz.finished(other, began)
     stage.say(f"a second one ended with {ended.code}")
     if job.process.poll() is None:
-        fuzz.expect(ended.code == 2 and "another run is in it" in ended.err, f"the second: {ended.code}\n{ended.err}")
+        fuzz.expect(
+            ended.code == 2 and "another run is in it" in ended.err,
+            f"the second: {ended.code}\n{ended.err}",
+        )
 
 
-# --- the list ---------------------------------------------------------------------------------------------------------
+# --- the list -------------------------------------------------------------------------------------
 
 
 def _codes(*codes: int) -> frozenset[int]:
@@ -532,9 +582,12 @@ def _codes(*codes: int) -> frozenset[int]:
 
 
 KILLED = -int(signal.SIGKILL)
-TERM, INT, KILL, USR1, HUP, STOP = (
-    signal.SIGTERM, signal.SIGINT, signal.SIGKILL, signal.SIGUSR1, signal.SIGHUP, signal.SIGSTOP
-)  # fmt: skip
+TERM = signal.SIGTERM
+INT = signal.SIGINT
+KILL = signal.SIGKILL
+USR1 = signal.SIGUSR1
+HUP = signal.SIGHUP
+STOP = signal.SIGSTOP
 DIED = "FATAL (died|oom|peer|data_worker) "
 WAIT = ("launch.timeout_seconds=2",)
 
@@ -567,76 +620,219 @@ def has_loaders(command: Command) -> bool:
     return command.loaders > 0
 
 
-def _own(name: str, codes: frozenset[int], named: str, fits: Callable[[Command], bool] = lambda _: True) -> Fault:
+def _own(
+    name: str, codes: frozenset[int], named: str, fits: Callable[[Command], bool] = lambda _: True
+) -> Fault:
     suits = name in ("raises", "nan", "allocates", "sys.exit", "sample raises")
-    return Fault(f"own code: {name}", codes, code=name, named=named, fits=fits, weight=0.6, suits_torchrun=suits)
+    return Fault(
+        f"own code: {name}",
+        codes,
+        code=name,
+        named=named,
+        fits=fits,
+        weight=0.6,
+        suits_torchrun=suits,
+    )
 
 
 FAULTS = (
     Fault("none", _codes(0), weight=0.3),
     Fault("SIGKILL: rank", _codes(0, 70), strike(KILL, a_rank), named=DIED, weight=3),
     Fault("SIGKILL: all ranks", _codes(0, 70), strike(KILL, all_ranks), named=DIED, fits=several),
-    Fault("SIGKILL: rank, then another", _codes(0, 70), then(strike(KILL, a_rank), now(KILL, a_rank), 0.2), named=DIED,
-          fits=several, weight=2),
-    Fault("SIGKILL: rank, twice", _codes(0, 70), then(strike(KILL, a_rank), strike(KILL, a_rank), 0.1), named=DIED),
-    Fault("SIGKILL: launcher", _codes(0, KILLED), strike(KILL, launcher), weight=3, suits_torchrun=True),
-    Fault("SIGKILL: launcher and a rank", _codes(0, KILLED, 70), then(strike(KILL, a_rank), now(KILL, launcher), 0.1)),
+    Fault(
+        "SIGKILL: rank, then another",
+        _codes(0, 70),
+        then(strike(KILL, a_rank), now(KILL, a_rank), 0.2),
+        named=DIED,
+        fits=several,
+        weight=2,
+    ),
+    Fault(
+        "SIGKILL: rank, twice",
+        _codes(0, 70),
+        then(strike(KILL, a_rank), strike(KILL, a_rank), 0.1),
+        named=DIED,
+    ),
+    Fault(
+        "SIGKILL: launcher",
+        _codes(0, KILLED),
+        strike(KILL, launcher),
+        weight=3,
+        suits_torchrun=True,
+    ),
+    Fault(
+        "SIGKILL: launcher and a rank",
+        _codes(0, KILLED, 70),
+        then(strike(KILL, a_rank), now(KILL, launcher), 0.1),
+    ),
     Fault("SIGKILL: everybody", _codes(0, KILLED), strike(KILL, everybody)),
-    Fault("SIGKILL: loader", _codes(0, 70), strike(KILL, a_loader), named=DIED, fits=has_loaders, weight=2),
+    Fault(
+        "SIGKILL: loader",
+        _codes(0, 70),
+        strike(KILL, a_loader),
+        named=DIED,
+        fits=has_loaders,
+        weight=2,
+    ),
     Fault("SIGKILL: fork server", _codes(0), strike(KILL, server)),
-    Fault("SIGTERM: launcher", _codes(0, 75, 143), strike(TERM, launcher), weight=2, suits_torchrun=True),
+    Fault(
+        "SIGTERM: launcher",
+        _codes(0, 75, 143),
+        strike(TERM, launcher),
+        weight=2,
+        suits_torchrun=True,
+    ),
     Fault("SIGTERM: rank", _codes(0, 75, 143), strike(TERM, a_rank), weight=2),
     Fault("SIGTERM: everybody", _codes(0, 75, 143), strike(TERM, everybody)),
-    Fault("SIGTERM: twice", _codes(0, 75, 143), then(strike(TERM, launcher), now(TERM, launcher), 0.9)),
+    Fault(
+        "SIGTERM: twice", _codes(0, 75, 143), then(strike(TERM, launcher), now(TERM, launcher), 0.9)
+    ),
     Fault("SIGUSR1: launcher", _codes(0, 75, 143), strike(USR1, launcher)),
     Fault("SIGINT: launcher", _codes(0, 130), strike(INT, launcher)),
     Fault("SIGINT: rank", _codes(0, 75, 130, 143), strike(INT, a_rank)),
     Fault("SIGINT: everybody", _codes(0, 75, 130, 143), strike(INT, everybody)),
     Fault("SIGINT: twice", _codes(0, 130), then(strike(INT, launcher), now(INT, launcher), 0.9)),
     Fault("SIGHUP: launcher", _codes(0, 130), strike(HUP, launcher)),
-    Fault("SIGTERM, then SIGKILL: rank", _codes(0, 70, 75, 143), then(strike(TERM, launcher), now(KILL, a_rank), 0.2),
-          named=DIED, weight=2),
-    Fault("SIGKILL: rank, then SIGTERM", _codes(0, 70, 75, 143), then(strike(KILL, a_rank), now(TERM, launcher), 0.3),
-          named=DIED, weight=2),
-    Fault("SIGTERM, then SIGKILL: launcher", _codes(0, 75, 143, KILLED),
-          then(strike(TERM, launcher), now(KILL, launcher), 0.3)),
-    Fault("SIGSTOP: rank", _codes(0, 71), strike(STOP, a_rank, training=True), words=WAIT, named="FATAL hang .*rank",
-          weight=2),
-    Fault("SIGSTOP: loader", _codes(0, 71), strike(STOP, a_loader, training=True), words=WAIT, named="FATAL hang",
-          fits=has_loaders),
-    Fault("SIGSTOP: rank, then SIGTERM", _codes(0, 71, 75, 143),
-          then(strike(STOP, a_rank, training=True), now(TERM, launcher), 0.5),
-          words=(*WAIT, "launch.grace_seconds=3"), named="FATAL hang .*rank"),
-    Fault("SIGSTOP: rank, then SIGKILL: another", _codes(0, 70, 71),
-          then(strike(STOP, a_rank, training=True), now(KILL, a_rank), 0.5),
-          words=(*WAIT, "launch.grace_seconds=3"), named="FATAL (hang|died)", fits=several),
+    Fault(
+        "SIGTERM, then SIGKILL: rank",
+        _codes(0, 70, 75, 143),
+        then(strike(TERM, launcher), now(KILL, a_rank), 0.2),
+        named=DIED,
+        weight=2,
+    ),
+    Fault(
+        "SIGKILL: rank, then SIGTERM",
+        _codes(0, 70, 75, 143),
+        then(strike(KILL, a_rank), now(TERM, launcher), 0.3),
+        named=DIED,
+        weight=2,
+    ),
+    Fault(
+        "SIGTERM, then SIGKILL: launcher",
+        _codes(0, 75, 143, KILLED),
+        then(strike(TERM, launcher), now(KILL, launcher), 0.3),
+    ),
+    Fault(
+        "SIGSTOP: rank",
+        _codes(0, 71),
+        strike(STOP, a_rank, training=True),
+        words=WAIT,
+        named="FATAL hang .*rank",
+        weight=2,
+    ),
+    Fault(
+        "SIGSTOP: loader",
+        _codes(0, 71),
+        strike(STOP, a_loader, training=True),
+        words=WAIT,
+        named="FATAL hang",
+        fits=has_loaders,
+    ),
+    Fault(
+        "SIGSTOP: rank, then SIGTERM",
+        _codes(0, 71, 75, 143),
+        then(strike(STOP, a_rank, training=True), now(TERM, launcher), 0.5),
+        words=(*WAIT, "launch.grace_seconds=3"),
+        named="FATAL hang .*rank",
+    ),
+    Fault(
+        "SIGSTOP: rank, then SIGKILL: another",
+        _codes(0, 70, 71),
+        then(strike(STOP, a_rank, training=True), now(KILL, a_rank), 0.5),
+        words=(*WAIT, "launch.grace_seconds=3"),
+        named="FATAL (hang|died)",
+        fits=several,
+    ),
     Fault("resize", _codes(0), resizes, resizes=True, fits=may_change, weight=3),
-    Fault("resize, then SIGKILL: rank", _codes(0, 70), then(resizes, now(KILL, a_rank), 0.6), named=DIED, resizes=True,
-          fits=may_change),
-    Fault("resize, then SIGKILL: launcher", _codes(0, KILLED), then(resizes, now(KILL, launcher), 0.6), resizes=True,
-          fits=may_change),
-    Fault("resize, then SIGTERM: launcher", _codes(0, 75, 143), then(resizes, now(TERM, launcher), 0.6), resizes=True,
-          fits=may_change),
+    Fault(
+        "resize, then SIGKILL: rank",
+        _codes(0, 70),
+        then(resizes, now(KILL, a_rank), 0.6),
+        named=DIED,
+        resizes=True,
+        fits=may_change,
+    ),
+    Fault(
+        "resize, then SIGKILL: launcher",
+        _codes(0, KILLED),
+        then(resizes, now(KILL, launcher), 0.6),
+        resizes=True,
+        fits=may_change,
+    ),
+    Fault(
+        "resize, then SIGTERM: launcher",
+        _codes(0, 75, 143),
+        then(resizes, now(TERM, launcher), 0.6),
+        resizes=True,
+        fits=may_change,
+    ),
     Fault("paused: rank", _codes(0), pause(a_rank, 0.4)),
     Fault("paused: launcher", _codes(0), pause(launcher, 0.4)),
     Fault("paused: everybody", _codes(0), pause(everybody, 0.4)),
-    Fault("removed meanwhile: checkpoints", _codes(0, 73), in_run_dir(remove_checkpoints), named="FATAL write",
-          damages=True),
+    Fault(
+        "removed meanwhile: checkpoints",
+        _codes(0, 73),
+        in_run_dir(remove_checkpoints),
+        named="FATAL write",
+        damages=True,
+    ),
     Fault("removed meanwhile: lock.json", _codes(0), in_run_dir(remove("lock.json"))),
     Fault("removed meanwhile: metrics.jsonl", _codes(0), in_run_dir(remove("metrics.jsonl"))),
-    Fault("removed meanwhile: config.yaml", _codes(0, 70, 73),
-          then(in_run_dir(remove("config.yaml")), strike(KILL, a_rank), 0.1), named="FATAL (died|write)"),
-    Fault("removed meanwhile: run directory", _codes(0, 73), in_run_dir(remove_run_dir), named="FATAL write",
-          damages=True),
-    Fault("disk full", _codes(0, 2, 73), in_run_dir(fill), empty, named="FATAL write", disk=True, weight=2),
-    Fault("disk full, then SIGKILL: rank", _codes(0, 2, 70, 73), then(in_run_dir(fill), now(KILL, a_rank), 0.3), empty,
-          named="FATAL (write|died|oom)", disk=True),
-    Fault("disk full, then SIGTERM", _codes(0, 2, 73, 75, 143), then(in_run_dir(fill), now(TERM, launcher), 0.3), empty,
-          named="FATAL write", disk=True),
-    Fault("disk read-only", _codes(0, 2, 73), in_run_dir(make_read_only), make_writable, named="FATAL write", weight=2),
+    Fault(
+        "removed meanwhile: config.yaml",
+        _codes(0, 70, 73),
+        then(in_run_dir(remove("config.yaml")), strike(KILL, a_rank), 0.1),
+        named="FATAL (died|write)",
+    ),
+    Fault(
+        "removed meanwhile: run directory",
+        _codes(0, 73),
+        in_run_dir(remove_run_dir),
+        named="FATAL write",
+        damages=True,
+    ),
+    Fault(
+        "disk full",
+        _codes(0, 2, 73),
+        in_run_dir(fill),
+        empty,
+        named="FATAL write",
+        disk=True,
+        weight=2,
+    ),
+    Fault(
+        "disk full, then SIGKILL: rank",
+        _codes(0, 2, 70, 73),
+        then(in_run_dir(fill), now(KILL, a_rank), 0.3),
+        empty,
+        named="FATAL (write|died|oom)",
+        disk=True,
+    ),
+    Fault(
+        "disk full, then SIGTERM",
+        _codes(0, 2, 73, 75, 143),
+        then(in_run_dir(fill), now(TERM, launcher), 0.3),
+        empty,
+        named="FATAL write",
+        disk=True,
+    ),
+    Fault(
+        "disk read-only",
+        _codes(0, 2, 73),
+        in_run_dir(make_read_only),
+        make_writable,
+        named="FATAL write",
+        weight=2,
+    ),
     Fault("ulimit -f", _codes(0, 2, 73), named="FATAL write", file_bytes=30_000),
-    Fault("image damaged", _codes(0, 65), spoil_image, named=r"FATAL data .*(\n.*)*\.png",
-          fits=lambda one: one.kind == "folder", weight=3),
+    Fault(
+        "image damaged",
+        _codes(0, 65),
+        spoil_image,
+        named=r"FATAL data .*(\n.*)*\.png",
+        fits=lambda one: one.kind == "folder",
+        weight=3,
+    ),
     Fault("second command", _codes(0), second_command),
     after_the_end("after: newest checkpoint damaged", damage_newest, 3),
     after_the_end("after: all checkpoints damaged", damage_all),
@@ -668,9 +864,14 @@ FAULTS = (
     _own("os._exit(70)", _codes(70, 0), "FATAL died .*code 70"),
     Fault("own code: hang", _codes(0, 71), code="hang", words=WAIT, named="FATAL hang .*rank"),
     _own("slow", _codes(0), ""),
-    _own("sample raises", _codes(0, 65, 70), r"FATAL .*sample \d+ is broken", lambda one: one.kind == "own"),
+    _own(
+        "sample raises",
+        _codes(0, 65, 70),
+        r"FATAL .*sample \d+ is broken",
+        lambda one: one.kind == "own",
+    ),
     _own("sample stops", _codes(0, 65, 70), r"FATAL .*", lambda one: one.kind == "own"),
-)  # fmt: skip
+)
 
 
 def drawn_fault(command: Command, draw: random.Random, name: str = "") -> Fault:
@@ -682,4 +883,6 @@ def drawn_fault(command: Command, draw: random.Random, name: str = "") -> Fault:
     return draw.choices(fitting, [fault.weight for fault in fitting])[0]
 
 
-assert all(fault.code in ("", *fuzz_code.FAULTS) or fault.code.startswith("sample") for fault in FAULTS)
+assert all(
+    fault.code in ("", *fuzz_code.FAULTS) or fault.code.startswith("sample") for fault in FAULTS
+)

@@ -1,10 +1,11 @@
-"""How long it takes until hosts go on: with `launch.nnodes=2:3`, over network namespaces. Needs root.
+"""How long it takes until hosts go on: with `launch.nnodes=2:3`, over network namespaces. Needs
+root.
 
     python -m tests.host_losses [--trials 5] [--timeout 6] [--what "a host joins"]
 
-Each trial is a run of three hosts with one process each (two where one joins), in which one thing happens. Times are
-from that moment, by the clock, to the time of the first step in metrics.jsonl that the processes of the next start have
-done. Steps done twice are counted by the run itself.
+Each trial is a run of three hosts with one process each (two where one joins), in which one thing
+happens. Times are from that moment, by the clock, to the time of the first step in metrics.jsonl
+that the processes of the next start have done. Steps done twice are counted by the run itself.
 """
 
 from __future__ import annotations
@@ -22,8 +23,14 @@ from tests.netlab import NetLab
 from tests.test_lost_hosts import NET, Elastic
 
 WORDS = (*NET, "train.log_every_steps=1", "train.epochs=25", "train.evaluate_every_epochs=1000")
-WHAT = ("a host crashes", "a worker is killed", "a host is asked to leave", "a host loses power", "a host joins",
-        "the host of the endpoint crashes")  # fmt: skip
+WHAT = (
+    "a host crashes",
+    "a worker is killed",
+    "a host is asked to leave",
+    "a host loses power",
+    "a host joins",
+    "the host of the endpoint crashes",
+)
 
 
 def trial(what: str, timeout: float) -> tuple[float, int]:
@@ -33,7 +40,8 @@ def trial(what: str, timeout: float) -> tuple[float, int]:
         words = (*WORDS, f"launch.timeout_seconds={timeout:g}")
         hosts.begin(*words, hosts=2 if what == WHAT[4] else 3)
         before = hosts.wait_for(9)
-        moment, stay = time.time(), {"node0", "node1"}
+        moment = time.time()
+        stay = {"node0", "node1"}
         if what == WHAT[1]:
             os.kill(hosts.worker_of(2), signal.SIGKILL)
         elif what == WHAT[2]:
@@ -46,7 +54,8 @@ def trial(what: str, timeout: float) -> tuple[float, int]:
         else:
             lab.hosts[2].power_off(silent=what == WHAT[3])
         assert hosts.ends(*stay) == [0, 0], hosts.all_said()
-        lines, summary = metrics(hosts.run_dir), read(hosts.run_dir, "summary.json")
+        lines = metrics(hosts.run_dir)
+        summary = read(hosts.run_dir, "summary.json")
     first = [one["step"] for one in (*summary["recoveries"], *summary["resizes"])]
     assert first and min(first) >= before, "the run was over, or lost steps"
     next_one = next(line for line in lines if line["kind"] == "train" and line["step"] > first[0])
@@ -59,7 +68,10 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=6.0)
     parser.add_argument("--what", nargs="+", default=WHAT)
     arguments = parser.parse_args()
-    print(f"load average {os.getloadavg()[0]:.1f}, launch.timeout_seconds={arguments.timeout:g}", flush=True)
+    print(
+        f"load average {os.getloadavg()[0]:.1f}, launch.timeout_seconds={arguments.timeout:g}",
+        flush=True,
+    )
     print("| what | trials | median s | best | worst | steps done twice |")
     print("|---|---:|---:|---:|---:|---:|")
     for what in arguments.what:

@@ -28,11 +28,19 @@ from ddp_train.tasks.task import ModelWithTask
 from ddp_train.training.fine_tuning import BESIDE_OPTIMIZER
 from ddp_train.training.loop import Job, fit
 from ddp_train.training.open_data import open_datasets
-from ddp_train.training.setup import BESIDE_MODEL, arguments_of, build_job, build_module, build_strategy, loader_options
+from ddp_train.training.setup import (
+    BESIDE_MODEL,
+    arguments_of,
+    build_job,
+    build_module,
+    build_strategy,
+    loader_options,
+)
 
 
 def config_of(world: World, machine: Hardware | None = None, **sections: Any) -> Config:
-    """A resolved config, on a machine without GPUs unless one is given. Sections not given have their defaults."""
+    """A resolved config, on a machine without GPUs unless one is given. Sections not given have
+    their defaults."""
     config, problems = bind(copy.deepcopy(sections))
     assert not problems, problems
     return resolve(config, machine or Hardware(cpus=world.size), world)
@@ -42,7 +50,9 @@ def table(samples: int, features: int = 6, classes: int = 3, seed: int = 1) -> A
     """A random classification table."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(samples, features, generator=generator)
-    labels = (inputs[:, :classes] + 0.3 * torch.randn(samples, classes, generator=generator)).argmax(1)
+    labels = (
+        inputs[:, :classes] + 0.3 * torch.randn(samples, classes, generator=generator)
+    ).argmax(1)
     return ArraySource(inputs, labels)
 
 
@@ -56,24 +66,33 @@ def model_of(section: Any, shape: Sequence[int], outputs: int) -> nn.Module:
     return build_model(section.name, shape, outputs, **arguments_of(section, *BESIDE_MODEL))
 
 
-def optimizer_of(parameters: Iterable[nn.Parameter], section: Any, kind: str, captured: bool = False) -> Optimizer:
+def optimizer_of(
+    parameters: Iterable[nn.Parameter], section: Any, kind: str, captured: bool = False
+) -> Optimizer:
     """The optimizer that an optimizer section of the config names. kind: loop, foreach or fused."""
     if section.name == "custom":
         return instantiate("optimizer", section, list(parameters))
     arguments = arguments_of(section, *BESIDE_OPTIMIZER)
-    return build_optimizer(parameters, section.name, implementation=kind, captured=captured, **arguments)
+    return build_optimizer(
+        parameters, section.name, implementation=kind, captured=captured, **arguments
+    )
 
 
 def schedule_of(section: Any, total_steps: int, steps_per_epoch: int) -> Factor:
     """The schedule that a schedule section of the config names."""
-    warmup, epochs = section.warmup_steps, section.warmup_epochs
+    warmup = section.warmup_steps
+    epochs = section.warmup_epochs
     warmup = warmup if epochs is None else round(epochs * steps_per_epoch)
     arguments = arguments_of(section, "warmup_steps", "warmup_epochs", "warmup_at_most")
     return build_schedule(section.name, total_steps, warmup, **arguments)
 
 
 def loader_of(
-    source: BatchSource, micro_batches: Iterable[MicroBatch], tuning: TuningConfig, device: str, resident: bool = False
+    source: BatchSource,
+    micro_batches: Iterable[MicroBatch],
+    tuning: TuningConfig,
+    device: str,
+    resident: bool = False,
 ) -> Loader:
     """A loader with the switches of a tuning section."""
     return Loader(source, micro_batches, device, loader_options(Config(tuning=tuning)), resident)
@@ -93,13 +112,16 @@ def job_of(
     module: ModelWithTask | None = None,
 ) -> Job:
     """A job as the worker builds it. device: in place of the config's."""
-    sources, device = sources or open_datasets(config), device or world.device(config.device)
+    sources = sources or open_datasets(config)
+    device = device or world.device(config.device)
     strategy = build_strategy(config, world, device)
     module = module or build_module(config, sources[0], strategy, device)
     return build_job(config, world, device, module, strategy, sources, RankStatus(), first_step)
 
 
-def trained(world: World, config: Config, sources: tuple[BatchSource, BatchSource] | None = None) -> dict[str, Tensor]:
+def trained(
+    world: World, config: Config, sources: tuple[BatchSource, BatchSource] | None = None
+) -> dict[str, Tensor]:
     """The weights after a whole run."""
     job = job_of(config, world, sources)
     fit(job)

@@ -1,11 +1,12 @@
-"""Network namespaces as hosts: each has its own hostname, addresses, process table and power button.
+"""Network namespaces as hosts, each with its own hostname, addresses, processes and power button.
 
     with NetLab(2) as lab:
-        lab.hosts[0].popen(["torchrun", ...])   # sees the files of this machine: a shared file system
+        lab.hosts[0].popen(["torchrun", ...])   # sees the files of this machine
         lab.hosts[1].unplug()                   # its cable is out: nothing arrives, nothing leaves
         lab.hosts[1].power_off()                # everything on it dies, and nobody is told
 
-All of it lives in processes: when they end, nothing is left behind. Needs root, iproute2 and util-linux.
+All of it lives in processes: when they end, nothing is left behind. Needs root, iproute2 and
+util-linux.
 """
 
 from __future__ import annotations
@@ -32,8 +33,12 @@ def why_not() -> str:
     missing = [tool for tool in TOOLS if not shutil.which(tool)]
     if missing:
         return f"not installed: {', '.join(missing)}"
-    tried = subprocess.run(["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "true"], capture_output=True)
-    return f"unshare fails: {tried.stderr.decode().strip()}" if tried.returncode else ""
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--pid", "--mount", "--fork", "true"], capture_output=True
+    )
+    if tried.returncode:
+        return f"unshare fails: {tried.stderr.decode().strip()}"
+    return ""
 
 
 @dataclass
@@ -63,12 +68,15 @@ class Host:
         _ip("link", "set", self.port, "up", through=self.switch)
 
     def power_off(self, silent: bool = True) -> None:
-        """Everything on it dies. Silent: as if the plug were pulled, no packet tells the others; else as in a crash."""
+        """Everything on it dies. Silent: as if the plug were pulled, no packet tells the others;
+        else as in a crash."""
         if silent:
             self.unplug()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.init, 9)
-        for process in self.started:  # a namespace of processes ends when all of them were waited for
+        for (
+            process
+        ) in self.started:  # a namespace of processes ends when all of them were waited for
             process.wait()
         self.holder.wait()
 
@@ -91,18 +99,23 @@ class NetLab:
     """`count` hosts node0, node1, ... at 10.77.0.10, .11, ... on one switch, without a way out."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.stack = count, contextlib.ExitStack()
+        self.count = count
+        self.stack = contextlib.ExitStack()
         self.hosts: list[Host] = []
 
     def __enter__(self) -> NetLab:
         with self.stack:  # undone if anything fails
-            self.hosts_file = Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "hosts"
+            self.hosts_file = (
+                Path(self.stack.enter_context(tempfile.TemporaryDirectory())) / "hosts"
+            )
             switch = self._start(["unshare", "--net", "sleep", "infinity"])
             _wait_for(lambda: _link(f"/proc/{switch.pid}/ns/net") != _link("/proc/self/ns/net"))
             _ip("link", "add", "sw", "type", "bridge", through=switch.pid)
             _ip("link", "set", "sw", "up", through=switch.pid)
             names = {f"node{number}": f"10.77.0.{10 + number}" for number in range(self.count)}
-            self.hosts_file.write_text("".join(f"{a} {n}\n" for n, a in {"localhost": "127.0.0.1", **names}.items()))
+            self.hosts_file.write_text(
+                "".join(f"{a} {n}\n" for n, a in {"localhost": "127.0.0.1", **names}.items())
+            )
             for number, (name, address) in enumerate(names.items()):
                 self.hosts.append(self._add(name, address, switch.pid, f"port{number}"))
             self.stack = self.stack.pop_all()
@@ -119,26 +132,52 @@ class NetLab:
 
     def _add(self, name: str, address: str, switch: int, port: str) -> Host:
         boot = (
-            f"mount --bind {self.hosts_file} /etc/hosts && mount -t tmpfs tmpfs /dev/shm && hostname {name} && "
-            "exec sleep infinity"
+            f"mount --bind {self.hosts_file} /etc/hosts && mount -t tmpfs tmpfs /dev/shm &&"
+            f" hostname {name} && exec sleep infinity"
         )
-        flags = ["--net", "--uts", "--ipc", "--pid", "--mount", "--fork", "--mount-proc", "--kill-child"]
+        flags = [
+            "--net",
+            "--uts",
+            "--ipc",
+            "--pid",
+            "--mount",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+        ]
         holder = self._start(["unshare", *flags, "sh", "-c", boot])
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
         _wait_for(lambda: bool(children.read_text().split()))
         init = int(children.read_text().split()[0])
         _wait_for(lambda: b"sleep" in Path(f"/proc/{init}/cmdline").read_bytes())
-        _ip("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", str(init), through=switch)
+        _ip(
+            "link",
+            "add",
+            port,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            str(init),
+            through=switch,
+        )
         _ip("link", "set", port, "master", "sw", "up", through=switch)
-        for words in (["addr", "add", f"{address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"],
-                      ["link", "set", "lo", "up"]):  # fmt: skip
+        for words in (
+            ["addr", "add", f"{address}/24", "dev", "eth0"],
+            ["link", "set", "eth0", "up"],
+            ["link", "set", "lo", "up"],
+        ):
             _ip(*words, through=init)
         return Host(name, address, holder, init, switch, port)
 
 
 def _ip(*words: str, through: int) -> None:
     """`ip` in the network namespace of a process."""
-    done = subprocess.run(["nsenter", f"--target={through}", "-n", "ip", *words], capture_output=True, text=True)
+    done = subprocess.run(
+        ["nsenter", f"--target={through}", "-n", "ip", *words], capture_output=True, text=True
+    )
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
 
 

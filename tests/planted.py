@@ -1,4 +1,5 @@
-"""Models, losses, data sets and transforms for tests/test_prove.py: sound ones, and each with one planted defect."""
+"""Models, losses, data sets and transforms for tests/test_prove.py: sound ones, and each with one
+planted defect."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-WIDTH, CLASSES = 6, 3
+WIDTH = 6
+CLASSES = 3
 
 
 class Net(nn.Module):
@@ -19,7 +21,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
+        self.first = nn.Linear(WIDTH, 8)
+        self.last = nn.Linear(8, CLASSES)
 
     def hidden(self, rows: Tensor) -> Tensor:
         return functional.tanh(self.first(rows))
@@ -75,12 +78,16 @@ STEPS = [0]
 class Global(Net):
     def hidden(self, rows: Tensor) -> Tensor:
         STEPS[0] += self.training
-        return super().hidden(rows) / STEPS[0] if self.training else super().hidden(rows)
+        if self.training:
+            return super().hidden(rows) / STEPS[0]
+        return super().hidden(rows)
 
 
 class Noisy(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
-        return rows + torch.from_numpy(np.random.randn(*rows.shape)).to(rows) if self.training else rows
+        if self.training:
+            return rows + torch.from_numpy(np.random.randn(*rows.shape)).to(rows)
+        return rows
 
 
 class NumpyNoise(Net):
@@ -108,16 +115,20 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cells, self.last = nn.GRU(1, 4, batch_first=True, bidirectional=True), nn.Linear(8, CLASSES)
+        self.cells = nn.GRU(1, 4, batch_first=True, bidirectional=True)
+        self.last = nn.Linear(8, CLASSES)
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.last(self.cells(rows[..., None])[0][:, 0])
 
 
 def padded(samples: list[Any]) -> Any:
-    """To the longest of a batch: the last numbers of a row are cut off first, as many as its label says."""
+    """To the longest of a batch: the last numbers of a row are cut off first, as many as its label
+    says."""
     rows = [row[: WIDTH - 2 * int(label)] for row, label in samples]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([int(label) for _, label in samples])
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor(
+        [int(label) for _, label in samples]
+    )
 
 
 class Shuffled:
@@ -168,7 +179,8 @@ class Weighted:
 class Averaging(Weighted):
     """Weights that are made to have a mean of 1, in each micro-batch anew."""
 
-    unit, units_are_samples = "row", True
+    unit = "row"
+    units_are_samples = True
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         losses, weights = self.parts(model, batch)
@@ -176,7 +188,8 @@ class Averaging(Weighted):
 
 
 class Rounding(Weighted):
-    """A number of units that does not add up in batches larger than those that a task is tried with."""
+    """A number of units that does not add up in batches larger than those that a task is tried
+    with."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         losses, weights = self.parts(model, batch)
@@ -256,7 +269,8 @@ class Cached(Rows):
 
     def __init__(self, train: bool) -> None:
         super().__init__(train)
-        self.train, self.cache = train, {}
+        self.train = train
+        self.cache = {}
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
         if number not in self.cache:
@@ -269,7 +283,9 @@ class Jitter:
     """Draws from all three generators, which are keyed for it."""
 
     def __call__(self, row: Tensor) -> Tensor:
-        return row * (0.9 + 0.2 * random.random()) + 0.1 * torch.randn(row.shape) + np.random.randn()
+        return (
+            row * (0.9 + 0.2 * random.random()) + 0.1 * torch.randn(row.shape) + np.random.randn()
+        )
 
 
 class Keep:

@@ -1,7 +1,8 @@
-"""Runs a function on N real processes over gloo and returns what each returned: distributed tests are plain asserts.
+"""Runs a function on N real processes over gloo and returns what each returned: distributed tests
+are plain asserts.
 
-The processes come from a fork server that has imported torch and DDP's machinery once: three ranks start in about 0.2 s
-instead of 6 s.
+The processes come from a fork server that has imported torch and DDP's machinery once: three ranks
+start in about 0.2 s instead of 6 s.
 """
 
 from __future__ import annotations
@@ -23,20 +24,28 @@ from ddp_train.distributed.process_group import session
 from ddp_train.distributed.world import World
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch", "torch._dynamo", "ddp_train.training.worker", "tests.ranks", "tests.warm"])
+_SERVER.set_forkserver_preload(
+    ["torch", "torch._dynamo", "ddp_train.training.worker", "tests.ranks", "tests.warm"]
+)
 
 
 def on_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, timeout_seconds: float = 60.0, device: str = "cpu"
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_seconds: float = 60.0,
+    device: str = "cpu",
 ) -> list[Any]:
-    """[function(world, *arguments) on rank 0, 1, ...], inside a session: over gloo, or NCCL on device="cuda". Fails
-    with the first rank's traceback."""
+    """[function(world, *arguments) on rank 0, 1, ...], inside a session: over gloo, or NCCL on
+    device="cuda". Fails with the first rank's traceback."""
     with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         for rank in range(size):
             ours, theirs = _SERVER.Pipe(duplex=False)
             process = _SERVER.Process(
-                target=_enter, args=(theirs, World(rank, size, rank, size), device, folder, function, arguments)
+                target=_enter,
+                args=(theirs, World(rank, size, rank, size), device, folder, function, arguments),
             )
             process.start()
             theirs.close()
@@ -55,8 +64,13 @@ def on_ranks(
 def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(pipes):
-        ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout_seconds)
-        assert ready, f"ranks {sorted(set(range(len(pipes))) - set(results))} gave no answer in {timeout_seconds} s"
+        ready = wait(
+            [pipe for rank, pipe in enumerate(pipes) if rank not in results], timeout_seconds
+        )
+        assert ready, (
+            f"ranks {sorted(set(range(len(pipes))) - set(results))} gave no answer in"
+            f" {timeout_seconds} s"
+        )
         for pipe in ready:
             rank = pipes.index(pipe)  # type: ignore[arg-type]
             try:
@@ -69,7 +83,12 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
 
 
 def _enter(
-    pipe: Connection, world: World, kind: str, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    pipe: Connection,
+    world: World,
+    kind: str,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     multiprocessing.set_start_method(None, force=True)  # a fork server hands its own on
@@ -82,7 +101,9 @@ def _enter(
         with session(world, device, "gloo" if kind == "cpu" else "nccl", store, 30.0):
             value = function(world, *arguments)
         content = io.BytesIO()
-        torch.save(value, content)  # pickling tensors would share memory with a process that is about to end
+        torch.save(
+            value, content
+        )  # pickling tensors would share memory with a process that is about to end
         pipe.send((True, content.getvalue()))
     except BaseException:  # noqa: BLE001  it travels to the test
         pipe.send((False, traceback.format_exc()))

@@ -2,10 +2,11 @@
 
     python -m tests.resizes [--changes 24] [--losses 24] [--seed 0]
 
-The default job between 2 and 4 processes, without a checkpoint before its end. A change: `ddp-train resize` to a number
-that is drawn, from the request to the first step that all the new processes have done. A loss: the last rank is killed
-while it trains, and a hook kills the process that replaces it whenever it starts, so that the run continues with one
-process less; from the first death to the next step. Then the device is back, and its process is asked for again.
+The default job between 2 and 4 processes, without a checkpoint before its end. A change: `ddp-train
+resize` to a number that is drawn, from the request to the first step that all the new processes
+have done. A loss: the last rank is killed while it trains, and a hook kills the process that
+replaces it whenever it starts, so that the run continues with one process less; from the first
+death to the next step. Then the device is back, and its process is asked for again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ from ddp_train.launcher.resize import resize
 from tests.commands import Running, metrics, read, running, wait_until
 from tests.lost_ranks import ranks_of
 
-WORDS = ("launch.nproc_per_node=2:4", "launch.max_restarts=1", "train.epochs=99999", "checkpoint.every_steps=99999999",
-         "train.evaluate_every_epochs=99999", "hooks=[tests.resizes.Gone]", "trusted_modules=[tests]")  # fmt: skip
+WORDS = (
+    "launch.nproc_per_node=2:4",
+    "launch.max_restarts=1",
+    "train.epochs=99999",
+    "checkpoint.every_steps=99999999",
+    "train.evaluate_every_epochs=99999",
+    "hooks=[tests.resizes.Gone]",
+    "trusted_modules=[tests]",
+)
 GONE = "gone"
 """A file in the run directory: the number of the rank whose device is gone."""
 
@@ -36,7 +44,8 @@ class Gone:
     """A hook of a run: kills one particular rank whenever it starts."""
 
     def __init__(self, job: Any, run_dir: Path, world: Any) -> None:
-        self.file, self.rank = run_dir / GONE, world.local_rank
+        self.file = run_dir / GONE
+        self.rank = world.local_rank
 
     def __enter__(self) -> None:
         if self.file.exists() and self.file.read_text() == str(self.rank):
@@ -66,8 +75,11 @@ def lose(job: Running, rank: int) -> None:
 
 def told(name: str, seconds: list[float]) -> None:
     found = sorted(seconds)
-    print(f"{name}: {len(found)}, median {statistics.median(found):.2f} s, worst {found[-1]:.2f} s, "
-          f"best {found[0]:.2f} s", flush=True)  # fmt: skip
+    print(
+        f"{name}: {len(found)}, median {statistics.median(found):.2f} s, worst {found[-1]:.2f} s, "
+        f"best {found[0]:.2f} s",
+        flush=True,
+    )
 
 
 def main() -> int:
@@ -76,8 +88,12 @@ def main() -> int:
     parser.add_argument("--losses", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    draw, count = random.Random(arguments.seed), 4
-    with tempfile.TemporaryDirectory(prefix="resizes_") as folder, running(Path(folder, "run"), *WORDS) as job:
+    draw = random.Random(arguments.seed)
+    count = 4
+    with (
+        tempfile.TemporaryDirectory(prefix="resizes_") as folder,
+        running(Path(folder, "run"), *WORDS) as job,
+    ):
         job.wait_for_step()
         for _ in range(arguments.changes):
             time.sleep(draw.uniform(0, 1))
@@ -97,10 +113,16 @@ def main() -> int:
     assert all(one["seconds"] for one in found), "each was waited for"
     assert len(found) >= asked + arguments.losses
     for after in (2, 3, 4):
-        told(f"asked for, to {after}", [one["seconds"] for one in found[:asked] if one["to"] == after])
+        told(
+            f"asked for, to {after}",
+            [one["seconds"] for one in found[:asked] if one["to"] == after],
+        )
     told("asked for, all", [one["seconds"] for one in found if one["why"] == "asked for"])
     told("a device lost, 4 to 3", [one["seconds"] for one in found if one["why"] != "asked for"])
-    print(f"{summary['steps_redone']} steps computed twice, {summary['steps']} steps in all, load {os.getloadavg()}")
+    print(
+        f"{summary['steps_redone']} steps computed twice, {summary['steps']} steps in all, load"
+        f" {os.getloadavg()}"
+    )
     return 1 if summary["steps_redone"] else 0
 
 

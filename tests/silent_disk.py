@@ -1,6 +1,8 @@
-"""A file server that takes every request and answers none: a FUSE file system, as root. Who asks waits in the kernel.
+"""A file server that takes every request and answers none: a FUSE file system, as root. Who asks
+waits in the kernel.
 
-Once a request was taken not even SIGKILL ends the process that waits (state D), until the server is gone.
+Once a request was taken not even SIGKILL ends the process that waits (state D), until the server is
+gone.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 from ddp_train.linux import end_with_parent
 
 INIT = 26  # linux/fuse.h, as all that follows
-IN_HEADER, OUT_HEADER, INIT_OUT = "IIQQIIII", "IiQ", "IIIIHHIIHHI28x"
+IN_HEADER = "IIQQIIII"
+OUT_HEADER = "IiQ"
+INIT_OUT = "IIIIHHIIHHI28x"
 MOST_BYTES = 2**17
 LIMIT_SECONDS = 60
 """Then it is gone, also where a test that went wrong waits for it."""
@@ -30,7 +34,8 @@ def why_none() -> str:
 
 
 def silent_disk(folder: Path) -> Callable[[], Any]:
-    """Mounts it at `folder`, in this process's mounts. It is gone when this process is, and who waits for it too.
+    """Mounts it at `folder`, in this process's mounts. It is gone when this process is, and who
+    waits for it too.
 
     `folder`.asked is there as soon as somebody has asked for anything.
     """
@@ -55,7 +60,9 @@ def _serve(folder: Path, mounted: int) -> None:
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mount(b"silent", str(folder).encode(), b"fuse", 0, options) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"silent", str(folder).encode(), b"fuse", 0, options) == 0, os.strerror(
+        ctypes.get_errno()
+    )
     os.write(mounted, b"x")
     while True:
         request = os.read(device, MOST_BYTES + 4096)

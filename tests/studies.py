@@ -1,4 +1,5 @@
-"""Studies in this process, whose runs are real commands, or leave what those would leave: seconds, not minutes."""
+"""Studies in this process, whose runs are real commands, or leave what those would leave: seconds,
+not minutes."""
 
 from __future__ import annotations
 
@@ -34,11 +35,14 @@ def leave(
     summary: dict[str, Any] | None = None,
     failure: dict[str, str] | None = None,
 ) -> Outcome | None:
-    """In place of `trials.run`: the files of a run. lines: of metrics.jsonl; failure: of a run that failed."""
+    """In place of `trials.run`: the files of a run. lines: of metrics.jsonl; failure: of a run that
+    failed."""
     shutil.rmtree(trial.run_dir, ignore_errors=True)
     trial.run_dir.mkdir(parents=True)
     (trial.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_json(trial.run_dir / SUMMARY, {"status": "failed" if failure else "completed", **(summary or {})})
+    write_json(
+        trial.run_dir / SUMMARY, {"status": "failed" if failure else "completed", **(summary or {})}
+    )
     if failure:
         write_json(trial.run_dir / FAILURE, failure)
     record = {"words": trial.overrides, "exit_code": 70 if failure else 0, "seconds": 1.0}

@@ -1,4 +1,5 @@
-"""strategy=ddp with one process, which wraps the model in no DDP: the numbers and the errors are those of DDP."""
+"""strategy=ddp with one process, which wraps the model in no DDP: the numbers and the errors are
+those of DDP."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Reached(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, 10)
+        self.first = nn.Linear(64, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.last = nn.Linear(16, 10)
         self.weight = nn.Parameter(torch.ones(16))
 
     def forward(self, images: Tensor) -> Tensor:
@@ -53,14 +56,18 @@ class Spare(nn.Module):
 
     def __init__(self, *used: bool) -> None:
         super().__init__()
-        self.layer, self.spare, self.used = nn.Linear(64, 10), nn.Linear(64, 10), list(used)
+        self.layer = nn.Linear(64, 10)
+        self.spare = nn.Linear(64, 10)
+        self.used = list(used)
 
     def forward(self, images: Tensor) -> Tensor:
         flat = images.flatten(1)
         return self.layer(flat) + (self.spare(flat) if self.used.pop(0) else 0)
 
 
-def trained(world: World, monkeypatched: bool, **sections: Any) -> tuple[dict[str, Tensor], list[str], list[Any]]:
+def trained(
+    world: World, monkeypatched: bool, **sections: Any
+) -> tuple[dict[str, Tensor], list[str], list[Any]]:
     config = config_of(
         world,
         data={"name": "digits", "limit": 131},
@@ -96,16 +103,24 @@ def both(world: World, sections: dict[str, Any]) -> list[Any]:
     "sections",
     [
         {"model": {"name": "cnn", "channels": 8, "norm": "batch"}},
-        {"model": {"name": "cnn", "channels": 8, "norm": "batch"}, "strategy": {"name": "ddp", "sync_bn": True}},
+        {
+            "model": {"name": "cnn", "channels": 8, "norm": "batch"},
+            "strategy": {"name": "ddp", "sync_bn": True},
+        },
         {"model": {"name": "custom", "target": "tests.test_alone.Reached"}},
     ],
 )
 def test_the_bits_are_those_of_ddp(sections: dict[str, Any]) -> None:
     """With a short last batch, whose four micro-batches are not all the same size, and clipping."""
     ((alone, ddp),) = on_ranks(1, both, {"strategy": {"name": "ddp"}} | sections)
-    assert (alone[1], ddp[1]) == (["Alone", "ModelWithTask"], ["DistributedDataParallel", "NamingDdp"])
+    assert (alone[1], ddp[1]) == (
+        ["Alone", "ModelWithTask"],
+        ["DistributedDataParallel", "NamingDdp"],
+    )
     assert alone[2] == ddp[2] and len(alone[2]) == 9
-    assert alone[0].keys() == ddp[0].keys() and all(torch.equal(alone[0][name], ddp[0][name]) for name in ddp[0])
+    assert alone[0].keys() == ddp[0].keys() and all(
+        torch.equal(alone[0][name], ddp[0][name]) for name in ddp[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,13 +134,19 @@ def test_the_bits_are_those_of_ddp(sections: dict[str, Any]) -> None:
         (2, {}, DistributedDataParallel),
     ],
 )
-def test_ddp_stays_where_it_does_more_than_to_average(size: int, options: dict[str, Any], kind: type) -> None:
+def test_ddp_stays_where_it_does_more_than_to_average(
+    size: int, options: dict[str, Any], kind: type
+) -> None:
     world = World(size=size)
-    assert type(build_strategy(config_of(world, strategy={"name": "ddp", **options}), world, "cpu")) is kind
+    assert (
+        type(build_strategy(config_of(world, strategy={"name": "ddp", **options}), world, "cpu"))
+        is kind
+    )
 
 
 def spared(world: World, used: list[bool], with_ddp: bool) -> tuple[str, int]:
-    """The error of a run with two micro-batches for each step, and the optimizer steps that were done."""
+    """The error of a run with two micro-batches for each step, and the optimizer steps that were
+    done."""
     config = config_of(
         world,
         strategy={"name": "ddp"},
@@ -149,12 +170,18 @@ def all_spared(world: World, cases: list[list[bool]]) -> list[Any]:
 
 
 def test_parameters_without_a_gradient_are_named_before_the_step_that_ddp_would_take() -> None:
-    """As DDP does, it looks at the last micro-batch of a step. DDP raises its error in the step behind."""
-    t, f = True, False
+    """As DDP does, it looks at the last micro-batch of a step. DDP raises its error in the step
+    behind."""
+    t = True
+    f = False
     cases = [[t, t, t, t], [f, t, t, t], [t, f, t, t], [t, t, t, f], [f, f, f, f]]
     (found,) = on_ranks(1, all_spared, cases)
     error = "the loss does not depend on 2 parameters: spare.weight, spare.bias"
-    expected = [(("", 2), ("", 2))] * 2 + [((error, 0), (error, 1)), ((error, 1), ("", 2)), ((error, 0), (error, 1))]
+    expected = [(("", 2), ("", 2))] * 2 + [
+        ((error, 0), (error, 1)),
+        ((error, 1), ("", 2)),
+        ((error, 0), (error, 1)),
+    ]
     assert [tuple(pair) for pair in found] == expected
 
 
@@ -172,9 +199,20 @@ def test_hooks_keep_nothing_alive_and_leave_with_their_strategy() -> None:
 
 
 def not_trained(world: World, model: str) -> str:
-    sections: dict[str, Any] = {"data": {"name": "digits", "limit": 96}, "trusted_modules": ["tests"]}
+    sections: dict[str, Any] = {
+        "data": {"name": "digits", "limit": 96},
+        "trusted_modules": ["tests"],
+    }
     with pytest.raises(ModelError) as raised:
-        job_of(config_of(world, strategy={"name": "ddp"}, model={"name": "custom", "target": model}, **sections), world)
+        job_of(
+            config_of(
+                world,
+                strategy={"name": "ddp"},
+                model={"name": "custom", "target": model},
+                **sections,
+            ),
+            world,
+        )
     return str(raised.value)
 
 

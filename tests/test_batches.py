@@ -1,4 +1,5 @@
-"""Which samples a global batch has: draws by weight, and batches by length. The same on any number of processes."""
+"""Which samples a global batch has: draws by weight, and batches by length. The same on any number
+of processes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ from ddp_train.training.plan_report import plan_rows
 from tests.jobs import config_of, job_of, largest_difference, table
 from tests.ranks import on_ranks
 
-SENTENCES, WORDS, TOKENS, STEPS = 41, 11, 64, 11
+SENTENCES = 41
+WORDS = 11
+TOKENS = 64
+STEPS = 11
 """A global batch has at most 64 tokens; the run ends in its second epoch."""
 LENGTHS = [2 + number * 7 % 16 for number in range(SENTENCES)]
 
@@ -62,7 +66,8 @@ class Reader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(WORDS, 5), nn.Linear(5, WORDS)
+        self.embedding = nn.Embedding(WORDS, 5)
+        self.head = nn.Linear(5, WORDS)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         seen = torch.arange(1, input_ids.shape[1] + 1)[:, None]
@@ -72,11 +77,13 @@ class Reader(nn.Module):
 def micro_batches_of(worlds: list[BatchPlan], step: int) -> list[MicroBatch]:
     """Those of all ranks in one step."""
     return [
-        one for plan in worlds for one in itertools.takewhile(lambda one: one.step == step, plan.micro_batches(step))
+        one
+        for plan in worlds
+        for one in itertools.takewhile(lambda one: one.step == step, plan.micro_batches(step))
     ]
 
 
-# --- draws by weight ------------------------------------------------------------------------------------------------
+# --- draws by weight ------------------------------------------------------------------------------
 
 
 def test_draws_have_the_frequencies_of_the_weights() -> None:
@@ -84,27 +91,40 @@ def test_draws_have_the_frequencies_of_the_weights() -> None:
     draws = WeightedDraws(weights)
     epoch = draws.epoch(seed=3, epoch=0)
     assert len(epoch) == len(weights) and np.array_equal(epoch, draws.epoch(3, 0))
-    assert not np.array_equal(epoch, draws.epoch(3, 1)) and not np.array_equal(epoch, draws.epoch(4, 0))
+    assert not np.array_equal(epoch, draws.epoch(3, 1)) and not np.array_equal(
+        epoch, draws.epoch(4, 0)
+    )
     assert (weights[epoch] > 0).all()
-    found, expected = np.bincount(epoch % 4, minlength=4)[1:], len(weights) * np.array([1, 2, 5]) / 8
-    assert ((found - expected) ** 2 / expected).sum() < 13.8, "chi-squared of 2 degrees of freedom: 1 in 1,000"
-    repeats = Counter(Counter(epoch.tolist()).values())  # of a weight of 5: Poisson with a mean of 2.5
+    found = np.bincount(epoch % 4, minlength=4)[1:]
+    expected = len(weights) * np.array([1, 2, 5]) / 8
+    assert ((found - expected) ** 2 / expected).sum() < 13.8, (
+        "chi-squared of 2 degrees of freedom: 1 in 1,000"
+    )
+    repeats = Counter(
+        Counter(epoch.tolist()).values()
+    )  # of a weight of 5: Poisson with a mean of 2.5
     assert repeats[2] > 500 and len(set(epoch.tolist())) < 0.7 * len(weights)
     halves = epoch.reshape(2, -1) % 4
     assert abs(np.corrcoef(halves)[0, 1]) < 0.05, "draws do not depend on each other"
-    assert set(WeightedDraws(np.array([0, 0, 3e300, 0])).epoch(0, 0)) == {2}, "none at the ends has a weight"
+    assert set(WeightedDraws(np.array([0, 0, 3e300, 0])).epoch(0, 0)) == {2}, (
+        "none at the ends has a weight"
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_number_of_processes_draws_the_same_and_goes_on_where_it_stopped(world: int) -> None:
     draws = WeightedDraws(np.arange(101.0))
     plans = [BatchPlan(101, 24, 2, 10, 0, rank, world, weights=draws) for rank in range(world)]
-    assert plans[0].steps_per_epoch == 5 and plans[0].samples_seen(7) == 101 + 48, "an epoch is n draws"
+    assert plans[0].steps_per_epoch == 5 and plans[0].samples_seen(7) == 101 + 48, (
+        "an epoch is n draws"
+    )
     for step in range(10):
         batch = plans[0].global_batch(step)
         assert np.array_equal(batch, draws.epoch(0, step // 5)[step % 5 * 24 :][:24])
         mine = micro_batches_of(plans, step)
-        assert sorted(np.concatenate([one.indices[: one.num_real] for one in mine])) == sorted(batch)
+        assert sorted(np.concatenate([one.indices[: one.num_real] for one in mine])) == sorted(
+            batch
+        )
         assert sum(one.scale * one.num_real for one in mine) / world == pytest.approx(1, abs=1e-12)
 
 
@@ -118,9 +138,14 @@ def test_balanced_draws_each_class_as_often_of_the_part_that_trains() -> None:
     source = open_datasets(Config(data=DigitsConfig())).train
     rare = source.select(np.flatnonzero(labels_of(source) * np.arange(len(source)) % 9 == 0))
     weights = training_weights("balanced", rare, np.arange(len(rare)), len(rare))
-    drawn = np.bincount(labels_of(rare)[np.concatenate([WeightedDraws(weights).epoch(0, epoch) for epoch in range(9)])])
+    drawn = np.bincount(
+        labels_of(rare)[
+            np.concatenate([WeightedDraws(weights).epoch(0, epoch) for epoch in range(9)])
+        ]
+    )
     assert (
-        drawn.max() < 1.3 * drawn.min() and np.bincount(labels_of(rare)).max() > 3 * np.bincount(labels_of(rare)).min()
+        drawn.max() < 1.3 * drawn.min()
+        and np.bincount(labels_of(rare)).max() > 3 * np.bincount(labels_of(rare)).min()
     )
 
 
@@ -136,7 +161,10 @@ def test_weights_of_a_file_belong_to_sample_numbers_before_any_split(tmp_path: P
 
 
 WRONG = {
-    "few": ("1\n2\n", r"has 2 numbers, and the whole training set 4 samples; write one weight for each sample"),
+    "few": (
+        "1\n2\n",
+        r"has 2 numbers, and the whole training set 4 samples; write one weight for each sample",
+    ),
     "word": (
         "1\n2\nthree\n4",
         r"cannot be read: could not convert string to float: 'three'; use balanced, a \.npy file",
@@ -190,28 +218,48 @@ def test_what_a_data_set_must_tell() -> None:
     assert lengths_of(source(lengths=lambda: [3, 4, 5, 6]), 6).tolist() == [3, 4, 5, 6]
     assert lengths_of(source(lengths=[9, 4, 5, 6]).select(np.array([1, 3])), 6).tolist() == [4, 6]
     for wrong, message in {
-        "none": r"data\.weights=balanced: Own does not tell the labels of its samples; give it an attribute `targets`",
+        "none": (
+            r"data\.weights=balanced: Own does not tell the labels of its samples; give it an"
+            r" attribute `targets`"
+        ),
         (
             1.0,
             2.0,
             3.0,
             4.0,
-        ): r"`targets` of Own has 4 numbers, values of the type float64; it must have 4 whole numbers",
-        (1, 2, 3): r"`targets` of Own has 3 numbers, whole numbers; it must have 4 whole numbers, one for each sample",
+        ): (
+            r"`targets` of Own has 4 numbers, values of the type float64; it must have 4 whole"
+            r" numbers"
+        ),
+        (
+            1,
+            2,
+            3,
+        ): (
+            r"`targets` of Own has 3 numbers, whole numbers; it must have 4 whole numbers, one for"
+            r" each sample"
+        ),
         ((1, 2), (3,), (4,), (5,)): r"`targets` of Own has 4 numbers, values of the type object",
     }.items():
         with pytest.raises(ConfigError, match=message):
             labels_of(source(**({} if wrong == "none" else {"targets": wrong})))
     for lengths, message in {
-        None: r"data\.batch_by=tokens: Own does not tell the lengths of its samples; give it an attribute or a method",
+        None: (
+            r"data\.batch_by=tokens: Own does not tell the lengths of its samples; give it an"
+            r" attribute or a method"
+        ),
         (1, 2, 0, 3): r"data\.batch_by=tokens: sample 2 has the length 0",
         (
             1,
             70,
             9,
             80,
-        ): r"train\.global_batch_size=64: counts tokens with data\.batch_by=tokens, and sample 1 has 70, and "
-        r"1 other sample more than that many; use train\.global_batch_size=80 or more, or leave such samples out",
+        ): (
+            r"train\.global_batch_size=64: counts tokens with data\.batch_by=tokens, and sample 1"
+            r" has 70, and "
+            r"1 other sample more than that many; use train\.global_batch_size=80 or more, or leave"
+            r" such samples out"
+        ),
     }.items():
         with pytest.raises(ConfigError, match=message):
             lengths_of(source(lengths=lengths), 64)
@@ -224,12 +272,13 @@ def test_other_weights_are_other_data() -> None:
     assert digests(1) == digests(1) and BatchPlan(2, 2, 1, 1, 0).digests() == {}
     for then, now in ((digests(1), digests(2)), ({}, digests(1)), (digests(1), {})):
         with pytest.raises(
-            DataError, match="data=digits changed since the checkpoint: the weights of its samples differ"
+            DataError,
+            match="data=digits changed since the checkpoint: the weights of its samples differ",
         ):
             check_same_data("digits", None, {"count": "2", **then}, {"count": "2", **now})
 
 
-# --- batches by length ----------------------------------------------------------------------------------------------
+# --- batches by length ----------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -241,18 +290,25 @@ def test_other_weights_are_other_data() -> None:
 def test_batches_by_length_hold_each_sample_once_within_the_limit(
     lengths: list[int], tokens: int, accumulation: int
 ) -> None:
-    of, batches = np.array(lengths), LengthBatches(np.array(lengths), tokens)
+    of = np.array(lengths)
+    batches = LengthBatches(np.array(lengths), tokens)
     steps = 2 * batches.steps
     plans = {
         world: [
-            BatchPlan(len(of), tokens, accumulation, steps, 7, rank, world, lengths=batches) for rank in range(world)
+            BatchPlan(len(of), tokens, accumulation, steps, 7, rank, world, lengths=batches)
+            for rank in range(world)
         ]
         for world in range(1, 6)
     }
-    plan, seen = plans[1][0], 0
+    plan = plans[1][0]
+    seen = 0
     for step in range(plan.steps):
         batch = plan.global_batch(step)
-        assert plan.samples_seen(step) == seen and len(batch) * of[batch].max() <= tokens and len(batch)
+        assert (
+            plan.samples_seen(step) == seen
+            and len(batch) * of[batch].max() <= tokens
+            and len(batch)
+        )
         assert (of[batch][:-1] >= of[batch][1:]).all()
         seen += len(batch)
         for world, ranks in plans.items():
@@ -262,12 +318,20 @@ def test_batches_by_length_hold_each_sample_once_within_the_limit(
                 len(mine) == passes * world
                 and [one.is_last for one in mine] == ([False] * (passes - 1) + [True]) * world
             )
-            assert sorted(np.concatenate([one.indices[: one.num_real] for one in mine])) == sorted(batch)
-            assert sum(one.scale * one.num_real for one in mine) / world == pytest.approx(1, abs=1e-12)
+            assert sorted(np.concatenate([one.indices[: one.num_real] for one in mine])) == sorted(
+                batch
+            )
+            assert sum(one.scale * one.num_real for one in mine) / world == pytest.approx(
+                1, abs=1e-12
+            )
             assert all(len(one.indices) for one in mine), "a process without samples has a stand-in"
             assert sum(one.num_real == 0 for one in mine) == max(0, len(mine) - len(batch))
             most = max(one.num_real * of[one.indices].max() for one in mine)
-            assert most <= -(-len(batch) // len(mine)) * of[batch].max() <= tokens / len(mine) + of[batch].max()
+            assert (
+                most
+                <= -(-len(batch) // len(mine)) * of[batch].max()
+                <= tokens / len(mine) + of[batch].max()
+            )
     assert plan.samples_seen(plan.steps) == seen == 2 * len(of)
     for epoch in range(2):
         numbers = [plan.global_batch(epoch * batches.steps + step) for step in range(batches.steps)]
@@ -280,10 +344,17 @@ def test_no_cut_has_a_smaller_largest_part(lengths: list[int], parts: int) -> No
     lengths.sort(reverse=True)
 
     def largest(cuts: list[int]) -> int:
-        return max((end - start) * lengths[start] for start, end in itertools.pairwise(cuts) if end > start)
+        return max(
+            (end - start) * lengths[start] for start, end in itertools.pairwise(cuts) if end > start
+        )
 
     cuts = even_cuts(np.array(lengths), parts)
-    assert cuts[0] == 0 and cuts[-1] == len(lengths) and cuts == sorted(cuts) and len(cuts) == parts + 1
+    assert (
+        cuts[0] == 0
+        and cuts[-1] == len(lengths)
+        and cuts == sorted(cuts)
+        and len(cuts) == parts + 1
+    )
     within = itertools.combinations_with_replacement(range(len(lengths) + 1), parts - 1)
     assert largest(cuts) == min(largest([0, *inner, len(lengths)]) for inner in within)
     if len(lengths) >= parts:
@@ -294,18 +365,23 @@ def test_samples_of_about_one_length_meet_others_in_each_epoch() -> None:
     lengths = np.random.default_rng(0).integers(5, 500, 3_000)
     batches = LengthBatches(lengths, 4_000)
     plan = BatchPlan(3_000, 4_000, 1, 3 * batches.steps, 0, lengths=batches)
-    of_epoch = [[plan.global_batch(step) for step in range(e * batches.steps, (e + 1) * batches.steps)] for e in (0, 1)]
+    of_epoch = [
+        [plan.global_batch(step) for step in range(e * batches.steps, (e + 1) * batches.steps)]
+        for e in (0, 1)
+    ]
     spread = [1 - lengths[batch].min() / lengths[batch].max() for batch in of_epoch[0]]
-    assert np.mean(np.array(spread) <= ALIKE) > 0.9, "but for the shortest, of which few fill a bucket"
+    assert np.mean(np.array(spread) <= ALIKE) > 0.9, (
+        "but for the shortest, of which few fill a bucket"
+    )
     tokens = sum(len(batch) * lengths[batch].max() for batch in of_epoch[0])
     assert lengths.sum() / tokens > 1 - batches.padding > 0.93
     assert tokens / (batches.steps * 4_000) > 0.9, "batches are full"
     together = [{frozenset(batch.tolist()) for batch in epoch} for epoch in of_epoch]
     assert len(together[0] & together[1]) <= 1, "other samples stand together in each epoch"
     first = [[lengths[batch].max() for batch in epoch] for epoch in of_epoch]
-    assert abs(np.corrcoef(first[0], np.arange(len(first[0])))[0, 1]) < 0.2 and first[0] != first[1], (
-        "batches are shuffled"
-    )
+    assert (
+        abs(np.corrcoef(first[0], np.arange(len(first[0])))[0, 1]) < 0.2 and first[0] != first[1]
+    ), "batches are shuffled"
     assert not any(plan.is_full(step) for step in range(plan.steps)), "so none is captured"
 
 
@@ -315,14 +391,22 @@ def test_padding_counts_as_no_token() -> None:
     assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100], [3, 2, -100]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0], [1, 1, 0]]
     given = padded(
-        [{"input_ids": [1, 2], "labels": [-100, 2], "kind": [4, 4]}, {"input_ids": [3], "labels": [3], "kind": [5]}]
+        [
+            {"input_ids": [1, 2], "labels": [-100, 2], "kind": [4, 4]},
+            {"input_ids": [3], "labels": [3], "kind": [5]},
+        ]
     )
-    assert given["labels"].tolist() == [[-100, 2], [3, -100]] and given["kind"].tolist() == [[4, 4], [5, 0]]
-    with pytest.raises(DataError, match=r"input_ids of the shape \[2\], and labels of the shape \[1\]"):
+    assert given["labels"].tolist() == [[-100, 2], [3, -100]] and given["kind"].tolist() == [
+        [4, 4],
+        [5, 0],
+    ]
+    with pytest.raises(
+        DataError, match=r"input_ids of the shape \[2\], and labels of the shape \[1\]"
+    ):
         padded([{"input_ids": [1, 2], "labels": [2]}])
 
 
-# --- training -------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 
 def config(world: World, accumulation: int = 1, **more: Any) -> Config:
@@ -332,7 +416,11 @@ def config(world: World, accumulation: int = 1, **more: Any) -> Config:
             "task": {"name": "language_model"},
             "model": {"_target_": f"{__name__}.Reader"},
             "data": {"_target_": f"{__name__}.Sentences", "batch_by": "tokens"},
-            "train": {"global_batch_size": TOKENS, "accumulation_steps": accumulation, "max_steps": STEPS},
+            "train": {
+                "global_batch_size": TOKENS,
+                "accumulation_steps": accumulation,
+                "max_steps": STEPS,
+            },
             "optimizer": {"name": "sgd", "lr": 0.3},
             "schedule": {"name": "constant"},
             "tuning": {"precision": "fp64", "num_workers": 0},
@@ -357,7 +445,9 @@ def fitted(job: Any) -> dict[str, Tensor]:
 
 def interrupted(world: World) -> dict[str, Tensor]:
     """Stopped within the first epoch, and within the second, and gone on each time in a new job."""
-    state, weights, done = None, {}, 0
+    state = None
+    weights = {}
+    done = 0
     for until in (4, STEPS - 1, STEPS):
         job = made(world, first_step=done, accumulation=2)
         if state:
@@ -367,7 +457,9 @@ def interrupted(world: World) -> dict[str, Tensor]:
         batches = iter(job.batches)
         while job.step < until:
             train(job, batches, until)
-        state, weights, done = copy.deepcopy(job.stepper.state()), weights_of(job), until
+        state = copy.deepcopy(job.stepper.state())
+        weights = weights_of(job)
+        done = until
     return weights
 
 
@@ -384,11 +476,15 @@ def drawn(world: World) -> dict[str, Tensor]:
 
 
 def rungs(world: World) -> dict[str, dict[str, Tensor]]:
-    found = {f"accumulation {number}": fitted(made(world, accumulation=number)) for number in (1, 2)}
+    found = {
+        f"accumulation {number}": fitted(made(world, accumulation=number)) for number in (1, 2)
+    }
     found["drawn"] = drawn(world)
     if world.size == 3:
         of = np.array([1.0, 1.0 + (world.rank == 2)])  # as if one host had another file
-        with pytest.raises(PeerError, match="a digest of the samples' weights is not the same for all processes"):
+        with pytest.raises(
+            PeerError, match="a digest of the samples' weights is not the same for all processes"
+        ):
             plan_digests(BatchPlan(2, 2, 1, 1, 0, weights=WeightedDraws(of)), "cpu")
         found["interrupted"] = interrupted(world)
     if world.size in (1, 4):
@@ -399,13 +495,18 @@ def rungs(world: World) -> dict[str, dict[str, Tensor]]:
 def by_hand() -> dict[str, Tensor]:
     """Plain PyTorch, sentence by sentence: nothing is padded."""
     job = made(World(), strategy={"name": "single"})
-    model, sentences, plan = job.module.model, Sentences(True).sentences, job.plan
+    model = job.module.model
+    sentences = Sentences(True).sentences
+    plan = job.plan
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     assert plan.steps_per_epoch < STEPS < 2 * plan.steps_per_epoch
     for step in range(STEPS):
         optimizer.zero_grad()
         batch = [sentences[number] for number in plan.global_batch(step)]
-        losses = [functional.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="sum") for ids in batch]
+        losses = [
+            functional.cross_entropy(model(ids[None])[0, :-1], ids[1:], reduction="sum")
+            for ids in batch
+        ]
         (sum(losses) / sum(len(ids) - 1 for ids in batch)).backward()
         optimizer.step()
     return weights_of(job)
@@ -413,8 +514,10 @@ def by_hand() -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_a_ragged_language_model_trains_as_sentence_by_sentence_in_plain_pytorch() -> None:
-    """On 1, 2, 3 and 4 processes, with 1 and 2 micro-batches a step; after stops in mid-epoch in the same bytes."""
-    expected, untrained = by_hand(), weights_of(made(World(), strategy={"name": "single"}))
+    """On 1, 2, 3 and 4 processes, with 1 and 2 micro-batches a step; after stops in mid-epoch in
+    the same bytes."""
+    expected = by_hand()
+    untrained = weights_of(made(World(), strategy={"name": "single"}))
     assert largest_difference(expected, untrained) > 1e-2, "the comparison would be idle"
     found = {ranks: on_ranks(ranks, rungs) for ranks in (1, 2, 3, 4)}
     for ranks, (rank, number) in itertools.product(found, ((0, 1), (-1, 2))):
@@ -427,7 +530,7 @@ def test_a_ragged_language_model_trains_as_sentence_by_sentence_in_plain_pytorch
     assert largest_difference(found[3][1]["interrupted"], found[3][1]["accumulation 2"]) == 0
 
 
-# --- what the config says of it -------------------------------------------------------------------------------------
+# --- what the config says of it -------------------------------------------------------------------
 
 GPU = Hardware(cpus=16, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
 
@@ -439,36 +542,65 @@ def problems(machine: Hardware = Hardware(cpus=2), **sections: Any) -> list[str]
 
 
 def test_contradictions_are_refused() -> None:
-    assert problems(train={"accumulation_steps": 5}) == [], "96 tokens are not split into equal parts"
-    data, linear = {"_target_": f"{__name__}.Sentences"}, {"name": "sgd", "lr_scaling": "linear"}
-    both, balanced = {**data, "batch_by": "tokens", "weights": "balanced"}, {"weights": "balanced"}
+    assert problems(train={"accumulation_steps": 5}) == [], (
+        "96 tokens are not split into equal parts"
+    )
+    data = {"_target_": f"{__name__}.Sentences"}
+    linear = {"name": "sgd", "lr_scaling": "linear"}
+    both = {**data, "batch_by": "tokens", "weights": "balanced"}
+    balanced = {"weights": "balanced"}
     for sections, message in [
         ({"data": both}, "data.weights=balanced: contradicts data.batch_by=tokens"),
-        ({"data": {"name": "linear_regression", **balanced}, "model": {"name": "mlp"}},
-         "data.weights=balanced: data=linear_regression has no class labels; use data.weights=FILE"),
-        ({"data": {**data, "weights": "balance"}},
-         "data.weights=balance: no such file; use balanced, or the path of a .npy or text file; did you mean balan"),
-        ({"optimizer": linear}, "optimizer.lr_scaling=linear: with data.batch_by=tokens optimizer.lr_base_batch c"),
-    ]:  # fmt: skip
+        (
+            {"data": {"name": "linear_regression", **balanced}, "model": {"name": "mlp"}},
+            (
+                "data.weights=balanced: data=linear_regression has no class labels; use"
+                " data.weights=FILE"
+            ),
+        ),
+        (
+            {"data": {**data, "weights": "balance"}},
+            (
+                "data.weights=balance: no such file; use balanced, or the path of a .npy or text"
+                " file; did you mean balan"
+            ),
+        ),
+        (
+            {"optimizer": linear},
+            "optimizer.lr_scaling=linear: with data.batch_by=tokens optimizer.lr_base_batch c",
+        ),
+    ]:
         assert [message in problem for problem in problems(**sections)] == [True], sections
     assert problems(optimizer={**linear, "lr_base_batch": 4096}) == []
 
 
 def test_steps_of_different_shapes_are_not_captured() -> None:
-    resolved = config_of(World(), GPU, data={"_target_": "a.B", "batch_by": "tokens"}, model={"name": "mlp"})
-    assert resolved.tuning.cuda_graph is False and resolved.reasons["cuda_graph"] == "because of data.batch_by"
+    resolved = config_of(
+        World(), GPU, data={"_target_": "a.B", "batch_by": "tokens"}, model={"name": "mlp"}
+    )
+    assert (
+        resolved.tuning.cuda_graph is False
+        and resolved.reasons["cuda_graph"] == "because of data.batch_by"
+    )
     assert resolved.tuning.compile is False and resolved.tuning.cudnn_benchmark is False
     found = problems(GPU, tuning={"cuda_graph": True}, launch={"nproc_per_node": 1})
-    assert any("tuning.cuda_graph=true: needs data.batch_by=samples (the shapes" in problem for problem in found)
+    assert any(
+        "tuning.cuda_graph=true: needs data.batch_by=samples (the shapes" in problem
+        for problem in found
+    )
 
 
 def test_the_plan_says_what_an_epoch_is() -> None:
     def rows(job: Any, config: Config) -> dict[str, str]:
         return plan_rows(config, job.plan, job.module.task, 1, 0.3, 0, 0)
 
-    shown = rows(made(World(), strategy={"name": "single"}), config(World(), strategy={"name": "single"}))
-    assert shown["global batch"] == (
-        "at most 64 tokens, up to 19% of them padding: 1 to 8 samples of about one length, in 1 part"
+    shown = rows(
+        made(World(), strategy={"name": "single"}), config(World(), strategy={"name": "single"})
+    )
+    assert (
+        shown["global batch"]
+        == "at most 64 tokens, up to 19% of them padding: 1 to 8 samples of about one length, in 1"
+        " part"
     )
     data = DigitsConfig(weights="balanced", limit=50)
     asked = config_of(World(), data=vars(data), strategy={"name": "single"})

@@ -1,4 +1,5 @@
-"""The benchmarks run: what they measure is in docs/benchmarks/, and must be measured on an idle machine."""
+"""The benchmarks run: what they measure is in docs/benchmarks/, and must be measured on an idle
+machine."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ ROOT = Path(__file__).resolve().parent.parent
 QUICK = {
     "overhead.py": ("--rounds", "2", "--steps", "60", "--limit", "1e6"),
     "jpeg.py": (
-        *("--images", "8", "--batch", "2", "--size", "32", "--arch", "mobilenet_v3_small", "--eager"),
+        *(
+            "--images",
+            "8",
+            "--batch",
+            "2",
+            "--size",
+            "32",
+            "--arch",
+            "mobilenet_v3_small",
+            "--eager",
+        ),
         *("--steps", "1", "--seconds", "0.1"),
     ),
     "checkpoint_stall.py": ("--batch", "2", "--saves", "2", "--every", "2"),
@@ -24,11 +35,21 @@ QUICK = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[] if name == "overhead.py" else pytest.mark.nightly) for name in QUICK]
+    "script",
+    [
+        pytest.param(name, marks=[] if name == "overhead.py" else pytest.mark.nightly)
+        for name in QUICK
+    ],
 )
 def test_a_benchmark_writes_its_page(script: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *QUICK[script], "--output", str(page)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / script),
+        *QUICK[script],
+        "--output",
+        str(page),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert "Traceback" not in done.stderr, done.stderr
     text = page.read_text()
@@ -42,25 +63,31 @@ def test_each_sitting_of_models_has_plain_ddp_to_compare_with() -> None:
         import models  # pyright: ignore[reportMissingImports]
     finally:
         sys.path.pop(0)
-    plain, names = models.PEERS[0], [*models.PEERS, "launch.py, recommended", "launch.py, captured"]
+    plain = models.PEERS[0]
+    names = [*models.PEERS, "launch.py, recommended", "launch.py, captured"]
     assert models.sittings(names, 5) == [names]
     assert models.sittings(names, 3) == [names[:3], [plain, *names[3:]]]
     assert models.sittings([plain], 3) == [[plain]]
     assert models.sittings(names, 1) == [[name] for name in names]
 
 
-def test_what_needs_gpus_is_done_in_its_order_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two that are names: side by side, both for one job, one job over its limit, one that nobody has time for; and
-    what has ended is not repeated."""
+def test_what_needs_gpus_is_done_in_its_order_and_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that are names: side by side, both for one job, one job over its limit, one that nobody
+    has time for; and what has ended is not repeated."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import on_gpus  # pyright: ignore[reportMissingImports]
 
     def work(name: str, gpus: int, limit: int, code: str) -> object:
-        return on_gpus.Work(name, gpus, limit, f"PYTHON -c {shlex.quote(f'import os, sys, time; {code}')}")
+        return on_gpus.Work(
+            name, gpus, limit, f"PYTHON -c {shlex.quote(f'import os, sys, time; {code}')}"
+        )
 
     meet = "p = 'FOLDER/{}'; open(p.format({!r}), 'w'); t = time.time(); "
     meet += (
-        "[time.sleep(.01) for _ in range(2000) if not os.path.exists(p.format({!r}))]; sys.exit(time.time() - t > 9)"
+        "[time.sleep(.01) for _ in range(2000) if not os.path.exists(p.format({!r}))];"
+        " sys.exit(time.time() - t > 9)"
     )
     jobs = [
         work("left", 1, 20, meet.format("{}", "a", "b")),

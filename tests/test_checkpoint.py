@@ -1,4 +1,5 @@
-"""Checkpoints on real file systems: written whole or not at all, trusted only when verified, the right ones kept."""
+"""Checkpoints on real file systems: written whole or not at all, trusted only when verified, the
+right ones kept."""
 
 from __future__ import annotations
 
@@ -58,16 +59,25 @@ def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
     """200 of 200: any bit of any file of a checkpoint, and of no other does the run go on."""
     write(tmp_path, snapshot(1))
     path = write(tmp_path, snapshot(2))
-    draw, seed = random.Random(5), 5
+    draw = random.Random(5)
+    seed = 5
     files = sorted(path.iterdir())
     assert len(files) == 3
     for number in range(200):
         file = files[number % 3]
         content = bytearray(file.read_bytes())
-        place, bit = draw.randrange(len(content)), draw.randrange(8)
+        place = draw.randrange(len(content))
+        bit = draw.randrange(8)
         content[place] ^= 1 << bit
-        before, _ = file.read_bytes(), file.write_bytes(content)
-        assert find("auto", tmp_path) == tmp_path / "checkpoints/step_00000001", (seed, number, file, place, bit)
+        before = file.read_bytes()
+        _ = file.write_bytes(content)
+        assert find("auto", tmp_path) == tmp_path / "checkpoints/step_00000001", (
+            seed,
+            number,
+            file,
+            place,
+            bit,
+        )
         file.write_bytes(before)
     assert find("auto", tmp_path) == path
 
@@ -97,14 +107,20 @@ def test_a_folder_of_runs_is_told_from_a_run(tmp_path: Path) -> None:
     assert refused.value.remedy == f"name a run inside, as {tmp_path}/2026-01-02"
 
 
-def test_weights_that_are_nan_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_that_are_nan_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Whoever wrote them: the run went on from there, and completed without a score."""
     good = write(tmp_path, snapshot(1))
     model = {"weight": torch.tensor([1.0, math.nan]), "norm.running_var": torch.ones(2)}
     write(tmp_path, Snapshot(2, model, {}, {"trained": ["weight"]}))
     assert find("auto", tmp_path) == find(str(tmp_path), tmp_path / "other") == good
     assert "step_00000002 is passed over: weight is NaN in model.safetensors" in caplog.messages[0]
-    skipped = {"weight": torch.ones(2), "unset": torch.tensor([math.nan]), "norm.running_var": torch.tensor([math.nan])}
+    skipped = {
+        "weight": torch.ones(2),
+        "unset": torch.tensor([math.nan]),
+        "norm.running_var": torch.tensor([math.nan]),
+    }
     kept = write(tmp_path, Snapshot(3, skipped, {}, {"trained": ["weight"]}))
     assert find("auto", tmp_path) == kept
     shutil.rmtree(good)
@@ -117,14 +133,22 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert find("auto", tmp_path) is None and not caplog.messages
-    lines = ['{"kind": "train", "step": 3}', '{"kind": "test", "step": 6}', "damaged", '{"kind": "tr']
+    lines = [
+        '{"kind": "train", "step": 3}',
+        '{"kind": "test", "step": 6}',
+        "damaged",
+        '{"kind": "tr',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert find("auto", tmp_path) is None
-    assert caplog.messages == [f"{tmp_path} had reached step 6 but holds no checkpoint; starting from step 0"]
+    assert caplog.messages == [
+        f"{tmp_path} had reached step 6 but holds no checkpoint; starting from step 0"
+    ]
 
 
 def test_a_save_that_was_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> None:
-    """Of the same step once more: the one that was there is aside, the new one has not taken its place."""
+    """Of the same step once more: the one that was there is aside, the new one has not taken its
+    place."""
     only = write(tmp_path, snapshot(4))
     only.rename(only.with_name("step_00000004.part-corrupt-123"))
     (tmp_path / "checkpoints" / "step_00000004.part-456").mkdir()
@@ -183,7 +207,8 @@ def test_what_cannot_be_removed_is_warned_of_once_and_goes_as_soon_as_it_can(
 def test_a_checkpoint_behind_a_link_is_unlinked(tmp_path: Path) -> None:
     writer = Writer(tmp_path, keep=1)
     save(writer, 1)
-    place, elsewhere = tmp_path / "checkpoints/step_00000001", tmp_path / "elsewhere"
+    place = tmp_path / "checkpoints/step_00000001"
+    elsewhere = tmp_path / "elsewhere"
     place.rename(elsewhere).joinpath("kept").touch()
     place.symlink_to(elsewhere)
     save(writer, 2)
@@ -204,13 +229,19 @@ def test_only_what_is_named_as_a_checkpoint_counts(tmp_path: Path) -> None:
     assert names(tmp_path)[0] == "step_00000002" and len(names(tmp_path)) == 5, "the others stay"
 
 
-def test_a_file_named_as_a_checkpoint_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_named_as_a_checkpoint_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     good = write(tmp_path, snapshot(1))
     stray = good.with_name("step_00000099")
     stray.write_text("not mine to rename")
     assert places(tmp_path) == [good] and find("auto", tmp_path) == good
     save(Writer(tmp_path, keep=1), 2)
-    assert names(tmp_path) == ["step_00000002", "step_00000099"] and stray.is_file() and not caplog.text
+    assert (
+        names(tmp_path) == ["step_00000002", "step_00000099"]
+        and stray.is_file()
+        and not caplog.text
+    )
 
 
 def test_a_manifest_with_odd_entries_is_a_defect(tmp_path: Path) -> None:
@@ -234,7 +265,8 @@ def test_a_disk_that_stays_full_is_warned_of_once(
             try:
                 raise failing[0]
             except OSError:
-                raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")  # noqa: B904
+                text = "[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0"
+                raise RuntimeError(text)  # noqa: B904
         whole(archive, place)
 
     whole = torch.save
@@ -258,7 +290,9 @@ def test_a_disk_that_stays_full_is_warned_of_once(
     assert len(warnings(5)) == 1, "again, since one has been written meanwhile"
 
 
-def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newer_one_is_verified_before_an_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     writer = Writer(tmp_path, keep=1)
     writer.submit(lambda: snapshot(1))
     writer.finish()
@@ -276,8 +310,11 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(tmp_path: Path, monkey
     assert find("auto", tmp_path) == tmp_path / "checkpoints/step_00000001"
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, whole = threading.Event(), checkpoint.write
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+    whole = checkpoint.write
 
     def slow(run_dir: Path, snapshot: Snapshot, *more: Any) -> Path:
         assert held.wait(10)
@@ -307,7 +344,10 @@ def test_what_is_no_matter_of_the_disk_is_raised_at_once(tmp_path: Path) -> None
 def small_disk(place: Path, options: str) -> Iterator[Path]:
     """A real file system of its own; root ignores permissions, but not this."""
     place.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]).returncode:
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place]).returncode
+    ):
         pytest.skip("mounting a small file system needs root")
     try:
         yield place
@@ -315,11 +355,15 @@ def small_disk(place: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_a_disk_that_is_full_before_a_run_begins_is_no_mistake_in_the_config(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_before_a_run_begins_is_no_mistake_in_the_config(
+    tmp_path: Path,
+) -> None:
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         with contextlib.suppress(OSError):
             (disk / "fill").write_bytes(bytes(100_000))
-        with pytest.raises(ConfigError, match=r"\(No space left on device\); free some space") as full:
+        with pytest.raises(
+            ConfigError, match=r"\(No space left on device\); free some space"
+        ) as full:
             freeze(Config(run_dir=str(disk)))
         assert full.value.exit_code == WriteError.exit_code
     with pytest.raises(ConfigError, match="name a folder that can") as refused:
@@ -336,7 +380,9 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_is_tried_again(
         writer.finish()
         big = Snapshot(2, {"weight": torch.zeros(200_000)}, {}, {})
         writer.submit(lambda: big)
-        with pytest.raises(WriteError, match=r"step 2 cannot be written .*bytes free, some 800,000 needed"):
+        with pytest.raises(
+            WriteError, match=r"step 2 cannot be written .*bytes free, some 800,000 needed"
+        ):
             writer.finish()
         assert names(disk) == ["step_00000001"], "nothing half written is left"
         assert find("auto", disk) == disk / "checkpoints/step_00000001"
@@ -370,12 +416,15 @@ def test_a_folder_that_takes_no_checkpoint_is_found_before_the_first_step(tmp_pa
     with small_disk(tmp_path / "disk", "size=400k") as disk:
         write(disk, snapshot(1))
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        with pytest.raises(WriteError, match=r"no checkpoint can be written to .*: Read-only file system"):
+        with pytest.raises(
+            WriteError, match=r"no checkpoint can be written to .*: Read-only file system"
+        ):
             Writer(disk, keep=1)
 
 
 def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    older, path = write(tmp_path, snapshot(1)), write(tmp_path, snapshot(2))
+    older = write(tmp_path, snapshot(1))
+    path = write(tmp_path, snapshot(2))
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
@@ -385,7 +434,10 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCapture
     manifest = json.loads((path / checkpoint.MANIFEST).read_text())
     manifest.pop("sha256")  # somebody who can write there can make the digests fit
     content = (path / saved.TRAINING).read_bytes()
-    manifest["files"][saved.TRAINING] = {"bytes": len(content), "sha256": saved.sha256_of(path / saved.TRAINING)}
+    manifest["files"][saved.TRAINING] = {
+        "bytes": len(content),
+        "sha256": saved.sha256_of(path / saved.TRAINING),
+    }
     manifest["sha256"] = digest_of(manifest)
     (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     assert find("auto", tmp_path) == older

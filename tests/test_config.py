@@ -1,5 +1,5 @@
-"""The configuration: every file composes, every mistake is named, what was frozen comes back, and no mistake costs more
-than reading its message: no worker, no import of torch, no file."""
+"""The configuration: every file composes, every mistake is named, what was frozen comes back, and
+no mistake costs more than reading its message: no worker, no import of torch, no file."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ CPU = Hardware(cpus=2)
 
 @pytest.fixture(autouse=True)
 def no_gpu_and_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the messages are those of a host without GPUs, wherever we run
+    monkeypatch.setenv(
+        "CUDA_VISIBLE_DEVICES", ""
+    )  # the messages are those of a host without GPUs, wherever we run
     monkeypatch.chdir(tmp_path)
 
 
@@ -88,7 +90,8 @@ def composed_groups(choices: tuple[str, ...]) -> tuple[dict[str, Any], dict[str,
 
 
 def composed_once(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
-    """In place of `compose`, which takes 0.2 s: Hydra composes each choice of groups once; values are set here."""
+    """In place of `compose`, which takes 0.2 s: Hydra composes each choice of groups once; values
+    are set here."""
     choices = [argument for argument in overrides.arguments if not argument.startswith("++")]
     if any(type(value) is dict or "${" in str(value) for value in overrides.given.values()):
         return compose(program, overrides)
@@ -106,7 +109,10 @@ def composed_once(program: Program, overrides: Overrides) -> tuple[dict[str, Any
 
 def problems_of(*words: str) -> list[str]:
     """The problems that the entry reports for some words; they are wrong."""
-    with mock.patch("ddp_train.config.overrides.compose", composed_once), pytest.raises(ConfigError) as caught:
+    with (
+        mock.patch("ddp_train.config.overrides.compose", composed_once),
+        pytest.raises(ConfigError) as caught,
+    ):
         prepare(PROGRAM, list(words), None)
     return caught.value.problems
 
@@ -134,7 +140,7 @@ def launch(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
     return run(*words, cwd=Path.cwd(), env=env)
 
 
-# --- the files ------------------------------------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -160,11 +166,16 @@ def test_a_whole_run_means_what_its_file_says(name: str) -> None:
     for override in content.pop("defaults", []):
         ((key, option),) = override.items()
         group = key.removeprefix("override /")
-        named = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())["name"]  # resnet50 is a torchvision
+        named = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())[
+            "name"
+        ]  # resnet50 is a torchvision
         assert getattr(config, group).name == named
     for key, value in content.items():
         section = getattr(config, key)
-        own = {"_target_": section.target, **section.arguments} if isinstance(section, CustomConfig) else {}
+        if isinstance(section, CustomConfig):
+            own = {"_target_": section.target, **section.arguments}
+        else:
+            own = {}
         for field, expected in value.items() if isinstance(value, dict) else [("", value)]:
             assert own.get(field, getattr(section, field, section)) == expected, f"{key}.{field}"
 
@@ -173,8 +184,13 @@ def test_a_whole_run_means_what_its_file_says(name: str) -> None:
 @pytest.mark.parametrize("section", OPTIONS)
 def test_a_chosen_option_has_the_defaults_of_its_schema(section: str) -> None:
     for option, schema in OPTIONS[section].items():
-        target = [f"{section}._target_=torch.nn.Linear"] if issubclass(schema, CustomConfig) else []
-        expected = dataclasses.replace(schema(), **({"target": "torch.nn.Linear"} if target else {}))
+        if issubclass(schema, CustomConfig):
+            target = [f"{section}._target_=torch.nn.Linear"]
+        else:
+            target = []
+        expected = dataclasses.replace(
+            schema(), **({"target": "torch.nn.Linear"} if target else {})
+        )
         assert getattr(composed(*(target or [f"{section}={option}"])), section) == expected
 
 
@@ -203,13 +219,15 @@ def test_every_option_has_its_file() -> None:
         assert set(options) <= {path.stem for path in (CONF / section).glob("*.yaml")}
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 REFUSED = "must be one of"
 BAD: dict[str, list[str]] = {
     # keys that do not exist
     "optimizer.momentun=0.1": ["no such key; did you mean optimizer.momentum?"],
-    "++optimizer.momentun=0.1": ["optimizer.momentun=0.1: no such key; did you mean optimizer.momentum?"],
+    "++optimizer.momentun=0.1": [
+        "optimizer.momentun=0.1: no such key; did you mean optimizer.momentum?"
+    ],
     "+foo=1": ["foo=1: no such key"],
     "foo.bar=1": ["foo.bar=1: no such key"],
     "tarin.epochs=3": ["tarin.epochs=3: no such key; did you mean train"],
@@ -226,12 +244,22 @@ BAD: dict[str, list[str]] = {
     "strategy.bucket_cap=3": ["did you mean strategy.bucket_cap_mb?"],
     "model.chanels=3": ["did you mean model.channels?"],
     "lr=0.3": ["did you mean optimizer.lr?"],
-    "optimizer.betas=0.3": ["did you mean optimizer.beta2? optimizer=adam and adamw and lamb and muon have it"],
+    "optimizer.betas=0.3": [
+        "did you mean optimizer.beta2? optimizer=adam and adamw and lamb and muon have it"
+    ],
     "optimizr=adam": ["did you mean optimizer?"],
-    "model.hidden=3": ["no such key in model=cnn; model=mlp and gelu_mlp have it", "channels, norm, dropout"],
-    "optimizer.beta1=0.3": ["no such key in optimizer=sgd; optimizer=adam and adamw and lamb and muon have it"],
+    "model.hidden=3": [
+        "no such key in model=cnn; model=mlp and gelu_mlp have it",
+        "channels, norm, dropout",
+    ],
+    "optimizer.beta1=0.3": [
+        "no such key in optimizer=sgd; optimizer=adam and adamw and lamb and muon have it"
+    ],
     "schedule.step_size=3": ["no such key in schedule=cosine; schedule=step has it"],
-    "strategy=single strategy.sync_bn=true": ["strategy.sync_bn=true", "no such key in strategy=single"],
+    "strategy=single strategy.sync_bn=true": [
+        "strategy.sync_bn=true",
+        "no such key in strategy=single",
+    ],
     "data.samples=3": ["no such key in data=digits; data=synthetic and linear_regression have it"],
     "model.target=a.b": ["no such key; did you mean model._target_?"],
     "model=custom model.target=a.b": ["the key is model._target_; use model._target_=a.b"],
@@ -242,7 +270,9 @@ BAD: dict[str, list[str]] = {
     # options that do not exist
     "optimizer=AdamW": [REFUSED, "did you mean adamw?"],
     "model=Resnet50": [REFUSED, "did you mean resnet50?"],
-    "tracker=wandb,tensorboard": ["for several at once, use tracker=[wandb,tensorboard]; for a sweep, add -m"],
+    "tracker=wandb,tensorboard": [
+        "for several at once, use tracker=[wandb,tensorboard]; for a sweep, add -m"
+    ],
     "optimizer=admw": [REFUSED, "did you mean adamw?"],
     "optimizer=lbfgs": [REFUSED],
     "model=my_pkg.Net": [REFUSED, "for your own class use model._target_=my_pkg.Net"],
@@ -267,11 +297,15 @@ BAD: dict[str, list[str]] = {
     "run_dir=~/x": ["run_dir=~/x: no shell expands ~ there; use run_dir=$HOME/x"],
     "run_dir=/a/x=y": ["the value needs quotes; use \"run_dir='/a/x=y'\""],
     "run_dir=/a;b": ["the value needs quotes; use \"run_dir='/a;b'\""],
-    "seed=${oc.decode:${oc.env:X}}": ["the value needs quotes; use 'seed=\"${oc.decode:${oc.env:X}}\"'"],
+    "seed=${oc.decode:${oc.env:X}}": [
+        "the value needs quotes; use 'seed=\"${oc.decode:${oc.env:X}}\"'"
+    ],
     "=3": ["not of the form key=value"],
     "train.epochs=[": ["not of the form key=value, ']' is missing at its end"],
     "optimizer.betas=[0.9,0.99": ["not of the form key=value, ']' is missing at its end"],
-    "optimizer.betas=[0.9,": ["']' is missing at its end; put quotes around a word with spaces, for the shell"],
+    "optimizer.betas=[0.9,": [
+        "']' is missing at its end; put quotes around a word with spaces, for the shell"
+    ],
     "hooks=[{_target_:a.b]": ["'}' is missing before ']'"],
     "hooks=[a]]": ["']' closes nothing"],
     "name='abc": ["a quote is never closed"],
@@ -302,18 +336,28 @@ BAD: dict[str, list[str]] = {
     "name=null": ["must be text"],
     "trusted_modules=foo": ["must be a list like [a,b]"],
     "trusted_modules={a:1}": ["trusted_modules={a:1}: must be a list like [a,b]"],
-    "hooks={a:1}": ["hooks={a:1}: must be a list like [package.Name] or [{_target_: package.Name, argument: 1}]"],
+    "hooks={a:1}": [
+        "hooks={a:1}: must be a list like [package.Name] or [{_target_: package.Name, argument: 1}]"
+    ],
     "hooks.a=1": ["hooks.a=1: hooks must be a list like [package.Name]"],
-    "hooks=[ddp_train.study.step_times.StepTimes] hooks.a=1": ["hooks.a=1: hooks must be a list like [package.Name]"],
+    "hooks=[ddp_train.study.step_times.StepTimes] hooks.a=1": [
+        "hooks.a=1: hooks must be a list like [package.Name]"
+    ],
     "hooks.0=a.b": ["the list has no such item; give it whole"],
     "metrics={a:1}": ["metrics={a:1}: must be a list like [{_target_: package.Name"],
     "optimizer.groups={a:1}": ["must be a list like [{match: head.*, lr: 0.01}]"],
-    "data._target_=torch.a data.fields.a=1": ["data.fields.a=1: data.fields must be a list like [a,b]"],
+    "data._target_=torch.a data.fields.a=1": [
+        "data.fields.a=1: data.fields must be a list like [a,b]"
+    ],
     "strategy.bucket_cap_mb_list=3": ["must be a list like [a,b] or null"],
     "train=3": ["is a section; set one of its keys, train.global_batch_size=..."],
-    "train=5 train.max_steps=3": ["train=5: is a section; set one of its keys, train.max_steps=..."],
+    "train=5 train.max_steps=3": [
+        "train=5: is a section; set one of its keys, train.max_steps=..."
+    ],
     "train.max_steps=3 train=[1,2]": ["is a section; set one of its keys, train.max_steps=..."],
-    "train.early_stopping=[5]": ["is a section; set one of its keys, train.early_stopping.patience=..."],
+    "train.early_stopping=[5]": [
+        "is a section; set one of its keys, train.early_stopping.patience=..."
+    ],
     "train.early_stopping.patience=2 train.early_stopping=5": ["is a section; set one of its keys"],
     "launch=null": ["is a section; set one of its keys, launch.nproc_per_node=..."],
     # numbers out of range, words out of choice
@@ -342,7 +386,10 @@ BAD: dict[str, list[str]] = {
     "task=clasification": [REFUSED, "did you mean classification?"],
     "task.label_smoothing=0.1": ["task=auto", "task=classification has it"],
     "train.loss=mse": ["no such key", "use task=classification or task=regression"],
-    "train.label_smoothing=0.1": ["no such key", "use task=classification task.label_smoothing=0.1"],
+    "train.label_smoothing=0.1": [
+        "no such key",
+        "use task=classification task.label_smoothing=0.1",
+    ],
     "tuning.precision=fp8": [REFUSED, "auto, fp32, bf16, fp16, fp64"],
     "tuning.num_workers=-1": ["must be at least 0"],
     "tuning.prefetch_factor=0": ["must be at least 1"],
@@ -365,20 +412,50 @@ BAD: dict[str, list[str]] = {
         "2 processes x 1 accumulation step;",
         "96 or 98, or a range, launch.nproc_per_node=1:2,",
     ],
-    "launch.nproc_per_node=8 train.global_batch_size=3": ["global_batch_size=3", "use train.global_batch_size=8"],
-    "train.accumulation_steps=3 train.global_batch_size=100": ["2 processes x 3 accumulation steps", "96 or 102"],
-    "launch.nproc_per_node=2 strategy=dp": ["strategy=dp: runs in one process, and 2 were asked for; use strategy=ddp"],
-    "launch.nproc_per_node=2 strategy=single": ["strategy=single: runs in one process", "launch.nproc_per_node=1"],
-    "optimizer.momentum=0 optimizer.nesterov=true": ["nesterov=true: needs optimizer.momentum above 0"],
-    "train.max_steps=10 schedule.warmup_steps=10": ["schedule.warmup_steps=10", "train.max_steps=10; use less than 10"],
-    "train.epochs=3 schedule.warmup_epochs=3": ["must end before the run, which has train.epochs=3; use less than 3"],
-    "schedule.warmup_steps=9 schedule.warmup_epochs=1": ["contradicts schedule.warmup_steps=9; give one of them"],
+    "launch.nproc_per_node=8 train.global_batch_size=3": [
+        "global_batch_size=3",
+        "use train.global_batch_size=8",
+    ],
+    "train.accumulation_steps=3 train.global_batch_size=100": [
+        "2 processes x 3 accumulation steps",
+        "96 or 102",
+    ],
+    "launch.nproc_per_node=2 strategy=dp": [
+        "strategy=dp: runs in one process, and 2 were asked for; use strategy=ddp"
+    ],
+    "launch.nproc_per_node=2 strategy=single": [
+        "strategy=single: runs in one process",
+        "launch.nproc_per_node=1",
+    ],
+    "optimizer.momentum=0 optimizer.nesterov=true": [
+        "nesterov=true: needs optimizer.momentum above 0"
+    ],
+    "train.max_steps=10 schedule.warmup_steps=10": [
+        "schedule.warmup_steps=10",
+        "train.max_steps=10; use less than 10",
+    ],
+    "train.epochs=3 schedule.warmup_epochs=3": [
+        "must end before the run, which has train.epochs=3; use less than 3"
+    ],
+    "schedule.warmup_steps=9 schedule.warmup_epochs=1": [
+        "contradicts schedule.warmup_steps=9; give one of them"
+    ],
     "optimizer.lr_base_batch=512": ["only with optimizer.lr_scaling=linear or sqrt"],
-    "optimizer=adadelta tuning.optimizer=fused": ["no fused adadelta; use tuning.optimizer=foreach"],
-    "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": ["contradicts strategy.bucket_cap_mb=1"],
-    "tuning.buckets=large strategy.bucket_cap_mb=5": ["contradicts tuning.buckets=large; give one of them"],
-    "tuning.buckets=by_flops strategy.bucket_cap_mb=5": ["contradicts tuning.buckets=by_flops; give one of them"],
-    "tuning.buckets=one strategy.bucket_cap_mb_list=[]": ["contradicts tuning.buckets=one; give one of them"],
+    "optimizer=adadelta tuning.optimizer=fused": [
+        "no fused adadelta; use tuning.optimizer=foreach"
+    ],
+    "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": [
+        "contradicts strategy.bucket_cap_mb=1"
+    ],
+    "tuning.buckets=large strategy.bucket_cap_mb=5": [
+        "contradicts tuning.buckets=large; give one of them"
+    ],
+    "tuning.buckets=by_flops strategy.bucket_cap_mb=5": [
+        "contradicts tuning.buckets=by_flops; give one of them"
+    ],
+    "tuning.buckets=one strategy.bucket_cap_mb_list=[]": [
+        "contradicts tuning.buckets=one; give one of them"
+    ],
     "strategy.powersgd_rank=2": ["only with strategy.comm_hook=powersgd"],
     "strategy.static_graph=true strategy.comm_hook=powersgd": ["use strategy.static_graph=false"],
     "strategy.static_graph=true strategy.find_unused_parameters=true": ["give one of them"],
@@ -397,17 +474,29 @@ BAD: dict[str, list[str]] = {
     "data=image_folder data.decode=threads": [REFUSED, "auto, pil, processes, gpu"],
     "strategy=sorted": [REFUSED, "ordered"],
     "strategy.virtual_shards=4": ["no such key in strategy=ddp; strategy=ordered has it"],
-    "strategy=ordered strategy.sync_bn=true": ["no such key in strategy=ordered; strategy=ddp has it"],
+    "strategy=ordered strategy.sync_bn=true": [
+        "no such key in strategy=ordered; strategy=ddp has it"
+    ],
     "strategy=ordered strategy.virtual_shards=6": ["must be a power of two; use 4 or 8"],
-    "strategy=ordered launch.nproc_per_node=3": ["8 virtual shards evenly among 3", "a power of two up to 8"],
+    "strategy=ordered launch.nproc_per_node=3": [
+        "8 virtual shards evenly among 3",
+        "a power of two up to 8",
+    ],
     "strategy=ordered launch.nproc_per_node=16": ["16 processes; use strategy.virtual_shards=16"],
-    "strategy=ordered train.global_batch_size=50": ["over 8 virtual shards; use train.global_batch_size=48 or 56"],
-    "strategy=ordered train.accumulation_steps=2": ["needs train.accumulation_steps=1; raise strategy.virtual_shards"],
+    "strategy=ordered train.global_batch_size=50": [
+        "over 8 virtual shards; use train.global_batch_size=48 or 56"
+    ],
+    "strategy=ordered train.accumulation_steps=2": [
+        "needs train.accumulation_steps=1; raise strategy.virtual_shards"
+    ],
     "strategy=ordered deterministic=false": ["needs deterministic=true"],
     "strategy=ordered launch.threads_per_process=2": ["needs launch.threads_per_process=1"],
     "strategy=ordered tuning.compile=true": ["needs tuning.compile=false"],
     "strategy=dp tuning.compile=true": ["tuning.compile=true: DataParallel's replicas"],
-    "tuning.compile_mode=fast": [REFUSED, "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs"],
+    "tuning.compile_mode=fast": [
+        REFUSED,
+        "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs",
+    ],
     "train.accumulation_steps=2 tuning.compile=true tuning.compile_mode=reduce-overhead": [
         "overwrite gradients that are still being accumulated",
         "or train.accumulation_steps=1",
@@ -416,7 +505,10 @@ BAD: dict[str, list[str]] = {
     "strategy=ordered model=gelu_mlp model.fused=true": ["needs model.fused=false"],
     "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
     "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
-    "experiment=linear_regression task=classification": ["has numbers as targets", "use task=regression"],
+    "experiment=linear_regression task=classification": [
+        "has numbers as targets",
+        "use task=regression",
+    ],
     "experiment=linear_regression objective=test.accuracy": ["no classes; use objective=test.loss"],
     "task=regression": ["data=digits has class labels", "use task=classification"],
     "run_dir=here launch.nnodes=2": ["add launch.rdzv_endpoint=HOST:PORT"],
@@ -427,7 +519,9 @@ BAD: dict[str, list[str]] = {
     # what lies outside the config
     "data=mnist data.root=empty": ["data.root=empty", "is missing; add data.download=true"],
     "data=cifar10 data.root=empty": ["empty/cifar-10-batches-py/data_batch_1 is missing"],
-    "data=image_folder data.decode=gpu": ["data.decode=gpu: needs a GPU; use data.decode=processes"],
+    "data=image_folder data.decode=gpu": [
+        "data.decode=gpu: needs a GPU; use data.decode=processes"
+    ],
     "data=image_folder data.root=nowhere": ["nowhere/train must hold a folder per class"],
     "model=resnet50 model.arch=resnet_50": ["no classifier of that name; did you mean resnet50?"],
     "checkpoint.resume=/nowhere": ["no such folder; use auto, never, or the path"],
@@ -437,7 +531,9 @@ BAD: dict[str, list[str]] = {
     "mode=evaluate": ["needs a checkpoint", "add checkpoint.resume=PATH"],
     "mode=evaluate checkpoint.resume=never": ["needs a checkpoint", "add checkpoint.resume=PATH"],
     "mode=evaluate checkpoint.resume=/nowhere": ["no such folder"],
-    "run_dir=/etc/passwd/x": ["cannot be written (/etc/passwd is not a folder); name a folder that can"],
+    "run_dir=/etc/passwd/x": [
+        "cannot be written (/etc/passwd is not a folder); name a folder that can"
+    ],
     "run_dir=": ["must not be empty"],
     "name=a/b": ["must be usable as the name of a folder"],
     "model._target_=torch": ["must be a dotted path, package.Name"],
@@ -445,15 +541,23 @@ BAD: dict[str, list[str]] = {
     "optimizer._target_=nosuch.Thing": ["no module nosuch in"],
     "hooks=[nosuch.Hook]": ["no module nosuch in"],
     "hooks=[{every:5}]": ["hooks[0]._target_=: must be a dotted path, package.Name"],
-    "hooks=[{_target_:nosuch.Hook,every:5}]": ["hooks[0]._target_=nosuch.Hook: no module nosuch in"],
-    "hooks=[{_target_:json.JSONDecoder,api_key:abc}]": ["hooks[0].api_key=(hidden): the config is written to files"],
+    "hooks=[{_target_:nosuch.Hook,every:5}]": [
+        "hooks[0]._target_=nosuch.Hook: no module nosuch in"
+    ],
+    "hooks=[{_target_:json.JSONDecoder,api_key:abc}]": [
+        "hooks[0].api_key=(hidden): the config is written to files"
+    ],
     "hooks=[nosuch]": ["must be a dotted path, package.Name"],
-    "tuning.optimizer=foreach optimizer._target_=torch.optim.NAdam": ["has no effect", "optimizer.foreach=true"],
+    "tuning.optimizer=foreach optimizer._target_=torch.optim.NAdam": [
+        "has no effect",
+        "optimizer.foreach=true",
+    ],
     "model=custom": ["model._target_=null: must be a dotted path"],
     "hydra.sweeper._target_=os.system": ["loads code from outside hydra: os.system"],
     "train.token=hunter2": ["train.token=(hidden): no such key"],
 }
-"""Command lines with one mistake, and what the one line about it must say besides the key and the value."""
+"""Command lines with one mistake, and what the one line about it must say besides the key and the
+value."""
 
 STARTS = {
     "train=5 train.max_steps=3": "train=5",
@@ -466,7 +570,9 @@ STARTS = {
     "optimizer.lr=${sed}": "optimizer.lr",
     "strategy.bucket_cap_mb_list=[1,0]": "strategy.bucket_cap_mb_list=[1.0,0.0]",
     "strategy.bucket_cap_mb_list=[1,nan]": "strategy.bucket_cap_mb_list=[1.0,nan]",
-    "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": "strategy.bucket_cap_mb_list=[1.0,2.0]",
+    "strategy.bucket_cap_mb=1 strategy.bucket_cap_mb_list=[1,2]": (
+        "strategy.bucket_cap_mb_list=[1.0,2.0]"
+    ),
     "tuning.buckets=one strategy.bucket_cap_mb_list=[]": "strategy.bucket_cap_mb_list=[]",
     "tuning.buckets=large strategy.bucket_cap_mb=5": "strategy.bucket_cap_mb=5.0",
     "launch.timeout_seconds=1e300": "launch.timeout_seconds=1e+300",
@@ -492,8 +598,12 @@ def test_one_mistake_is_one_message(line: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("key", ["train.epochs", "mode", "train.early_stopping", "train.foo", "strategy.comm_hook"])
-def test_a_wrong_value_from_the_environment_is_shown_as_it_was_typed(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "key", ["train.epochs", "mode", "train.early_stopping", "train.foo", "strategy.comm_hook"]
+)
+def test_a_wrong_value_from_the_environment_is_shown_as_it_was_typed(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2")
     (problem,) = problems_of(f"{key}=${{oc.env:MY_SECRET}}")
     assert problem.startswith(f"{key}=${{oc.env:MY_SECRET}}: ") and "hunter2" not in problem
@@ -508,7 +618,9 @@ def test_a_mirror_without_its_package_is_told_which(monkeypatch: pytest.MonkeyPa
     assert problem.endswith(" -m pip install s3fs")
 
 
-@pytest.mark.parametrize(("run_dir", "what"), [("/", "root"), ("~", "home"), (".", "working"), ("a/..", "working")])
+@pytest.mark.parametrize(
+    ("run_dir", "what"), [("/", "root"), ("~", "home"), (".", "working"), ("a/..", "working")]
+)
 def test_a_run_fills_no_folder_that_is_another_ones(
     run_dir: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,7 +629,8 @@ def test_a_run_fills_no_folder_that_is_another_ones(
     given = run_dir.replace("~", str(tmp_path / "home"))
     (problem,) = problems_of(f"run_dir={given}")
     assert (
-        f"run_dir={given}: a run would put its files into the {what} folder; name one of its own, run_dir=" in problem
+        f"run_dir={given}: a run would put its files into the {what} folder; name one of its own,"
+        " run_dir=" in problem
     )
 
 
@@ -534,13 +647,27 @@ def test_values_from_the_environment_are_looked_up(monkeypatch: pytest.MonkeyPat
         "optimizer.groups=[{match:a,lr:${oc.env:STEPS}}]",
         "seed=${oc.env:NO,3}",
     )
-    config = composed(*words, "data.image_size=${oc.env:STEPS}", "data=synthetic", "name=${oc.env:STEPS}")
-    assert (config.train.max_steps, config.seed, config.data.image_size, config.name) == (7, 3, 7, "7")
+    config = composed(
+        *words, "data.image_size=${oc.env:STEPS}", "data=synthetic", "name=${oc.env:STEPS}"
+    )
+    assert (config.train.max_steps, config.seed, config.data.image_size, config.name) == (
+        7,
+        3,
+        7,
+        "7",
+    )
     assert config.optimizer.groups == [{"match": "a", "lr": "7"}]
 
 
 def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
-    words = ["optimizer.momentun=0.1", "model=resnet51", "train.epochs=ten", "data.limit=0", "foo=1", "seed=-1"]
+    words = [
+        "optimizer.momentun=0.1",
+        "model=resnet51",
+        "train.epochs=ten",
+        "data.limit=0",
+        "foo=1",
+        "seed=-1",
+    ]
     problems = problems_of(*words)
     assert sorted(problem.split(":")[0] for problem in problems) == sorted(words)
     with pytest.raises(ConfigError, match=r"^6 problems in the configuration:\n  - "):
@@ -549,7 +676,12 @@ def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
 
 
 def test_contradictions_are_reported_together() -> None:
-    words = ["launch.backend=nccl", "train.global_batch_size=97", "tuning.precision=fp16", "optimizer.nesterov=true"]
+    words = [
+        "launch.backend=nccl",
+        "train.global_batch_size=97",
+        "tuning.precision=fp16",
+        "optimizer.nesterov=true",
+    ]
     problems = problems_of(*words, "optimizer.momentum=0", "data=mnist", "data.root=empty")
     named = [problem.split(":")[0] for problem in problems]
     assert sorted(named) == sorted([*words, "data.root=empty"])
@@ -579,7 +711,9 @@ def test_torch_is_not_imported_to_find_mistakes(tmp_path: Path) -> None:
         "        assert not {'torch', 'torchvision'} & set(sys.modules), line\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -608,7 +742,9 @@ def test_the_command_refuses_once(line: str, tmp_path: Path) -> None:
     heading, *messages = done.stderr.splitlines()
     assert heading.endswith("in the configuration:")
     assert len(messages) == int(heading.split()[0]) == len(set(messages))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["evil.py"]  # no run directory: no worker was started
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "evil.py"
+    ]  # no run directory: no worker was started
 
 
 @pytest.mark.true_command
@@ -619,16 +755,27 @@ def test_the_command_refuses_quickly(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_trusted_code_is_imported_when_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trusted_code_is_imported_when_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from ddp_train.config.user_code import instantiate
 
-    (tmp_path / "mine_alone.py").write_text("from pathlib import Path\nPath('imported').touch()\nThing = dict\n")
+    (tmp_path / "mine_alone.py").write_text(
+        "from pathlib import Path\nPath('imported').touch()\nThing = dict\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
-    words = ["model._target_=mine_alone.Thing", "model.size=3", "trusted_modules=[mine_alone]", "run_dir=run"]
+    words = [
+        "model._target_=mine_alone.Thing",
+        "model.size=3",
+        "trusted_modules=[mine_alone]",
+        "run_dir=run",
+    ]
     config = prepare(PROGRAM, words, None).config
     assert config.words_to_resume == "run_dir=run trusted_modules=[mine_alone]", "typed again"
     odd = dataclasses.replace(config, run_dir="a run=(1)", trusted_modules=[])
-    assert shlex.split(odd.words_to_resume) == ['run_dir="a run=(1)"'], "as Hydra reads it, behind a shell"
+    assert shlex.split(odd.words_to_resume) == ['run_dir="a run=(1)"'], (
+        "as Hydra reads it, behind a shell"
+    )
     assert not (tmp_path / "imported").exists()
     assert instantiate("model", config.model) == {"size": 3}
     assert (tmp_path / "imported").exists()
@@ -647,11 +794,16 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
     (tmp_path / "mine_lacking.py").write_text("import nosuch\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be called with size=1, width=3: .*'width'"):
-        instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
-    with pytest.raises(ConfigError, match=r"cannot be called with siez=1: .*'size'; did you mean size\?"):
+        instantiate(
+            "model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3})
+        )
+    with pytest.raises(
+        ConfigError, match=r"cannot be called with siez=1: .*'size'; did you mean size\?"
+    ):
         instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"siez": 1}))
     with pytest.raises(
-        ConfigError, match=r"model._target_=mine_broken.SIZE: must be a class or function, and is of type int"
+        ConfigError,
+        match=r"model._target_=mine_broken.SIZE: must be a class or function, and is of type int",
     ):
         instantiate("model", CustomConfig(target="mine_broken.SIZE"))
     with pytest.raises(TypeError, match="not iterable") as raised:  # dict has no signature
@@ -665,7 +817,7 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
         instantiate("model", CustomConfig(target="mine_nowhere.Thing"))
 
 
-# --- a run that is continued ------------------------------------------------------------------------------------------
+# --- a run that is continued ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -694,18 +846,21 @@ def test_what_is_no_hook_is_refused_before_it_is_imported(
         (tmp_path / "my_tools/__init__.py").write_text("raise AssertionError('imported')\n")
     methods = "    def __enter__(self): pass\n    def __exit__(self, *_): pass\n"
     source.write_text(
-        "import contextlib\nfrom elsewhere import Other\nraise AssertionError('imported')\n"
-        "def watch(job, run_dir, world): pass\n@contextlib.contextmanager\ndef managed(*_): yield\n"
-        "short = lambda *_: None\nSIZE = 3\nclass Closed:\n    def close(self): pass\n"
-        "class Acts:\n    def act(self, job): pass\n"
-        f"class Whole:\n{methods}class Derived(Other): pass\ndef Assigned(): pass\nAssigned = Other\n"
+        "import contextlib\nfrom elsewhere import Other\nraise AssertionError('imported')\ndef"
+        " watch(job, run_dir, world): pass\n@contextlib.contextmanager\ndef managed(*_):"
+        " yield\nshort = lambda *_: None\nSIZE = 3\nclass Closed:\n    def close(self):"
+        f" pass\nclass Acts:\n    def act(self, job): pass\nclass Whole:\n{methods}class"
+        " Derived(Other): pass\ndef Assigned(): pass\nAssigned = Other\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [f"hooks=[{module}.{name}]", "run_dir=run"]
     if not found:
         assert prepare(PROGRAM, words, None).config.hooks == [f"{module}.{name}"]
         return
-    rule = "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir, world)"
+    rule = (
+        "must be a class with a method act, or __enter__ and __exit__, called as Class(job,"
+        " run_dir, world)"
+    )
     assert problems_of(*words) == [f"hooks=[{module}.{name}]: {rule}, and is {found}"]
 
 
@@ -713,7 +868,9 @@ def test_a_hook_whose_source_does_not_show_it_is_refused_by_the_workers() -> Non
     from ddp_train.config.user_code import build_hooks
 
     for path in ("json.JSONDecoder", "json.dumps"):
-        with pytest.raises(ConfigError, match=rf"hooks=\[{path}\]: must be a class with a method act, or __enter__"):
+        with pytest.raises(
+            ConfigError, match=rf"hooks=\[{path}\]: must be a class with a method act, or __enter__"
+        ):
             build_hooks([path])
     with pytest.raises(ConfigError, match="has no StepTime; did you mean StepTimes"):
         build_hooks(["ddp_train.study.step_times.StepTime"])
@@ -724,7 +881,9 @@ def checkpoint_of(run_dir: Path, *words: str) -> Path:
     config = prepare(PROGRAM, [*words, f"run_dir={run_dir}"], None).config
     place = run_dir / "checkpoints/step_00000010"
     place.mkdir(parents=True)
-    write_manifest(place, {"step": 10, "config": json.loads(json.dumps(dataclasses.asdict(config)))})
+    write_manifest(
+        place, {"step": 10, "config": json.loads(json.dumps(dataclasses.asdict(config)))}
+    )
     return place
 
 
@@ -732,8 +891,15 @@ def write_manifest(place: Path, manifest: Any) -> None:
     (place / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest_of(manifest)}))
 
 
-EARLIER_RUN = ("optimizer=adamw", "optimizer.lr=0.003", "seed=3", "train.epochs=7",
-               "data.limit=200", "launch.nproc_per_node=1", "checkpoint.resume=never")  # fmt: skip
+EARLIER_RUN = (
+    "optimizer=adamw",
+    "optimizer.lr=0.003",
+    "seed=3",
+    "train.epochs=7",
+    "data.limit=200",
+    "launch.nproc_per_node=1",
+    "checkpoint.resume=never",
+)
 
 
 def read_again(*words: str) -> Config:
@@ -747,20 +913,41 @@ def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
     checkpoint_of(Path("earlier"), *EARLIER_RUN, "model=mlp", "model.hidden=12")
     before = load_frozen(Path("earlier/config.yaml").read_text())
     again = read_again("run_dir=earlier")
-    assert again.checkpoint.resume == "auto" and again.run_dir == "earlier" and again.mode == "train"
-    assert (again.data.limit, before.data.placement, again.data.placement) == (200, "device", "auto")
+    assert (
+        again.checkpoint.resume == "auto" and again.run_dir == "earlier" and again.mode == "train"
+    )
+    assert (again.data.limit, before.data.placement, again.data.placement) == (
+        200,
+        "device",
+        "auto",
+    )
     for section in ("model", "optimizer", "schedule", "train", "seed"):
         assert getattr(again, section) == getattr(before, section), section
-    assert again.launch == dataclasses.replace(before.launch, threads_per_process="auto", backend="auto"), (
-        "one was typed"
-    )
-    assert (before.device, again.device) == ("cpu", "auto"), "begun without a GPU, it may go on with one"
+    assert again.launch == dataclasses.replace(
+        before.launch, threads_per_process="auto", backend="auto"
+    ), "one was typed"
+    assert (before.device, again.device) == (
+        "cpu",
+        "auto",
+    ), "begun without a GPU, it may go on with one"
     Path("earlier/commands.jsonl").unlink()
     assert read_again("run_dir=earlier").launch == before.launch, "nobody knows what was typed"
-    assert before.tuning.num_workers == 0 and again.tuning.num_workers == "auto", "for the hardware of today"
+    assert before.tuning.num_workers == 0 and again.tuning.num_workers == "auto", (
+        "for the hardware of today"
+    )
     other = read_again("run_dir=earlier", "train.epochs=9", "optimizer.lr=0.1", "seed=4")
-    assert (other.train.epochs, other.optimizer.lr, other.optimizer.name, other.seed) == (9, 0.1, "adamw", 4)
-    for words in (["optimizer=adamw"], ["experiment=gpt_tiny"], ["checkpoint.resume=never"], ["mode=doctor"]):
+    assert (other.train.epochs, other.optimizer.lr, other.optimizer.name, other.seed) == (
+        9,
+        0.1,
+        "adamw",
+        4,
+    )
+    for words in (
+        ["optimizer=adamw"],
+        ["experiment=gpt_tiny"],
+        ["checkpoint.resume=never"],
+        ["mode=doctor"],
+    ):
         assert read_again("run_dir=earlier", *words).train.epochs != 7, "the words say all of it"
     under_torchrun = prepare(PROGRAM, ["run_dir=earlier"], World(0, 3, 0, 3, 0)).config
     assert under_torchrun.launch.nproc_per_node == 3 and under_torchrun.optimizer.lr == 0.003
@@ -769,7 +956,9 @@ def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
 @pytest.mark.parametrize("form", ["custom", "_target_"])
 def test_the_config_of_a_run_is_a_command(form: str) -> None:
     """Whether the class stands there as in a frozen config or as on a command line."""
-    checkpoint_of(Path("earlier"), *EARLIER_RUN, "model._target_=torch.nn.Linear", "model.in_features=64")
+    checkpoint_of(
+        Path("earlier"), *EARLIER_RUN, "model._target_=torch.nn.Linear", "model.in_features=64"
+    )
     values = yaml.safe_load(Path("earlier/config.yaml").read_text())
     values |= {"run_dir": "earlier", "trusted_modules": ["os"], "mode": "evaluate"}
     if form == "_target_":
@@ -780,13 +969,23 @@ def test_the_config_of_a_run_is_a_command(form: str) -> None:
         linear = {"in_features": 64, "out_features": 10}
         assert again.model == CustomModelConfig(target="torch.nn.Linear", arguments=linear)
         assert (again.optimizer.name, again.optimizer.lr, again.train.epochs) == ("adamw", 0.1, 7)
-        assert (again.run_dir, again.mode, again.trusted_modules) == (None, "train", []), "of that run alone"
+        assert (again.run_dir, again.mode, again.trusted_modules) == (
+            None,
+            "train",
+            [],
+        ), "of that run alone"
     assert composed(word, "model=cnn").model == composed("model=cnn").model
-    values["hooks"], values["model"] = ["antigravity.Hook"], {"_target_": "os.system", "command": "true"}
+    values["hooks"], values["model"] = (
+        ["antigravity.Hook"],
+        {"_target_": "os.system", "command": "true"},
+    )
     Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
     refused = [problem.partition("; ")[0] for problem in problems_of(word)]
     assert refused == [
-        "model._target_=os.system: loads code from outside the modules trusted by default (SECURITY.md)",
+        (
+            "model._target_=os.system: loads code from outside the modules trusted by default"
+            " (SECURITY.md)"
+        ),
         "hooks=[antigravity.Hook]: loads code from outside ddp_train.study",
     ], "a file of a run is data, as its checkpoints are"
 
@@ -794,17 +993,33 @@ def test_the_config_of_a_run_is_a_command(form: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("config=nowhere", "config=nowhere: nowhere cannot be read (No such file or directory); name"),
-        ("config=list.yaml", "config=list.yaml: is no whole config; name the config.yaml of a run, or for"),
-        ("config=broken.yaml", "config=broken.yaml: is not plain YAML; name the config.yaml of a run"),
-        ("config=nowhere debug=tiny", "debug=tiny: contradicts config=nowhere, which is a whole run; give one of them"),
+        (
+            "config=nowhere",
+            "config=nowhere: nowhere cannot be read (No such file or directory); name",
+        ),
+        (
+            "config=list.yaml",
+            "config=list.yaml: is no whole config; name the config.yaml of a run, or for",
+        ),
+        (
+            "config=broken.yaml",
+            "config=broken.yaml: is not plain YAML; name the config.yaml of a run",
+        ),
+        (
+            "config=nowhere debug=tiny",
+            "debug=tiny: contradicts config=nowhere, which is a whole run; give one of them",
+        ),
     ],
 )
 def test_what_is_no_config_of_a_run_is_named(words: str, message: str) -> None:
     Path("list.yaml").write_text("[1]")
     Path("broken.yaml").write_text("a: [")
     assert any(problem.startswith(message) for problem in problems_of(*words.split()))
-    assert launch("--cfg", "job", "config=list.yaml").returncode == 2 if words == "config=list.yaml" else True
+    assert (
+        launch("--cfg", "job", "config=list.yaml").returncode == 2
+        if words == "config=list.yaml"
+        else True
+    )
 
 
 @pytest.mark.slow
@@ -814,33 +1029,65 @@ def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path)
         words = ["model=mlp", f"checkpoint.resume={place}", "run_dir=two"]
         problems = problems_of(*words, "optimizer=adamw", "train.global_batch_size=48")
         assert sorted(problems) == [
-            f"optimizer=adamw: the run in checkpoint.resume={place} has optimizer=sgd; "
-            "use that, or checkpoint.resume=never",
-            f"train.global_batch_size=48: the run in checkpoint.resume={place} has train.global_batch_size=96; "
-            "use that, or checkpoint.resume=never",
+            (
+                f"optimizer=adamw: the run in checkpoint.resume={place} has optimizer=sgd; "
+                "use that, or checkpoint.resume=never"
+            ),
+            (
+                f"train.global_batch_size=48: the run in checkpoint.resume={place} has"
+                " train.global_batch_size=96; use that, or checkpoint.resume=never"
+            ),
         ]
-    (problem,) = problems_of("model=mlp", "checkpoint.resume=one", "run_dir=two", "optimizer.decay_norm_and_bias=false")
-    assert "the run in checkpoint.resume=one has optimizer.decay_norm_and_bias=true" in problem  # parameters renumbered
-    prepare(PROGRAM, ["model=mlp", "checkpoint.resume=one", "run_dir=two", "tuning.precision=bf16"], None)
+    (problem,) = problems_of(
+        "model=mlp", "checkpoint.resume=one", "run_dir=two", "optimizer.decay_norm_and_bias=false"
+    )
+    assert (
+        "the run in checkpoint.resume=one has optimizer.decay_norm_and_bias=true" in problem
+    )  # parameters renumbered
+    prepare(
+        PROGRAM,
+        ["model=mlp", "checkpoint.resume=one", "run_dir=two", "tuning.precision=bf16"],
+        None,
+    )
     on_gpu = composed("model=mlp", "checkpoint.resume=one", "tuning.precision=fp16")
     gpu = Hardware(cpus=2, gpus=1, compute_capability=(9, 0))
     (problem,) = check(on_gpu, resolve(on_gpu, gpu, None), gpu, None)
-    assert "tuning.precision=fp16: the run in checkpoint.resume=one has tuning.precision=fp32" in problem
+    assert (
+        "tuning.precision=fp16: the run in checkpoint.resume=one has tuning.precision=fp32"
+        in problem
+    )
 
 
 @pytest.mark.slow
 def test_another_option_of_a_group_is_one_mistake(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=cnn")
     (problem,) = problems_of("run_dir=run", "model=mlp")
-    assert problem == "model=mlp: the run in run_dir=run has model=cnn; use that, or another run_dir"
+    assert (
+        problem == "model=mlp: the run in run_dir=run has model=cnn; use that, or another run_dir"
+    )
     (problem,) = problems_of("run_dir=run", "model.channels=8")
-    assert problem == "model.channels=8: the run in run_dir=run has model.channels=32; use that, or another run_dir"
+    assert (
+        problem
+        == "model.channels=8: the run in run_dir=run has model.channels=32; use that, or another"
+        " run_dir"
+    )
 
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
-    tuned = ["strategy.sync_bn=true", "tuning.buckets=large", "tuning.precision=bf16", "tuning.num_workers=1"]
-    words = ["model=mlp", "optimizer.lr=0.3", "schedule=constant", *tuned, f"run_dir={tmp_path}/run"]
+    tuned = [
+        "strategy.sync_bn=true",
+        "tuning.buckets=large",
+        "tuning.precision=bf16",
+        "tuning.num_workers=1",
+    ]
+    words = [
+        "model=mlp",
+        "optimizer.lr=0.3",
+        "schedule=constant",
+        *tuned,
+        f"run_dir={tmp_path}/run",
+    ]
     checkpoint_of(tmp_path / "run", *words)
     same = prepare(PROGRAM, words, None)
     assert not any("resumes with" in notice for notice in same.notices)
@@ -848,9 +1095,16 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     same.lock.release()
     other = prepare(PROGRAM, ["model=mlp", "train.epochs=3", words[-1]], None)
     (notice,) = (notice for notice in other.notices if "resumes with" in notice)
-    for change in ("train.epochs=3 (was 30)", "optimizer.lr=0.05 (was 0.3)", "schedule=cosine (was constant)"):
+    for change in (
+        "train.epochs=3 (was 30)",
+        "optimizer.lr=0.05 (was 0.3)",
+        "schedule=cosine (was constant)",
+    ):
         assert change in notice
-    digits = "strategy.sync_bn=false (was true), tuning.precision=fp32 (was bf16), tuning.buckets=default (was large)"
+    digits = (
+        "strategy.sync_bn=false (was true), tuning.precision=fp32 (was bf16),"
+        " tuning.buckets=default (was large)"
+    )
     assert notice.endswith(f", {digits}"), "loader processes change no number"
 
 
@@ -859,14 +1113,29 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
 def test_what_a_run_has_is_said_by_its_checkpoint_whatever_its_config_file_says(
     text: str | None, tmp_path: Path
 ) -> None:
-    words = ["model=mlp", "train.epochs=2", "data._target_=torchvision.datasets.FakeData", "+data.size={1:2}"]
+    words = [
+        "model=mlp",
+        "train.epochs=2",
+        "data._target_=torchvision.datasets.FakeData",
+        "+data.size={1:2}",
+    ]
     checkpoint_of(tmp_path / "run", *words)
     accepted(*words, "run_dir=run")  # a mapping whose keys are numbers is another one in JSON
-    (tmp_path / "run" / FILE).unlink(missing_ok=True) if text is None else (tmp_path / "run" / FILE).write_text(text)
+    (
+        (tmp_path / "run" / FILE).unlink(missing_ok=True)
+        if text is None
+        else (tmp_path / "run" / FILE).write_text(text)
+    )
     accepted(*words, "run_dir=run")
-    assert problems_of(*words, "run_dir=run", "seed=5", "optimizer=adam", "train.global_batch_size=48") == [
+    assert problems_of(
+        *words, "run_dir=run", "seed=5", "optimizer=adam", "train.global_batch_size=48"
+    ) == [
         f"{key}={now}: the run in run_dir=run has {key}={then}; use that, or another run_dir"
-        for key, now, then in (("seed", 5, 0), ("optimizer", "adam", "sgd"), ("train.global_batch_size", 48, 96))
+        for key, now, then in (
+            ("seed", 5, 0),
+            ("optimizer", "adam", "sgd"),
+            ("train.global_batch_size", 48, 96),
+        )
     ]
     (problem,) = problems_of("mode=evaluate", "checkpoint.resume=run", "run_dir=run")
     assert "holds a training run" in problem
@@ -881,8 +1150,17 @@ def test_a_checkpoint_of_another_run_that_was_copied_in_is_noticed(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", [[], 5, {"step": 10}, {"step": "x", "config": {}}, {"step": 10, "config": []},
-                                     {"step": 10, "config": {"data": [], "train": 5, "seed": {}}}])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        5,
+        {"step": 10},
+        {"step": "x", "config": {}},
+        {"step": 10, "config": []},
+        {"step": 10, "config": {"data": [], "train": 5, "seed": {}}},
+    ],
+)
 def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path) -> None:
     place = checkpoint_of(tmp_path / "run", "model=mlp")
     if isinstance(content, dict):
@@ -920,7 +1198,9 @@ def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path)
     ],
     ids=lambda text: text[:20],
 )
-def test_words_of_any_length_and_depth_are_refused_with_a_message(word: str, expected: str, tmp_path: Path) -> None:
+def test_words_of_any_length_and_depth_are_refused_with_a_message(
+    word: str, expected: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as caught:
         prepare(PROGRAM, ["model=mlp", "launch.nproc_per_node=1", word], None)
     (problem,) = caught.value.problems
@@ -928,7 +1208,9 @@ def test_words_of_any_length_and_depth_are_refused_with_a_message(word: str, exp
 
 
 def test_letters_outside_of_ascii_need_no_quotes() -> None:
-    config, problems = read_run(PROGRAM, read_overrides(PROGRAM, ["name=Größe", "run_dir='ünï/a b'"]))
+    config, problems = read_run(
+        PROGRAM, read_overrides(PROGRAM, ["name=Größe", "run_dir='ünï/a b'"])
+    )
     assert (problems, config.name, config.run_dir) == ([], "Größe", "ünï/a b")
 
 
@@ -948,31 +1230,52 @@ def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -
         (tmp_path / "images" / split / "a").mkdir(parents=True)
     checkpoint_of(tmp_path / "run", *words, "data.decode=pil")
     again, _ = read_run(PROGRAM, read_overrides(PROGRAM, ["run_dir=run", *words]))
-    anew, _ = read_run(PROGRAM, read_overrides(PROGRAM, ["run_dir=run", "checkpoint.resume=never", *words]))
-    evaluation, _ = read_run(PROGRAM, read_overrides(PROGRAM, ["mode=evaluate", "checkpoint.resume=run"]))
+    anew, _ = read_run(
+        PROGRAM, read_overrides(PROGRAM, ["run_dir=run", "checkpoint.resume=never", *words])
+    )
+    evaluation, _ = read_run(
+        PROGRAM, read_overrides(PROGRAM, ["mode=evaluate", "checkpoint.resume=run"])
+    )
     assert [config.data.decode for config in (again, anew, evaluation)] == ["pil", "auto", "auto"]
     assert evaluation.data.name == "image_folder"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["run", "run/checkpoints/step_00000010"])
-def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(place: str, tmp_path: Path) -> None:
-    words = ["model._target_=torch.nn.Linear", "model.in_features=64", "data=synthetic", "data.samples=100"]
+def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(
+    place: str, tmp_path: Path
+) -> None:
+    words = [
+        "model._target_=torch.nn.Linear",
+        "model.in_features=64",
+        "data=synthetic",
+        "data.samples=100",
+    ]
     checkpoint_of(tmp_path / "run", *words)
     (note,) = prepare(
-        PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=noted", "experiment=mnist"], None
+        PROGRAM,
+        ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=noted", "experiment=mnist"],
+        None,
     ).notices
-    assert note.startswith("experiment=mnist with mode=evaluate: model, task, data and metrics are those of the check")
-    config = prepare(PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out"], None).config
+    assert note.startswith(
+        "experiment=mnist with mode=evaluate: model, task, data and metrics are those of the check"
+    )
+    config = prepare(
+        PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out"], None
+    ).config
     assert (config.model.target, config.model.arguments) == ("torch.nn.Linear", {"in_features": 64})
     assert (config.data.name, config.data.samples) == ("synthetic", 100)
-    other = prepare(PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out", "model=mlp"], None).config
+    other = prepare(
+        PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out", "model=mlp"], None
+    ).config
     assert (other.model.name, other.data.samples) == ("mlp", 100)
 
 
 @pytest.mark.slow
 def test_an_evaluation_may_change_a_key_of_the_data_it_adopts(tmp_path: Path) -> None:
-    checkpoint_of(tmp_path / "run", "data=synthetic", "model._target_=torch.nn.Linear", "model.in_features=64")
+    checkpoint_of(
+        tmp_path / "run", "data=synthetic", "model._target_=torch.nn.Linear", "model.in_features=64"
+    )
     words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
     config = prepare(PROGRAM, [*words, "data.samples=1600", "model.out_features=3"], None).config
     assert config.data.samples == 1600
@@ -982,7 +1285,13 @@ def test_an_evaluation_may_change_a_key_of_the_data_it_adopts(tmp_path: Path) ->
 
 
 def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
-    words = ["experiment=mnist", "data.download=true", "data.limit=6000", "train.epochs=1", "run_dir=run"]
+    words = [
+        "experiment=mnist",
+        "data.download=true",
+        "data.limit=6000",
+        "train.epochs=1",
+        "run_dir=run",
+    ]
     config = prepare(PROGRAM, words, None).config
     for samples, steps in ((5_952, 10), (60_000, 100)):
         assert warmup_steps(config.schedule, build_plan(config, World(), samples)) == steps
@@ -995,9 +1304,10 @@ def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
         config = prepare(PROGRAM, [*words.split(), "run_dir=run"], None).config
         plan = build_plan(config, World(), samples)
         assert warmup_steps(config.schedule, plan) == steps, words
-        assert ("(cut from 200: schedule.warmup_at_most=0.5" in _optimizer(config, plan, 0.1, steps, None)) == (
-            steps == 25
-        )
+        assert (
+            "(cut from 200: schedule.warmup_at_most=0.5"
+            in _optimizer(config, plan, 0.1, steps, None)
+        ) == (steps == 25)
     words = ["experiment=resnet50", "data.root=.", "train.epochs=2"]
     assert not [problem for problem in problems_of(*words) if problem.startswith("schedule.")]
 
@@ -1029,9 +1339,14 @@ def test_an_optimizer_of_torch_is_known_by_its_name() -> None:
         read = read_overrides(PROGRAM, [f"optimizer={name}", "optimizer.lr=0.002"])
         config, problems = read_config(PROGRAM, read)
         assert not problems
-        assert (config.optimizer.target, config.optimizer.arguments) == ("torch.optim.NAdam", {"lr": 0.002})
+        assert (config.optimizer.target, config.optimizer.arguments) == (
+            "torch.optim.NAdam",
+            {"lr": 0.002},
+        )
     (problem,) = read_overrides(PROGRAM, ["optimizer=adamw,nadam,radam"], sweep=True).problems
-    assert problem.endswith("sweep over torch's own by optimizer._target_=torch.optim.NAdam,torch.optim.RAdam")
+    assert problem.endswith(
+        "sweep over torch's own by optimizer._target_=torch.optim.NAdam,torch.optim.RAdam"
+    )
 
 
 def own_presets(**contents: str) -> Program:
@@ -1060,66 +1375,97 @@ def test_what_hydra_takes_in_a_preset_is_taken(text: str) -> None:
 
 def test_what_is_no_key_is_no_traceback() -> None:
     program = own_presets(experiment__mine="# @package _global_\ntrain: {1: a, '1': b}\n")
-    with pytest.raises(ConfigError, match=r"train: 1: a key must be a word \(in conf/experiment/mine.yaml\)"):
+    with pytest.raises(
+        ConfigError, match=r"train: 1: a key must be a word \(in conf/experiment/mine.yaml\)"
+    ):
         read_config(program, read_overrides(program, ["experiment=mine"]))
     program = own_presets(experiment__mine="# @package _global_\ntrain:\n  epochs: {{epochs}}\n")
-    with pytest.raises(ConfigError, match=r"conf/experiment/mine.yaml: cannot be read: .*unhashable key"):
+    with pytest.raises(
+        ConfigError, match=r"conf/experiment/mine.yaml: cannot be read: .*unhashable key"
+    ):
         read_config(program, read_overrides(program, ["experiment=mine"]))
 
 
 def test_files_of_others_stop_no_command() -> None:
-    program = own_presets(experiment__mine="# @package _global_\nseed: 4\n", models__gpt="port: 1\n")
+    program = own_presets(
+        experiment__mine="# @package _global_\nseed: 4\n", models__gpt="port: 1\n"
+    )
     Path("conf/experiment/mine.yml").write_text("old: 1\n")
     Path("conf/experiment/.#mine.yaml").symlink_to("nowhere")  # as Emacs does
     assert program.unusable() == {}
-    assert read_config(program, read_overrides(program, ["experiment=mine", "model=gpt", "data=text"]))[0].seed == 4
+    assert (
+        read_config(
+            program, read_overrides(program, ["experiment=mine", "model=gpt", "data=text"])
+        )[0].seed
+        == 4
+    )
 
 
 def test_a_file_that_gives_a_wrong_value_is_named() -> None:
     program = own_presets(
-        schedule__mine="name: cosine\nwarmup_steps: many\n", experiment__mine="# @package _global_\ntrain: {epoch: 3}\n"
+        schedule__mine="name: cosine\nwarmup_steps: many\n",
+        experiment__mine="# @package _global_\ntrain: {epoch: 3}\n",
     )
-    _, problems = read_config(program, read_overrides(program, ["experiment=mine", "schedule=mine"]))
+    _, problems = read_config(
+        program, read_overrides(program, ["experiment=mine", "schedule=mine"])
+    )
     assert problems == [
         "train.epoch=3: no such key; did you mean train.epochs? (in conf/experiment/mine.yaml)",
         "schedule.warmup_steps=many: must be a whole number (in conf/schedule/mine.yaml)",
     ]
-    own_presets(schedule__cosine="name: cosine\n", config="train: {epochs: 3}\n", model__no_name="width: 3\n")
+    own_presets(
+        schedule__cosine="name: cosine\n",
+        config="train: {epochs: 3}\n",
+        model__no_name="width: 3\n",
+    )
     with pytest.raises(ConfigError) as refused:
         program.check()
     assert refused.value.problems == [
-        "conf/config.yaml: ddp_train has a config.yaml of its own; put what it sets into conf/experiment/NAME.yaml, "
-        "and choose that: experiment=NAME"
+        "conf/config.yaml: ddp_train has a config.yaml of its own; put what it sets into"
+        " conf/experiment/NAME.yaml, and choose that: experiment=NAME"
     ]
     _, problems = read_config(program, read_overrides(program, []))
-    assert problems == ["conf/schedule/cosine.yaml: ddp_train has schedule=cosine of its own; rename it"]
+    assert problems == [
+        "conf/schedule/cosine.yaml: ddp_train has schedule=cosine of its own; rename it"
+    ]
     assert read_config(program, read_overrides(program, ["schedule=step"]))[1] == []
     own_presets(
-        experiment__late="# late\n# @package _global_\nseed: 5\n", modle__big="hidden: 3\n", nginx__a="port: 80\n"
+        experiment__late="# late\n# @package _global_\nseed: 5\n",
+        modle__big="hidden: 3\n",
+        nginx__a="port: 80\n",
     )
     own_presets(experiment__early="\n#@package  _global_\nseed: 5\n", traces__a="port: 80\n")
     Path("conf/experiment/late.yaml").with_name("other.yml").write_text("# @package _global_\n")
     for ours in ("conf/config.yaml", "conf/schedule/cosine.yaml"):
         Path(ours).unlink()
     program.check()
-    late = "conf/experiment/late.yaml: its first line must be `# @package _global_`, to set keys of a run"
+    late = (
+        "conf/experiment/late.yaml: its first line must be `# @package _global_`, to set keys of"
+        " a run"
+    )
     unusable = {
         "experiment=late": late,
-        "experiment=other": "conf/experiment/other.yml: only *.yaml is read; rename it to other.yaml",
+        "experiment=other": (
+            "conf/experiment/other.yml: only *.yaml is read; rename it to other.yaml"
+        ),
         "model=big": "conf/modle/big.yaml: there is no group modle; did you mean model?",
     }
     for word, problem in unusable.items():
         assert read_overrides(program, [word]).problems == [problem]
-    assert read_config(program, read_overrides(program, ["experiment=early"]))[1] == [], "the others do not stop it"
+    assert read_config(program, read_overrides(program, ["experiment=early"]))[1] == [], (
+        "the others do not stop it"
+    )
     (note,) = started(None, [])[0].notes
     assert note.startswith(f"{late}; not used until then, nor are 2 others; if conf belongs to")
     assert "late" not in program.options("experiment")
     (problem,) = read_overrides(program, ["nginx=a"]).problems
-    assert problem.startswith("nginx=a: conf/nginx is no group; a folder of your own is a group only if it")
+    assert problem.startswith(
+        "nginx=a: conf/nginx is no group; a folder of your own is a group only if it"
+    )
     _, problems = read_config(program, read_overrides(program, ["model=no_name"]))
     assert problems == [
-        "conf/model/no_name.yaml: names none of cnn, mlp, linear_regression, gelu_mlp, gpt, torchvision, custom; add "
-        "`name: cnn`, or `_target_: package.Name`"
+        "conf/model/no_name.yaml: names none of cnn, mlp, linear_regression, gelu_mlp, gpt,"
+        " torchvision, custom; add `name: cnn`, or `_target_: package.Name`"
     ]
 
 
@@ -1135,40 +1481,82 @@ USE = "defaults: {}: every run has an option of optimizer; use `- override /opti
             "conf/experiment/mine.yaml: line 4: lr stands there twice; keep one of them",
         ),
         ("defaults: [override /optimizer: twice]", TWICE),
-        ("defaults: [optimizer: adamw]", "conf/experiment/mine.yaml: " + USE.format("optimizer: adamw")),
-        ("defaults: [/optimizer: adamw]", "conf/experiment/mine.yaml: " + USE.format("/optimizer: adamw")),
+        (
+            "defaults: [optimizer: adamw]",
+            "conf/experiment/mine.yaml: " + USE.format("optimizer: adamw"),
+        ),
+        (
+            "defaults: [/optimizer: adamw]",
+            "conf/experiment/mine.yaml: " + USE.format("/optimizer: adamw"),
+        ),
         (
             "defaults: [override /optimizer: adamww]",
             "adamww: must be one of adadelta, adam, adamw, custom, .*sgd, twice; ",
         ),
-        ("defaults: [override /optimizer: adamww]", "conf/experiment/mine.yaml: .*; did you mean adamw?"),
-        ("defaults: [override /optimizr: sgd]", "there is no group optimizr; did you mean optimizer?"),
+        (
+            "defaults: [override /optimizer: adamww]",
+            "conf/experiment/mine.yaml: .*; did you mean adamw?",
+        ),
+        (
+            "defaults: [override /optimizr: sgd]",
+            "there is no group optimizr; did you mean optimizer?",
+        ),
         (
             "defaults: [bass]",
-            "conf/experiment/mine.yaml: defaults: bass: no such file in experiment/; did you mean base?",
+            (
+                "conf/experiment/mine.yaml: defaults: bass: no such file in experiment/; did you"
+                " mean base?"
+            ),
         ),
-        ("defaults: {optimizer: adamw}", "conf/experiment/mine.yaml: defaults: must be a list, of lines `- override"),
+        (
+            "defaults: {optimizer: adamw}",
+            "conf/experiment/mine.yaml: defaults: must be a list, of lines `- override",
+        ),
         (
             "defaults: [5]",
-            "conf/experiment/mine.yaml: defaults: 5: must be `override /GROUP: OPTION`, or the name of a",
+            (
+                "conf/experiment/mine.yaml: defaults: 5: must be `override /GROUP: OPTION`, or the"
+                " name of a"
+            ),
         ),
-        ("hooks: {a: 1}", "hooks={a:1}: must be a list like [package.Name] or .* (in conf/experiment/mine.yaml)"),
+        (
+            "hooks: {a: 1}",
+            "hooks={a:1}: must be a list like [package.Name] or .* (in conf/experiment/mine.yaml)",
+        ),
         (
             "optimizer: {groups: {a: 1}}",
             "optimizer.groups={a:1}: must be a list like .* (in conf/experiment/mine.yaml)",
         ),
-        ("train: [3]", "train=[3]: is a section; it holds keys and values, .* (in conf/experiment/mine.yaml)"),
+        (
+            "train: [3]",
+            "train=[3]: is a section; it holds keys and values, .* (in conf/experiment/mine.yaml)",
+        ),
         (
             "optimizer: adamw",
-            "optimizer=adamw: an option is chosen in `defaults`, by `- override /optimizer: adamw` (in",
+            (
+                "optimizer=adamw: an option is chosen in `defaults`, by `- override /optimizer:"
+                " adamw` (in"
+            ),
         ),
         (
             "optimizer: {lr: '${oc.env'}",
             "optimizer.lr=${oc.env: must be a reference like .* (in conf/experiment/mine.y",
         ),
         ("- a", "conf/experiment/mine.yaml: must hold keys and values, KEY: VALUE"),
-        ("defaults: [base, /experiment/base, _self_, override /tracker: [tensorboard]]\nname: 2024-01-01", ""),
-        ("defaults: [/optimizer/sgd@optimizer, override /model: mlp, override /hydra/sweeper: basic]", ""),
+        (
+            (
+                "defaults: [base, /experiment/base, _self_, override /tracker:"
+                " [tensorboard]]\nname: 2024-01-01"
+            ),
+            "",
+        ),
+        (
+            (
+                "defaults: [/optimizer/sgd@optimizer, override /model: mlp, override"
+                " /hydra/sweeper: basic]"
+            ),
+            "",
+        ),
     ],
 )
 def test_a_wrong_preset_is_one_problem_that_names_it(preset: str, expected: str) -> None:
@@ -1183,16 +1571,22 @@ def test_a_wrong_preset_is_one_problem_that_names_it(preset: str, expected: str)
         problems = error.problems
     assert len(problems) == bool(expected), problems
     assert re.search(re.escape(expected).replace(r"\.\*", ".*"), "".join(problems))
-    assert read_config(program, read_overrides(program, ["experiment=base"]))[1] == [], "it does not stop others"
+    assert read_config(program, read_overrides(program, ["experiment=base"]))[1] == [], (
+        "it does not stop others"
+    )
 
 
 def test_a_preset_is_no_config_of_a_run() -> None:
     preset = (
-        "# @package _global_\ndefaults: [override /optimizer: adam]\nmodel: {}\ndata: {}\noptimizer: {}\ntrain: {}\n"
+        "# @package _global_\ndefaults: [override /optimizer: adam]\nmodel: {}\ndata:"
+        " {}\noptimizer: {}\ntrain: {}\n"
     )
     program = own_presets(experiment__mine=preset)
     Path("mine.yaml").write_text(preset)
-    for file, where in (("conf/experiment/mine.yaml", ""), ("mine.yaml", ", from conf/experiment/")):
+    for file, where in (
+        ("conf/experiment/mine.yaml", ""),
+        ("mine.yaml", ", from conf/experiment/"),
+    ):
         _, problems = read_config(program, read_overrides(program, [f"config={file}"]))
         assert problems == [f"config={file}: is a preset; choose it by experiment=mine{where}"]
 
@@ -1201,7 +1595,12 @@ def test_a_preset_is_no_config_of_a_run() -> None:
     ("script", "argv0", "typed", "torchrun"),
     [
         (ROOT / "launch.py", "launch.py", "python launch.py", "launch.py"),
-        (ROOT / "launch.py", str(ROOT / "launch.py"), f"python {ROOT}/launch.py", f"{ROOT}/launch.py"),
+        (
+            ROOT / "launch.py",
+            str(ROOT / "launch.py"),
+            f"python {ROOT}/launch.py",
+            f"{ROOT}/launch.py",
+        ),
         (None, "/somewhere/bin/ddp-train", "ddp-train", "-m ddp_train"),
         (None, str(ROOT / "ddp_train/__main__.py"), "python -m ddp_train", "-m ddp_train"),
     ],
@@ -1213,7 +1612,11 @@ def test_commands_are_shown_as_they_were_typed(
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("mine").mkdir()
     program, words = started(script, ["-cd", "mine", "seed=1", "-m"])
-    assert words == ["seed=1", "-m"] and program.own == Path("mine") and sys.path[-1] == str(Path.cwd())
+    assert (
+        words == ["seed=1", "-m"]
+        and program.own == Path("mine")
+        and sys.path[-1] == str(Path.cwd())
+    )
     assert program.command(words) == f"{typed} --config-dir=mine seed=1 -m"
     assert program.again(["seed=1"])[2:] == ["--config-dir=mine", "seed=1"]
     assert f"torchrun --nproc_per_node=N {torchrun} [key=value ...]  " in usage(typed)
@@ -1225,7 +1628,10 @@ def test_commands_are_shown_as_they_were_typed(
     other = started(script, [])[0]
     assert other.own == beside, "another program's"
     assert other.notes == (
-        "conf is another program's, for it has a config.yaml: not used; name presets of yours with --config-dir=FOLDER",
+        (
+            "conf is another program's, for it has a config.yaml: not used; name presets of yours"
+            " with --config-dir=FOLDER"
+        ),
     )
     assert started(script, ["-cd", "mine"])[0].notes == ()
     for flag in (["--config-dir"], ["-cd", "seed=1"], ["-cd="]):
@@ -1234,7 +1640,9 @@ def test_commands_are_shown_as_they_were_typed(
 
 
 def test_launch_py_says_what_its_help_says() -> None:
-    assert usage("python launch.py") == (ast.get_docstring(ast.parse((ROOT / "launch.py").read_text())) or "")
+    assert usage("python launch.py") == (
+        ast.get_docstring(ast.parse((ROOT / "launch.py").read_text())) or ""
+    )
 
 
 def test_an_old_python_is_told_what_is_needed(
@@ -1269,22 +1677,43 @@ def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
 @pytest.mark.parametrize(
     ("line", "notice"),
     [
-        ("optimizer.decay_norm_and_bias=false", "optimizer.decay_norm_and_bias=false has no effect: optimizer.weight"),
-        ("strategy=single launch.backend=gloo", "launch.backend=gloo has no effect: strategy=single"),
-        ("launch.nproc_per_node=1 strategy.bucket_cap_mb=3", "strategy.bucket_cap_mb=3.0 has no effect: one process"),
+        (
+            "optimizer.decay_norm_and_bias=false",
+            "optimizer.decay_norm_and_bias=false has no effect: optimizer.weight",
+        ),
+        (
+            "strategy=single launch.backend=gloo",
+            "launch.backend=gloo has no effect: strategy=single",
+        ),
+        (
+            "launch.nproc_per_node=1 strategy.bucket_cap_mb=3",
+            "strategy.bucket_cap_mb=3.0 has no effect: one process",
+        ),
         (
             "model=mlp tuning.channels_last=true",
             "tuning.channels_last=true has no effect: model=mlp has no convolution",
         ),
-        ("tuning.compile_mode=max-autotune", "tuning.compile_mode=max-autotune has no effect: tuning.compile=false"),
-        ("tuning.buckets=one strategy=single", "tuning.buckets=one has no effect: strategy=single has no buckets"),
+        (
+            "tuning.compile_mode=max-autotune",
+            "tuning.compile_mode=max-autotune has no effect: tuning.compile=false",
+        ),
+        (
+            "tuning.buckets=one strategy=single",
+            "tuning.buckets=one has no effect: strategy=single has no buckets",
+        ),
         (
             "tuning.buckets=large strategy.comm_hook=powersgd launch.nproc_per_node=3",
-            "tuning.buckets=large has no effect: strategy.comm_hook=powersgd over gloo needs all gradients in one",
+            (
+                "tuning.buckets=large has no effect: strategy.comm_hook=powersgd over gloo needs"
+                " all gradients in one"
+            ),
         ),
         (
             "tuning.buckets=by_flops strategy.comm_hook=powersgd launch.nproc_per_node=3",
-            "tuning.buckets=by_flops has no effect: strategy.comm_hook=powersgd over gloo needs all gradients in one",
+            (
+                "tuning.buckets=by_flops has no effect: strategy.comm_hook=powersgd over gloo needs"
+                " all gradients in one"
+            ),
         ),
         (
             "tuning.buckets=by_flops launch.nproc_per_node=1",
@@ -1310,11 +1739,15 @@ def test_no_tip_is_on_in_tuning_none() -> None:
     tips = dataclasses.asdict(composed("tuning=none").tuning)
     del tips["prefetch_factor"]
     off = (False, 0, [], "default")
-    assert {name for name, value in tips.items() if value not in off} == {"name", "precision", "optimizer"}
+    assert {name for name, value in tips.items() if value not in off} == {
+        "name",
+        "precision",
+        "optimizer",
+    }
     assert (tips["precision"], tips["optimizer"]) == ("fp32", "loop")
 
 
-# --- freezing -------------------------------------------------------------------------------------------------------
+# --- freezing -------------------------------------------------------------------------------------
 
 CUSTOM = {
     "model": "model._target_=torch.nn.Linear model.in_features=64 model.out_features=10",
@@ -1323,7 +1756,9 @@ CUSTOM = {
     "optimizer": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
 }
 EVERY_OPTION = {
-    section: [CUSTOM[section] if option == "custom" else f"{section}={option}" for option in options]
+    section: [
+        CUSTOM[section] if option == "custom" else f"{section}={option}" for option in options
+    ]
     for section, options in OPTIONS.items()
 }
 
@@ -1331,9 +1766,18 @@ EVERY_OPTION = {
 @pytest.mark.parametrize(
     "line",
     [
-        *(" ".join(line) for line in itertools.zip_longest(*EVERY_OPTION.values(), fillvalue="seed=1")),
-        "tuning=none name='null' trusted_modules=[a,b] optimizer.lr=1e-5 strategy.bucket_cap_mb_list=[1,2.5] seed=3",
-        "seed=9223372036854775807 launch.nproc_per_node=4 launch.rdzv_endpoint=host:1 name='1' run_dir='yes:~no'",
+        *(
+            " ".join(line)
+            for line in itertools.zip_longest(*EVERY_OPTION.values(), fillvalue="seed=1")
+        ),
+        (
+            "tuning=none name='null' trusted_modules=[a,b] optimizer.lr=1e-5"
+            " strategy.bucket_cap_mb_list=[1,2.5] seed=3"
+        ),
+        (
+            "seed=9223372036854775807 launch.nproc_per_node=4 launch.rdzv_endpoint=host:1 name='1'"
+            " run_dir='yes:~no'"
+        ),
     ],
 )
 def test_what_is_frozen_comes_back(line: str, tmp_path: Path) -> None:
@@ -1380,7 +1824,7 @@ def test_a_frozen_config_that_is_none_is_refused(text: str) -> None:
         load_frozen(text)
 
 
-# --- configs of earlier versions --------------------------------------------------------------------------------------
+# --- configs of earlier versions ------------------------------------------------------------------
 
 EARLIER = Path(__file__).resolve().parent / "frozen" / "config_4b4cae2.yaml"
 """Of a run with train.reduction=ordered data.loader=host, as the code at that commit froze it."""
@@ -1390,7 +1834,10 @@ def test_a_config_that_was_frozen_earlier_is_read() -> None:
     config = load_frozen(EARLIER.read_text())
     assert config.strategy == OrderedConfig(virtual_shards=8)
     assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
-    assert (config.tuning.triton_kernels, config.tuning.buckets) == (False, "default"), "its last bits stay"
+    assert (config.tuning.triton_kernels, config.tuning.buckets) == (
+        False,
+        "default",
+    ), "its last bits stay"
     assert load_frozen(to_text(config)) == config
 
 
@@ -1408,20 +1855,31 @@ def test_a_run_that_was_compiled_as_one_graph_stays_so(
     tuning: dict[str, Any], strategy: dict[str, Any], buckets: str
 ) -> None:
     found = migrated({"tuning": tuning, "strategy": strategy, "reasons": {"one_graph": "NVLink"}})
-    assert found["tuning"] == {"compile": tuning["compile"], "triton_kernels": False, "buckets": buckets}
+    assert found["tuning"] == {
+        "compile": tuning["compile"],
+        "triton_kernels": False,
+        "buckets": buckets,
+    }
     assert found["reasons"] == {"buckets": "NVLink"}, "auto chooses anew"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "key", "value"),
     [
-        ("reduction: ordered", "reduction: all_reduce", "strategy", DdpConfig(gradient_as_bucket_view=False)),
+        (
+            "reduction: ordered",
+            "reduction: all_reduce",
+            "strategy",
+            DdpConfig(gradient_as_bucket_view=False),
+        ),
         ("virtual_shards: 8", "virtual_shards: 4", "strategy", OrderedConfig(virtual_shards=4)),
         ("name: digits", "name: image_folder\n  decode: threads", "data.decode", "processes"),
         ("probe: none", "probe: step_times", "hooks", []),
     ],
 )
-def test_what_earlier_versions_had_becomes_what_replaced_it(before: str, after: str, key: str, value: Any) -> None:
+def test_what_earlier_versions_had_becomes_what_replaced_it(
+    before: str, after: str, key: str, value: Any
+) -> None:
     text = EARLIER.read_text()
     assert before in text
     found: Any = load_frozen(text.replace(before, after))
@@ -1442,12 +1900,21 @@ def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
     prepared.lock.release()
     (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
     (problem,) = problems_of(*words)
-    assert problem == "strategy=ddp: the run in run_dir=run has strategy=ordered; use that, or another run_dir"
-    evaluation = prepare(PROGRAM, ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"], None).config
-    assert (evaluation.model.name, evaluation.data.limit, evaluation.data.placement) == ("mlp", 200, "device")
+    assert (
+        problem
+        == "strategy=ddp: the run in run_dir=run has strategy=ordered; use that, or another run_dir"
+    )
+    evaluation = prepare(
+        PROGRAM, ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"], None
+    ).config
+    assert (evaluation.model.name, evaluation.data.limit, evaluation.data.placement) == (
+        "mlp",
+        200,
+        "device",
+    )
 
 
-# --- what the command tells about itself ------------------------------------------------------------------------------
+# --- what the command tells about itself ----------------------------------------------------------
 
 
 def test_help_names_every_key() -> None:
@@ -1463,9 +1930,14 @@ def test_help_names_every_key() -> None:
 def test_help_names_choices_and_what_works() -> None:
     told = launch("--help").stdout
     for expected in (
-        "model._target_=", "model.ANY=", "(none, batch, group)", "(auto, nccl, gloo)",
-        "(train, evaluate, predict, export, study, doctor, prove)", "MNIST to 99 %", "Small, slow and loud",
-    ):  # fmt: skip
+        "model._target_=",
+        "model.ANY=",
+        "(none, batch, group)",
+        "(auto, nccl, gloo)",
+        "(train, evaluate, predict, export, study, doctor, prove)",
+        "MNIST to 99 %",
+        "Small, slow and loud",
+    ):
         assert expected in told
 
 
@@ -1478,7 +1950,9 @@ def test_help_fits_a_terminal_and_loses_no_word(width: int) -> None:
     if width == 80:
         at = seen.index("launch.grace_seconds=30.0")
         first, second = seen[at:].splitlines()[:2]
-        assert second.startswith(" " * (first.index("time to save") + 2)), "below the meaning of the key"
+        assert second.startswith(" " * (first.index("time to save") + 2)), (
+            "below the meaning of the key"
+        )
 
 
 def test_help_in_a_terminal_is_folded() -> None:
@@ -1526,7 +2000,14 @@ def test_flags_may_stand_in_any_order_with_their_values() -> None:
 def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
     done = launch("--info", "defaults")
     assert done.returncode == 0, done.stderr
-    for name in ("strategy/ddp", "model/cnn", "data/digits", "optimizer/sgd", "schedule/cosine", "tuning/recommended"):
+    for name in (
+        "strategy/ddp",
+        "model/cnn",
+        "data/digits",
+        "optimizer/sgd",
+        "schedule/cosine",
+        "tuning/recommended",
+    ):
         assert name in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -1542,7 +2023,9 @@ def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_typed_as_a_flag_is_recognised(flag: str, meant: str) -> None:
-    assert (f"; did you mean {meant}?" if meant else "no such flag") in "no such flag" + _meant(flag)
+    assert (f"; did you mean {meant}?" if meant else "no such flag") in "no such flag" + _meant(
+        flag
+    )
 
 
 @pytest.mark.slow
@@ -1557,7 +2040,9 @@ def test_a_key_typed_as_a_flag_is_recognised(flag: str, meant: str) -> None:
 def test_the_shell_completes(typed: str, offered: set[str]) -> None:
     """As bash asks, after eval "$(python launch.py -sc install=bash)"."""
     line = f"python launch.py {typed}"
-    done = launch("-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_KEY="9", COMP_TYPE="9")
+    done = launch(
+        "-sc", "query=bash", COMP_LINE=line, COMP_POINT=str(len(line)), COMP_KEY="9", COMP_TYPE="9"
+    )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == offered
 
@@ -1568,23 +2053,34 @@ def test_completion_installs_itself() -> None:
     assert "complete " in done.stdout
 
 
-# --- sweeps ---------------------------------------------------------------------------------------------------------
+# --- sweeps ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
     """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
     trials = Trials(PROGRAM, None)
-    trials.check(["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100", "seed=1,2,3"], True)
+    trials.check(
+        ["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100", "seed=1,2,3"], True
+    )
     assert trials.total == 6
     with pytest.raises(ConfigError) as caught:
-        Trials(PROGRAM, None).check(["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True)
-    assert [problem.split(":")[0] for problem in caught.value.problems] == ["train.global_batch_size=96"]
+        Trials(PROGRAM, None).check(
+            ["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True
+        )
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "train.global_batch_size=96"
+    ]
 
 
 @pytest.mark.slow
 def test_own_arguments_can_be_swept() -> None:
-    words = ["-m", "model._target_=torch.nn.Linear", "model.in_features=64", "model.out_features=10,12"]
+    words = [
+        "-m",
+        "model._target_=torch.nn.Linear",
+        "model.in_features=64",
+        "model.out_features=10,12",
+    ]
     trials = Trials(PROGRAM, None)
     assert "++model.out_features=10,12" in trials.check(words, True)
     assert trials.total == 2
@@ -1596,15 +2092,19 @@ def test_a_trial_without_its_objective_keeps_its_row(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps({"test": test, "seconds": 1.0}))
     row = outcome(Config(run_dir=str(tmp_path), objective="test.accuracy"))
     assert (row["status"], row["objective"], row["loss"]) == ("completed", None, 0.5)
-    assert outcome(Config(run_dir=str(tmp_path), objective="samples_per_second"))["objective"] is None
+    assert (
+        outcome(Config(run_dir=str(tmp_path), objective="samples_per_second"))["objective"] is None
+    )
 
 
-# --- properties -----------------------------------------------------------------------------------------------------
+# --- properties -----------------------------------------------------------------------------------
 
 WORDS = st.from_regex(r"[b-d]{1,5}", fullmatch=True)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | WORDS
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3), max_leaves=6
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
 )
 
 
@@ -1622,13 +2122,17 @@ def test_a_shown_value_can_be_pasted(value: Any) -> None:
 @example(key="metrics", value=[{}], option=0)
 @given(key=st.sampled_from(all_keys()), value=VALUES | st.floats(), option=st.integers(0, 10))
 def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) -> None:
-    """Any value of any key ends as a config or as a message that begins with a key; never as a traceback."""
+    """Any value of any key ends as a config or as a message that begins with a key; never as a
+    traceback."""
     section, *inner, name = key.split(".") if "." in key else ["", key]
     names = list(OPTIONS.get(section, ["recommended"]))
     content: dict[str, Any] = {name: value}
     for part in reversed(inner):
         content = {part: content}
-    values = {section: {"name": names[option % len(names)], **content}} if section else {key: value}
+    if section:
+        values = {section: {"name": names[option % len(names)], **content}}
+    else:
+        values = {key: value}
     if section in SECTIONS and section != "tuning":
         values = {section: content}
     config, problems = bind(values)
@@ -1644,7 +2148,7 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
         assert isinstance(getattr(place, name), str | dict | list)
 
 
-# --- sweeps ---------------------------------------------------------------------------------------------------------
+# --- sweeps ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -1655,11 +2159,16 @@ def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPa
         if name == "hydra_plugins":
             return None
         if name.startswith("hydra_plugins."):
-            raise ModuleNotFoundError("No module named 'hydra_plugins'")  # what the real one does then
+            raise ModuleNotFoundError(
+                "No module named 'hydra_plugins'"
+            )  # what the real one does then
         return real(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", without_plugins)
-    with pytest.raises(ConfigError, match=r"needs the package hydra-submitit-launcher; pip install -e '\.\[slurm\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs the package hydra-submitit-launcher; pip install -e '\.\[slurm\]'",
+    ):
         Trials(PROGRAM, None).check(["-m", "hydra/launcher=slurm", "seed=1,2"], True)
 
 
@@ -1671,9 +2180,22 @@ def test_a_report_that_fails_does_not_hide_the_results(
 
     monkeypatch.setattr(page, "write", failing)
     trials = Trials(PROGRAM, None)
-    trials.sweep_dir, trials.writer = tmp_path, Writer(tmp_path)
-    trials.rows = [{"trial": 0, "overrides": [], "status": "failed", "exit_code": 3, "kind": "crash", "reason": "bad"}]
+    trials.sweep_dir = tmp_path
+    trials.writer = Writer(tmp_path)
+    trials.rows = [
+        {
+            "trial": 0,
+            "overrides": [],
+            "status": "failed",
+            "exit_code": 3,
+            "kind": "crash",
+            "reason": "bad",
+        }
+    ]
     assert trials.finish() == 3
     trials.page.write_last(trials)
     told = capsys.readouterr()
-    assert f"results {tmp_path}/results.jsonl" in told.out and "note: no report: OSError: no room for plots" in told.err
+    assert (
+        f"results {tmp_path}/results.jsonl" in told.out
+        and "note: no report: OSError: no room for plots" in told.err
+    )

@@ -1,4 +1,5 @@
-"""Batches that are copied beside the computation, played on the CPU; tests/test_gpu.py has real streams."""
+"""Batches that are copied beside the computation, played on the CPU; tests/test_gpu.py has real
+streams."""
 
 from __future__ import annotations
 
@@ -23,11 +24,15 @@ class Stream:
     """Writes down what is asked of it."""
 
     def __init__(self, name: str = "copies") -> None:
-        self.name, self.events = name, 0
+        self.name = name
+        self.events = 0
 
     def record_event(self) -> Any:
-        number, self.events = self.events, self.events + 1
-        return mock.Mock(**{"synchronize.side_effect": lambda: happened.append(f"host waits for event {number}")})
+        number = self.events
+        self.events = self.events + 1
+        return mock.Mock(
+            **{"synchronize.side_effect": lambda: happened.append(f"host waits for event {number}")}
+        )
 
     def wait_stream(self, other: Stream) -> None:
         happened.append(f"{self.name} waits for {other.name}")
@@ -55,13 +60,17 @@ def training() -> Iterator[Stream]:
         yield here
 
 
-def test_a_batch_is_copied_before_the_computation_on_those_before_it_is_waited_for(training: Stream) -> None:
-    source, plan = table(40), BatchPlan(samples=40, global_batch_size=8, accumulation_steps=1, steps=5, seed=0)
+def test_a_batch_is_copied_before_the_computation_on_those_before_it_is_waited_for(
+    training: Stream,
+) -> None:
+    source = table(40)
+    plan = BatchPlan(samples=40, global_batch_size=8, accumulation_steps=1, steps=5, seed=0)
     tuning = TuningConfig(num_workers=0, pin_memory=False, non_blocking=False, copy_stream=True)
     tuning.channels_last = False
     loader = loader_of(source, plan.micro_batches(), tuning, "cpu")
     assert not loader.copies_beside, "there is no stream on the CPU"
-    loader.copies_beside, real = True, loader._place
+    loader.copies_beside = True
+    real = loader._place
 
     def place(tensor: Tensor) -> Tensor:
         happened.append("copy")
@@ -71,10 +80,20 @@ def test_a_batch_is_copied_before_the_computation_on_those_before_it_is_waited_f
     for number, batch in enumerate(loader):
         happened.append(f"compute {number}")
         assert torch.equal(batch.inputs, source.inputs[torch.from_numpy(batch.micro_batch.indices)])
-    sent = ["in copies", "copy", "copy", "out of copies", "training waits for copies", *["kept for training"] * 2]
+    sent = [
+        "in copies",
+        "copy",
+        "copy",
+        "out of copies",
+        "training waits for copies",
+        *["kept for training"] * 2,
+    ]
     expected: list[str] = []
     for number in range(5):
-        # Event n stands behind the computation on batch n - 1. No copy waits for the one just before it.
-        expected += [f"host waits for event {number - BATCHES_AHEAD}"] if number >= BATCHES_AHEAD else []
+        # Event n stands behind the computation on batch n - 1. No copy waits for the one just
+        # before it.
+        expected += (
+            [f"host waits for event {number - BATCHES_AHEAD}"] if number >= BATCHES_AHEAD else []
+        )
         expected += [*sent, f"compute {number}"]
     assert happened == expected

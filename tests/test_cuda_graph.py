@@ -1,4 +1,5 @@
-"""What a recorded step does around its recording, played on the CPU; tests/test_gpu.py has real ones."""
+"""What a recorded step does around its recording, played on the CPU; tests/test_gpu.py has real
+ones."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def record(self: Any, data: Any) -> None:
     place = map_tensors(torch.clone, data)
     self.batch = list(tensors(place))
     self.shapes = [tensor.shape for tensor in self.batch]
-    self.scale, self.loss, self.units = torch.zeros(()), torch.zeros(()), None
+    self.scale = torch.zeros(())
+    self.loss = torch.zeros(())
+    self.units = None
 
     def replay() -> None:
         replayed.append(self.steps_done)
@@ -69,7 +72,9 @@ def no_gpu() -> Iterator[None]:
         yield
 
 
-def job(graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource | None = None) -> Job:
+def job(
+    graph: bool, samples: int, optimizer: str = "sgd", source: ArraySource | None = None
+) -> Job:
     config = config_of(
         World(),
         Hardware(cpus=1, gpus=1),
@@ -97,11 +102,25 @@ def test_whole_batches_are_replayed_and_others_are_not(samples: int, optimizer: 
         made = job(graph, samples, optimizer)
         train(made, iter(made.batches), until=made.plan.steps)
         weights = torch.cat([p.detach().flatten() for p in made.stepper.parameters])
-        results.append((weights, made.stepper.mean_loss(), made.stepper.steps_done, made.stepper.last_learning_rate))
-    plan, whole = made.plan, [step for step in range(made.plan.steps) if made.plan.is_full(step)]
-    assert recorded == [whole[WARM_UP_STEPS]] and replayed == whole[WARM_UP_STEPS:] and len(replayed) > 20
+        results.append(
+            (
+                weights,
+                made.stepper.mean_loss(),
+                made.stepper.steps_done,
+                made.stepper.last_learning_rate,
+            )
+        )
+    plan = made.plan
+    whole = [step for step in range(made.plan.steps) if made.plan.is_full(step)]
+    assert (
+        recorded == [whole[WARM_UP_STEPS]]
+        and replayed == whole[WARM_UP_STEPS:]
+        and len(replayed) > 20
+    )
     assert len(whole) < plan.steps or samples == 40
-    for one, other in zip(*results, strict=True):  # on the CPU, a rate in a tensor has fewer digits than a number
+    for one, other in zip(
+        *results, strict=True
+    ):  # on the CPU, a rate in a tensor has fewer digits than a number
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
@@ -123,7 +142,10 @@ def test_a_rehearsal_leaves_all_as_it_was_and_all_steps_are_replayed(optimizer: 
         if rehearsed:
             before = [one.clone() for one in made.module.state_dict().values()]
             rehearse(made)
-            assert all(map(torch.equal, before, made.module.state_dict().values())) and len(recorded) == 1
+            assert (
+                all(map(torch.equal, before, made.module.state_dict().values()))
+                and len(recorded) == 1
+            )
             assert made.step == made.stepper.steps_done == 0 and not made.stepper.losses.seen
         train(made, iter(made.batches), until=made.plan.steps)
         assert replayed == list(range(0 if rehearsed else WARM_UP_STEPS, made.plan.steps))
@@ -157,17 +179,23 @@ def test_ranks_begin_to_train_when_all_have_rehearsed() -> None:
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_what_a_rehearsal_cannot_undo_ends_it(ready: bool) -> None:
-    """A model that its first batch initialises, as ActNorm. A cache that is filled then is no state."""
+    """A model that its first batch initialises, as ActNorm. A cache that is filled then is no
+    state."""
 
     def initialise(model: Any, _: Any) -> None:
-        model.ready, model.cache = True, 1
+        model.ready = True
+        model.cache = 1
 
     initialise.__module__ = HARNESS
     made = job(True, 40)
     model: Any = made.module.model
-    model.ready, model.cache = ready, None
+    model.ready = ready
+    model.cache = None
     model.register_forward_pre_hook(initialise)
-    expected = "" if ready else r"forward pass changes model\.ready, which tuning\.rehearse=true cannot undo"
+    if ready:
+        expected = ""
+    else:
+        expected = r"forward pass changes model\.ready, which tuning\.rehearse=true cannot undo"
     with pytest.raises(LaunchError, match=expected) if expected else contextlib.nullcontext():
         rehearse(made)
 
@@ -185,15 +213,22 @@ def test_a_recording_is_gone_when_its_stepper_is_closed() -> None:
     assert len(replayed) == 20 - WARM_UP_STEPS and stepper.graph
     for _ in range(2):
         stepper.close()
-        assert replayed == [] and stepper.graph is None, "the graph is reset, even if something else holds it"
+        assert replayed == [] and stepper.graph is None, (
+            "the graph is reset, even if something else holds it"
+        )
 
 
 def test_what_cannot_be_recorded_is_told_with_the_remedy() -> None:
     made = job(True, 40)
     refusal = RuntimeError("operation not permitted when stream is capturing\nand a stack")
-    with mock.patch.object(GraphedStepper, "_capture", side_effect=refusal), pytest.raises(LaunchError) as caught:
+    with (
+        mock.patch.object(GraphedStepper, "_capture", side_effect=refusal),
+        pytest.raises(LaunchError) as caught,
+    ):
         train(made, iter(made.batches), until=20)
-    assert str(caught.value).endswith("as a CUDA graph: operation not permitted when stream is capturing")
+    assert str(caught.value).endswith(
+        "as a CUDA graph: operation not permitted when stream is capturing"
+    )
     assert caught.value.remedy == "use tuning.cuda_graph=false" and made.step == WARM_UP_STEPS
 
 
@@ -207,10 +242,17 @@ def broken_off(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     "fails",
-    [torch.OutOfMemoryError("CUDA out of memory"), broken_off, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        broken_off,
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"),
+    ],
 )
 def test_want_of_memory_is_not_a_step_that_cannot_be_recorded(fails: Any) -> None:
     made = job(True, 40)
-    with mock.patch.object(GraphedStepper, "_capture", side_effect=fails), pytest.raises(RuntimeError) as caught:
+    with (
+        mock.patch.object(GraphedStepper, "_capture", side_effect=fails),
+        pytest.raises(RuntimeError) as caught,
+    ):
         train(made, iter(made.batches), until=20)
     assert failure_from(caught.value, 0, RankStatus(), Path("log"), "").kind == "oom"

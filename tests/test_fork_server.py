@@ -1,4 +1,5 @@
-"""A forked worker finds what one finds that starts as a new interpreter, and does not depend on the fork server."""
+"""A forked worker finds what one finds that starts as a new interpreter, and does not depend on the
+fork server."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.commands import (
     running,
     server_of,
     wait_until,
-)  # fmt: skip
+)
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.true_command]  # the machine may be busy
 
@@ -105,17 +106,28 @@ class Net(nn.Module):
 '''
 
 
-def facts_of(folder: Path, *words: str, ranks: int = 3, spawn: bool = False) -> list[dict[str, Any]]:
+def facts_of(
+    folder: Path, *words: str, ranks: int = 3, spawn: bool = False
+) -> list[dict[str, Any]]:
     """What each rank found, in a run that must succeed."""
     (folder / "facts.py").write_text(FACTS)
     written = folder / f"facts_{len(list(folder.iterdir()))}"
     written.mkdir()
     done = run(
-        "model._target_=facts.Net", f"+model.folder={written}", f"+model.spawn={spawn}", "trusted_modules=[facts]",
-        "launch.threads_per_process=2", "data.limit=200", "train.max_steps=2", "tuning.num_workers=1",
-        f"launch.nproc_per_node={ranks}", f"run_dir={folder}/run", "checkpoint.resume=never", *words,
+        "model._target_=facts.Net",
+        f"+model.folder={written}",
+        f"+model.spawn={spawn}",
+        "trusted_modules=[facts]",
+        "launch.threads_per_process=2",
+        "data.limit=200",
+        "train.max_steps=2",
+        "tuning.num_workers=1",
+        f"launch.nproc_per_node={ranks}",
+        f"run_dir={folder}/run",
+        "checkpoint.resume=never",
+        *words,
         env={"PYTHONPATH": str(folder)},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert read(folder / "run", "summary.json")["steps"] == 2
     return [json.loads((written / str(rank)).read_text()) for rank in range(ranks)]
@@ -123,21 +135,25 @@ def facts_of(folder: Path, *words: str, ranks: int = 3, spawn: bool = False) -> 
 
 @pytest.mark.slow
 def test_a_forked_worker_finds_what_a_new_interpreter_finds(tmp_path: Path) -> None:
-    forked, fresh = facts_of(tmp_path, spawn=True), facts_of(tmp_path, "launch.fork_server=false")
+    forked = facts_of(tmp_path, spawn=True)
+    fresh = facts_of(tmp_path, "launch.fork_server=false")
     assert [facts["forked"] for facts in forked + fresh] == [True] * 3 + [False] * 3
     for one, other in zip(forked, fresh, strict=True):
         assert one["common"] == other["common"]
         assert one["common"]["torch threads"] == 2
     for name in ("numpy", "temporary", "pid"):
         assert len({facts["own"][name] for facts in forked}) == 3, f"{name} is shared"
-    assert len({facts["own"]["parent"] for facts in forked}) == 1, "all are children of the launcher"
+    assert len({facts["own"]["parent"] for facts in forked}) == 1, (
+        "all are children of the launcher"
+    )
 
 
 @pytest.mark.slow
 def test_a_server_with_threads_forks_nothing(tmp_path: Path) -> None:
     """The thread comes from a module that Python imports at every start, as a profiler's may."""
     (tmp_path / "sitecustomize.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,),"
+        " daemon=True).start()\n"
     )
     assert [facts["forked"] for facts in facts_of(tmp_path, ranks=1)] == [False]
 
@@ -152,7 +168,10 @@ def test_a_run_continues_without_its_fork_server(tmp_path: Path) -> None:
         assert job.process.poll() is None and job.workers() == before and job.said() == ""
         os.kill(before[1], signal.SIGKILL)
         wait_until(
-            lambda: len(job.workers()) == 3 and not set(job.workers().values()) & set(before.values()), "restart"
+            lambda: (
+                len(job.workers()) == 3 and not set(job.workers().values()) & set(before.values())
+            ),
+            "restart",
         )
         assert "restarting (1 of 1 restarts), from step" in job.said().splitlines()[-1]
         job.process.terminate()
@@ -177,7 +196,9 @@ def test_the_server_ends_with_a_refused_config_and_with_a_killed_launcher(tmp_pa
     env = {"FORK_SERVER_TEST": str(tmp_path)}
     assert run("train.epochs=0", env=env).returncode == 2
     assert carrying(str(tmp_path)) == []
-    with subprocess.Popen([*LAUNCH, f"run_dir={tmp_path}/run"], cwd=ROOT, env=environment(env)) as launcher:
+    with subprocess.Popen(
+        [*LAUNCH, f"run_dir={tmp_path}/run"], cwd=ROOT, env=environment(env)
+    ) as launcher:
         wait_until(lambda: len(carrying(str(tmp_path))) == 2, "fork server")
         launcher.kill()  # long before torch is imported
     wait_until(lambda: not carrying(str(tmp_path)), "end of the fork server", seconds=10)
@@ -195,15 +216,23 @@ def test_a_stop_is_obeyed_while_torch_is_imported(tmp_path: Path) -> None:
         assert processes_of(job.run_dir) == {}
 
 
-JOINED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+JOINED = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "1",
+    "OMP_NUM_THREADS": "1",
+}
 SPEC = WorkerSpec(["/no/such/run", "rank=0"], {**os.environ, **JOINED}, {})
 
 
 def test_shared_memory_of_orphans_that_are_killed_goes() -> None:
-    """A loader process that dies between the opening of a tensor's file and its removal leaves the file."""
+    """A loader process that dies between the opening of a tensor's file and its removal leaves the
+    file."""
     with adopting_orphans():
         orphan = subprocess.Popen(["sleep", "60"])
-        left, others = Path(f"/dev/shm/torch_{orphan.pid}_1_0"), Path(f"/dev/shm/torch_{orphan.pid}0_1_0")
+        left = Path(f"/dev/shm/torch_{orphan.pid}_1_0")
+        others = Path(f"/dev/shm/torch_{orphan.pid}0_1_0")
         left.touch()
         others.touch()
     assert not left.exists() and others.exists()
@@ -212,7 +241,9 @@ def test_shared_memory_of_orphans_that_are_killed_goes() -> None:
 
 
 @pytest.mark.slow
-def test_what_ends_a_forked_worker_is_known(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_ends_a_forked_worker_is_known(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     os.mkfifo(tmp_path / "config.yaml")  # without a writer: a worker that reads it blocks
     server = ForkServer(ROOT)
     try:
@@ -222,7 +253,9 @@ def test_what_ends_a_forked_worker_is_known(tmp_path: Path, capfd: pytest.Captur
             workers = server.fork([spec] * 3, given_up=lambda: False)
             assert [worker.wait() for worker in workers] == [73, 73, 73]
             os.close(writing)
-            assert os.read(reading, 1) == b"", "a forked worker, or the server, still holds a file it was given"
+            assert os.read(reading, 1) == b"", (
+                "a forked worker, or the server, still holds a file it was given"
+            )
             os.close(reading)
             error = capfd.readouterr().err
             assert error.count("FATAL write (rank 0 on ") == 3 and "Traceback" not in error
@@ -235,7 +268,9 @@ def test_what_ends_a_forked_worker_is_known(tmp_path: Path, capfd: pytest.Captur
         server.close()
 
 
-def test_a_server_that_cannot_be_used_forks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_be_used_forks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forked(server: ForkServer, stopped: bool = False) -> int:
         began = time.monotonic()
         try:
@@ -261,10 +296,12 @@ def test_a_server_that_cannot_be_used_forks_nothing(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 def test_workers_that_the_server_could_not_report_are_ended(tmp_path: Path) -> None:
-    """The answer is lost after the forks. The workers block on their config, which is a pipe without a writer."""
+    """The answer is lost after the forks. The workers block on their config, which is a pipe
+    without a writer."""
     os.mkfifo(tmp_path / "config.yaml")
     spec = WorkerSpec([str(tmp_path), "rank=0"], SPEC.environment, {})
-    server, seen = ForkServer(ROOT), set()
+    server = ForkServer(ROOT)
+    seen = set()
 
     def lost(*_: object) -> None:
         wait_until(lambda: len(processes_of(tmp_path)) == 3, "three workers", seconds=5)
@@ -290,5 +327,7 @@ def test_a_process_with_cuda_or_threads_is_not_forked() -> None:
         "print([*said, unfit()])\n"
     )
     env = environment({"OMP_NUM_THREADS": "1"})
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "['', 'CUDA is initialized in it', 'it has 2 threads']\n", done.stderr

@@ -1,4 +1,5 @@
-"""`ddp_train.run` and `ddp_train.load`: a run from a script, its result, and its model without data or processes."""
+"""`ddp_train.run` and `ddp_train.load`: a run from a script, its result, and its model without data
+or processes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from ddp_train.errors import ConfigError, DataError
 from tests.commands import LIMIT_SECONDS, ROOT, THREE
 from tests.jobs import datasets_of
 
-SCRIPT = f'''
+SCRIPT = f"""
 import json
 import ddp_train
 
@@ -32,7 +33,7 @@ try:
     ddp_train.run("model=mlp", "train.epochs=1", "hooks=[fails.Fails]")
 except ddp_train.RunFailedError as error:
     print("FAILED", error.exit_code, error.kind, error, "|", error.remedy)
-'''
+"""
 FAILS = """
 class Fails:
     def __init__(self, job, run_dir, world):
@@ -53,7 +54,9 @@ def test_a_script_without_a_main_guard_trains_and_takes_the_model(tmp_path: Path
     (tmp_path / "fails.py").write_text(FAILS)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("processes      3 x cpu") == 1, "what the run prints is seen"
     found = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
@@ -80,7 +83,10 @@ def test_a_script_without_a_main_guard_trains_and_takes_the_model(tmp_path: Path
     ("words", "message"),
     [
         (["train.epoch=1"], r"train.epoch=1: no such key; did you mean train.epochs\?"),
-        (["-m", "optimizer.lr=0.1,0.2"], r"ddp_train.run\('-m'\): does one run, and takes no flags"),
+        (
+            ["-m", "optimizer.lr=0.1,0.2"],
+            r"ddp_train.run\('-m'\): does one run, and takes no flags",
+        ),
         (["mode=doctor"], "for mode=doctor use the command line"),
     ],
 )
@@ -103,4 +109,6 @@ def test_what_a_checkpoint_names_is_not_loaded_unasked() -> None:
     config = CustomConfig(target="somebodys.Net")
     (problem,) = code_problems("model", config, [])
     assert "model._target_=somebodys.Net: loads code from outside" in problem
-    assert "no module somebodys" in code_problems("model", config, ["somebodys"])[0], "trusted now, and not there"
+    assert "no module somebodys" in code_problems("model", config, ["somebodys"])[0], (
+        "trusted now, and not there"
+    )

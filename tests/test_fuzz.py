@@ -1,4 +1,5 @@
-"""Twenty cases of tests/fuzz.py, of all kinds of faults; `make fuzz` runs hundreds. And its judge, which must see."""
+"""Twenty cases of tests/fuzz.py, of all kinds of faults; `make fuzz` runs hundreds. And its judge,
+which must see."""
 
 from __future__ import annotations
 
@@ -15,26 +16,52 @@ from tests.fuzz_faults import FAULTS
 
 CASES = {
     1000: (  # mlp with a validation set, two ranks, no restarts, three checkpoints
-        *("SIGKILL: launcher", "SIGTERM: launcher", "after: newest checkpoint damaged", "disk full"),
+        *(
+            "SIGKILL: launcher",
+            "SIGTERM: launcher",
+            "after: newest checkpoint damaged",
+            "disk full",
+        ),
         "SIGTERM, then SIGKILL: rank",
     ),
-    1040: (  # batch norm and dropout, three ranks with a loader process each, one restart, an average of the weights
-        *("SIGKILL: rank", "SIGKILL: loader", "own code: sample raises", "paused: rank", "own code: nan"),
+    # batch norm and dropout, three ranks with a loader process each, one restart, an average of the
+    # weights
+    1040: (
+        *(
+            "SIGKILL: rank",
+            "SIGKILL: loader",
+            "own code: sample raises",
+            "paused: rank",
+            "own code: nan",
+        ),
     ),
     1020: (  # a language model, four ranks, no checkpoint before the end, the best one kept
-        *("SIGKILL: rank, then another", "SIGSTOP: rank", "SIGINT: launcher", "removed meanwhile: checkpoints"),
+        *(
+            "SIGKILL: rank, then another",
+            "SIGSTOP: rank",
+            "SIGINT: launcher",
+            "removed meanwhile: checkpoints",
+        ),
         "after: NaN in the newest checkpoint",
     ),
     1010: (  # a table, one process, one restart
-        *("own code: raises", "after: checkpoints removed", "removed meanwhile: lock.json", "disk read-only"),
+        *(
+            "own code: raises",
+            "after: checkpoints removed",
+            "removed meanwhile: lock.json",
+            "disk read-only",
+        ),
         "SIGKILL: fork server",
     ),
 }
-"""Faults by the seed of the first case: five cases share a command, whose undisturbed run is made once."""
+"""Faults by the seed of the first case: five cases share a command, whose undisturbed run is made
+once."""
 
 
 @pytest.fixture(scope="module", params=CASES)
-def fuzzer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Fuzzer]]:
+def fuzzer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[int, Fuzzer]]:
     with prepared(tmp_path_factory.mktemp("fuzz")) as made:
         yield request.param, made
 
@@ -63,7 +90,9 @@ LINES = [
     {"kind": "test", "step": 3, "accuracy": 0.5},
     {"kind": "train", "step": 6, "loss": 0.4, "lr": 0.1},
 ]
-EXPECTED = Outcome("bytes", LINES, {"steps": 6, "test": {"loss": 0.25}}, {(0, 0, 0): "1 2", (1, 0, 0): "3"})
+EXPECTED = Outcome(
+    "bytes", LINES, {"steps": 6, "test": {"loss": 0.25}}, {(0, 0, 0): "1 2", (1, 0, 0): "3"}
+)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +107,10 @@ EXPECTED = Outcome("bytes", LINES, {"steps": 6, "test": {"loss": 0.25}}, {(0, 0,
         (changed(lines=[*LINES, LINES[2]]), "twice"),
         (changed(lines=[LINES[2], *LINES[:2]]), "out of order"),
         (changed(lines=[*LINES, {"kind": "train", "step": 7}]), "has [('train', 7)] too"),
-        (changed(lines=[*LINES[:2], {**LINES[2], "loss": 0.41}]), "loss of ('train', 6): 0.41, not 0.4"),
+        (
+            changed(lines=[*LINES[:2], {**LINES[2], "loss": 0.41}]),
+            "loss of ('train', 6): 0.41, not 0.4",
+        ),
     ],
 )
 def test_the_judge_sees_what_is_wrong(change: Callable[[Outcome], None], seen: str) -> None:
@@ -100,7 +132,9 @@ def test_a_stop_adds_a_line_and_the_next_one_is_the_mean_of_fewer_steps() -> Non
 
 def test_the_faults_have_names_of_their_own_and_a_row_each() -> None:
     names = [fault.name for fault in FAULTS]
-    assert len(set(names)) == len(names) and {name for names_ in CASES.values() for name in names_} <= set(names)
+    assert len(set(names)) == len(names) and {
+        name for names_ in CASES.values() for name in names_
+    } <= set(names)
     results = [vars(Result(1, "none", "went on")), vars(Result(2, "none", "WRONG"))]
     assert json.loads(json.dumps(results)) == results
     assert table(results).splitlines()[-1] == "| all | 1 |  |  |  | 1 |"
@@ -108,7 +142,8 @@ def test_the_faults_have_names_of_their_own_and_a_row_each() -> None:
 
 def test_with_another_number_other_ranks_have_the_samples_of_a_step() -> None:
     found = copy.deepcopy(EXPECTED)
-    found.state, found.samples = "others", {(0, 0, 0): "1", (1, 0, 0): "2", (2, 0, 0): "3", (3, 0, 0): "1"}
+    found.state = "others"
+    found.samples = {(0, 0, 0): "1", (1, 0, 0): "2", (2, 0, 0): "3", (3, 0, 0): "1"}
     found.lines[0]["loss"] += 1e-12
     assert differences(found, EXPECTED, stopped=False, lines_lost=False, resized=True) == []
     found.samples[2, 0, 0] = "4"

@@ -1,4 +1,5 @@
-"""What only a GPU can show: recorded steps, flags on the device, data held there. `pytest tests/test_gpu.py`."""
+"""What only a GPU can show: recorded steps, flags on the device, data held there. `pytest
+tests/test_gpu.py`."""
 
 from __future__ import annotations
 
@@ -49,7 +50,17 @@ from ddp_train.telemetry.hardware_monitor import HardwareMonitor, hardware_monit
 from ddp_train.training.loop import Job, evaluate, train
 from ddp_train.training.setup import AUTOCAST
 from tests import lost_gpus, triton_kernels
-from tests.commands import ONE, ROOT, environment, metrics, processes_of, read, run, running, wait_until
+from tests.commands import (
+    ONE,
+    ROOT,
+    environment,
+    metrics,
+    processes_of,
+    read,
+    run,
+    running,
+    wait_until,
+)
 from tests.jobs import config_of, datasets_of, job_of, largest_difference, loader_of
 from tests.lost_ranks import ranks_of
 from tests.ranks import on_ranks
@@ -57,12 +68,16 @@ from tests.test_hangs import WAYWARD
 from tests.test_resize import WORDS, ask, assert_close, slow_net
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a GPU: torch.cuda.is_available() is false"
+    ),
     pytest.mark.timeout(300),  # two commands, each of which may take tests.commands.LIMIT_SECONDS
 ]
 
 VISIBLE = {
-    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count()))))
+    "CUDA_VISIBLE_DEVICES": os.environ.get(
+        "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(torch.cuda.device_count())))
+    )
 }
 """For commands, from which tests/commands.py hides all GPUs."""
 
@@ -73,18 +88,29 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"tuning": {"precision": "fp16"}},
     "batch norm": {"model": {"norm": "batch"}},
     "lars": {"optimizer": {"name": "lars", "trust_coefficient": 0.02}},
-    "mixed, average": {"data": {"mixup": 0.4, "cutmix": 1.0, "random_erasing": 0.5}, "model": {"norm": "batch"},
-                       "train": {"ema_decay": 0.9}},
-    "average, fp16": {"tuning": {"precision": "fp16"}, "train": {"ema_decay": 0.9, "ema_warmup": True}},
+    "mixed, average": {
+        "data": {"mixup": 0.4, "cutmix": 1.0, "random_erasing": 0.5},
+        "model": {"norm": "batch"},
+        "train": {"ema_decay": 0.9},
+    },
+    "average, fp16": {
+        "tuning": {"precision": "fp16"},
+        "train": {"ema_decay": 0.9, "ema_warmup": True},
+    },
     "lamb, fp16": {"optimizer": {"name": "lamb"}, "tuning": {"precision": "fp16"}},
     "muon": {"optimizer": {"name": "muon"}, "model": {"norm": "batch"}},
-    "muon, fp16": {"optimizer": {"name": "muon"}, "tuning": {"precision": "fp16"}, "train": {"max_grad_norm": 0.5}},
-}  # fmt: skip
+    "muon, fp16": {
+        "optimizer": {"name": "muon"},
+        "tuning": {"precision": "fp16"},
+        "train": {"max_grad_norm": 0.5},
+    },
+}
 
 
 @pytest.fixture(autouse=True)
 def as_it_was(leaves_nothing: None) -> Iterator[None]:
-    """The flags that `job` sets, and the processes in which torch.compile builds kernels, do not outlive a test."""
+    """The flags that `job` sets, and the processes in which torch.compile builds kernels, do not
+    outlive a test."""
     yield
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.deterministic = False
@@ -100,7 +126,9 @@ def inner(job: Job) -> Any:
 
 def job(world: World, case: dict[str, Any], graph: bool, first_step: int = 0, **more: Any) -> Job:
     """A small convolutional network on digits: 15 batches an epoch, the last one short."""
-    machine = Hardware(cpus=4, gpus=torch.cuda.device_count(), compute_capability=(9, 0), gpu_bytes=2**36)
+    machine = Hardware(
+        cpus=4, gpus=torch.cuda.device_count(), compute_capability=(9, 0), gpu_bytes=2**36
+    )
     config = config_of(
         world,
         machine,
@@ -126,13 +154,22 @@ def state_of(made: Job) -> dict[str, Tensor]:
     torch.cuda.synchronize()
     state = {name: tensor.clone() for name, tensor in made.module.model.state_dict().items()}
     for number, moments in made.stepper.optimizer.state_dict()["state"].items():
-        state |= {f"{number}.{name}": value.clone() for name, value in moments.items() if isinstance(value, Tensor)}
+        state |= {
+            f"{number}.{name}": value.clone()
+            for name, value in moments.items()
+            if isinstance(value, Tensor)
+        }
     if made.stepper.average:
-        state |= {f"average.{number}": tensor.clone() for number, tensor in enumerate(made.stepper.average.average)}
+        state |= {
+            f"average.{number}": tensor.clone()
+            for number, tensor in enumerate(made.stepper.average.average)
+        }
     return state
 
 
-def trained(world: World, case: dict[str, Any], graph: bool, steps: int = 60) -> tuple[dict[str, Tensor], float, Any]:
+def trained(
+    world: World, case: dict[str, Any], graph: bool, steps: int = 60
+) -> tuple[dict[str, Tensor], float, Any]:
     made = job(world, case, graph)
     train(made, iter(made.batches), until=steps)
     if graph:
@@ -170,17 +207,26 @@ class Reads(nn.Module):
 
 @pytest.mark.parametrize(
     ("words", "exit_code"),
-    [(["tuning=max"], 0), (["tuning=max", "tuning.compile=false"], 0), (["tuning.cuda_graph=true"], 70)],
+    [
+        (["tuning=max"], 0),
+        (["tuning=max", "tuning.compile=false"], 0),
+        (["tuning.cuda_graph=true"], 70),
+    ],
 )
 def test_a_forward_pass_that_waits_for_the_gpu_is_not_captured(
     words: list[str], exit_code: int, tmp_path: Path
 ) -> None:
-    line = 1 + Path(__file__).read_text().splitlines().index("        largest = images.abs().max().item()")
+    line = 1 + Path(__file__).read_text().splitlines().index(
+        "        largest = images.abs().max().item()"
+    )
     model = [f"model._target_={__name__}.Reads", "trusted_modules=[tests]"]
     done = run(*model, ONE, "train.max_steps=40", *words, f"run_dir={tmp_path}/run", env=VISIBLE)
     assert done.returncode == exit_code, done.stderr
     said = done.stderr + (tmp_path / "run/logs/rank_0.log").read_text()
-    assert f"the forward pass waits for the GPU at {Path(__file__).name}, line {line} (as .item() does" in said, said
+    assert (
+        f"the forward pass waits for the GPU at {Path(__file__).name}, line {line} (as .item() does"
+        in said
+    ), said
 
 
 def test_what_a_forward_pass_warns_of_is_still_said_while_it_is_watched() -> None:
@@ -209,15 +255,17 @@ def on_nccl(world: World, case: dict[str, Any], graph: bool) -> dict[str, Tensor
 @pytest.mark.parametrize("name", ["sgd", "bf16, dropout", "lars", "muon"])
 def test_recorded_steps_exchange_gradients(name: str) -> None:
     ranks = torch.cuda.device_count()
-    plain, recorded = (on_ranks(ranks, on_nccl, CASES[name], graph, device="cuda") for graph in (False, True))
+    plain, recorded = (
+        on_ranks(ranks, on_nccl, CASES[name], graph, device="cuda") for graph in (False, True)
+    )
     for one, other in zip(plain, recorded, strict=True):
         assert largest_difference(one, other) == 0
 
 
 @pytest.mark.parametrize("arch", list_models(module=torchvision.models))
 def test_each_network_of_torchvision_is_captured(arch: str) -> None:
-    """As it learns kernel by kernel: with its own dropout and stochastic depth, drawn by the same keys. Kernels are
-    deterministic where torch has such."""
+    """As it learns kernel by kernel: with its own dropout and stochastic depth, drawn by the same
+    keys. Kernels are deterministic where torch has such."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.deterministic = True
     machine = Hardware(cpus=4, gpus=1, compute_capability=(9, 0), gpu_bytes=2**36)
@@ -229,7 +277,13 @@ def test_each_network_of_torchvision_is_captured(arch: str) -> None:
             deterministic=True,
             strategy={"name": "single"},
             model={"name": "torchvision", "arch": arch},
-            data={"name": "synthetic", "samples": 80, "test_samples": 4, "image_size": 224, "classes": 10},
+            data={
+                "name": "synthetic",
+                "samples": 80,
+                "test_samples": 4,
+                "image_size": 224,
+                "classes": 10,
+            },
             train={"epochs": 1, "global_batch_size": 4},
             optimizer={"name": "sgd", "lr": 1e-4},
             tuning={"cuda_graph": graph, "precision": "fp32", "compile": False},
@@ -256,7 +310,9 @@ def decided_on_nccl(world: World, least: float) -> tuple[dict[str, Tensor], bool
 
     trial.end = end
     train(made, iter(made.batches), until=60)
-    return {name: tensor.cpu() for name, tensor in state_of(made).items()}, inner(made).graph is not None
+    return {name: tensor.cpu() for name, tensor in state_of(made).items()}, inner(
+        made
+    ).graph is not None
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -264,26 +320,33 @@ def test_ranks_capture_together_or_not_at_all() -> None:
     ranks = torch.cuda.device_count()
     plain = on_ranks(ranks, on_nccl, CASES["sgd"], False, device="cuda")
     for least, captured in ((0.5, True), (0.95, False)):
-        for one, (state, has_graph) in zip(plain, on_ranks(ranks, decided_on_nccl, least, device="cuda"), strict=True):
+        for one, (state, has_graph) in zip(
+            plain, on_ranks(ranks, decided_on_nccl, least, device="cuda"), strict=True
+        ):
             assert has_graph == captured
             assert largest_difference(one, state) == 0
 
 
 class Closed(nn.Module):
-    """Its smallest parameter is a gate that lets nothing through, a NaN of the backward pass neither."""
+    """Its smallest parameter is a gate that lets nothing through, a NaN of the backward pass
+    neither."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.gate = nn.Linear(64, 10), nn.Parameter(torch.tensor([-100.0]))
+        self.head = nn.Linear(64, 10)
+        self.gate = nn.Parameter(torch.tensor([-100.0]))
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(images.flatten(1)) + torch.relu(self.gate)
 
 
-@pytest.mark.parametrize("own_model", [{}, {"_target_": f"{__name__}.Closed"}], ids=["cnn", "a closed gate"])
+@pytest.mark.parametrize(
+    "own_model", [{}, {"_target_": f"{__name__}.Closed"}], ids=["cnn", "a closed gate"]
+)
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize(
-    ("precision", "optimizer"), [("fp32", "sgd"), ("fp16", "sgd"), ("fp32", "lamb"), ("fp16", "lars")]
+    ("precision", "optimizer"),
+    [("fp32", "sgd"), ("fp16", "sgd"), ("fp32", "lamb"), ("fp16", "lars")],
 )
 def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(
     graph: bool, precision: str, optimizer: str, own_model: dict[str, Any]
@@ -291,7 +354,11 @@ def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(
     sources = datasets_of(DigitsConfig(), 0)
     poisoned = 700
     sources[0].inputs[poisoned] = math.nan  # pyright: ignore[reportAttributeAccessIssue]
-    case = {"tuning": {"precision": precision}, "optimizer": {"name": optimizer}, "own_model": own_model}
+    case = {
+        "tuning": {"precision": precision},
+        "optimizer": {"name": optimizer},
+        "own_model": own_model,
+    }
     made = job(World(), case, graph, sources=sources)
     bad = [step for step in range(15, 45) if poisoned in made.plan.global_batch(step)]
     if not graph:
@@ -304,7 +371,10 @@ def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(
     train(made, batches, until=first + 1)
     assert made.step == first + 1 and bad, "nobody waited"
     assert largest_difference(before, state_of(made)) == 0
-    with pytest.raises(NonFiniteLossError, match=f"step {first}: the loss is not finite on rank 0; samples here: .*"):
+    with pytest.raises(
+        NonFiniteLossError,
+        match=f"step {first}: the loss is not finite on rank 0; samples here: .*",
+    ):
         made.stepper.mean_loss()
 
 
@@ -325,7 +395,8 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(graph: bool) -> None:
     whole = trained(World(), case, graph)[0]
     made = job(World(), case, graph)
     train(made, iter(made.batches), until=33)
-    weights, training = made.module.model.state_dict(), made.stepper.state()
+    weights = made.module.model.state_dict()
+    training = made.stepper.state()
     again = job(World(), case, graph, first_step=33)
     again.module.model.load_state_dict(weights)
     again.stepper.load_state(training)
@@ -336,24 +407,42 @@ def test_a_run_goes_on_from_a_checkpoint_in_the_same_bytes(graph: bool) -> None:
 
 def pixels() -> ArraySource:
     """uint8, three channels, each with a mean and a deviation of its own."""
-    images = torch.randint(0, 256, (1433, 3, 24, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    images = torch.randint(
+        0, 256, (1433, 3, 24, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     return ArraySource(images, torch.arange(1433) % 10, (0.49, 0.46, 0.41), (0.23, 0.22, 0.24))
 
 
 @pytest.mark.parametrize("name", ["digits", "digits, augmented", "pixels"])
 def test_data_on_the_device_are_those_of_the_host(name: str) -> None:
-    source = pixels() if name == "pixels" else datasets_of(DigitsConfig(augment="augmented" in name), 0)[0]
-    plan = BatchPlan(samples=len(source), global_batch_size=96, accumulation_steps=1, steps=40, seed=0)
-    plain = {"num_workers": 0, "pin_memory": False, "non_blocking": False, "channels_last": True, "precision": "fp32"}
+    if name == "pixels":
+        source = pixels()
+    else:
+        source = datasets_of(DigitsConfig(augment="augmented" in name), 0)[0]
+    plan = BatchPlan(
+        samples=len(source), global_batch_size=96, accumulation_steps=1, steps=40, seed=0
+    )
+    plain = {
+        "num_workers": 0,
+        "pin_memory": False,
+        "non_blocking": False,
+        "channels_last": True,
+        "precision": "fp32",
+    }
     tuned = TuningConfig(**plain, triton_kernels=False), TuningConfig(**plain, triton_kernels=True)
     on_host, *held = (
         loader_of(source, list(plan.micro_batches()), tuning, "cuda:0", resident)
         for tuning, resident in ((tuned[0], False), (tuned[0], True), (tuned[1], True))
     )
     for batch, other, fetched in zip(on_host, *held, strict=True):
-        assert torch.equal(other.inputs, fetched.inputs) and other.inputs.stride() == fetched.inputs.stride()
+        assert (
+            torch.equal(other.inputs, fetched.inputs)
+            and other.inputs.stride() == fetched.inputs.stride()
+        )
         assert np.array_equal(batch.micro_batch.indices, other.micro_batch.indices)
-        assert batch.inputs.is_cuda and other.inputs.is_contiguous(memory_format=torch.channels_last)
+        assert batch.inputs.is_cuda and other.inputs.is_contiguous(
+            memory_format=torch.channels_last
+        )
         assert torch.equal(batch.inputs, other.inputs) and torch.equal(batch.targets, other.targets)
 
 
@@ -361,7 +450,8 @@ def test_pixels_have_a_deterministic_loss() -> None:
     """torch's own kernel for images is refused then."""
     torch.use_deterministic_algorithms(True)
     draw = torch.Generator().manual_seed(0)
-    logits, masks = torch.randn(4, 5, 32, 32, generator=draw), torch.randint(0, 5, (4, 32, 32), generator=draw)
+    logits = torch.randn(4, 5, 32, 32, generator=draw)
+    masks = torch.randint(0, 5, (4, 32, 32), generator=draw)
     found = []
     for device in ("cpu", "cuda", "cuda"):
         outputs = logits.to(device).detach().requires_grad_()
@@ -376,20 +466,28 @@ def test_pixels_have_a_deterministic_loss() -> None:
 
 @pytest.mark.parametrize("copy_stream", [False, True])
 def test_batches_are_whole_however_late_they_are_read(copy_stream: bool) -> None:
-    """Training's stream is kept busy, so that every batch is used long after the next ones were sent."""
+    """Training's stream is kept busy, so that every batch is used long after the next ones were
+    sent."""
     pixels = torch.randint(0, 255, (64, 3, 64, 64), dtype=torch.uint8)
     source = ArraySource(pixels, torch.arange(64))
     plan = BatchPlan(samples=64, global_batch_size=16, accumulation_steps=1, steps=40, seed=0)
-    tuning = TuningConfig(num_workers=0, pin_memory=True, non_blocking=True, copy_stream=copy_stream)
-    tuning.channels_last, tuning.precision = True, "fp32"
-    busy, seen = torch.ones(4096, 4096, device="cuda"), []
+    tuning = TuningConfig(
+        num_workers=0, pin_memory=True, non_blocking=True, copy_stream=copy_stream
+    )
+    tuning.channels_last = True
+    tuning.precision = "fp32"
+    busy = torch.ones(4096, 4096, device="cuda")
+    seen = []
     for batch in loader_of(source, plan.micro_batches(), tuning, "cuda:0"):
         for _ in range(20):
             busy @ busy
         seen.append((batch.inputs.clone(), batch.targets.clone(), batch.micro_batch.indices))
         assert batch.inputs.is_contiguous(memory_format=torch.channels_last)
     for inputs, targets, indices in seen:
-        assert torch.equal(inputs.cpu(), pixels[torch.from_numpy(indices)]) and targets.tolist() == indices.tolist()
+        assert (
+            torch.equal(inputs.cpu(), pixels[torch.from_numpy(indices)])
+            and targets.tolist() == indices.tolist()
+        )
     assert len(seen) == 40
 
 
@@ -400,12 +498,15 @@ def test_a_model_that_records_graphs_of_its_own_trains_as_others_do() -> None:
         made = job(World(), {"tuning": {"compile": True, "compile_mode": mode}}, graph=False)
         train(made, iter(made.batches), until=30)
         ends.append((state_of(made), made.stepper.mean_loss()))
-    assert largest_difference(ends[0][0], ends[1][0]) < 1e-5 and ends[0][1] == pytest.approx(ends[1][1], rel=1e-5)
+    assert largest_difference(ends[0][0], ends[1][0]) < 1e-5 and ends[0][1] == pytest.approx(
+        ends[1][1], rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_blocks_that_compute_again_take_less_memory(compiled: bool) -> None:
-    ends, peaks = [], []
+    ends = []
+    peaks = []
     for classes in ([], ["Bottleneck"]):
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -449,15 +550,21 @@ def test_figures_are_of_the_gpu_that_computes() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ["captured steps", "kernel by kernel, clipped", "checked on the host"])
+@pytest.mark.parametrize(
+    "name", ["captured steps", "kernel by kernel, clipped", "checked on the host"]
+)
 def test_a_rank_that_dies_costs_no_step(name: str, tmp_path: Path) -> None:
     """tests/lost_gpus.py kills more of them."""
-    expected = lost_gpus.ended(tmp_path / "reference", 2, lost_gpus.CASES[name], 0, random.Random(0))
+    expected = lost_gpus.ended(
+        tmp_path / "reference", 2, lost_gpus.CASES[name], 0, random.Random(0)
+    )
     found = lost_gpus.ended(tmp_path / "killed", 2, lost_gpus.CASES[name], 1, random.Random(1))
-    assert lost_gpus.compared(found, expected) == "" and found["summary"]["steps_redone"] == 0, found["said"]
+    assert lost_gpus.compared(found, expected) == "" and found["summary"]["steps_redone"] == 0, (
+        found["said"]
+    )
 
 
-# --- what a run says when it is out of memory, hangs or is traced -----------------------------------------------------
+# --- what a run says when it is out of memory, hangs or is traced ---------------------------------
 
 
 class Greedy(nn.Module):
@@ -465,7 +572,8 @@ class Greedy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.calls = nn.Linear(64, 10), 0
+        self.layer = nn.Linear(64, 10)
+        self.calls = 0
 
     def forward(self, images: Tensor) -> Tensor:
         self.calls += self.training
@@ -476,16 +584,33 @@ class Greedy(nn.Module):
 
 @pytest.mark.parametrize("history", [False, True])
 def test_a_gpu_that_is_out_of_memory_leaves_a_snapshot(history: bool, tmp_path: Path) -> None:
-    words = [f"model._target_={__name__}.Greedy", "trusted_modules=[tests]", ONE, "tuning.cuda_graph=false"]
-    done = run(*words, f"train.memory_history={str(history).lower()}", f"run_dir={tmp_path}/run", env=VISIBLE)
-    failure, snapshot = read(tmp_path / "run", "failure.json"), tmp_path / "run/memory/rank_0.pickle"
+    words = [
+        f"model._target_={__name__}.Greedy",
+        "trusted_modules=[tests]",
+        ONE,
+        "tuning.cuda_graph=false",
+    ]
+    done = run(
+        *words,
+        f"train.memory_history={str(history).lower()}",
+        f"run_dir={tmp_path}/run",
+        env=VISIBLE,
+    )
+    failure = read(tmp_path / "run", "failure.json")
+    snapshot = tmp_path / "run/memory/rank_0.pickle"
     assert (done.returncode, failure["kind"]) == (70, "oom"), done.stderr
-    assert f"the GPU's memory then: {snapshot} (see https://pytorch.org/memory_viz)" in failure["detail"]
+    assert (
+        f"the GPU's memory then: {snapshot} (see https://pytorch.org/memory_viz)"
+        in failure["detail"]
+    )
     found = pickle.loads(snapshot.read_bytes())
     assert found["segments"] and sum(map(len, found["device_traces"])) == 0 if not history else True
     if history:
         frames = [frame["name"] for one in found["device_traces"][0] for frame in one["frames"]]
-        assert "forward" in frames and found["device_traces"][0][-1]["action"] in ("oom", "snapshot")
+        assert "forward" in frames and found["device_traces"][0][-1]["action"] in (
+            "oom",
+            "snapshot",
+        )
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -493,30 +618,52 @@ def test_a_trace_has_the_kernels_of_its_steps(captured: bool, tmp_path: Path) ->
     words = ["model=mlp", ONE, f"tuning.cuda_graph={str(captured).lower()}", "train.max_steps=40"]
     done = run(*words, "train.profile_steps=30:32", f"run_dir={tmp_path}/run", env=VISIBLE)
     assert done.returncode == 0, done.stderr
-    events = json.loads(gzip.decompress((tmp_path / "run/profile/rank_0.json.gz").read_bytes()))["traceEvents"]
+    events = json.loads(gzip.decompress((tmp_path / "run/profile/rank_0.json.gz").read_bytes()))[
+        "traceEvents"
+    ]
     assert {event["name"] for event in events if str(event.get("name")).startswith("step ")} >= {
-        "step 30", "step 31", "step 32",
-    }  # fmt: skip
+        "step 30",
+        "step 31",
+        "step 32",
+    }
     assert sum(event.get("cat") == "kernel" for event in events) >= 15
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_rank_that_hangs_before_an_exchange_over_nccl_is_named_with_it(tmp_path: Path) -> None:
     (tmp_path / "wayward.py").write_text(WAYWARD)
-    words = ["model._target_=wayward.Net", "data._target_=wayward.Rows", "trusted_modules=[wayward]"]
-    words += ["+model.how=sleep", "+model.where=all-reduce", "+model.step=4", "launch.nproc_per_node=2"]
+    words = [
+        "model._target_=wayward.Net",
+        "data._target_=wayward.Rows",
+        "trusted_modules=[wayward]",
+    ]
+    words += [
+        "+model.how=sleep",
+        "+model.where=all-reduce",
+        "+model.step=4",
+        "launch.nproc_per_node=2",
+    ]
     words += ["tuning.num_workers=0", "tuning.cuda_graph=false", "launch.timeout_seconds=6"]
     done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path), **VISIBLE})
     failure = read(tmp_path / "run", "failure.json")
     assert (done.returncode, failure["kind"], failure["rank"]) == (71, "hang", 1), done.stderr
-    assert re.search(r"; rank 0 called \S+ of .*\(collective \d+\), rank 1 did not$", failure["detail"]), failure
+    assert re.search(
+        r"; rank 0 called \S+ of .*\(collective \d+\), rank 1 did not$", failure["detail"]
+    ), failure
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_run_on_gpus_that_was_suspended_as_a_whole_goes_on(captured: bool, tmp_path: Path) -> None:
+def test_a_run_on_gpus_that_was_suspended_as_a_whole_goes_on(
+    captured: bool, tmp_path: Path
+) -> None:
     """For longer than the limit, in the middle of exchanges over NCCL."""
-    limits = ("train.epochs=100000", "train.log_every_steps=20", "launch.timeout_seconds=6", "launch.nproc_per_node=2")
+    limits = (
+        "train.epochs=100000",
+        "train.log_every_steps=20",
+        "launch.timeout_seconds=6",
+        "launch.nproc_per_node=2",
+    )
     words = ("model=cnn", f"tuning.cuda_graph={str(captured).lower()}", *limits)
     with running(tmp_path / "run", *words, env=VISIBLE) as suspended:
 
@@ -542,10 +689,14 @@ def test_a_run_on_gpus_that_was_suspended_as_a_whole_goes_on(captured: bool, tmp
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_gpus_go_and_come_back_and_nothing_but_the_speed_changes(tmp_path: Path) -> None:
     """As asked for, and since one fails again and again."""
-    env, place, gone = slow_net(tmp_path) | VISIBLE, tmp_path / "run", tmp_path / "gone"
+    env = slow_net(tmp_path) | VISIBLE
+    place = tmp_path / "run"
+    gone = tmp_path / "gone"
     # A survivor saves no average that a fused optimizer keeps: docs/failures.md.
     words = (*WORDS, "train.ema_decay=null", "train.epochs=40", "launch.max_restarts=1")
-    with running(tmp_path / "calm", *words, "launch.nproc_per_node=2", "+model.delay=0", env=env) as calm:
+    with running(
+        tmp_path / "calm", *words, "launch.nproc_per_node=2", "+model.delay=0", env=env
+    ) as calm:
         assert calm.end() == 0, calm.said()
     more = ("launch.nproc_per_node=1:2", "+model.rank=1", f"+model.gone={gone}")
     with running(place, *words, *more, env=env) as job:
@@ -560,11 +711,20 @@ def test_gpus_go_and_come_back_and_nothing_but_the_speed_changes(tmp_path: Path)
         ask(job, 2)
         assert job.end() == 0, job.said()
     killed = read_changes(place)[2]["step"]
-    logged = next(line["step"] for line in metrics(place) if line["kind"] == "train" and line["step"] > killed)
-    assert_close(place, tmp_path / "calm", without=logged)  # it lacks the dead rank's samples: docs/failures.md
+    logged = next(
+        line["step"] for line in metrics(place) if line["kind"] == "train" and line["step"] > killed
+    )
+    assert_close(
+        place, tmp_path / "calm", without=logged
+    )  # it lacks the dead rank's samples: docs/failures.md
     summary = read(place, "summary.json")
     print("resizes", summary["resizes"], "recoveries", summary["recoveries"])
-    assert [(one["from"], one["to"]) for one in summary["resizes"]] == [(2, 1), (1, 2), (2, 1), (1, 2)]
+    assert [(one["from"], one["to"]) for one in summary["resizes"]] == [
+        (2, 1),
+        (1, 2),
+        (2, 1),
+        (1, 2),
+    ]
     assert summary["steps_redone"] == 0 and summary["world_size"] == 2
 
 
@@ -596,7 +756,9 @@ def test_a_session_learns_on_two_gpus_as_on_one_and_on_the_cpu(tmp_path: Path) -
 
 
 def test_a_job_is_proved_on_a_host_with_gpus(tmp_path: Path) -> None:
-    done = run("mode=prove", "model=cnn", "model.channels=4", f"run_dir={tmp_path}/proof", env=VISIBLE)
+    done = run(
+        "mode=prove", "model=cnn", "model.channels=4", f"run_dir={tmp_path}/proof", env=VISIBLE
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
 
@@ -609,7 +771,9 @@ def test_our_kernels_compute_what_torchs_do(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_learns_the_same_by_our_kernels(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_learns_the_same_by_our_kernels(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In fp32, without TF32: to the rounding of sums in another order."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch._dynamo.reset()
@@ -617,7 +781,11 @@ def test_a_model_learns_the_same_by_our_kernels(compiled: bool, monkeypatch: pyt
     images = torch.randn(8, 3, 96, 96, device="cuda").contiguous(memory_format=torch.channels_last)
     ids = torch.randint(0, 5000, (4, 33), device="cuda")
     for task, model, batch in (
-        (Classification(classes=10), resnet18(num_classes=10), (images, torch.arange(8, device="cuda"))),
+        (
+            Classification(classes=10),
+            resnet18(num_classes=10),
+            (images, torch.arange(8, device="cuda")),
+        ),
         (LanguageModel(), Gpt(5000, 32, layers=1, heads=2, width=32), ids),
     ):
         gradients = []
@@ -626,14 +794,20 @@ def test_a_model_learns_the_same_by_our_kernels(compiled: bool, monkeypatch: pyt
             mode = "default" if compiled else None
             tune_model(module, channels_last=True, compile_mode=mode, triton_kernels=kernels)
             module(batch)[0].backward()
-            gradients.append({name: p.grad for name, p in module.named_parameters() if p.grad is not None})
+            gradients.append(
+                {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+            )
         for name, gradient in gradients[0].items():
             difference = (gradients[1][name] - gradient).norm() / gradient.norm()
             assert difference < 2e-3, f"{name}: {difference}"
-    assert isinstance(task, LanguageModel) and task.cross_entropy_sum.__name__ == "cross_entropy_sum"
+    assert (
+        isinstance(task, LanguageModel) and task.cross_entropy_sum.__name__ == "cross_entropy_sum"
+    )
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend"
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_convolutions_sum_up_their_outputs(dtype: torch.dtype) -> None:
     draw = torch.Generator("cuda").manual_seed(0)
@@ -644,8 +818,14 @@ def test_convolutions_sum_up_their_outputs(dtype: torch.dtype) -> None:
         ((2, 2048, 7, 7), (512, 2048, 1, 1), 1, 0, 1),
         ((2, 16, 32, 32), (8, 16, 5, 5), 1, 2, 1),
     ):
-        x = torch.randn(shape, device="cuda", generator=draw).to(dtype).contiguous(memory_format=torch.channels_last)
-        weight = torch.randn(filters, device="cuda", generator=draw).to(dtype) / math.sqrt(math.prod(filters[1:]))
+        x = (
+            torch.randn(shape, device="cuda", generator=draw)
+            .to(dtype)
+            .contiguous(memory_format=torch.channels_last)
+        )
+        weight = torch.randn(filters, device="cuda", generator=draw).to(dtype) / math.sqrt(
+            math.prod(filters[1:])
+        )
         window = [stride] * 2, [padding] * 2, [dilation] * 2
         assert _kernel(Case(x.device, dtype, x.shape, weight.shape, *map(tuple, window)))
         y, sums = conv_sums(x, weight, *window)
@@ -656,7 +836,9 @@ def test_convolutions_sum_up_their_outputs(dtype: torch.dtype) -> None:
             torch.testing.assert_close(found / count, powers.mean((0, 2, 3)), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend"
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_resnet_learns_the_same_by_the_sums_of_its_convolutions(
     precision: str, monkeypatch: pytest.MonkeyPatch
@@ -664,12 +846,22 @@ def test_a_resnet_learns_the_same_by_the_sums_of_its_convolutions(
     """Gradients and running averages as near to those in 32 bits as by two passes."""
     monkeypatch.setattr("ddp_train.performance.conv_sums.ConvSums", partial(ConvSums, always=True))
     torch.manual_seed(0)
-    net, images = resnet18(num_classes=10), torch.randn(32, 3, 128, 128, device="cuda")
-    batch = images.contiguous(memory_format=torch.channels_last), torch.arange(32, device="cuda") % 10
+    net = resnet18(num_classes=10)
+    images = torch.randn(32, 3, 128, 128, device="cuda")
+    batch = (
+        images.contiguous(memory_format=torch.channels_last),
+        torch.arange(32, device="cuda") % 10,
+    )
     found = []
-    for autocast, conv in ((None, False), (AUTOCAST[precision], False), (AUTOCAST[precision], True)):
+    for autocast, conv in (
+        (None, False),
+        (AUTOCAST[precision], False),
+        (AUTOCAST[precision], True),
+    ):
         torch._dynamo.reset()
-        module = ModelWithTask(copy.deepcopy(net), Classification(classes=10), "cuda", autocast).cuda()
+        module = ModelWithTask(
+            copy.deepcopy(net), Classification(classes=10), "cuda", autocast
+        ).cuda()
         tune_model(module, channels_last=True, compile_mode="default", conv_sums=conv)
         (module(batch)[0] * 8).backward()  # half a loss scale
         gradients = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
@@ -682,27 +874,39 @@ def test_a_resnet_learns_the_same_by_the_sums_of_its_convolutions(
     assert errors[1] < 1.2 * errors[0]
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend"
+)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_convolutions_are_chosen_by_the_sums_that_save_time(precision: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_convolutions_are_chosen_by_the_sums_that_save_time(
+    precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """How many of a ResNet-50's is for the GPU to say; its numbers are printed."""
     torch._dynamo.reset()
     _saved.cache_clear()
-    net, images = resnet50(num_classes=10), torch.randn(256, 3, 224, 224, device="cuda")
+    net = resnet50(num_classes=10)
+    images = torch.randn(256, 3, 224, 224, device="cuda")
     module = ModelWithTask(net, Classification(classes=10), "cuda", AUTOCAST[precision]).cuda()
     tune_model(module, channels_last=True, compile_mode="default", conv_sums=True)
     with caplog.at_level("INFO", "ddp_train.performance.conv_sums"):
         (module((images, torch.arange(256, device="cuda") % 10))[0] * 8).backward()
-    print(said := re.findall(r"cuDNN sums up (\d+) of (\d+) convolutions, which saves ([\d.]+) ms", caplog.text))
+    print(
+        said := re.findall(
+            r"cuDNN sums up (\d+) of (\d+) convolutions, which saves ([\d.]+) ms", caplog.text
+        )
+    )
     ((summed, convolutions, milliseconds),) = said
     assert int(convolutions) == 52 and (int(summed) > 0) == (float(milliseconds) > 0)
 
 
 def test_a_target_that_is_no_class_is_told() -> None:
-    """By an assertion of the device, as torch's own loss does; the process cannot use its GPU any more."""
+    """By an assertion of the device, as torch's own loss does; the process cannot use its GPU any
+    more."""
     code = (
         "import torch; from ddp_train.performance.cross_entropy import cross_entropy_sum as f; "
         "f(torch.zeros(2, 5000, device='cuda'), torch.tensor([3, 5000], device='cuda')).item()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode != 0 and "a target is no number from 0 to 4999, nor -100" in done.stderr

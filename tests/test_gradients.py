@@ -1,4 +1,5 @@
-"""The self-test of gradients: it passes where gradients agree, and fails, by name, where something was done to them."""
+"""The self-test of gradients: it passes where gradients agree, and fails, by name, where something
+was done to them."""
 
 from __future__ import annotations
 
@@ -27,13 +28,18 @@ from tests.studies import asked, leave, value
 
 
 class Stumbling(nn.Module):
-    """A bias before batch norm, one before a ReLU in place, which does not count, dropout, and a layer never used."""
+    """A bias before batch norm, one before a ReLU in place, which does not count, dropout, and a
+    layer never used."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(64, 16), nn.BatchNorm1d(16)
-        self.second, self.other_norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
-        self.dropout, self.last, self.idle = nn.Dropout(0.5), nn.Linear(16, 10), nn.Linear(4, 4)
+        self.first = nn.Linear(64, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 16)
+        self.other_norm = nn.BatchNorm1d(16)
+        self.dropout = nn.Dropout(0.5)
+        self.last = nn.Linear(16, 10)
+        self.idle = nn.Linear(4, 4)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         hidden = self.norm(input=self.first(images.flatten(1)))
@@ -49,7 +55,9 @@ class LooksAtValues(nn.Sequential):
         return super().forward(images) * (2 if images.isfinite().all() else 1)
 
 
-def probed(world: World, folder: str, model: dict[str, Any], strategy: dict[str, Any], spoil: bool = False) -> None:
+def probed(
+    world: World, folder: str, model: dict[str, Any], strategy: dict[str, Any], spoil: bool = False
+) -> None:
     """One step on 23 samples: 8, 8 and 7 of three processes."""
     config = config_of(
         world,
@@ -73,11 +81,14 @@ def probed(world: World, folder: str, model: dict[str, Any], strategy: dict[str,
 
 def found(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     probe = folder / "probe"
-    return load_file(probe / "gradients.safetensors"), json.loads((probe / "model.json").read_text())
+    return load_file(probe / "gradients.safetensors"), json.loads(
+        (probe / "model.json").read_text()
+    )
 
 
 CNN = {"name": "cnn", "channels": 8, "norm": "group"}
-SINGLE, DDP = {"name": "single"}, {"name": "ddp"}
+SINGLE = {"name": "single"}
+DDP = {"name": "ddp"}
 ONE = {
     "group": (CNN, SINGLE),
     "batch": (CNN | {"norm": "batch"}, SINGLE),
@@ -96,7 +107,9 @@ THREE = {
 }
 
 
-def all_probed(world: World, folder: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def all_probed(
+    world: World, folder: str, cases: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
     for name, (model, strategy) in cases.items():
         probed(world, str(Path(folder, name)), model, strategy, spoil=name == "spoilt")
 
@@ -140,7 +153,10 @@ def test_a_gradient_that_one_process_spoils_is_named(probes: Path) -> None:
 
 def test_what_a_model_may_stumble_over_is_named(probes: Path) -> None:
     named, facts = found(probes / "3" / "stumbling")
-    assert facts["unused"] == ["idle.weight", "idle.bias"] and not {"idle.weight", "idle.bias"} & set(named)
+    assert facts["unused"] == ["idle.weight", "idle.bias"] and not {
+        "idle.weight",
+        "idle.bias",
+    } & set(named)
     assert facts["bias_before_norm"] == ["first.bias"]
     assert facts["batch_norm"] == {"norm": 8, "other_norm": 8} and facts["dropout"] == ["dropout"]
     assert facts["ranks_differ"] == []
@@ -161,11 +177,20 @@ def test_small_gradients_are_measured_by_the_large_ones() -> None:
     assert compare(one, other | {"large": np.array([np.nan, 0.0])})[0].name == "large"
 
 
-WORDS = ("study=gradients", "model=cnn", "model.channels=8", "data.limit=23", "train.global_batch_size=24")
+WORDS = (
+    "study=gradients",
+    "model=cnn",
+    "model.channels=8",
+    "data.limit=23",
+    "train.global_batch_size=24",
+)
 
 
-def runs_of(probes: Path, case: str, real: str = "") -> Callable[[Trial, Path, StopRequests], Outcome | None]:
-    """What a study runs: processes that were probed before. real: the number of them in runs that are real ones."""
+def runs_of(
+    probes: Path, case: str, real: str = ""
+) -> Callable[[Trial, Path, StopRequests], Outcome | None]:
+    """What a study runs: processes that were probed before. real: the number of them in runs that
+    are real ones."""
 
     def made(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
         processes = value(trial, "launch.nproc_per_node")

@@ -1,4 +1,5 @@
-"""Several hosts, and several runs that want the same place. Hosts are network namespaces: see tests/netlab.py."""
+"""Several hosts, and several runs that want the same place. Hosts are network namespaces: see
+tests/netlab.py."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ from tests.commands import (
     torchrun,
     wait_until,
     weights,
-)  # fmt: skip
+)
 from tests.netlab import Host, NetLab, why_not
 from tests.ranks import on_ranks
 from tests.test_launcher import SLOW_END
@@ -47,7 +48,7 @@ from tests.test_launcher import SLOW_END
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
 
 
-# --- one run at a time in a run directory ---------------------------------------------------------------------------
+# --- one run at a time in a run directory ---------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -57,8 +58,13 @@ def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_pat
         frozen = (job.run_dir / "config.yaml").read_bytes()
         second = run(*ENDLESS, ONE, f"run_dir={job.run_dir}", "seed=7")
         assert second.returncode == 2
-        assert f"another run is in it, process {job.process.pid} on {os.uname().nodename}, since " in second.stderr
-        assert (job.run_dir / "config.yaml").read_bytes() == frozen, "the second one wrote before it was refused"
+        assert (
+            f"another run is in it, process {job.process.pid} on {os.uname().nodename}, since "
+            in second.stderr
+        )
+        assert (job.run_dir / "config.yaml").read_bytes() == frozen, (
+            "the second one wrote before it was refused"
+        )
         assert len(job.workers()) == 1
         job.process.send_signal(signal.SIGKILL)
         job.process.wait()
@@ -81,10 +87,16 @@ def test_a_lock_file_that_somebody_removed_belongs_to_nobody_else(tmp_path: Path
 
 @pytest.mark.slow
 def test_no_checkpoint_after_lock_is_lost(tmp_path: Path) -> None:
-    words = ["model=mlp", "train.epochs=1000000", "train.evaluate_every_epochs=1000000", "checkpoint.every_steps=20"]
+    words = [
+        "model=mlp",
+        "train.epochs=1000000",
+        "train.evaluate_every_epochs=1000000",
+        "checkpoint.every_steps=20",
+    ]
     with running(tmp_path / "run", *words, ONE, "checkpoint.keep=100000") as job:
         job.wait_for_file("checkpoints/step_00000020")
-        # As a network file system does when this host was cut off: the lock is another's, and nobody told us.
+        # As a network file system does when this host was cut off: the lock is another's, and
+        # nobody told us.
         taken = {"pid": 1, "host": "elsewhere", "since": "now", "id": "other"}
         (job.run_dir / run_lock.FILE).write_text(json.dumps(taken))
         assert job.end() == 73, job.said()
@@ -96,13 +108,15 @@ def test_no_checkpoint_after_lock_is_lost(tmp_path: Path) -> None:
         assert weights(job.run_dir)
 
 
-# --- before step 0 --------------------------------------------------------------------------------------------------
+# --- before step 0 --------------------------------------------------------------------------------
 
 
 def compare(world: World, folder: str, change: dict[str, Any]) -> tuple[type, str, str]:
     """The preflight on one of three processes; `change` holds what one of them has otherwise."""
     here = change.get(world.rank, {})
-    patches = [mock.patch.object(preflight, name, value) for name, value in here.items() if name != "words"]
+    patches = [
+        mock.patch.object(preflight, name, value) for name, value in here.items() if name != "words"
+    ]
     port_file = Path(folder, "port")
     if world.is_leader:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -138,7 +152,8 @@ def other_digest() -> str:
 class Late:
     """A clock that is a minute behind."""
 
-    monotonic, sleep = staticmethod(time.monotonic), staticmethod(time.sleep)
+    monotonic = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
 
     @staticmethod
     def time() -> float:
@@ -153,14 +168,22 @@ def test_differing_words_are_refused_by_key_and_both_values(tmp_path: Path) -> N
     kind, detail, _ = compared(tmp_path, words=["seed=2", "train.epochs=3"])
     host = os.uname().nodename
     assert kind is ConfigError
-    assert f"seed=1 on rank 0 ({host}), seed=2 on rank 2 ({host}): use the same overrides on all hosts" in detail
+    assert (
+        f"seed=1 on rank 0 ({host}), seed=2 on rank 2 ({host}): use the same overrides on all hosts"
+        in detail
+    )
     assert f"no train.epochs on rank 0 ({host}), train.epochs=3 on rank 2" in detail
 
 
 @pytest.mark.parametrize(
     ("change", "name", "value", "remedy"),
     [
-        ({"source_digest": other_digest}, "ddp_train", "0123456789ab", "check out the same version"),
+        (
+            {"source_digest": other_digest},
+            "ddp_train",
+            "0123456789ab",
+            "check out the same version",
+        ),
         ({"time": Late}, "clock", "-60 s", "synchronise the clocks"),
     ],
 )
@@ -179,7 +202,8 @@ def test_differing_processes_are_refused_with_a_table(
 
 @pytest.mark.slow
 def test_a_world_smaller_than_asked_for_is_refused(tmp_path: Path) -> None:
-    """What torchrun does to a host whose clock is behind: it starts without it, and exits with 0."""
+    """What torchrun does to a host whose clock is behind: it starts without it, and exits with
+    0."""
     lone = [torchrun()[0], "--nproc_per_node=2", "--no-python", "env", "PET_NNODES=2", *LAUNCH]
     done = run(f"run_dir={tmp_path}/run", *SMALL, "train.max_steps=2", command=lone)
     assert done.returncode == 1
@@ -189,7 +213,7 @@ def test_a_world_smaller_than_asked_for_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-# --- several hosts --------------------------------------------------------------------------------------------------
+# --- several hosts --------------------------------------------------------------------------------
 
 on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
 ENDPOINT = "launch.rdzv_endpoint=node0:29400"
@@ -199,7 +223,9 @@ class Cluster:
     """The same command on each host of a lab, one process each, in one run directory."""
 
     def __init__(self, lab: NetLab, folder: Path) -> None:
-        self.lab, self.folder, self.run_dir = lab, folder, folder / "run"
+        self.lab = lab
+        self.folder = folder
+        self.run_dir = folder / "run"
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.env: dict[str, str] = {}
 
@@ -207,7 +233,11 @@ class Cluster:
         words = ("launch.nproc_per_node=1", f"run_dir={self.run_dir}", *words)
         with (self.folder / host.name).open("w") as output:
             self.processes[host.name] = host.popen(
-                [*LAUNCH, *words], ROOT, env=environment(self.env), stdout=output, stderr=subprocess.STDOUT
+                [*LAUNCH, *words],
+                ROOT,
+                env=environment(self.env),
+                stdout=output,
+                stderr=subprocess.STDOUT,
             )
 
     def start_all(self, *words: str) -> None:
@@ -242,14 +272,27 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]
     [
         ("nowhere:29400", "nowhere does not resolve on node0"),
         ("10.99.0.1:29400", "no route from node0 to 10.99.0.1"),
-        ("debian:29400", "debian resolves to 127.0.1.1 on node0, a loopback address that no other host can reach"),
+        (
+            "debian:29400",
+            (
+                "debian resolves to 127.0.1.1 on node0, a loopback address that no other host can"
+                " reach"
+            ),
+        ),
         ("node0:29555", "port 29555 of node0 is in use by another process"),
     ],
 )
-def test_a_place_where_hosts_cannot_meet_is_named_at_once(endpoint: str, expected: str, cluster: Cluster) -> None:
+def test_a_place_where_hosts_cannot_meet_is_named_at_once(
+    endpoint: str, expected: str, cluster: Cluster
+) -> None:
     host = cluster.lab.hosts[0]
-    Path(cluster.lab.hosts_file).write_text(Path(cluster.lab.hosts_file).read_text() + "127.0.1.1 debian\n")
-    listen = "import socket, time; s = socket.create_server(('', 29555)); print('up', flush=True); time.sleep(600)"
+    Path(cluster.lab.hosts_file).write_text(
+        Path(cluster.lab.hosts_file).read_text() + "127.0.1.1 debian\n"
+    )
+    listen = (
+        "import socket, time; s = socket.create_server(('', 29555)); print('up', flush=True);"
+        " time.sleep(600)"
+    )
     neighbour = host.popen([sys.executable, "-c", listen], ROOT, stdout=subprocess.PIPE)
     assert neighbour.stdout and neighbour.stdout.readline() == b"up\n"
     cluster.start(host, "launch.nnodes=2", f"launch.rdzv_endpoint={endpoint}")
@@ -271,14 +314,17 @@ def test_three_hosts_train_the_model_of_one(cluster: Cluster, tmp_path: Path) ->
     assert list((cluster.run_dir / "hosts").iterdir()) == []
     alone = run(*SMALL, ONE, "train.max_steps=12", f"run_dir={tmp_path}/alone")
     assert alone.returncode == 0, alone.stderr
-    one, three = load(weights(tmp_path / "alone")), load(weights(cluster.run_dir))
+    one = load(weights(tmp_path / "alone"))
+    three = load(weights(cluster.run_dir))
     assert max((one[name] - three[name]).abs().max().item() for name in one) < 1e-5
 
 
 @on_hosts
 @pytest.mark.slow
 def test_a_host_that_never_arrives_is_not_waited_for(cluster: Cluster) -> None:
-    cluster.start(cluster.lab.hosts[0], "launch.nnodes=2", ENDPOINT, "launch.join_timeout_seconds=6")
+    cluster.start(
+        cluster.lab.hosts[0], "launch.nnodes=2", ENDPOINT, "launch.join_timeout_seconds=6"
+    )
     assert cluster.end() == 69
     (fatal,) = fatal_lines(cluster.said())
     assert re.search(r"1 of 2 hosts joined within \d+ s: node0$", fatal)
@@ -292,8 +338,11 @@ def test_hosts_with_other_words_are_refused(cluster: Cluster) -> None:
     for host, seed in zip(cluster.lab.hosts, (1, 2), strict=True):
         cluster.start(host, "launch.nnodes=2", ENDPOINT, f"seed={seed}")
     assert [cluster.end(name) for name in ("node0", "node1")] == [2, 2]
-    assert re.search(r"seed=[12] on rank 0 \(node[01]\), seed=[12] on rank 1 \(node[01]\): use the same overrides",
-                     read(cluster.run_dir, "failure.json")["detail"])  # fmt: skip
+    assert re.search(
+        r"seed=[12] on rank 0 \(node[01]\), seed=[12] on rank 1 \(node[01]\): use the same"
+        r" overrides",
+        read(cluster.run_dir, "failure.json")["detail"],
+    )
     assert not (cluster.run_dir / "metrics.jsonl").exists()
 
 
@@ -313,8 +362,12 @@ def test_hosts_end_with_the_exit_code_of_the_failure_of_one(cluster: Cluster) ->
     """SLURM takes the highest of them; by 65 it is known that a restart would not help."""
     (cluster.folder / "slow_end.py").write_text(SLOW_END)
     cluster.env = {"PYTHONPATH": str(cluster.folder)}
-    cluster.start_all("model._target_=slow_end.Net", "trusted_modules=[slow_end]", "launch.max_restarts=2")
-    assert [cluster.end(name) for name in ("node0", "node1")] == [65, 65], cluster.said("node0") + cluster.said("node1")
+    cluster.start_all(
+        "model._target_=slow_end.Net", "trusted_modules=[slow_end]", "launch.max_restarts=2"
+    )
+    assert [cluster.end(name) for name in ("node0", "node1")] == [65, 65], cluster.said(
+        "node0"
+    ) + cluster.said("node1")
     assert read(cluster.run_dir, "failure.json")["rank"] == 1
     for name in ("node0", "node1"):
         (fatal,) = fatal_lines(cluster.said(name))
@@ -323,11 +376,14 @@ def test_hosts_end_with_the_exit_code_of_the_failure_of_one(cluster: Cluster) ->
 
 @on_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize(("lost", "silent"), [
-    ("node0", True),
-    pytest.param("node1", True, marks=pytest.mark.nightly),
-    pytest.param("node0", False, marks=pytest.mark.nightly),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lost", "silent"),
+    [
+        ("node0", True),
+        pytest.param("node1", True, marks=pytest.mark.nightly),
+        pytest.param("node0", False, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_others_end_when_a_host_is_lost(lost: str, silent: bool, cluster: Cluster) -> None:
     """Also if it was the head, whose store torchrun's other agents wait for without an end."""
     cluster.start_all(*ENDLESS, "train.log_every_steps=1", "launch.timeout_seconds=6")
@@ -348,8 +404,14 @@ def test_the_others_end_when_a_host_is_lost(lost: str, silent: bool, cluster: Cl
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_host_that_was_cut_off_and_a_new_run_never_write_together(cluster: Cluster) -> None:
-    """The old rank 0 hangs in a collective, alive. Until it ends nobody else gets its run directory."""
-    words = ("model=mlp", "train.epochs=1000000", "train.evaluate_every_epochs=1000000", "checkpoint.every_steps=3")
+    """The old rank 0 hangs in a collective, alive. Until it ends nobody else gets its run
+    directory."""
+    words = (
+        "model=mlp",
+        "train.epochs=1000000",
+        "train.evaluate_every_epochs=1000000",
+        "checkpoint.every_steps=3",
+    )
     cluster.start_all(*words, "train.log_every_steps=1", "launch.timeout_seconds=15")
     cluster.wait_for_step()
     wait_until(lambda: any((cluster.run_dir / "checkpoints").glob("step_????????")), "checkpoint")
@@ -359,9 +421,9 @@ def test_a_host_that_was_cut_off_and_a_new_run_never_write_together(cluster: Clu
     (other,) = (host for host in cluster.lab.hosts if host.name != writer)
     cluster.start(other, *words)
     assert cluster.end(other.name) == 2, "alone, under our own launcher"
-    assert "another run is in it, process " in cluster.said(other.name) and f" on {writer}, " in cluster.said(
+    assert "another run is in it, process " in cluster.said(
         other.name
-    )
+    ) and f" on {writer}, " in cluster.said(other.name)
     assert cluster.end(writer) in (69, 70, 71)
     for host in cluster.lab.hosts:
         host.plug()

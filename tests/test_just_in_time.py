@@ -1,4 +1,5 @@
-"""A rank is killed and no step is lost: what is published, who saves, and whole runs that end in the same bytes."""
+"""A rank is killed and no step is lost: what is published, who saves, and whole runs that end in
+the same bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,16 @@ from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import LaunchError, PeersLostError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.resilience.failure_report import is_peer_error
-from ddp_train.resilience.heartbeat import NOT_SAVED, SAVE, SAVED, STOP, STOPPED, TRAINING, RankStatus, StatusBoard
+from ddp_train.resilience.heartbeat import (
+    NOT_SAVED,
+    SAVE,
+    SAVED,
+    STOP,
+    STOPPED,
+    TRAINING,
+    RankStatus,
+    StatusBoard,
+)
 from ddp_train.resilience.just_in_time import LATE_SECONDS, save_by_survivor
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
 from ddp_train.training import own_state
@@ -37,12 +47,19 @@ class Sharded(torch.optim.SGD):
 
 
 def test_a_row_keeps_the_last_three_steps() -> None:
-    tensors = [torch.zeros(3), torch.zeros((), dtype=torch.int64), torch.zeros(2, 2, dtype=torch.float64)]
+    tensors = [
+        torch.zeros(3),
+        torch.zeros((), dtype=torch.int64),
+        torch.zeros(2, 2, dtype=torch.float64),
+    ]
     with closing(StatusBoard.create(1)) as board:
         empty = [torch.zeros(0), torch.ones(2)]
         row = Row(board.row(0, Row.size(empty)), empty)
         row.write(1, Mean(), empty)
-        assert [tensor.tolist() for tensor in (row.read(1) or pytest.fail("it is there"))[1]] == [[], [1.0, 1.0]]
+        assert [tensor.tolist() for tensor in (row.read(1) or pytest.fail("it is there"))[1]] == [
+            [],
+            [1.0, 1.0],
+        ]
     with closing(StatusBoard.create(2)) as board:
         row = Row(board.row(1, Row.size(tensors)), tensors)
         assert row.read(0) is None, "nothing was written yet"
@@ -55,9 +72,17 @@ def test_a_row_keeps_the_last_three_steps() -> None:
         for step in (2, 3, 4):
             loss, found = seen_by_another.read(step) or pytest.fail("it is there")
             assert loss == Mean(step / 3, step)
-            assert [tensor.unique().item() for tensor in found] == [10 * step, 10 * step + 1, 10 * step + 2]
-            assert [(tensor.shape, tensor.dtype) for tensor in found] == [(one.shape, one.dtype) for one in tensors]
-        Row.head.pack_into(row.memory, row.begins[5 % 3], 0, 1.0, 1.0)  # killed while it wrote step 5
+            assert [tensor.unique().item() for tensor in found] == [
+                10 * step,
+                10 * step + 1,
+                10 * step + 2,
+            ]
+            assert [(tensor.shape, tensor.dtype) for tensor in found] == [
+                (one.shape, one.dtype) for one in tensors
+            ]
+        Row.head.pack_into(
+            row.memory, row.begins[5 % 3], 0, 1.0, 1.0
+        )  # killed while it wrote step 5
         assert row.read(2) is None and row.read(5) is None and row.read(4)
 
 
@@ -66,7 +91,9 @@ def test_buffers_are_looked_up_where_a_model_may_replace_them() -> None:
     model.append(model[0])  # the same once more: it is one buffer
     places = buffer_places(model)
     found = [holder[name] for holder, name in places]
-    assert len(found) == 6 and all(one is other for one, other in zip(found, model.buffers(), strict=True))
+    assert len(found) == 6 and all(
+        one is other for one, other in zip(found, model.buffers(), strict=True)
+    )
     model[1][0].running_mean = torch.full((3,), 7.0)
     found = [holder[name] for holder, name in places]
     assert all(one is other for one, other in zip(found, model.buffers(), strict=True))
@@ -89,7 +116,9 @@ def test_a_state_in_the_middle_of_an_update_is_not_believed(
     phase: str, of_peer: bool, buffers_differ: bool, optimizer: type[torch.optim.SGD], intact: bool
 ) -> None:
     stepper = SimpleNamespace(optimizer=optimizer([nn.Parameter(torch.zeros(1))], lr=0.1))
-    job: Any = SimpleNamespace(stepper=stepper, strategy=SimpleNamespace(buffers_differ=buffers_differ))
+    job: Any = SimpleNamespace(
+        stepper=stepper, strategy=SimpleNamespace(buffers_differ=buffers_differ)
+    )
     with closing(StatusBoard.create(1)) as board:
         assert Published(board, 0).is_intact(job, phase, of_peer) == intact
 
@@ -119,7 +148,8 @@ class Flag:
 
 
 def test_no_update_is_made_of_what_an_aborted_exchange_left() -> None:
-    weight, flag = nn.Parameter(torch.ones(3)), Flag()
+    weight = nn.Parameter(torch.ones(3))
+    flag = Flag()
     optimizer = torch.optim.AdamW([{"params": [weight], "initial_lr": 0.1}], lr=0.1, fused=True)
     check = DeviceNonFiniteCheck(optimizer, RunningLoss())
     check.peers = flag  # type: ignore[assignment]
@@ -130,35 +160,46 @@ def test_no_update_is_made_of_what_an_aborted_exchange_left() -> None:
         weight.grad = torch.full((3,), step + 1.0)
         assert check.allows(step, None), "the host does not wait"
         optimizer.step()
-    assert torch.equal(weight, before[0]) and torch.equal(optimizer.state[weight]["exp_avg"], before[1])
+    assert torch.equal(weight, before[0]) and torch.equal(
+        optimizer.state[weight]["exp_avg"], before[1]
+    )
     assert optimizer.state[weight]["step"] == check.steps_taken(5) == 3
 
 
 def test_the_host_asks_before_an_update_too() -> None:
-    weight, flag = nn.Parameter(torch.ones(3)), Flag()
+    weight = nn.Parameter(torch.ones(3))
+    flag = Flag()
     optimizer = torch.optim.RMSprop([{"params": [weight], "initial_lr": 0.1}], lr=0.1)
     check = NonFiniteCheck(optimizer, RunningLoss())
     check.peers = flag  # type: ignore[assignment]
     weight.grad = torch.ones(3)
     assert check.allows(0, None) and check.steps_taken(7) == 7
     flag.on_device.fill_(1)
-    weight.grad = torch.full((3,), torch.nan)  # PeersLostError all the same, and no NonFiniteLossError
+    weight.grad = torch.full(
+        (3,), torch.nan
+    )  # PeersLostError all the same, and no NonFiniteLossError
     with pytest.raises(PeersLostError, match="remote process exited") as caught:
         check.allows(1, None)
     assert is_peer_error(caught.value)
 
 
 def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has queued 9 steps, of which the device has done 6; hooks acted after 4. All but the GPU is real."""
+    """The host has queued 9 steps, of which the device has done 6; hooks acted after 4. All but the
+    GPU is real."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(own_state, "break_connections", lambda: None)
-    module, losses = nn.Sequential(nn.Linear(1, 1)), RunningLoss()
+    module = nn.Sequential(nn.Linear(1, 1))
+    losses = RunningLoss()
     module.register_buffer("mask", torch.tensor([1.0, 0.0]))
-    module.register_buffer("unset", torch.full((2,), torch.nan, dtype=torch.bfloat16))  # which numpy does not know
+    module.register_buffer(
+        "unset", torch.full((2,), torch.nan, dtype=torch.bfloat16)
+    )  # which numpy does not know
     for step in range(4, 9):
         part = MicroBatch(0, step, np.arange(2), 2, 1.0, True)
         losses.add(torch.tensor(float(step)), 2, part)
-    losses.add(torch.tensor(100.0), 2, MicroBatch(0, 5, np.arange(2), 0, 1.0, True))  # stands in, and does not count
+    losses.add(
+        torch.tensor(100.0), 2, MicroBatch(0, 5, np.arange(2), 0, 1.0, True)
+    )  # stands in, and does not count
     check = SimpleNamespace(steps_taken=lambda done: done - 3)
     stepper = SimpleNamespace(losses=losses, check_finite=check, steps_done=9, norm=torch.ones(()))
     job: Any = SimpleNamespace(module=module, stepper=stepper, step=9)
@@ -173,7 +214,9 @@ def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.Mon
         own.note_losses(SimpleNamespace(step=6, stepper=SimpleNamespace(losses=RunningLoss())))  # type: ignore[arg-type]
         job.step = stepper.steps_done = 9
         own.settle(job)
-        assert own.of_ranks(6)[1] == OfRank(Mean(), own.before), "the noted ones count: hooks had begun after step 6"
+        assert own.of_ranks(6)[1] == OfRank(Mean(), own.before), (
+            "the noted ones count: hooks had begun after step 6"
+        )
         module.mask += 1
         with pytest.raises(LaunchError, match="the buffer mask changes in training"):
             own.settle(job)
@@ -183,8 +226,8 @@ def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.Mon
 def survivors(
     *steps: int | None, answer: Callable[[int], int] = lambda _: SAVED, deaf: int = -1
 ) -> Iterator[tuple[StatusBoard, set]]:
-    """Ranks that have completed so many steps, stop when they are told and answer an order to save; None: dead. deaf:
-    a rank that does not stop. Yields the board and the ranks that are alive."""
+    """Ranks that have completed so many steps, stop when they are told and answer an order to save;
+    None: dead. deaf: a rank that does not stop. Yields the board and the ranks that are alive."""
     over = threading.Event()
     with closing(StatusBoard.create(len(steps))) as board:
         alive = {rank for rank, step in enumerate(steps) if step is not None}
@@ -218,7 +261,10 @@ def test_the_survivor_that_is_furthest_saves() -> None:
 
 
 def test_the_next_best_saves_if_the_first_cannot() -> None:
-    with survivors(7, None, 8, 8, answer=lambda rank: NOT_SAVED if rank == 2 else SAVED) as (board, alive):
+    with survivors(7, None, 8, 8, answer=lambda rank: NOT_SAVED if rank == 2 else SAVED) as (
+        board,
+        alive,
+    ):
         assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) == 8
         assert board.ranks[3].state == SAVED
     with survivors(7, 8, None, answer=lambda _: NOT_SAVED) as (board, alive):
@@ -226,12 +272,17 @@ def test_the_next_best_saves_if_the_first_cannot() -> None:
 
 
 @pytest.mark.slow
-def test_a_survivor_that_does_not_stop_is_waited_for_only_if_it_has_a_step_that_others_lack() -> None:
+def test_a_survivor_that_does_not_stop_is_waited_for_only_if_it_has_a_step_that_others_lack() -> (
+    None
+):
     for steps, at_least in (((8, None, 8, 7), LATE_SECONDS), ((9, None, 8, 8), 3.0)):
         late: list[int] = []
         began = time.monotonic()
         with survivors(*steps, deaf=0) as (board, alive):
-            assert save_by_survivor(board, alive.__contains__, 3.0, lambda: False, on_late=late.extend) == 8
+            assert (
+                save_by_survivor(board, alive.__contains__, 3.0, lambda: False, on_late=late.extend)
+                == 8
+            )
             assert [board.ranks[0].state, board.ranks[2].state, late] == [TRAINING, SAVED, [0]]
         assert at_least <= time.monotonic() - began < at_least + 0.9
 
@@ -254,14 +305,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 @pytest.mark.slow
-def test_no_step_is_lost_in_whatever_phase_a_rank_is_killed(undisturbed: Outcome, tmp_path: Path) -> None:
-    """Batch norm, dropout, accumulation, clipping; the only checkpoint is that of the end. Rank 0 serves the store."""
-    kills = [Kill(0, 3, "forward"), Kill(1, 5, "evaluation forward"), Kill(2, 12, "backward"), Kill(0, 18, "record"),
-             Kill(1, 26, "optimizer step")]  # fmt: skip
+def test_no_step_is_lost_in_whatever_phase_a_rank_is_killed(
+    undisturbed: Outcome, tmp_path: Path
+) -> None:
+    """Batch norm, dropout, accumulation, clipping; the only checkpoint is that of the end. Rank 0
+    serves the store."""
+    kills = [
+        Kill(0, 3, "forward"),
+        Kill(1, 5, "evaluation forward"),
+        Kill(2, 12, "backward"),
+        Kill(0, 18, "record"),
+        Kill(1, 26, "optimizer step"),
+    ]
     found = outcome(tmp_path, 3, kills)
     assert len(found.killed) >= 4, found.killed
     assert differences(found, undisturbed) == []
-    assert found.summary["steps_redone"] == 0 and len(found.summary["recoveries"]) >= len(found.killed) - 1
+    assert (
+        found.summary["steps_redone"] == 0
+        and len(found.summary["recoveries"]) >= len(found.killed) - 1
+    )
     assert {one["rank"] for one in found.summary["recoveries"]} == {0, 1, 2}
     assert all(0 < one["seconds"] < 30 for one in found.summary["recoveries"] if one["seconds"])
     assert len(checkpoints(tmp_path / "run")) <= 2, "those that survivors have saved are replaced"
@@ -290,8 +352,14 @@ def test_the_best_checkpoint_of_the_same_step_keeps_its_score(tmp_path: Path) ->
         assert ours["test"] == theirs["test"] and "just_in_time" not in ours
 
 
-MLP = ("model=mlp", "data.limit=200", "train.epochs=12", "train.ema_decay=0.9", "checkpoint.every_steps=1000000",
-       "train.log_every_steps=2")  # fmt: skip
+MLP = (
+    "model=mlp",
+    "data.limit=200",
+    "train.epochs=12",
+    "train.ema_decay=0.9",
+    "checkpoint.every_steps=1000000",
+    "train.log_every_steps=2",
+)
 
 
 @pytest.mark.slow
@@ -306,7 +374,10 @@ def test_a_run_without_restarts_is_gone_on_with_by_the_same_command(tmp_path: Pa
     assert "FATAL died (rank 1 " in said and "LOST" not in said
     (saved,) = checkpoints(tmp_path / "run")
     step = int(saved.removeprefix("step_"))
-    assert 10 <= step < 36 and f"saved step {step} from a surviving rank; the same command resumes there" in said
+    assert (
+        10 <= step < 36
+        and f"saved step {step} from a surviving rank; the same command resumes there" in said
+    )
     assert read(tmp_path / "run", "failure.json")["detail"].endswith(signal.SIGKILL.name)
     again = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/run")
     assert again.returncode == 0 and f"from step {step}" in again.stdout
@@ -314,7 +385,9 @@ def test_a_run_without_restarts_is_gone_on_with_by_the_same_command(tmp_path: Pa
         place = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/{name}"
         assert (tmp_path / "run" / place).read_bytes() == (tmp_path / "whole" / place).read_bytes()
     ours, theirs = (read(tmp_path / name, "summary.json") for name in ("run", "whole"))
-    assert ours["test"] == theirs["test"] and ours["train"]["loss"] == pytest.approx(theirs["train"]["loss"], rel=1e-14)
+    assert ours["test"] == theirs["test"] and ours["train"]["loss"] == pytest.approx(
+        theirs["train"]["loss"], rel=1e-14
+    )
 
 
 @pytest.mark.slow
@@ -343,25 +416,45 @@ class Mute:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_before_it_has_agreed_on_a_stop_costs_neither_the_grace_nor_a_step(tmp_path: Path) -> None:
-    """The others wait for its answer, and not in a collective: breaking connections does not wake them. They left
-    without saving after half of launch.grace_seconds."""
+def test_a_rank_that_dies_before_it_has_agreed_on_a_stop_costs_neither_the_grace_nor_a_step(
+    tmp_path: Path,
+) -> None:
+    """The others wait for its answer, and not in a collective: breaking connections does not wake
+    them. They left without saving after half of launch.grace_seconds."""
     (tmp_path / "mute.py").write_text(MUTE)
-    words = (*MLP[:2], MLP[-2], "train.epochs=100000", "train.log_every_steps=2", "launch.nproc_per_node=4",
-             "train.evaluate_every_epochs=99999", "hooks=[mute.Mute]", "trusted_modules=[mute]")  # fmt: skip
+    words = (
+        *MLP[:2],
+        MLP[-2],
+        "train.epochs=100000",
+        "train.log_every_steps=2",
+        "launch.nproc_per_node=4",
+        "train.evaluate_every_epochs=99999",
+        "hooks=[mute.Mute]",
+        "trusted_modules=[mute]",
+    )
     with running(tmp_path / "run", *words, env={"PYTHONPATH": str(tmp_path)}) as job:
         job.wait_for_step()
         job.process.send_signal(signal.SIGTERM)
         board = board_of(job, 4)
-        wait_until(lambda: "asked to stop" in (tmp_path / "run/logs/rank_3.log").read_text(), "the request", seconds=10)
-        time.sleep(1)  # all others stand at the step after which they would stop; evaluations end at once
-        began, steps = time.monotonic(), {status.step for status in board.ranks}
+        wait_until(
+            lambda: "asked to stop" in (tmp_path / "run/logs/rank_3.log").read_text(),
+            "the request",
+            seconds=10,
+        )
+        time.sleep(
+            1
+        )  # all others stand at the step after which they would stop; evaluations end at once
+        began = time.monotonic()
+        steps = {status.step for status in board.ranks}
         board.close()
         os.kill(ranks_of(job)[2], signal.SIGKILL)
         assert job.end() == 70, job.said()
         assert time.monotonic() - began < 10, "launch.grace_seconds are 30"
         said = job.said()
-    assert len(steps) == 1 and f"saved step {steps.pop()} from a surviving rank; the same command resumes" in said, said
+    assert (
+        len(steps) == 1
+        and f"saved step {steps.pop()} from a surviving rank; the same command resumes" in said
+    ), said
 
 
 DEAF = """
@@ -390,7 +483,9 @@ def stand_still():
 
 
 @pytest.mark.slow
-def test_a_survivor_that_stands_still_in_code_of_the_users_does_not_cost_the_grace(tmp_path: Path) -> None:
+def test_a_survivor_that_stands_still_in_code_of_the_users_does_not_cost_the_grace(
+    tmp_path: Path,
+) -> None:
     """Broken connections do not wake it. Rank 0, which serves the store."""
     (tmp_path / "deaf.py").write_text(DEAF)
     words = (*MLP, "launch.nproc_per_node=3", "hooks=[deaf.Deaf]", "trusted_modules=[deaf]")
@@ -406,7 +501,10 @@ def test_a_survivor_that_stands_still_in_code_of_the_users_does_not_cost_the_gra
         said = job.said()
     assert "saved step 5 from a surviving rank; the same command resumes there" in said
     log = (tmp_path / "run/logs/rank_0.log").read_text()
-    assert "a rank is lost, and this one, in forward of step 5, has not stopped for it" in log and "stand_still" in log
+    assert (
+        "a rank is lost, and this one, in forward of step 5, has not stopped for it" in log
+        and "stand_still" in log
+    )
 
 
 MOURNED = """
@@ -428,10 +526,17 @@ class Watch:
 
 @pytest.mark.slow
 def test_ddp_does_not_outlive_its_process_group(tmp_path: Path) -> None:
-    """Since steps are captured with its collectives: NCCL does not close before such a graph is gone."""
+    """Since steps are captured with its collectives: NCCL does not close before such a graph is
+    gone."""
     (tmp_path / "mourned.py").write_text(MOURNED)
-    words = (*MLP[:2], "train.max_steps=3", "launch.nproc_per_node=3", "hooks=[mourned.Watch]",
-             "trusted_modules=[mourned]", "launch.max_restarts=1")  # fmt: skip
+    words = (
+        *MLP[:2],
+        "train.max_steps=3",
+        "launch.nproc_per_node=3",
+        "hooks=[mourned.Watch]",
+        "trusted_modules=[mourned]",
+        "launch.max_restarts=1",
+    )
     done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"run/collected_{rank}").read_text() for rank in range(3)] == ["True"] * 3

@@ -1,4 +1,5 @@
-"""Language models: windows of text, files of tokens, GPT, and the same weights whatever the split."""
+"""Language models: windows of text, files of tokens, GPT, and the same weights whatever the
+split."""
 
 from __future__ import annotations
 
@@ -35,9 +36,12 @@ from tests.ranks import on_ranks
 
 LENGTH = 16
 NO_TOKENIZERS = importlib.util.find_spec("tokenizers") is None
-needs_tokenizers = pytest.mark.skipif(NO_TOKENIZERS, reason="the package tokenizers is not installed")
+needs_tokenizers = pytest.mark.skipif(
+    NO_TOKENIZERS, reason="the package tokenizers is not installed"
+)
 needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="the package transformers is not installed"
+    importlib.util.find_spec("transformers") is None,
+    reason="the package transformers is not installed",
 )
 
 
@@ -47,14 +51,16 @@ def row(count: int, vocabulary: int = 256, seed: int = 0) -> Tensor:
     return ((torch.arange(count) * 7 + noise) % vocabulary).to(torch.uint8)
 
 
-# --- the same weights, however it is divided --------------------------------------------------------------------------
+# --- the same weights, however it is divided ------------------------------------------------------
 
 
 class Ragged:
-    """Windows of which each counts only some targets, the fourth none: as many as a hash of its number says."""
+    """Windows of which each counts only some targets, the fourth none: as many as a hash of its
+    number says."""
 
     def __init__(self, source: TokenSource) -> None:
-        self.source, self.outputs = source, source.outputs
+        self.source = source
+        self.outputs = source.outputs
 
     def __len__(self) -> int:
         return len(self.source)
@@ -73,7 +79,9 @@ SETTINGS = {
     "schedule": {"name": "constant"},
     "tuning": {"precision": "fp64"},
 }
-SAMPLES = 38  # 12 + 12 + 12 + 2: the last batch has fewer windows than 3 processes have micro-batches
+SAMPLES = (
+    38  # 12 + 12 + 12 + 2: the last batch has fewer windows than 3 processes have micro-batches
+)
 
 
 def ragged_sources() -> tuple[Ragged, Ragged]:
@@ -92,7 +100,8 @@ def ladder(world: World, accumulation: int) -> tuple[dict[str, Tensor], dict[str
 
 
 def by_hand() -> dict[str, Tensor]:
-    """The loop that a tutorial would write: one process, the whole batch, the mean over its tokens."""
+    """The loop that a tutorial would write: one process, the whole batch, the mean over its
+    tokens."""
     config = config_of(World(), **SETTINGS, strategy={"name": "single"})
     source = ragged_sources()[0]
     model = module_of(config, source).model
@@ -110,23 +119,34 @@ def by_hand() -> dict[str, Tensor]:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_weights_are_those_of_a_loop_by_hand_on_any_number_of_processes() -> None:
-    """The mean is over the tokens of the global batch; peers take a mean of the means of micro-batches."""
-    expected, scores = by_hand(), []
-    fresh = module_of(config_of(World(), **SETTINGS, strategy={"name": "single"}), ragged_sources()[0]).model
-    assert largest_difference(expected, fresh.state_dict()) > 1e-2, "nothing was learnt: the comparison would be idle"
+    """The mean is over the tokens of the global batch; peers take a mean of the means of
+    micro-batches."""
+    expected = by_hand()
+    scores = []
+    fresh = module_of(
+        config_of(World(), **SETTINGS, strategy={"name": "single"}), ragged_sources()[0]
+    ).model
+    assert largest_difference(expected, fresh.state_dict()) > 1e-2, (
+        "nothing was learnt: the comparison would be idle"
+    )
     for ranks, accumulation in itertools.product((1, 2, 3), (1, 4)):
         results = on_ranks(ranks, ladder, accumulation)
         for found, _ in results:
             assert largest_difference(expected, found) < 1e-10, (ranks, accumulation)
         scores.append(results[0][1])
-    assert all(score == scores[0] for score in scores), "an evaluation depends on the number of processes"
+    assert all(score == scores[0] for score in scores), (
+        "an evaluation depends on the number of processes"
+    )
 
 
-# --- windows ----------------------------------------------------------------------------------------------------------
+# --- windows --------------------------------------------------------------------------------------
 
 
-def windows_by_step(world_size: int, accumulation: int, first_step: int = 0) -> dict[int, list[list[int]]]:
-    """The windows of each optimizer step, over all processes, in the order of their first tokens."""
+def windows_by_step(
+    world_size: int, accumulation: int, first_step: int = 0
+) -> dict[int, list[list[int]]]:
+    """The windows of each optimizer step, over all processes, in the order of their first
+    tokens."""
     source = TokenSource([row(40 * LENGTH)], LENGTH, 256, seed=3)
     found: dict[int, list[list[int]]] = {}
     for rank in range(world_size):
@@ -134,7 +154,9 @@ def windows_by_step(world_size: int, accumulation: int, first_step: int = 0) -> 
         train = {"global_batch_size": 12, "accumulation_steps": accumulation, "epochs": 3}
         plan = build_plan(config_of(world, train=train), world, len(source))
         for micro_batch in plan.micro_batches(first_step):
-            ids, _ = source.get_batch(micro_batch.indices[: micro_batch.num_real], micro_batch.epoch)
+            ids, _ = source.get_batch(
+                micro_batch.indices[: micro_batch.num_real], micro_batch.epoch
+            )
             found.setdefault(micro_batch.step, []).extend(ids.tolist())
     return {step: sorted(windows) for step, windows in sorted(found.items())}
 
@@ -167,7 +189,9 @@ def test_an_epoch_sees_each_token_once_at_an_offset_of_its_own() -> None:
 @pytest.mark.parametrize("sizes", [[1000], [65, 64, 300, 10, 129]])
 def test_a_test_split_counts_each_token_once(sizes: list[int]) -> None:
     """The last window of a part overlaps the one before, and what it repeats is ignored."""
-    parts = [torch.arange(size, dtype=torch.int16) + 1000 * place for place, size in enumerate(sizes)]
+    parts = [
+        torch.arange(size, dtype=torch.int16) + 1000 * place for place, size in enumerate(sizes)
+    ]
     source = TokenSource(parts, 64, 30_000)
     ids, targets = source.get_batch(np.arange(len(source)), None)
     counted = targets[targets != IGNORED]
@@ -177,14 +201,19 @@ def test_a_test_split_counts_each_token_once(sizes: list[int]) -> None:
 
 def test_parts_held_together_give_the_windows_of_parts_held_apart() -> None:
     """As on a GPU, where all parts are one tensor."""
-    parts = [torch.arange(size, dtype=torch.int16) + 1000 * place for place, size in enumerate([500, 40, 900])]
+    parts = [
+        torch.arange(size, dtype=torch.int16) + 1000 * place
+        for place, size in enumerate([500, 40, 900])
+    ]
     for seed in (None, 7):
         apart = TokenSource(parts, 64, 30_000, seed)
         together = apart.select(np.arange(len(apart)))
         together.whole = torch.cat(parts)
         index = np.random.default_rng(0).permutation(len(apart))
         for epoch in (None, 4):
-            for one, other in zip(apart.get_batch(index, epoch), together.get_batch(index, epoch), strict=True):
+            for one, other in zip(
+                apart.get_batch(index, epoch), together.get_batch(index, epoch), strict=True
+            ):
                 assert torch.equal(one, other)
 
 
@@ -196,7 +225,9 @@ def test_windows_on_a_gpu_are_those_on_the_host() -> None:
             source = TokenSource([tokens[:3000], tokens[3000:]], 64, vocabulary, seed)
             index = np.arange(len(source))
             held = source.to(torch.device("cuda"))
-            for one, other in zip(source.get_batch(index, 2), held.get_batch(index, 2), strict=True):
+            for one, other in zip(
+                source.get_batch(index, 2), held.get_batch(index, 2), strict=True
+            ):
                 assert other.is_cuda and torch.equal(one, other.cpu())
     with pytest.raises(DataError, match="holds the token"):
         TokenSource([tokens], 64, 10).to(torch.device("cuda"))
@@ -206,12 +237,15 @@ def test_a_resident_corpus_gives_the_same_batches() -> None:
     source = TokenSource([row(3000)], LENGTH, 256, seed=2)
     config = config_of(World(), train={"global_batch_size": 12, "epochs": 2})
     plan = build_plan(config, World(), len(source))
-    made = [loader_of(source, list(plan.micro_batches()), config.tuning, "cpu", resident=r) for r in (False, True)]
+    made = [
+        loader_of(source, list(plan.micro_batches()), config.tuning, "cpu", resident=r)
+        for r in (False, True)
+    ]
     for one, other in zip(*made, strict=True):
         assert torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
 
 
-# --- text -------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
 
 
 def text_of(path: Path | None, **keys: object) -> tuple[TokenSource, TokenSource]:
@@ -271,17 +305,26 @@ def test_a_tokenizer_gives_tokens_and_bytes_per_token(tmp_path: Path) -> None:
     for number in range(10):
         (tmp_path / f"{number}.txt").write_text("one two " * 50)
     train, test = text_of(tmp_path, tokenizer=str(tmp_path / "tokenizer.json"))
-    assert train.outputs == 4 and train.last_token == 0 and train.words and "one two" in train.words.decode([2, 3])
+    assert (
+        train.outputs == 4
+        and train.last_token == 0
+        and train.words
+        and "one two" in train.words.decode([2, 3])
+    )
     assert test.bytes_per_token == pytest.approx(400 / 101)
     ids, targets = train.get_batch(np.arange(len(train)), 0)
     assert set(ids.unique().tolist()) == {0, 2, 3} and torch.equal(ids[:, 1:], targets[:, :-1])
 
 
-# --- files of tokens --------------------------------------------------------------------------------------------------
+# --- files of tokens ------------------------------------------------------------------------------
 
 
 def write_llm_c(
-    path: Path, tokens: np.ndarray, magic: int = 20240520, version: int = 1, count: int | None = None
+    path: Path,
+    tokens: np.ndarray,
+    magic: int = 20240520,
+    version: int = 1,
+    count: int | None = None,
 ) -> None:
     """As llm.c's data scripts write it: 256 int32, then the tokens."""
     header = np.zeros(256, dtype=np.int32)
@@ -290,8 +333,14 @@ def write_llm_c(
 
 
 def tokens_of(path: Path, **keys: object) -> tuple[TokenSource, TokenSource]:
-    defaults = {"length": LENGTH, "vocabulary": 50_257, "dtype": "uint16", "test_part": 0.1, "tokenizer": None,
-                "bytes_per_token": None}  # fmt: skip
+    defaults = {
+        "length": LENGTH,
+        "vocabulary": 50_257,
+        "dtype": "uint16",
+        "test_part": 0.1,
+        "tokenizer": None,
+        "bytes_per_token": None,
+    }
     train, test = build_datasets("tokens", 0, path=str(path), **{**defaults, **keys})
     assert isinstance(train, TokenSource) and isinstance(test, TokenSource)
     return train, test
@@ -305,7 +354,9 @@ def all_tokens(source: TokenSource) -> list[int]:
 
 
 def test_files_of_nanogpt_and_llm_c_are_read(tmp_path: Path) -> None:
-    numbers = np.random.default_rng(0).integers(0, 50_257, 3000)  # half of them are negative as int16
+    numbers = np.random.default_rng(0).integers(
+        0, 50_257, 3000
+    )  # half of them are negative as int16
     nano, llm, llama = (tmp_path / name for name in ("nano", "llm", "llama"))
     for folder in (nano, llm, llama):
         folder.mkdir()
@@ -326,7 +377,10 @@ def test_files_of_nanogpt_and_llm_c_are_read(tmp_path: Path) -> None:
     assert len(all_tokens(test)) == 300, "a tenth is held out where no file is"
     raw = tmp_path / "raw.bin"
     (numbers + 70_000).astype(np.uint32).tofile(raw)
-    assert all_tokens(tokens_of(raw, dtype="uint32", vocabulary=128_256)[0]) == (numbers[:2700] + 70_000).tolist()
+    assert (
+        all_tokens(tokens_of(raw, dtype="uint32", vocabulary=128_256)[0])
+        == (numbers[:2700] + 70_000).tolist()
+    )
 
 
 def test_files_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
@@ -346,12 +400,14 @@ def test_files_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
         assert caught.value.remedy
     numbers.tofile(tmp_path / "good.bin")
     source = tokens_of(tmp_path / "good.bin", vocabulary=500)[0]
-    with pytest.raises(DataError, match=r"holds the token \d+, and the vocabulary ends with 499") as caught:
+    with pytest.raises(
+        DataError, match=r"holds the token \d+, and the vocabulary ends with 499"
+    ) as caught:
         source.get_batch(np.arange(len(source)), 0)
     assert "data.vocabulary=" in caught.value.remedy
 
 
-# --- what is refused before a process starts --------------------------------------------------------------------------
+# --- what is refused before a process starts ------------------------------------------------------
 
 
 def problems(**sections: object) -> list[str]:
@@ -370,27 +426,69 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
     expected = [
         ({"data": {"name": "text"}}, "model=cnn: takes no tokens", "use model=gpt"),
         ({"model": GPT}, "model=gpt: needs tokens, and data=digits has none", "use data=text"),
-        ({"model": {**GPT, "heads": 3}, "data": {"name": "text"}}, "model.width=128: must be a multiple", "=126"),
-        ({"model": GPT, "data": {"name": "text"}, "task": {"name": "classification"}}, "has tokens as targets",
-         "use task=language_model"),
-        ({"model": GPT, "data": {"name": "text"}, "task": {"name": "language_model", "sample_prompt": "a"}},
-         "task.sample_prompt=a: has an effect only with", "task.sample_tokens"),
-        ({"model": GPT, "data": {"name": "text", "path": "none"}}, "data.path=none: no such file or folder", ""),
-        ({"model": GPT, "data": {"name": "text", "path": str(tmp_path)}}, "no file matches data.glob=*.txt",
-         "use data.glob=*.md"),
-        ({"model": GPT, "data": {"name": "text", "glob": "*.c"}}, "data.glob=*.c: chooses among the files of a folder",
-         "data.path=FOLDER"),
-        ({"model": GPT, "data": {"name": "tokens"}}, "data.path=null: data=tokens needs", "data.path=PATH"),
-        ({"model": GPT, "data": {"name": "tokens", "path": str(tmp_path)}}, "no *.bin in this folder", "1 .md"),
-        ({"model": GPT, "data": {"name": "text", "tokenizer": "none"}}, "data.tokenizer=none: no such file", "leave"),
-        ({"model": GPT, "data": {"name": "text"}, "objective": "test.accuracy"}, "no metric accuracy", "it has loss"),
-    ]  # fmt: skip
+        (
+            {"model": {**GPT, "heads": 3}, "data": {"name": "text"}},
+            "model.width=128: must be a multiple",
+            "=126",
+        ),
+        (
+            {"model": GPT, "data": {"name": "text"}, "task": {"name": "classification"}},
+            "has tokens as targets",
+            "use task=language_model",
+        ),
+        (
+            {
+                "model": GPT,
+                "data": {"name": "text"},
+                "task": {"name": "language_model", "sample_prompt": "a"},
+            },
+            "task.sample_prompt=a: has an effect only with",
+            "task.sample_tokens",
+        ),
+        (
+            {"model": GPT, "data": {"name": "text", "path": "none"}},
+            "data.path=none: no such file or folder",
+            "",
+        ),
+        (
+            {"model": GPT, "data": {"name": "text", "path": str(tmp_path)}},
+            "no file matches data.glob=*.txt",
+            "use data.glob=*.md",
+        ),
+        (
+            {"model": GPT, "data": {"name": "text", "glob": "*.c"}},
+            "data.glob=*.c: chooses among the files of a folder",
+            "data.path=FOLDER",
+        ),
+        (
+            {"model": GPT, "data": {"name": "tokens"}},
+            "data.path=null: data=tokens needs",
+            "data.path=PATH",
+        ),
+        (
+            {"model": GPT, "data": {"name": "tokens", "path": str(tmp_path)}},
+            "no *.bin in this folder",
+            "1 .md",
+        ),
+        (
+            {"model": GPT, "data": {"name": "text", "tokenizer": "none"}},
+            "data.tokenizer=none: no such file",
+            "leave",
+        ),
+        (
+            {"model": GPT, "data": {"name": "text"}, "objective": "test.accuracy"},
+            "no metric accuracy",
+            "it has loss",
+        ),
+    ]
     for sections, message, remedy in expected:
         (problem,) = problems(**sections)
         assert message in problem and remedy in problem, problem
     (tmp_path / "tokenizer.json").write_text("{}")
     if NO_TOKENIZERS:
-        (problem,) = problems(model=GPT, data={"name": "text", "tokenizer": str(tmp_path / "tokenizer.json")})
+        (problem,) = problems(
+            model=GPT, data={"name": "text", "tokenizer": str(tmp_path / "tokenizer.json")}
+        )
         assert "needs the package tokenizers" in problem and "pip install tokenizers" in problem
     assert problems(model=GPT, data={"name": "text"}) == []
 
@@ -398,10 +496,15 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
 def test_task_auto_is_what_the_data_set_says() -> None:
     assert config_of(World(), model=GPT, data={"name": "text"}).task.name == "language_model"
     assert config_of(World()).task.name == "auto"
-    assert config_of(World(), task={"name": "custom", "target": "a.B"}, data={"name": "text"}).task.name == "custom"
+    assert (
+        config_of(
+            World(), task={"name": "custom", "target": "a.B"}, data={"name": "text"}
+        ).task.name
+        == "custom"
+    )
 
 
-# --- the model --------------------------------------------------------------------------------------------------------
+# --- the model ------------------------------------------------------------------------------------
 
 
 def test_gpt2_has_its_124_million_parameters() -> None:
@@ -414,7 +517,9 @@ def test_gpt2_has_its_124_million_parameters() -> None:
 
 def test_gpt_looks_at_no_later_token_and_begins_at_chance() -> None:
     torch.manual_seed(0)
-    model = build_model("gpt", (LENGTH,), 100, layers=3, heads=2, width=32, dropout=0.0, vocabulary_multiple=1)
+    model = build_model(
+        "gpt", (LENGTH,), 100, layers=3, heads=2, width=32, dropout=0.0, vocabulary_multiple=1
+    )
     ids = torch.randint(0, 100, (4, LENGTH))
     before = model(ids)
     assert before.shape == (4, LENGTH, 100)
@@ -425,11 +530,15 @@ def test_gpt_looks_at_no_later_token_and_begins_at_chance() -> None:
     loss = functional.cross_entropy(before.flatten(0, 1), torch.randint(0, 100, (4 * LENGTH,)))
     assert abs(loss.item() - math.log(100)) < 0.1
     assert isinstance(model, Gpt)
-    assert model.blocks[0].mlp.projection.weight.std().item() == pytest.approx(0.02 / math.sqrt(6), rel=0.1)  # type: ignore[union-attr]
+    assert model.blocks[0].mlp.projection.weight.std().item() == pytest.approx(
+        0.02 / math.sqrt(6), rel=0.1
+    )  # type: ignore[union-attr]
     with pytest.raises(DataError, match="16 positions, and a sample has 17 tokens"):
         model(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(ConfigError, match=r"takes tokens, \[n, t\]"):
-        build_model("gpt", (1, 8, 8), 10, layers=1, heads=1, width=8, dropout=0.0, vocabulary_multiple=1)
+        build_model(
+            "gpt", (1, 8, 8), 10, layers=1, heads=1, width=8, dropout=0.0, vocabulary_multiple=1
+        )
 
 
 def test_what_the_model_writes_is_keyed_by_the_seed() -> None:
@@ -443,7 +552,8 @@ def test_what_the_model_writes_is_keyed_by_the_seed() -> None:
 
 
 class Echo(nn.Module):
-    """A model of somebody's that takes ids and returns an object with logits, as transformers' do."""
+    """A model of somebody's that takes ids and returns an object with logits, as transformers'
+    do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -457,11 +567,20 @@ def test_a_model_that_returns_an_object_with_logits_writes_too() -> None:
     assert len(write_tokens(Echo(), [0], 5, LENGTH, 256, 1.0, 0)) == 5
 
 
-# --- from end to end --------------------------------------------------------------------------------------------------
+# --- from end to end ------------------------------------------------------------------------------
 
-SHORT = ("experiment=gpt_tiny", "model.layers=1", "model.heads=2", "model.width=32", "data.length=32",
-         "train.max_steps=12", "schedule.warmup_steps=2", "train.log_every_steps=4", "task.sample_tokens=40",
-         "data.limit=300")  # fmt: skip
+SHORT = (
+    "experiment=gpt_tiny",
+    "model.layers=1",
+    "model.heads=2",
+    "model.width=32",
+    "data.length=32",
+    "train.max_steps=12",
+    "schedule.warmup_steps=2",
+    "train.log_every_steps=4",
+    "task.sample_tokens=40",
+    "data.limit=300",
+)
 
 
 @pytest.mark.slow
@@ -483,14 +602,26 @@ def test_gpt_tiny_learns_and_writes_a_sample(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpt2_on_files_of_tokens_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    """In loader processes, from mapped files; the run that is not interrupted cuts its windows itself."""
+    """In loader processes, from mapped files; the run that is not interrupted cuts its windows
+    itself."""
     numbers = np.random.default_rng(0).integers(0, 500, 9000)
     write_llm_c(tmp_path / "text_train_000001.bin", numbers[:8000].astype(np.uint16))
     write_llm_c(tmp_path / "text_val_000000.bin", numbers[8000:].astype(np.uint16))
-    words = ["experiment=gpt2_124m", f"data.path={tmp_path}", "data.length=32", "data.vocabulary=500",
-             "data.bytes_per_token=4.5", "model.layers=1", "model.heads=2", "model.width=16",
-             "train.global_batch_size=8", "train.max_steps=6", "schedule.warmup_steps=1",
-             "checkpoint.every_steps=4", "checkpoint.keep=9"]  # fmt: skip
+    words = [
+        "experiment=gpt2_124m",
+        f"data.path={tmp_path}",
+        "data.length=32",
+        "data.vocabulary=500",
+        "data.bytes_per_token=4.5",
+        "model.layers=1",
+        "model.heads=2",
+        "model.width=16",
+        "train.global_batch_size=8",
+        "train.max_steps=6",
+        "schedule.warmup_steps=1",
+        "checkpoint.every_steps=4",
+        "checkpoint.keep=9",
+    ]
     whole = run(*words, f"run_dir={tmp_path}/whole")
     assert whole.returncode == 0, whole.stderr
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
@@ -519,7 +650,12 @@ def test_a_model_of_transformers_trains(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text(HUGGING_FACE)
     done = run(
         *("data=text", "data.length=32", "data.limit=300", "train.max_steps=12", "optimizer=adamw"),
-        *("model._target_=theirs.gpt2", "+model.layers=1", "trusted_modules=[theirs]", "task=language_model"),
+        *(
+            "model._target_=theirs.gpt2",
+            "+model.layers=1",
+            "trusted_modules=[theirs]",
+            "task=language_model",
+        ),
         *("task.sample_tokens=40", f"run_dir={tmp_path}/run"),
         env={"PYTHONPATH": str(tmp_path)},
     )

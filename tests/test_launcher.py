@@ -1,4 +1,5 @@
-"""The launcher under fire: killed workers, a killed launcher, signals, restarts, neighbours, open ports."""
+"""The launcher under fire: killed workers, a killed launcher, signals, restarts, neighbours, open
+ports."""
 
 from __future__ import annotations
 
@@ -37,13 +38,13 @@ from tests.commands import (
     torchrun,
     wait_until,
     weights,
-)  # fmt: skip
+)
 from tests.jobs import config_of
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
 
 
-# --- a worker dies --------------------------------------------------------------------------------------------------
+# --- a worker dies --------------------------------------------------------------------------------
 
 
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
@@ -74,7 +75,9 @@ def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) ->
             job.wait_for_file(f"checkpoints/step_{step:08d}")
             os.kill(job.workers()[rank], signal.SIGKILL)
         assert job.end() == 0, job.said()
-        assert job.said().count("restarting (1 of 1 restarts)") == 2, "a new checkpoint refills the budget"
+        assert job.said().count("restarting (1 of 1 restarts)") == 2, (
+            "a new checkpoint refills the budget"
+        )
         assert processes_of(job.run_dir) == {}
         assert read(job.run_dir, "summary.json")["status"] == "completed"
         assert read(job.run_dir, "summary.json")["steps"] == 40
@@ -88,7 +91,8 @@ def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_worker_whose_torchrun_has_died_already_ends_too(tmp_path: Path, rank: int) -> None:
-    """Before it could ask the kernel to be ended with it; torch would look for the agent's store for ten minutes."""
+    """Before it could ask the kernel to be ended with it; torch would look for the agent's store
+    for ten minutes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     as_worker = {
@@ -110,9 +114,14 @@ def test_torchrun_restarts_a_lost_rank_into_the_same_run_directory(tmp_path: Pat
     marker = tmp_path / "vanished"
     words = foreign_net(fault="vanish once", rank=2, call=5, marker=str(marker))
     done = run(
-        *words, "name=restarted", "train.max_steps=12", "checkpoint.every_steps=3",
-        command=torchrun("--max-restarts=2"), cwd=tmp_path, env=foreign_code(tmp_path),
-    )  # fmt: skip
+        *words,
+        "name=restarted",
+        "train.max_steps=12",
+        "checkpoint.every_steps=3",
+        command=torchrun("--max-restarts=2"),
+        cwd=tmp_path,
+        env=foreign_code(tmp_path),
+    )
     assert done.returncode == 0, done.stderr
     assert marker.exists(), "the fault did not happen"
     (run_dir,) = (tmp_path / "runs/restarted").iterdir()
@@ -129,17 +138,25 @@ def test_a_run_that_fails_in_the_same_way_three_times_is_given_up(tmp_path: Path
     done = run(*words, f"run_dir={tmp_path}/run", env=foreign_code(tmp_path))
     assert done.returncode == 70
     assert len(fatal_lines(done.stderr)) == 3
-    assert done.stderr.endswith("not restarted: same failure at the same step in 3 attempts; "
-                                "restarting again would not help\n")  # fmt: skip
+    assert done.stderr.endswith(
+        "not restarted: same failure at the same step in 3 attempts; "
+        "restarting again would not help\n"
+    )
 
 
 def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
-    """What `RestartPolicy` says to failures. seen: the step of each, the newest checkpoint at the time, and the
-    rank."""
-    restarts, said = RestartPolicy(allowed, run_dir), []
+    """What `RestartPolicy` says to failures. seen: the step of each, the newest checkpoint at the
+    time, and the rank."""
+    restarts = RestartPolicy(allowed, run_dir)
+    said = []
     for step, newest, *rank in seen:
         (run_dir / f"checkpoints/step_{newest:08d}").mkdir(parents=True, exist_ok=True)
-        failure = {"kind": "died", "rank": rank[0] if rank else 0, "step": step, "detail": f"pid {time.time()}"}
+        failure = {
+            "kind": "died",
+            "rank": rank[0] if rank else 0,
+            "step": step,
+            "detail": f"pid {time.time()}",
+        }
         (run_dir / "failure.json").write_text(json.dumps(failure))
         said.append(restarts.refusal())
     return said
@@ -148,15 +165,24 @@ def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
 @pytest.mark.slow
 def test_a_restart_that_finds_no_config_says_so_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    words = foreign_net(fault="remove and vanish", rank=2, call=3, marker=str(run_dir / "config.yaml"))
-    done = run(*words, THREE, "launch.max_restarts=2", f"run_dir={run_dir}", env=foreign_code(tmp_path))
+    words = foreign_net(
+        fault="remove and vanish", rank=2, call=3, marker=str(run_dir / "config.yaml")
+    )
+    done = run(
+        *words, THREE, "launch.max_restarts=2", f"run_dir={run_dir}", env=foreign_code(tmp_path)
+    )
     again = done.stderr.partition("restarting (1 of 2 restarts)")[2]
     assert done.returncode == 73 and "Traceback" not in again, done.stderr
-    assert len(fatal_lines(again)) == 1 and f"{run_dir}/config.yaml cannot be read as a process starts" in again
+    assert (
+        len(fatal_lines(again)) == 1
+        and f"{run_dir}/config.yaml cannot be read as a process starts" in again
+    )
     assert read(run_dir, "failure.json")["kind"] == "write"
 
 
-def test_what_a_worker_could_only_say_is_not_said_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_worker_could_only_say_is_not_said_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On a full disk there is no failure.json, by which the first report is known."""
     config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path / "gone"))
     config.launch.nproc_per_node = 3
@@ -213,9 +239,15 @@ class Net(nn.Sequential):
 
 @pytest.mark.slow
 def test_a_rank_that_takes_long_to_end_after_its_report_is_not_restarted(tmp_path: Path) -> None:
-    """The others end before it, with 70, for which a run is restarted; what it has reported is final."""
+    """The others end before it, with 70, for which a run is restarted; what it has reported is
+    final."""
     (tmp_path / "slow_end.py").write_text(SLOW_END)
-    words = ("model._target_=slow_end.Net", "trusted_modules=[slow_end]", THREE, "launch.max_restarts=2")
+    words = (
+        "model._target_=slow_end.Net",
+        "trusted_modules=[slow_end]",
+        THREE,
+        "launch.max_restarts=2",
+    )
     done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == read(tmp_path / "run", "failure.json")["exit_code"] == 65, done.stderr
     assert len(fatal_lines(done.stderr)) == 1 and "restart" not in done.stderr
@@ -227,12 +259,16 @@ def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:
     assert failures(1, tmp_path / "b", (7, 5), (12, 10), (17, 15), (18, 15))[:3] == ["", "", ""]
     assert failures(1, tmp_path / "c", (7, 5), (12, 10), (13, 10))[2] != ""
     assert failures(0, tmp_path / "d", (7, 5))[0] != ""
-    assert failures(9, tmp_path / "e", (7, 5), (7, 5), (8, 5), (7, 5), (7, 5))[4] == "", "not three in a row"
+    assert failures(9, tmp_path / "e", (7, 5), (7, 5), (8, 5), (7, 5), (7, 5))[4] == "", (
+        "not three in a row"
+    )
     assert "same failure" in failures(9, tmp_path / "f", (7, 5), (7, 5), (7, 5))[2]
-    assert failures(9, tmp_path / "g", (7, 5, 0), (7, 5, 1), (7, 5, 1))[2] == "", "one rank after another"
+    assert failures(9, tmp_path / "g", (7, 5, 0), (7, 5, 1), (7, 5, 1))[2] == "", (
+        "one rank after another"
+    )
 
 
-# --- the launcher is stopped ----------------------------------------------------------------------------------------
+# --- the launcher is stopped ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -244,12 +280,16 @@ def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
         job.process.kill()
         job.process.wait()
         wait_until(lambda: not processes_of(job.run_dir), "end of the workers", seconds=2)
-        wait_until(lambda: not Path(f"/proc/{server}").exists(), "end of the fork server", seconds=10)
+        wait_until(
+            lambda: not Path(f"/proc/{server}").exists(), "end of the fork server", seconds=10
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_stopped_launcher_takes_its_workers_with_it(number: signal.Signals, code: int, tmp_path: Path) -> None:
+def test_a_stopped_launcher_takes_its_workers_with_it(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
         job.wait_for_step()
         job.process.send_signal(number)
@@ -265,8 +305,14 @@ def test_a_stopped_launcher_takes_its_workers_with_it(number: signal.Signals, co
 @pytest.mark.slow
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
     words = foreign_net(fault="deaf", delay=0.05)
-    with running(tmp_path / "run", *words, "train.epochs=10000", THREE, "launch.grace_seconds=1",
-                 env=foreign_code(tmp_path)) as job:  # fmt: skip
+    with running(
+        tmp_path / "run",
+        *words,
+        "train.epochs=10000",
+        THREE,
+        "launch.grace_seconds=1",
+        env=foreign_code(tmp_path),
+    ) as job:
         job.wait_for_step()
         job.process.terminate()
         began = time.monotonic()
@@ -276,11 +322,12 @@ def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: 
         assert job.said().startswith("stopped by SIGTERM") and job.said().count("\n") == 1
 
 
-# --- neighbours -----------------------------------------------------------------------------------------------------
+# --- neighbours -----------------------------------------------------------------------------------
 
 LISTEN = "0A"  # include/net/tcp_states.h
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as /proc/net/tcp and tcp6 write them on a little-endian machine."""
+"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as /proc/net/tcp and tcp6 write them on a little-endian
+machine."""
 
 
 def listening_addresses(pid: int) -> list[str]:
@@ -289,18 +336,31 @@ def listening_addresses(pid: int) -> list[str]:
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):  # closed in between
             inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
-    rows = [line.split() for table in ("tcp", "tcp6") if (path := Path(f"/proc/{pid}/net/{table}")).exists()
-            for line in path.read_text().splitlines()[1:]]  # fmt: skip
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        if (path := Path(f"/proc/{pid}/net/{table}")).exists()
+        for line in path.read_text().splitlines()[1:]
+    ]
     return [row[1].partition(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes]
 
 
 @pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
 def test_without_a_loopback_interface_no_worker_is_started(tmp_path: Path) -> None:
     """Three ranks tried to reach each other for 150 s."""
-    done = run(*SMALL, THREE, "launch.fork_server=false", f"run_dir={tmp_path}", command=["unshare", "--net", *LAUNCH])
+    done = run(
+        *SMALL,
+        THREE,
+        "launch.fork_server=false",
+        f"run_dir={tmp_path}",
+        command=["unshare", "--net", *LAUNCH],
+    )
     assert done.returncode == 69, done.stderr
     assert "the loopback interface is down: 127.0.0.1: Network is unreachable" in done.stderr
-    assert "remedy: ip link set lo up" in done.stderr and read(tmp_path, "failure.json")["kind"] == "peer"
+    assert (
+        "remedy: ip link set lo up" in done.stderr
+        and read(tmp_path, "failure.json")["kind"] == "peer"
+    )
     assert not [*tmp_path.glob("logs/*")]
 
 
@@ -310,7 +370,9 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
         job.wait_for_step()
         addresses = {pid: listening_addresses(pid) for pid in processes_of(job.run_dir)}
         assert len(addresses) == 4, "the launcher and its three workers"
-        assert addresses[job.workers()[0]], "rank 0 serves the store: the search finds nothing at all"
+        assert addresses[job.workers()[0]], (
+            "rank 0 serves the store: the search finds nothing at all"
+        )
         assert {address for found in addresses.values() for address in found} <= set(LOOPBACK)
 
 

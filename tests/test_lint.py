@@ -19,7 +19,9 @@ class Uses(nn.Module):
 
     def __init__(self, function: Callable[[nn.Module, nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layer, self.norm, self.function = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), function
+        self.layer = nn.Conv2d(4, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+        self.function = function
 
     def forward(self, images: Tensor) -> Tensor:
         return self.function(self.layer, self.norm, images)
@@ -50,13 +52,18 @@ def residual(layer: nn.Module, norm: nn.Module, images: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[nn.Module, list[str]]] = {
     "batch norm": (nn.Sequential(conv(), nn.BatchNorm2d(4)), ["0.bias"]),
-    "twice": (nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), conv(), nn.SyncBatchNorm(4)), ["0.bias", "3.bias"]),
+    "twice": (
+        nn.Sequential(conv(), nn.BatchNorm2d(4), nn.ReLU(), conv(), nn.SyncBatchNorm(4)),
+        ["0.bias", "3.bias"],
+    ),
     "linear": (nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.BatchNorm1d(5)), ["1.bias"]),
     "transposed": (nn.Sequential(nn.ConvTranspose2d(4, 3, 2), nn.BatchNorm2d(3)), ["0.bias"]),
     "instance norm": (nn.Sequential(conv(), nn.InstanceNorm2d(4)), ["0.bias"]),
     "groups of one": (nn.Sequential(conv(), nn.GroupNorm(4, 4)), ["0.bias"]),
-    "functional": (Uses(lambda layer, norm, x: norm(functional.conv2d(x, layer.weight, bias=layer.bias))),
-                   ["layer.bias"]),
+    "functional": (
+        Uses(lambda layer, norm, x: norm(functional.conv2d(x, layer.weight, bias=layer.bias))),
+        ["layer.bias"],
+    ),
     "no bias": (nn.Sequential(conv(bias=False), nn.BatchNorm2d(4)), []),
     "groups of two": (nn.Sequential(conv(), nn.GroupNorm(2, 4)), []),
     "layer norm": (nn.Sequential(conv(), nn.LayerNorm([4, 3, 3])), []),
@@ -68,7 +75,7 @@ CASES: dict[str, tuple[nn.Module, list[str]]] = {
     "shared": (Uses(lambda layer, norm, images: layer(norm(layer(images)))), []),
     "norm first": (nn.Sequential(nn.BatchNorm2d(4), conv()), []),
     "by name": (Uses(lambda layer, norm, images: norm(input=layer(images))), ["layer.bias"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,7 +98,9 @@ def test_what_is_named_has_no_effect_and_the_rest_has(name: str) -> None:
                 assert same == (bias_name in expected), bias_name
 
 
-def test_a_model_that_cannot_be_looked_through_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_cannot_be_looked_through_is_told_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     model = Uses(lambda layer, norm, images: norm(layer(images)) * images.sum().item())
     with caplog.at_level("INFO"):
         assert biases_before_norm(model, torch.ones(1, 4, 3, 3)) is None
@@ -105,20 +114,33 @@ def test_looking_through_a_model_leaves_the_generators_as_they_are() -> None:
         drawn.append(random.random())
         return norm(layer(images))
 
-    model, before = Uses(draw), global_states()
+    model = Uses(draw)
+    before = global_states()
     assert biases_before_norm(model, torch.ones(1, 4, 3, 3)) == ["layer.bias"]
     assert drawn and global_states() == before
 
 
 @pytest.mark.parametrize(
-    "arch", ["alexnet", "convnext_tiny", "efficientnet_b0", "googlenet", "mobilenet_v3_small", "resnet50", "swin_t",
-             "vgg11", "vit_b_16"],
-)  # fmt: skip
+    "arch",
+    [
+        "alexnet",
+        "convnext_tiny",
+        "efficientnet_b0",
+        "googlenet",
+        "mobilenet_v3_small",
+        "resnet50",
+        "swin_t",
+        "vgg11",
+        "vit_b_16",
+    ],
+)
 def test_no_false_alarm(arch: str, caplog: pytest.LogCaptureFixture) -> None:
     from torchvision.models import get_model
 
     with torch.device("meta"), caplog.at_level("INFO"):
-        model = get_model(arch, **({"aux_logits": False, "init_weights": False} if arch == "googlenet" else {}))
+        model = get_model(
+            arch, **({"aux_logits": False, "init_weights": False} if arch == "googlenet" else {})
+        )
         assert biases_before_norm(model, torch.empty(1, 3, 224, 224)) == []
     assert caplog.text == ""
 
@@ -129,6 +151,8 @@ def test_vgg_with_batch_norm_has_one_for_each_convolution() -> None:
 
     with torch.device("meta"):
         model = vgg11_bn()
-    convolutions = [f"{name}.bias" for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    convolutions = [
+        f"{name}.bias" for name, module in model.named_modules() if isinstance(module, nn.Conv2d)
+    ]
     assert biases_before_norm(model, torch.empty(1, 3, 224, 224)) == convolutions
     assert len(convolutions) == 8

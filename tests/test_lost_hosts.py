@@ -1,4 +1,5 @@
-"""`launch.nnodes=2:3`: a host is lost, leaves or comes, and the run goes on. Hosts are network namespaces."""
+"""`launch.nnodes=2:3`: a host is lost, leaves or comes, and the run goes on. Hosts are network
+namespaces."""
 
 from __future__ import annotations
 
@@ -51,12 +52,14 @@ from tests.test_resize import WORDS, assert_close, slow_net
 pytestmark = pytest.mark.timeout(300)
 
 
-# --- a range, and what is made of it ----------------------------------------------------------------------------------
+# --- a range, and what is made of it --------------------------------------------------------------
 
 CORES = Hardware(8)
 
 
-def asked_config(nnodes: int | str, max_restarts: int = 1, processes: int = 2, **more: Any) -> Config:
+def asked_config(
+    nnodes: int | str, max_restarts: int = 1, processes: int = 2, **more: Any
+) -> Config:
     launch = LaunchConfig(processes, nnodes=nnodes, rdzv_endpoint="a:1", max_restarts=max_restarts)
     return Config(run_dir="here", launch=launch, **more)
 
@@ -64,15 +67,42 @@ def asked_config(nnodes: int | str, max_restarts: int = 1, processes: int = 2, *
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (asked_config("2:x"), "launch.nnodes=2:x: must be a whole number, or a range LOW:HIGH, as 2:3"),
-        (asked_config("auto"), "launch.nnodes=auto: must be a whole number, or a range LOW:HIGH, as 2:3"),
-        (asked_config("2:auto"), "launch.nnodes=2:auto: must be a whole number, or a range LOW:HIGH, as 2:3"),
-        (asked_config("3:2"), "launch.nnodes=3:2: must be a range LOW:HIGH with LOW at least 1, and at most HIGH; use"),
+        (
+            asked_config("2:x"),
+            "launch.nnodes=2:x: must be a whole number, or a range LOW:HIGH, as 2:3",
+        ),
+        (
+            asked_config("auto"),
+            "launch.nnodes=auto: must be a whole number, or a range LOW:HIGH, as 2:3",
+        ),
+        (
+            asked_config("2:auto"),
+            "launch.nnodes=2:auto: must be a whole number, or a range LOW:HIGH, as 2:3",
+        ),
+        (
+            asked_config("3:2"),
+            (
+                "launch.nnodes=3:2: must be a range LOW:HIGH with LOW at least 1, and at most"
+                " HIGH; use"
+            ),
+        ),
         (asked_config("1:1"), "launch.nnodes=1:1: is one host; use launch.nnodes=1"),
-        (asked_config("2:3", 0), "launch.nnodes=2:3: that a host was lost costs each of the others a restart; add"),
-        (asked_config("2:3", strategy=SingleConfig()), "launch.nnodes=2:3: strategy=single runs in one process; use"),
-        (asked_config("2:3", strategy=OrderedConfig()), "launch.nnodes=2:3: strategy=ordered cannot divide 8 virtual"),
-        (asked_config("2:3", train=TrainConfig(5)), "no sample for each process of 3 hosts; use train.global_batch_"),
+        (
+            asked_config("2:3", 0),
+            "launch.nnodes=2:3: that a host was lost costs each of the others a restart; add",
+        ),
+        (
+            asked_config("2:3", strategy=SingleConfig()),
+            "launch.nnodes=2:3: strategy=single runs in one process; use",
+        ),
+        (
+            asked_config("2:3", strategy=OrderedConfig()),
+            "launch.nnodes=2:3: strategy=ordered cannot divide 8 virtual",
+        ),
+        (
+            asked_config("2:3", train=TrainConfig(5)),
+            "no sample for each process of 3 hosts; use train.global_batch_",
+        ),
     ],
     ids=lambda one: one if isinstance(one, str) else str(one.launch.nnodes),
 )
@@ -85,12 +115,21 @@ def test_a_range_of_hosts_is_torchruns() -> None:
     asked = asked_config("2:3", train=TrainConfig(97))
     config = resolve(asked, CORES, None)
     assert (config.launch.nnodes, config.host_range) == (3, "2:3")
-    assert not check_rules(asked) and not check(asked, config, CORES, None), "97 samples are uneven on any number"
-    words = command(config, NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, ["launch.nnodes=2:3"])
+    assert not check_rules(asked) and not check(asked, config, CORES, None), (
+        "97 samples are uneven on any number"
+    )
+    words = command(
+        config, NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, ["launch.nnodes=2:3"]
+    )
     assert "--nnodes=2:3" in words and "launch.nnodes=2:3" in words
     (conf,) = (word for word in words if word.startswith("--rdzv-conf="))
     assert all(knob in conf for knob in OF_A_RANGE)
-    fixed = command(resolve(asked_config(3), CORES, None), NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, [])
+    fixed = command(
+        resolve(asked_config(3), CORES, None),
+        NetworkLocation("10.0.0.1", "eth0", True),
+        PROGRAM,
+        [],
+    )
     assert "--nnodes=3" in fixed and not any(knob in " ".join(fixed) for knob in OF_A_RANGE)
 
 
@@ -102,11 +141,15 @@ def test_a_worker_knows_how_many_hosts_there_are_and_may_be(tmp_path: Path) -> N
     assert not check(asked, config, CORES, world)
     assert load_frozen(to_text(config)) == config
     with mock.patch.dict(os.environ, PET_NNODES="1:4"):
-        assert resolve(asked_config(1), CORES, world).host_range == "1:4", "of a torchrun that the user started"
-    assert resolve(asked_config("2:3", mode="evaluate"), CORES, None).host_range is None, "nothing is lost there"
+        assert resolve(asked_config(1), CORES, world).host_range == "1:4", (
+            "of a torchrun that the user started"
+        )
+    assert resolve(asked_config("2:3", mode="evaluate"), CORES, None).host_range is None, (
+        "nothing is lost there"
+    )
 
 
-# --- what survivors leave, and what launchers read --------------------------------------------------------------------
+# --- what survivors leave, and what launchers read ------------------------------------------------
 
 
 def test_the_highest_step_and_the_first_loss_are_noted(tmp_path: Path) -> None:
@@ -126,7 +169,9 @@ def test_the_highest_step_and_the_first_loss_are_noted(tmp_path: Path) -> None:
     assert lost_hosts.noted(tmp_path) is None
 
 
-def test_a_survivor_that_stands_still_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_survivor_that_stands_still_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lost_hosts, "LOCK_SECONDS", 0.2)
     held = run_lock.acquire(tmp_path / lost_hosts.LOCK)
     with lost_hosts.one_at_a_time(tmp_path):
@@ -150,16 +195,16 @@ def test_only_the_workers_that_were_started_last_count(tmp_path: Path) -> None:
 def exchange(world: World) -> list[Any]:
     """Three steps of a model whose statistics differ between ranks."""
     module = nn.Sequential(nn.BatchNorm1d(2))
-    strategy, stepper = (
-        SimpleNamespace(buffers_differ=True),
-        SimpleNamespace(device="cpu", average=None, check_finite=None),
-    )
+    strategy = SimpleNamespace(buffers_differ=True)
+    stepper = SimpleNamespace(device="cpu", average=None, check_finite=None)
     job: Any = SimpleNamespace(module=module, strategy=strategy, stepper=stepper, step=4)
     own = Exchanged()
     assert own.why_not(job) == ""
     own.begin(job)
     for step in (5, 6, 7):
-        module[0].running_mean = torch.full((2,), 10.0 * step + world.rank)  # a new tensor in its place
+        module[0].running_mean = torch.full(
+            (2,), 10.0 * step + world.rank
+        )  # a new tensor in its place
         module[0].num_batches_tracked.fill_(step)
         arrive = own.publish(step, Mean(step + world.rank / 3, step))
         module[0].running_mean.add_(100)
@@ -167,7 +212,12 @@ def exchange(world: World) -> list[Any]:
     own.publish(7, Mean(99.0, 1))()  # a loss was dropped on this rank
     assert own.of_ranks(4) == [None] and own.of_ranks(8) == [None]
     return [
-        (one.loss, one.buffers[0].tolist(), one.buffers[2].item(), one.buffers[0].dtype == torch.float32)
+        (
+            one.loss,
+            one.buffers[0].tolist(),
+            one.buffers[2].item(),
+            one.buffers[0].dtype == torch.float32,
+        )
         for step in (6, 7)
         for one in own.of_ranks(step)
         if one
@@ -176,16 +226,22 @@ def exchange(world: World) -> list[Any]:
 
 def test_every_rank_has_what_each_knows_alone() -> None:
     expected = [
-        (Mean(step + rank / 3, step), [10.0 * step + rank] * 2, step, True) for step in (6, 7) for rank in range(3)
+        (Mean(step + rank / 3, step), [10.0 * step + rank] * 2, step, True)
+        for step in (6, 7)
+        for rank in range(3)
     ]
     assert on_ranks(3, exchange) == [expected] * 3
 
 
-# --- whole runs -------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 HOSTS = ("launch.nnodes=2:3", ENDPOINT, "launch.max_restarts=5", "launch.join_timeout_seconds=40")
 NET = (*WORDS, "+model.delay=0.05")
-BATCH_NORM = (*(word for word in NET if "ema" not in word), "+model.norm=true", "train.global_batch_size=48")
+BATCH_NORM = (
+    *(word for word in NET if "ema" not in word),
+    "+model.norm=true",
+    "train.global_batch_size=48",
+)
 
 
 class Elastic(Cluster):
@@ -198,7 +254,8 @@ class Elastic(Cluster):
         """Changes of the number until all hosts were in."""
 
     def begin(self, *words: str, hosts: int = 3) -> None:
-        """Until all of them train. On a slow machine one may come so late that the others have begun without it."""
+        """Until all of them train. On a slow machine one may come so late that the others have
+        begun without it."""
         hold = self.folder / "hold"
         hold.touch()
         for host in self.lab.hosts[:hosts]:
@@ -217,14 +274,20 @@ class Elastic(Cluster):
 
         def last() -> int:
             logged = (self.run_dir / "metrics.jsonl").exists()
-            return max((line["step"] for line in metrics(self.run_dir)), default=-1) if logged else -1
+            if logged:
+                return max((line["step"] for line in metrics(self.run_dir)), default=-1)
+            return -1
 
         wait_until(lambda: last() >= step, f"step {step}")
         return last()
 
     def worker_of(self, number: int) -> int:
         """The process id, outside, of the one on a host: torchrun starts it with -u."""
-        there = {int(path.name) for path in Path("/proc").glob("[0-9]*") if self.lab.hosts[number].has(int(path.name))}
+        there = {
+            int(path.name)
+            for path in Path("/proc").glob("[0-9]*")
+            if self.lab.hosts[number].has(int(path.name))
+        }
         (pid,) = (pid for pid in there if b"\0-u\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
         return pid
 
@@ -237,7 +300,9 @@ class Elastic(Cluster):
     def changes(self) -> list[tuple[int, int, str]]:
         """Of the number of processes, since all hosts were in."""
         lines = metrics(self.run_dir) if (self.run_dir / "metrics.jsonl").exists() else []
-        return [(one["from"], one["to"], one["why"]) for one in lines if one["kind"] == "resize"][self.late :]
+        return [(one["from"], one["to"], one["why"]) for one in lines if one["kind"] == "resize"][
+            self.late :
+        ]
 
 
 @pytest.fixture
@@ -264,7 +329,8 @@ def test_a_host_that_crashes_costs_no_step(hosts: Elastic, tmp_path: Path) -> No
     hosts.lab.hosts[1].power_off(silent=False)
     assert hosts.ends("node0", "node2") == [0, 0], hosts.all_said()
     assert all(not host.commands() for host in hosts.lab.hosts)
-    summary, said = read(hosts.run_dir, "summary.json"), hosts.all_said()
+    summary = read(hosts.run_dir, "summary.json")
+    said = hosts.all_said()
     (recovery,) = summary["recoveries"]
     assert recovery["rank"] == 1 and recovery["steps_redone"] == summary["steps_redone"] == 0
     assert recovery["step"] >= reached and 0 < recovery["seconds"] < 60
@@ -280,7 +346,8 @@ def test_a_host_that_crashes_costs_no_step(hosts: Elastic, tmp_path: Path) -> No
 @pytest.mark.nightly
 @pytest.mark.parametrize("hosts", [4], indirect=True)
 def test_a_host_without_power_is_replaced_by_one_that_comes(hosts: Elastic, tmp_path: Path) -> None:
-    """No packet says that it is gone: launch.timeout_seconds does. At the end the number is what it was."""
+    """No packet says that it is gone: launch.timeout_seconds does. At the end the number is what it
+    was."""
     words = (*NET, "train.epochs=60", "launch.timeout_seconds=6")
     hosts.begin(*words)
     hosts.wait_for(9)
@@ -316,9 +383,12 @@ def test_a_host_that_is_cut_off_is_left_behind(hosts: Elastic, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_killed_worker_is_replaced_to_the_same_bytes(hosts: Elastic, tmp_path: Path) -> None:
-    """Batch norm's statistics differ between ranks: those of the dead one are known to the others."""
+    """Batch norm's statistics differ between ranks: those of the dead one are known to the
+    others."""
     words = BATCH_NORM
-    hosts.begin(*words, "launch.nnodes=3:3")  # all from the first step on: their number decides bits
+    hosts.begin(
+        *words, "launch.nnodes=3:3"
+    )  # all from the first step on: their number decides bits
     hosts.wait_for(8)
     os.kill(hosts.worker_of(1), signal.SIGKILL)
     assert hosts.ends("node0", "node1", "node2") == [0, 0, 0], hosts.all_said()
@@ -329,7 +399,8 @@ def test_a_killed_worker_is_replaced_to_the_same_bytes(hosts: Elastic, tmp_path:
         assert job.end() == 0, job.said()
     for name in ("model.safetensors", "training.pt"):
         ours, theirs = (
-            folder / "checkpoints" / checkpoints(folder)[-1] / name for folder in (hosts.run_dir, job.run_dir)
+            folder / "checkpoints" / checkpoints(folder)[-1] / name
+            for folder in (hosts.run_dir, job.run_dir)
         )
         if name == "model.safetensors":
             assert ours.read_bytes() == theirs.read_bytes()
@@ -365,7 +436,8 @@ def test_all_hosts_stop_and_resume_with_another_number(hosts: Elastic, tmp_path:
     hosts.begin(*NET, hosts=2)
     assert hosts.ends("node0", "node1") == [0, 0], hosts.all_said()
     assert hosts.changes() == [(3, 2, "a host left")]
-    ours, theirs = load(weights(hosts.run_dir)), load(weights(calm(tmp_path, *WORDS, "+model.delay=0")))
+    ours = load(weights(hosts.run_dir))
+    theirs = load(weights(calm(tmp_path, *WORDS, "+model.delay=0")))
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-10) for name in theirs)
 
 
@@ -377,8 +449,8 @@ def test_all_hosts_stop_and_resume_with_another_number(hosts: Elastic, tmp_path:
 def test_the_others_meet_elsewhere_when_the_host_of_the_endpoint_is_lost(
     silent: bool, hosts: Elastic, tmp_path: Path
 ) -> None:
-    """It has the rendezvous, rank 0, the lock of the run directory and the store of the workers. Whoever comes with the
-    old words finds the others all the same."""
+    """It has the rendezvous, rank 0, the lock of the run directory and the store of the workers.
+    Whoever comes with the old words finds the others all the same."""
     words = (*NET, "train.epochs=80", "launch.timeout_seconds=6")
     hosts.begin(*words)
     hosts.wait_for(9)
@@ -390,7 +462,10 @@ def test_the_others_meet_elsewhere_when_the_host_of_the_endpoint_is_lost(
     assert hosts.changes() == [LOST, (2, 3, "a host joined")]
     assert [one["rank"] for one in summary["recoveries"]] == [0] and summary["steps_redone"] == 0
     said = hosts.said("node1"), hosts.said("node2")
-    assert all(len(re.findall(r"the hosts meet at 10\.77\.0\.1[12]:29400 from now on", one)) == 1 for one in said)
+    assert all(
+        len(re.findall(r"the hosts meet at 10\.77\.0\.1[12]:29400 from now on", one)) == 1
+        for one in said
+    )
     assert_close(hosts.run_dir, calm(tmp_path, *WORDS, "+model.delay=0", "train.epochs=80"))
 
 
@@ -403,7 +478,10 @@ def test_a_run_without_restarts_left_is_resumed_elsewhere(hosts: Elastic, tmp_pa
     hosts.begin(*words)
     reached = hosts.wait_for(9)
     os.kill(hosts.worker_of(1), signal.SIGKILL)
-    wait_until(lambda: any(line["step"] > reached + 8 for line in metrics(hosts.run_dir)), "step after the first loss")
+    wait_until(
+        lambda: any(line["step"] > reached + 8 for line in metrics(hosts.run_dir)),
+        "step after the first loss",
+    )
     hosts.lab.hosts[0].power_off(silent=False)
     assert {*hosts.ends("node1", "node2")} <= {69, 70, 71}, hosts.all_said()
     hosts.processes.clear()

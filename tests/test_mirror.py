@@ -1,4 +1,5 @@
-"""Checkpoints in another place: complete or none, and a run on an empty disk goes on from there to the same bytes."""
+"""Checkpoints in another place: complete or none, and a run on an empty disk goes on from there to
+the same bytes."""
 
 from __future__ import annotations
 
@@ -49,20 +50,33 @@ def mirror(tmp_path: Path) -> Mirror:
 
 
 def config_of(
-    mirror: Mirror, run_dir: Path, seed: int = 0, resume: str = "auto", best: bool = False, lr: float = 0.05
+    mirror: Mirror,
+    run_dir: Path,
+    seed: int = 0,
+    resume: str = "auto",
+    best: bool = False,
+    lr: float = 0.05,
 ) -> Config:
     section = CheckpointConfig(resume=resume, mirror=mirror.url, best=best)
     return Config(run_dir=str(run_dir), seed=seed, checkpoint=section, optimizer=SgdConfig(lr=lr))
 
 
-def written(run_dir: Path, mirror: Mirror, *steps: int, manifest: dict[str, Any] | None = None, keep: int = 2) -> None:
+def written(
+    run_dir: Path,
+    mirror: Mirror,
+    *steps: int,
+    manifest: dict[str, Any] | None = None,
+    keep: int = 2,
+) -> None:
     """Checkpoints as a run leaves them, each copied before the next one."""
     mirror.take(owner_of(run_dir))
     mirroring = Mirroring(mirror, run_dir)
     writer = Writer(run_dir, keep=keep, mirroring=mirroring)
     for step in steps:
         taken = snapshot(step)
-        writer.submit(lambda taken=taken: replace(taken, manifest={**taken.manifest, **(manifest or {})}))
+        writer.submit(
+            lambda taken=taken: replace(taken, manifest={**taken.manifest, **(manifest or {})})
+        )
         writer.wait()
     copied(mirroring)
 
@@ -83,11 +97,15 @@ def test_what_is_kept_here_is_kept_there(mirror: Mirror, tmp_path: Path) -> None
     assert begun(mirror, tmp_path / "run") == "", "nothing there is newer"
     said = begun(mirror, tmp_path / "empty")
     assert said == f"the checkpoint of step 3 was copied from checkpoint.mirror={mirror.url}"
-    assert checkpoints(tmp_path / "empty") == ["step_00000003"] and weights(tmp_path / "empty") == weights(
-        tmp_path / "run"
-    )
+    assert checkpoints(tmp_path / "empty") == ["step_00000003"] and weights(
+        tmp_path / "empty"
+    ) == weights(tmp_path / "run")
     store = Path(mirror.root)
-    assert {path.name for path in store.iterdir()} == {"owner.json", "step_00000002", "step_00000003"}
+    assert {path.name for path in store.iterdir()} == {
+        "owner.json",
+        "step_00000002",
+        "step_00000003",
+    }
 
 
 def test_what_is_not_whole_is_passed_over(mirror: Mirror, tmp_path: Path) -> None:
@@ -100,7 +118,9 @@ def test_what_is_not_whole_is_passed_over(mirror: Mirror, tmp_path: Path) -> Non
     outside["files"]["../../evil"] = outside["files"].pop("training.pt")
     outside.pop("sha256")
     shutil.copytree(store / "step_00000001", store / "step_00000005")
-    (store / "step_00000005" / MANIFEST).write_text(json.dumps({**outside, "sha256": digest_of(outside)}))
+    (store / "step_00000005" / MANIFEST).write_text(
+        json.dumps({**outside, "sha256": digest_of(outside)})
+    )
     shutil.copytree(store / "step_00000001", store / "step_00000007")
     (store / "step_00000007" / MANIFEST).write_text("{")
     shutil.copytree(store / "step_00000001", store / "step_00000000")
@@ -112,11 +132,16 @@ def test_what_is_not_whole_is_passed_over(mirror: Mirror, tmp_path: Path) -> Non
     assert "of step 1 was copied" in begun(mirror, tmp_path / "empty")
     assert checkpoints(tmp_path / "empty") == ["step_00000001"] and not list(tmp_path.rglob("evil"))
     written(tmp_path / "empty", mirror, 6)
-    assert sorted(mirror._begun()) == [1, 6, 7, 9], "what is newer stays, and what is older goes, whole or not"
+    assert sorted(mirror._begun()) == [1, 6, 7, 9], (
+        "what is newer stays, and what is older goes, whole or not"
+    )
 
 
-def test_what_cannot_be_read_is_not_passed_over_and_not_removed(mirror: Mirror, tmp_path: Path) -> None:
-    """A network that fails is no corrupt checkpoint: else a run would begin at 0, and its first copy remove all."""
+def test_what_cannot_be_read_is_not_passed_over_and_not_removed(
+    mirror: Mirror, tmp_path: Path
+) -> None:
+    """A network that fails is no corrupt checkpoint: else a run would begin at 0, and its first
+    copy remove all."""
     written(tmp_path / "run", mirror, 1, 2)
     whole = AbstractFileSystem.get_file
     for what in (MANIFEST, "training.pt"):
@@ -138,7 +163,12 @@ def test_what_cannot_be_read_is_not_passed_over_and_not_removed(mirror: Mirror, 
         begun(mirror, tmp_path / "empty")
     manifests = [read_manifest(place_of(tmp_path / "run", step)) for step in (2, 1)]
     pulling = mock.patch("ddp_train.training.mirror.read_manifest", side_effect=[*manifests, full])
-    with pulling, pytest.raises(WriteError, match=r"step 2 cannot be copied from .*: No space left on device"):
+    with (
+        pulling,
+        pytest.raises(
+            WriteError, match=r"step 2 cannot be copied from .*: No space left on device"
+        ),
+    ):
         begun(mirror, tmp_path / "empty")
     assert not checkpoints(tmp_path / "empty") and mirror.steps() == [2, 1]
     shutil.rmtree(place_of(tmp_path / "run", 2))
@@ -152,7 +182,9 @@ def test_the_best_comes_before_the_newest(mirror: Mirror, tmp_path: Path) -> Non
         written(tmp_path / "run", mirror, step, manifest={**by, "test": {"loss": loss}}, keep=9)
     pulled: list[int] = []
     whole = mirror._pull
-    with mock.patch.object(mirror, "_pull", lambda step, run_dir: (pulled.append(step), whole(step, run_dir))[1]):
+    with mock.patch.object(
+        mirror, "_pull", lambda step, run_dir: (pulled.append(step), whole(step, run_dir))[1]
+    ):
         assert mirror.fetch(tmp_path / "empty", mirror.manifests(), -1, with_best=True) == 3
     assert pulled == [1, 3]
     assert "of step 3" in begun(mirror, tmp_path / "another", best=True)
@@ -163,7 +195,8 @@ def test_the_best_comes_before_the_newest(mirror: Mirror, tmp_path: Path) -> Non
 
 def test_a_store_that_fails_for_a_while_gets_the_newest(mirror: Mirror, tmp_path: Path) -> None:
     """Training does not wait for it, and the last word counts."""
-    whole, held = mirror.push, threading.Event()
+    whole = mirror.push
+    held = threading.Event()
 
     def push(place: Path) -> None:
         held.wait(10)
@@ -187,9 +220,13 @@ def test_a_store_that_fails_for_a_while_gets_the_newest(mirror: Mirror, tmp_path
     assert mirror.steps() == [5, 4], "what an earlier process could not copy is copied at the start"
 
 
-def test_what_is_written_while_another_is_copied_is_copied_too(mirror: Mirror, tmp_path: Path) -> None:
+def test_what_is_written_while_another_is_copied_is_copied_too(
+    mirror: Mirror, tmp_path: Path
+) -> None:
     """Also a step that the store has: it was damaged here, passed over, and is trained again."""
-    run_dir, whole, held = tmp_path / "run", mirror.steps, threading.Event()
+    run_dir = tmp_path / "run"
+    whole = mirror.steps
+    held = threading.Event()
     written(run_dir, mirror, 1, 2)
     shutil.rmtree(place_of(run_dir, 2))
 
@@ -212,10 +249,15 @@ def at_the_end(mirroring: Mirroring, stop: StopController, config: Config) -> bo
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_waits_for_the_last_copy_as_long_as_it_moves(mirror: Mirror, tmp_path: Path) -> None:
+def test_the_end_of_a_run_waits_for_the_last_copy_as_long_as_it_moves(
+    mirror: Mirror, tmp_path: Path
+) -> None:
     config = config_of(mirror, tmp_path / "run")
-    config.launch.timeout_seconds, config.launch.grace_seconds = 0.5, 0.5
-    whole, seconds, moves = mirror.push, 1.0, True
+    config.launch.timeout_seconds = 0.5
+    config.launch.grace_seconds = 0.5
+    whole = mirror.push
+    seconds = 1.0
+    moves = True
 
     def push(place: Path) -> None:
         began = time.monotonic()
@@ -233,7 +275,9 @@ def test_the_end_of_a_run_waits_for_the_last_copy_as_long_as_it_moves(mirror: Mi
     written(tmp_path / "run", mirror, 1)
     with mock.patch.object(mirror, "push", push):
         moving = slow()
-        assert at_the_end(moving, StopController(), config), "twice launch.timeout_seconds, but it moves"
+        assert at_the_end(moving, StopController(), config), (
+            "twice launch.timeout_seconds, but it moves"
+        )
         copied(moving)
         stop = StopController()
         stop.requested.set()
@@ -241,7 +285,8 @@ def test_the_end_of_a_run_waits_for_the_last_copy_as_long_as_it_moves(mirror: Mi
         waited = slow()
         assert not at_the_end(waited, stop, config), "a stop waits for half of launch.grace_seconds"
         copied(waited)
-        moves, seconds = False, 1.5
+        moves = False
+        seconds = 1.5
         silent = slow()
         with pytest.raises(WriteError, match=r"no part of a file has moved for 0\.5 s"):
             at_the_end(silent, StopController(), config)
@@ -249,7 +294,9 @@ def test_the_end_of_a_run_waits_for_the_last_copy_as_long_as_it_moves(mirror: Mi
     failing = mock.patch.object(mirror, "push", side_effect=ConnectionError("no route to host"))
     with failing:
         last = slow()
-        with pytest.raises(WriteError, match=r"could not be copied to checkpoint\.mirror=file:.*: no route to host"):
+        with pytest.raises(
+            WriteError, match=r"could not be copied to checkpoint\.mirror=file:.*: no route to host"
+        ):
             at_the_end(last, StopController(), config)
     copied(last)
 
@@ -260,16 +307,23 @@ def test_a_mirror_of_another_run_is_refused(mirror: Mirror, tmp_path: Path) -> N
 
     assert begun(mirror, tmp_path / "new", resume="never") == ""
     written(tmp_path / "run", mirror, 7, manifest=of(seed=1))
-    with pytest.raises(DataError, match=r"seed=2: the run in checkpoint\.mirror=file:.* has seed=1; use that, or name"):
+    with pytest.raises(
+        DataError,
+        match=r"seed=2: the run in checkpoint\.mirror=file:.* has seed=1; use that, or name",
+    ):
         begun(mirror, tmp_path / "new", seed=2)
     assert not (tmp_path / "new/checkpoints").exists()
     owner = json.loads((Path(mirror.root) / "owner.json").read_text())
     assert owner == owner_of(tmp_path / "run"), "who is refused takes nothing"
-    assert begun(mirror, tmp_path / "other", seed=1, lr=0.3).endswith(", optimizer.lr=0.3 (was 0.05)")
+    assert begun(mirror, tmp_path / "other", seed=1, lr=0.3).endswith(
+        ", optimizer.lr=0.3 (was 0.05)"
+    )
     for resume in ("never", str(tmp_path / "run")):
         with pytest.raises(DataError, match="holds checkpoints, the newest of step 7"):
             begun(mirror, tmp_path / "new", seed=1, resume=resume)
-    assert "step 7 was copied" in begun(mirror, tmp_path / "again", 1, seed=1, resume="never"), "they are its own"
+    assert "step 7 was copied" in begun(mirror, tmp_path / "again", 1, seed=1, resume="never"), (
+        "they are its own"
+    )
     with pytest.raises(DataError, match="cannot be written: "):
         begun(Mirror("file:///proc/here"), tmp_path / "new")
 
@@ -289,12 +343,16 @@ def test_of_two_runs_that_live_the_later_one_has_the_mirror(
     try:
         mirror.take(owner_of(tmp_path / "third"))
         assert "step 5" in begun(mirror, tmp_path / "third"), "it is its own"
-        with pytest.raises(DataError, match=f"belongs to the run in {tmp_path}/third on .*, which is going on"):
+        with pytest.raises(
+            DataError, match=f"belongs to the run in {tmp_path}/third on .*, which is going on"
+        ):
             begun(mirror, tmp_path / "fourth")
     finally:
         held.release()
     assert "step 5" in begun(mirror, tmp_path / "fourth"), "the third run is dead"
-    with pytest.raises(WriteError, match="copies its checkpoints there now; this one does no longer"):
+    with pytest.raises(
+        WriteError, match="copies its checkpoints there now; this one does no longer"
+    ):
         at_the_end(first, StopController(), config_of(mirror, tmp_path / "first"))
 
 
@@ -311,13 +369,17 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> Non
     assert again.returncode == 0, again.stderr
     assert f"the checkpoint of step 7 was copied from {url}" in again.stdout
     assert weights(tmp_path / "run") == weights(tmp_path / "calm")
-    assert set(checkpoints(tmp_path / "run")) - {"best"} == set(checkpoints(tmp_path / "store")) - {"owner.json"}
+    assert set(checkpoints(tmp_path / "run")) - {"best"} == set(checkpoints(tmp_path / "store")) - {
+        "owner.json"
+    }
     found, expected = (read(tmp_path / name, "summary.json")["best"] for name in ("run", "calm"))
     assert {**found, "checkpoint": ""} == {**expected, "checkpoint": ""} and best <= 7
     shutil.rmtree(tmp_path / "store")
     assert run(*words, "train.epochs=5", url, f"run_dir={tmp_path}/run").returncode == 0
     left = set(checkpoints(tmp_path / "store")) - {"owner.json"}
-    assert set(checkpoints(tmp_path / "run")) - {"best"} == left, "nothing was left to train, but to copy"
+    assert set(checkpoints(tmp_path / "run")) - {"best"} == left, (
+        "nothing was left to train, but to copy"
+    )
     refused = run(*words, url, "checkpoint.resume=never", f"run_dir={tmp_path}/other")
     assert refused.returncode == 65 and len(fatal_lines(refused.stderr)) == 1, refused.stderr
 
@@ -339,13 +401,16 @@ def test_what_is_no_url_is_refused(url: str, said: str, tmp_path: Path) -> None:
 
 
 def test_runs_of_a_proof_or_a_study_share_no_mirror(mirror: Mirror, tmp_path: Path) -> None:
-    """The second one would resume what the first one had, and all would end in the job's own mirror."""
+    """The second one would resume what the first one had, and all would end in the job's own
+    mirror."""
     assert for_proof(config_of(mirror, tmp_path), tmp_path).checkpoint.mirror is None
     found = resolve_run(PROGRAM, ["checkpoint.mirror=file:///there"], Hardware(cpus=2))
-    assert found.problems == ["checkpoint.mirror=file:///there: all trials would share it; leave it out of a study"]
+    assert found.problems == [
+        "checkpoint.mirror=file:///there: all trials would share it; leave it out of a study"
+    ]
 
 
-# --- a real server ----------------------------------------------------------------------------------------------------
+# --- a real server --------------------------------------------------------------------------------
 
 MISSING = [name for name in ("s3fs", "moto", "flask") if importlib.util.find_spec(name) is None]
 
@@ -371,7 +436,9 @@ def server(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(bool(MISSING), reason=f"needs s3fs and moto[server]: {', '.join(MISSING)} missing")
+@pytest.mark.skipif(
+    bool(MISSING), reason=f"needs s3fs and moto[server]: {', '.join(MISSING)} missing"
+)
 def test_a_run_goes_on_from_an_object_store(server: dict[str, str], tmp_path: Path) -> None:
     """Its disk is lost, and its process was killed while it wrote."""
     words = [*SMALL, THREE, "train.epochs=5", "deterministic=true"]
@@ -382,7 +449,9 @@ def test_a_run_goes_on_from_an_object_store(server: dict[str, str], tmp_path: Pa
     with mock.patch.dict("os.environ", server):
         mirror = Mirror("s3://bucket/run")
         assert mirror.steps() == [7, 6]
-        mirror.files.put_file(str(tmp_path / "moto.log"), f"{mirror.root}/step_00000009/model.safetensors")
+        mirror.files.put_file(
+            str(tmp_path / "moto.log"), f"{mirror.root}/step_00000009/model.safetensors"
+        )
         shutil.rmtree(tmp_path / "lost")
         again = run(*words, url, f"run_dir={tmp_path}/run", env=server)
         assert again.returncode == 0, again.stderr

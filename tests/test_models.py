@@ -18,7 +18,8 @@ from tests.jobs import model_of
 
 
 @pytest.mark.parametrize(
-    ("arch", "side"), [("googlenet", 32), ("inception_v3", 96), ("vit_b_16", 32), ("resnet18", 8), ("alexnet", 64)]
+    ("arch", "side"),
+    [("googlenet", 32), ("inception_v3", 96), ("vit_b_16", 32), ("resnet18", 8), ("alexnet", 64)],
 )
 def test_a_classifier_of_torchvision_gives_one_tensor_in_training(arch: str, side: int) -> None:
     with torch.device("meta"):  # tensors without content: no time is spent on drawing weights
@@ -26,9 +27,14 @@ def test_a_classifier_of_torchvision_gives_one_tensor_in_training(arch: str, sid
         assert model.train()(torch.empty(4, 1, side, side)).shape == (4, 10)
 
 
-@pytest.mark.parametrize(("arch", "side"), [("inception_v3", 32), ("vit_b_16", 28), ("alexnet", 8), ("maxvit_t", 64)])
+@pytest.mark.parametrize(
+    ("arch", "side"), [("inception_v3", 32), ("vit_b_16", 28), ("alexnet", 8), ("maxvit_t", 64)]
+)
 def test_images_that_a_classifier_cannot_take_are_named(arch: str, side: int) -> None:
-    with pytest.raises(ConfigError, match=f"model.arch={arch}: cannot take images of {side} x {side} pixels: [A-Zs]"):
+    with pytest.raises(
+        ConfigError,
+        match=f"model.arch={arch}: cannot take images of {side} x {side} pixels: [A-Zs]",
+    ):
         model_of(TorchvisionConfig(arch=arch), (3, side, side), 10)
 
 
@@ -51,27 +57,35 @@ def test_weights_are_drawn_as_if_nothing_had_been_tried_before() -> None:
 def test_a_model_with_too_few_outputs_is_refused_in_words() -> None:
     with pytest.raises(DataError, match=r"outputs are of shape \[4, 2\], the data have 10 classes"):
         Classification(10).sum_of_losses(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
-    with pytest.raises(DataError, match=r"outputs are of shape \[4, 2\], the targets are of shape \[4\]"):
+    with pytest.raises(
+        DataError, match=r"outputs are of shape \[4, 2\], the targets are of shape \[4\]"
+    ):
         Regression().loss(nn.Identity(), (torch.zeros(4, 2), torch.zeros(4)))
 
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_that_no_output_stands_for_is_told(label: int) -> None:
     task = Classification()  # of a data set that does not say how many classes it has
-    with pytest.raises(DataError, match=rf"outputs are of shape \[2, 3\], the labels go from .*{label}"):
+    with pytest.raises(
+        DataError, match=rf"outputs are of shape \[2, 3\], the labels go from .*{label}"
+    ):
         task.loss(nn.Identity(), (torch.zeros(2, 3), torch.tensor([1, label])))
 
 
 class Pair(nn.Linear):
-    """Two tensors in evaluation, as detection models and those with auxiliary outputs have them in training."""
+    """Two tensors in evaluation, as detection models and those with auxiliary outputs have them in
+    training."""
 
     def forward(self, input: torch.Tensor) -> Any:
-        return super().forward(input) if self.training else (super().forward(input), input)
+        if self.training:
+            return super().forward(input)
+        return (super().forward(input), input)
 
 
 def test_a_model_with_two_outputs_is_told() -> None:
     module = ModelWithTask(Pair(4, 3), Classification(3), "cpu", None)
-    images, labels = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    images = torch.zeros(2, 4)
+    labels = torch.zeros(2, dtype=torch.int64)
     module((images, labels))
     with pytest.raises(DataError, match="the model returns a tuple"):
         module.eval().score((images, labels))

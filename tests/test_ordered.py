@@ -59,12 +59,15 @@ def state_of(job: Job) -> dict[str, Any]:
 def digest(tensors: dict[str, Tensor]) -> str:
     content = hashlib.sha256()
     for name, tensor in tensors.items():
-        content.update(name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        content.update(
+            name.encode() + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        )
     return content.hexdigest()
 
 
 def trained_bits(world: World, *arguments: str) -> tuple[str, float, Any, float]:
-    """sha256 of weights and optimizer state, the mean loss, the score, and how far the weights moved."""
+    """sha256 of weights and optimizer state, the mean loss, the score, and how far the weights
+    moved."""
     job = job_with(world, *arguments)
     start = nn.utils.parameters_to_vector(job.module.parameters()).detach().clone()
     fit(job)
@@ -73,24 +76,32 @@ def trained_bits(world: World, *arguments: str) -> tuple[str, float, Any, float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "precision"), [
-    ("convolutions", "fp32"),
-    pytest.param("batch norm", "fp32", marks=pytest.mark.slow),
-    pytest.param("convolutions", "fp64", marks=[pytest.mark.slow, pytest.mark.nightly]),
-    pytest.param("perceptron", "bf16", marks=[pytest.mark.slow, pytest.mark.nightly]),
-    pytest.param("perceptron", "fp16", marks=[pytest.mark.slow, pytest.mark.nightly]),  # with a loss scaler
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "precision"),
+    [
+        ("convolutions", "fp32"),
+        pytest.param("batch norm", "fp32", marks=pytest.mark.slow),
+        pytest.param("convolutions", "fp64", marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param("perceptron", "bf16", marks=[pytest.mark.slow, pytest.mark.nightly]),
+        pytest.param(
+            "perceptron", "fp16", marks=[pytest.mark.slow, pytest.mark.nightly]
+        ),  # with a loss scaler
+    ],
+)
 def test_1_2_4_and_8_processes_end_with_the_same_bits(model: str, precision: str) -> None:
     ((reference, loss, score, moved),) = on_ranks(1, trained_bits, model, "ordered", precision)
     assert moved > 0.1, "nothing was learnt: the comparison would be idle"
     for ranks in (2, 4, 8):
-        for result in on_ranks(ranks, trained_bits, model, "ordered", precision, timeout_seconds=110):
+        for result in on_ranks(
+            ranks, trained_bits, model, "ordered", precision, timeout_seconds=110
+        ):
             assert result == (reference, loss, score, moved), ranks
 
 
 @pytest.mark.slow
 def test_torchs_own_reduction_does_not() -> None:
-    """So that the test above can fail: without dropout, whose draws differ by rank there, rounding alone is left."""
+    """So that the test above can fail: without dropout, whose draws differ by rank there, rounding
+    alone is left."""
     digests = [on_ranks(ranks, no_dropout_bits, "ddp")[0] for ranks in (1, 2)]
     assert digests[0] != digests[1]
     digests = [on_ranks(ranks, no_dropout_bits, "ordered")[0] for ranks in (1, 2)]
@@ -112,7 +123,8 @@ def no_dropout_bits(world: World, strategy: str) -> str:
 
 def test_it_is_the_gradient_of_the_mean_loss() -> None:
     """Against one process with the whole batch in one pass, in double precision."""
-    world, sources = World(), (table(29), table(10))
+    world = World()
+    sources = (table(29), table(10))
     weights = []
     for strategy in ("ordered", "single"):
         config = config_of(
@@ -130,7 +142,12 @@ def test_it_is_the_gradient_of_the_mean_loss() -> None:
 
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8, 16])
 def test_the_tree_adds_neighbours_level_by_level_and_keeps_few_of_them(leaves: int) -> None:
-    values = torch.randn(leaves, 50, generator=torch.Generator().manual_seed(leaves)).double().exp().float()
+    values = (
+        torch.randn(leaves, 50, generator=torch.Generator().manual_seed(leaves))
+        .double()
+        .exp()
+        .float()
+    )
     level = list(values)
     while len(level) > 1:
         level = [left + right for left, right in zip(level[::2], level[1::2], strict=True)]
@@ -145,23 +162,34 @@ def test_the_tree_adds_neighbours_level_by_level_and_keeps_few_of_them(leaves: i
 def test_shards_are_the_same_for_every_world(samples: int) -> None:
     dealt = []
     for world_size in (1, 2, 4, 8):
-        plans = [BatchPlan(samples, 48, 1, 1, 0, rank, world_size, virtual_shards=8) for rank in range(world_size)]
+        plans = [
+            BatchPlan(samples, 48, 1, 1, 0, rank, world_size, virtual_shards=8)
+            for rank in range(world_size)
+        ]
         micro_batches = [list(plan.micro_batches()) for plan in plans]
         assert all(
-            [micro_batch.is_last for micro_batch in of_rank] == [False] * (8 // world_size - 1) + [True]
+            [micro_batch.is_last for micro_batch in of_rank]
+            == [False] * (8 // world_size - 1) + [True]
             for of_rank in micro_batches
         )
         dealt.append(
-            [(s.shard_index, s.indices[: s.num_real].tolist(), s.scale) for of_rank in micro_batches for s in of_rank]
+            [
+                (s.shard_index, s.indices[: s.num_real].tolist(), s.scale)
+                for of_rank in micro_batches
+                for s in of_rank
+            ]
         )
     assert all(shards == dealt[0] for shards in dealt)
     assert [part for part, _, _ in dealt[0]] == list(range(8))
-    assert sorted(number for _, indices, _ in dealt[0] for number in indices) == list(range(samples))
+    assert sorted(number for _, indices, _ in dealt[0] for number in indices) == list(
+        range(samples)
+    )
     assert {scale for _, indices, scale in dealt[0] if indices} == {1 / samples}
 
 
 class Odd(nn.Module):
-    """A model with a parameter that only some shards use, one that none uses, and buffers of several kinds."""
+    """A model with a parameter that only some shards use, one that none uses, and buffers of
+    several kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,27 +221,47 @@ def odd_step(world: World, counts: list[int]) -> tuple[Any, ...]:
         nn.init.zeros_(model.always)
     strategy = OrderedReduction("cpu", seed=0, virtual_shards=4)
     module = strategy.place(ModelWithTask(model, SumOfOutputs(), "cpu", None))
-    wrapped, each = strategy.wrap(module), 4 // world.size
+    wrapped = strategy.wrap(module)
+    each = 4 // world.size
     for part in range(world.rank * each, (world.rank + 1) * each):
         micro_batch = MicroBatch(
-            0, 0, np.array([part]), counts[part], float(counts[part] > 0), part % each == each - 1, part
+            0,
+            0,
+            np.array([part]),
+            counts[part],
+            float(counts[part] > 0),
+            part % each == each - 1,
+            part,
         )
         with strategy.sync_gradients(micro_batch):
             loss, _ = wrapped(torch.full((1, 2), part + 1.0))
             loss.backward(torch.tensor(micro_batch.scale))
             draw = torch.rand(1).item()
-    gradients = [None if p.grad is None else p.grad.tolist() for p in (model.always, model.sometimes, model.never)]
+    gradients = [
+        None if p.grad is None else p.grad.tolist()
+        for p in (model.always, model.sometimes, model.never)
+    ]
     assert model.mask.tolist() == [0.0, -torch.inf, torch.inf]
-    assert model.largest == torch.arange(1.0, 5)[torch.tensor(counts) > 0].mean(), "the mean over the shards"
+    assert model.largest == torch.arange(1.0, 5)[torch.tensor(counts) > 0].mean(), (
+        "the mean over the shards"
+    )
     return gradients, model.seen.item(), model.running.tolist(), model.constant.tolist(), draw
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("counts", "always", "sometimes", "mean"), [
-    ([1, 1, 1, 1], 10.0, 2.0, 2.5),
-    ([1, 1, 1, 0], 6.0, 1.0, 2.0),  # a stand-in adds nothing, neither to gradients nor to statistics
-    ([1, 1, 0, 0], 3.0, None, 1.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("counts", "always", "sometimes", "mean"),
+    [
+        ([1, 1, 1, 1], 10.0, 2.0, 2.5),
+        (
+            [1, 1, 1, 0],
+            6.0,
+            1.0,
+            2.0,
+        ),  # a stand-in adds nothing, neither to gradients nor to statistics
+        ([1, 1, 0, 0], 3.0, None, 1.5),
+    ],
+)
 def test_unused_parameters_buffers_and_stand_ins(
     counts: list[int], always: float, sometimes: float | None, mean: float
 ) -> None:
@@ -225,7 +273,9 @@ def test_unused_parameters_buffers_and_stand_ins(
             assert running == pytest.approx([0.05 + mean / 2] * 2)
             assert constant == torch.full((3,), 0.1).tolist()
         StepSeed(0, 3, "cpu")(0)
-        assert results[-1][-1] == torch.rand(1).item(), "the last shard's draws, whichever rank computes it"
+        assert results[-1][-1] == torch.rand(1).item(), (
+            "the last shard's draws, whichever rank computes it"
+        )
 
 
 class Shy(nn.Module):
@@ -233,15 +283,19 @@ class Shy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.offset = nn.Linear(6, 3), nn.Parameter(torch.zeros(1))
+        self.layer = nn.Linear(6, 3)
+        self.offset = nn.Parameter(torch.zeros(1))
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.layer(inputs) + (self.offset if inputs.isfinite().all() else 0)
 
 
 def test_a_bad_loss_is_seen_though_a_parameter_did_not_take_part() -> None:
-    world, source = World(), table(16)
-    config = config_of(world, strategy={"name": "ordered"}, train={"global_batch_size": 8, "epochs": 1})
+    world = World()
+    source = table(16)
+    config = config_of(
+        world, strategy={"name": "ordered"}, train={"global_batch_size": 8, "epochs": 1}
+    )
     config.model = CustomModelConfig(target=f"{__name__}.Shy")
     job = job_of(config, world, (source, source))
     source.inputs[job.plan.global_batch(0)[-1]] = float("nan")
@@ -266,11 +320,19 @@ def test_stopped_and_resumed_on_another_number_of_processes(tmp_path: Path) -> N
         ("parts", 2, "train.max_steps=5"),
         ("parts", 4, "train.max_steps=null"),
     ):
-        done = run(*words, f"run_dir={tmp_path / name}", f"launch.nproc_per_node={nproc}", *more.split())
+        done = run(
+            *words, f"run_dir={tmp_path / name}", f"launch.nproc_per_node={nproc}", *more.split()
+        )
         assert done.returncode == 0, done.stderr
-    assert checkpoints(tmp_path / "whole")[-1] == checkpoints(tmp_path / "parts")[-1] == "step_00000012"
+    assert (
+        checkpoints(tmp_path / "whole")[-1]
+        == checkpoints(tmp_path / "parts")[-1]
+        == "step_00000012"
+    )
     assert weights(tmp_path / "whole") == weights(tmp_path / "parts")
-    one, other = (load_training(tmp_path / name / "checkpoints/step_00000012") for name in ("whole", "parts"))
+    one, other = (
+        load_training(tmp_path / name / "checkpoints/step_00000012") for name in ("whole", "parts")
+    )
     assert saved(one["optimizer"]) == saved(other["optimizer"])
 
 

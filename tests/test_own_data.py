@@ -1,4 +1,5 @@
-"""Data sets of the user's own: any map-style class by `_target_`, its splits, transforms and shards."""
+"""Data sets of the user's own: any map-style class by `_target_`, its splits, transforms and
+shards."""
 
 from __future__ import annotations
 
@@ -40,7 +41,12 @@ from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.tensor_tree import tensors
-from ddp_train.training.open_data import arguments_of_splits, common_digests, open_datasets, scored_digests
+from ddp_train.training.open_data import (
+    arguments_of_splits,
+    common_digests,
+    open_datasets,
+    scored_digests,
+)
 from tests.commands import PROGRAM, ROOT
 from tests.jobs import config_of, loader_of, table
 from tests.ranks import on_ranks
@@ -108,25 +114,35 @@ class Stream(IterableDataset[int]):
 
 
 def joined(samples: list[Any]) -> Any:
-    return torch.stack([sample[0] for sample in samples]).flatten(), torch.tensor([sample[1] for sample in samples])
+    return torch.stack([sample[0] for sample in samples]).flatten(), torch.tensor(
+        [sample[1] for sample in samples]
+    )
 
 
-# --- keyed transforms -------------------------------------------------------------------------------------------------
+# --- keyed transforms -----------------------------------------------------------------------------
 
 RANDOM = [
     {"_target_": f"{V2}.RandAugment", "interpolation": "bilinear"},
     {"_target_": f"{V2}.RandomResizedCrop", "size": 8},
-    {"_target_": f"{V2}.RandomApply", "transforms": [{"_target_": f"{V2}.ColorJitter", "brightness": 0.5}], "p": 0.5},
+    {
+        "_target_": f"{V2}.RandomApply",
+        "transforms": [{"_target_": f"{V2}.ColorJitter", "brightness": 0.5}],
+        "p": 0.5,
+    },
     f"{V2}.ToImage",
     {"_target_": f"{V2}.ToDtype", "dtype": "torch.float32", "scale": True},
     {"_target_": f"{V2}.RandomErasing", "p": 0.9},
     f"{__name__}.Noise",
 ]
 FAKE = {
-    "_target_": "torchvision.datasets.FakeData", "size": 21, "image_size": [3, 12, 12], "num_classes": 3,
-    "splits": {"test": {"size": 4, "random_offset": 21}}, "transform": RANDOM,
+    "_target_": "torchvision.datasets.FakeData",
+    "size": 21,
+    "image_size": [3, 12, 12],
+    "num_classes": 3,
+    "splits": {"test": {"size": 4, "random_offset": 21}},
+    "transform": RANDOM,
     "test_transform": [{"_target_": f"{V2}.CenterCrop", "size": 8}],
-}  # fmt: skip
+}
 
 
 def pixels(world: World, workers: int, first_step: int = 0) -> dict[tuple[int | None, int], bytes]:
@@ -136,7 +152,9 @@ def pixels(world: World, workers: int, first_step: int = 0) -> dict[tuple[int | 
     micro_batches = list(plan.micro_batches(first_step))
     found = {}
     for given in loader_of(open_datasets(config).train, micro_batches, config.tuning, "cpu"):
-        for row, number in enumerate(given.micro_batch.indices[: given.micro_batch.num_real].tolist()):
+        for row, number in enumerate(
+            given.micro_batch.indices[: given.micro_batch.num_real].tolist()
+        ):
             found[given.micro_batch.epoch, number] = given.inputs[row].numpy().tobytes()
     return found
 
@@ -149,17 +167,23 @@ def test_transforms_give_the_same_pixels_on_any_number_of_processes() -> None:
     parts = on_ranks(3, pixels, 0)
     assert {key: value for part in parts for key, value in part.items()} == alone
     resumed = pixels(World(), 0, 5)
-    assert resumed.items() <= alone.items() and len(resumed) == 21 - 6, "the second step of the second epoch on"
+    assert resumed.items() <= alone.items() and len(resumed) == 21 - 6, (
+        "the second step of the second epoch on"
+    )
 
 
-@pytest.mark.parametrize("which, draw", [(0, lambda: torch.rand(1)), (1, np.random.rand), (2, random.random)])
+@pytest.mark.parametrize(
+    "which, draw", [(0, lambda: torch.rand(1)), (1, np.random.rand), (2, random.random)]
+)
 def test_a_draw_is_seen_in_the_state_of_its_own_generator(which: int, draw: Any) -> None:
     """numpy keeps a position beside its 624 words: they change once in 624 draws."""
     before = global_states()
     for _ in range(2):
         draw()
         after = global_states()
-        assert [one != other for one, other in zip(before, after, strict=True)] == [i == which for i in range(3)]
+        assert [one != other for one, other in zip(before, after, strict=True)] == [
+            i == which for i in range(3)
+        ]
         before = after
 
 
@@ -171,12 +195,16 @@ def test_transforms_leave_the_generators_of_training_alone() -> None:
     first = batch(train, 3)[0]
     assert (train.outputs, test.outputs) == (3, 3)
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == expected
-    assert torch.equal(batch(train, 5, 3)[0][1], first[0]) and not torch.equal(batch(train, 3, epoch=1)[0], first)
+    assert torch.equal(batch(train, 5, 3)[0][1], first[0]) and not torch.equal(
+        batch(train, 3, epoch=1)[0], first
+    )
     scored = batch(test, 0, 1, epoch=None)[0]
     assert scored.shape == (2, 3, 8, 8) and scored.min() >= 0 and scored.max() <= 1
     with keyed_generators() as seed:
         seed(7)
-        assert abs(torch.rand(1, dtype=torch.float64).item() - np.random.rand()) > 1e-6, "not one sequence for both"
+        assert abs(torch.rand(1, dtype=torch.float64).item() - np.random.rand()) > 1e-6, (
+            "not one sequence for both"
+        )
 
 
 @pytest.mark.parametrize(
@@ -186,36 +214,64 @@ def test_transforms_leave_the_generators_of_training_alone() -> None:
             {"transform": [f"{V2}.ToImage", f"{V2}.RandAugment"]},
             ["data.transform=", "RandAugment would draw", f"data.test_transform=[{V2}.ToImage]"],
         ),
-        ({"test_transform": [f"{V2}.RandAugment"]}, ["data.test_transform=", "would draw", "data.test_transform=[]"]),
-        ({"transform": [f"{V2}.RandAugmnt"]}, ["data.transform[0]._target_=", "did you mean RandAugment?"]),
-        ({"transform": [{"_target_": f"{V2}.Resize", "sise": 3}]}, ["data.transform[0]._target_=", "sise=3"]),
-        ({"transform": [f"{__name__}.NoTransform"]}, ["data.transform[0]._target_=", "cannot be called"]),
+        (
+            {"test_transform": [f"{V2}.RandAugment"]},
+            ["data.test_transform=", "would draw", "data.test_transform=[]"],
+        ),
+        (
+            {"transform": [f"{V2}.RandAugmnt"]},
+            ["data.transform[0]._target_=", "did you mean RandAugment?"],
+        ),
+        (
+            {"transform": [{"_target_": f"{V2}.Resize", "sise": 3}]},
+            ["data.transform[0]._target_=", "sise=3"],
+        ),
+        (
+            {"transform": [f"{__name__}.NoTransform"]},
+            ["data.transform[0]._target_=", "cannot be called"],
+        ),
         ({"transform": [f"{V2}.functional.resize"]}, ["nothing else may be named there"]),
-        ({"fields": ["image"]}, ["data.fields=[image]: a sample of FakeData is a tuple, no dict; leave it out"]),
+        (
+            {"fields": ["image"]},
+            ["data.fields=[image]: a sample of FakeData is a tuple, no dict; leave it out"],
+        ),
         ({"collate_fn": f"{__name__}.joinde"}, ["data.collate_fn=", "did you mean joined?"]),
     ],
 )
 def test_wrong_transforms_are_named(keys: dict[str, Any], parts: list[str]) -> None:
     arguments = {"size": 4, "image_size": [3, 8, 8]}
     with pytest.raises(ConfigError) as caught:
-        batch(opened("torchvision.datasets.FakeData", arguments=arguments, splits={"test": {"size": 2}}, **keys)[0], 0)
+        batch(
+            opened(
+                "torchvision.datasets.FakeData",
+                arguments=arguments,
+                splits={"test": {"size": 2}},
+                **keys,
+            )[0],
+            0,
+        )
     (problem,) = caught.value.problems
     assert all(part in problem for part in parts), problem
 
 
 def test_masks_and_boxes_change_with_their_image() -> None:
-    image, mask = tv_tensors.Image(torch.arange(16).view(1, 4, 4)), tv_tensors.Mask(torch.arange(16).view(1, 4, 4))
+    image = tv_tensors.Image(torch.arange(16).view(1, 4, 4))
+    mask = tv_tensors.Mask(torch.arange(16).view(1, 4, 4))
     for of_both in (
         ToCorner(),
         nn.Sequential(v2.RandomVerticalFlip(1), ToCorner()),
-        transforms.Compose([v2.RandomHorizontalFlip(1), transforms.RandomApply([v2.RandomRotation(90)], 1)]),
+        transforms.Compose(
+            [v2.RandomHorizontalFlip(1), transforms.RandomApply([v2.RandomRotation(90)], 1)]
+        ),
     ):
         changed, target = applied(of_both, (image, mask))
         assert changed.tolist() == target.tolist() != image.tolist()
     box = tv_tensors.BoundingBoxes(torch.ones(1, 4), format="XYXY", canvas_size=(4, 4))  # pyright: ignore
     for alone in (transforms.CenterCrop(2), nn.Sequential(v2.CenterCrop(2), nn.Flatten()), Noise()):
         for target, kind in ((mask, "Mask"), ({"boxes": [box]}, "BoundingBoxes")):
-            with pytest.raises(ConfigError, match=rf"data\.transform: \w+ takes the image alone, .* has a {kind}, "):
+            with pytest.raises(
+                ConfigError, match=rf"data\.transform: \w+ takes the image alone, .* has a {kind}, "
+            ):
                 applied(alone, (image, target))
     assert applied(transforms.CenterCrop(2), (image, 3))[0].shape == (1, 2, 2)
 
@@ -224,7 +280,10 @@ def test_what_torchvision_does_not_support_is_named(monkeypatch: pytest.MonkeyPa
     wrapper = _dataset_wrapper.video_classification_wrapper_factory
     monkeypatch.setitem(_dataset_wrapper.WRAPPER_FACTORIES, Clips, wrapper)
     monkeypatch.setattr(Clips, "__module__", "torchvision.datasets.ucf101")
-    with pytest.raises(ConfigError, match=r"_target_: torchvision does not .* as it is called: .*output_format=TCHW"):
+    with pytest.raises(
+        ConfigError,
+        match=r"_target_: torchvision does not .* as it is called: .*output_format=TCHW",
+    ):
         UserDataset(Clips(), 0)
     with pytest.raises(DataError, match="Stream has no __getitem__") as caught:
         UserDataset(Stream(), 0)
@@ -232,7 +291,12 @@ def test_what_torchvision_does_not_support_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_validates_is_not_transformed_as_what_trains() -> None:
-    keys = {"transform": [f"{__name__}.Noise"], "test_transform": [], "validation": 0.25, "limit": 12}
+    keys = {
+        "transform": [f"{__name__}.Noise"],
+        "test_transform": [],
+        "validation": 0.25,
+        "limit": 12,
+    }
     train, test, validation = opened(f"{__name__}.Rows", **keys)[:3]
     assert validation is not None and (len(train), len(test), len(validation)) == (12, 12, 5)
     assert (batch(train, 0)[0] % 1).any() and not (batch(validation, 0, 1, 2, 3, 4)[0] % 1).any()
@@ -247,7 +311,9 @@ class Drawn(Rows):
         return torch.full((2,), self.draws.random()), 0
 
 
-def test_a_set_that_is_scored_and_has_changed_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_set_that_is_scored_and_has_changed_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Not one that draws its samples anew, nor one of a checkpoint that knows no digests."""
     then = scored_digests(Splits(table(9), table(7), table(4)), {})
     assert list(then) == ["validation", "test"] and caplog.text == ""
@@ -256,13 +322,18 @@ def test_a_set_that_is_scored_and_has_changed_is_warned_of(caplog: pytest.LogCap
     scored_digests(drawn, scored_digests(drawn, {}))
     assert caplog.text == ""
     scored_digests(Splits(table(9), table(6), UserDataset(Rows("train", 100), 0)), then)
-    assert "the test set has changed since the checkpoint: 6 samples, not 7; scores before and after" in caplog.text
+    assert (
+        "the test set has changed since the checkpoint: 6 samples, not 7; scores before and after"
+        in caplog.text
+    )
     assert "the validation set has changed since the checkpoint: " in caplog.text
 
 
 def read_by(world: World) -> list[str]:
     """What the last process finds if it reads other files than the others."""
-    same, other, found = table(9), world.rank == 2, []
+    same = table(9)
+    other = world.rank == 2
+    found = []
     for sources in (
         Splits(table(8) if other else same, same),
         Splits(same, same, table(4 - other)),
@@ -274,19 +345,24 @@ def read_by(world: World) -> list[str]:
         found.append(f"{caught.value}")
     drawn = UserDataset(Drawn("train"), 0)
     assert common_digests(Splits(drawn, drawn), drawn, "cpu")["count"] == "20"
-    assert common_digests(Splits(same, same), same, "cpu") == common_digests(Splits(same, drawn), same, "cpu")
+    assert common_digests(Splits(same, same), same, "cpu") == common_digests(
+        Splits(same, drawn), same, "cpu"
+    )
     return found
 
 
 def test_processes_that_read_different_data_are_refused() -> None:
-    (found, *others) = on_ranks(3, read_by)
+    found, *others = on_ranks(3, read_by)
     assert all(other == found for other in others)
     sizes = ["training set", "validation set", "test set"]
     assert [size in text for size, text in zip(sizes, found, strict=False)] == [True] * 3
-    assert "(rank 0: 9, rank 1: 9, rank 2: 8)" in found[0] and "a digest of the samples is not the same" in found[3]
+    assert (
+        "(rank 0: 9, rank 1: 9, rank 2: 8)" in found[0]
+        and "a digest of the samples is not the same" in found[3]
+    )
 
 
-# --- splits -----------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
 class Ending:
@@ -303,7 +379,8 @@ class Ending:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_sample_that_raises_stop_iteration_is_not_the_end_of_the_data(workers: int) -> None:
-    """The evaluation was taken for one that was stopped, and the run left with 75: come back later."""
+    """The evaluation was taken for one that was stopped, and the run left with 75: come back
+    later."""
     shares = [MicroBatch(None, step, np.arange(4) + 4 * step, 4, 1.0, True) for step in range(3)]
     loader = Loader(UserDataset(Ending(), 0), shares, "cpu", LoaderOptions(num_workers=workers))
     try:
@@ -321,35 +398,58 @@ def test_splits_are_told_apart_by_the_signature_or_by_the_config() -> None:
         data = CustomDataConfig(target="a.B", arguments=arguments, splits=splits or {})
         return arguments_of_splits(data, parameters.split())
 
-    train, both = {"train": {"train": True}, "test": {"train": False}}, {"train": {"root": "a"}, "test": {"root": "b"}}
-    assert found("root split")["test"] == {"split": "test"} and "validation" in found("root split train")
+    train = {"train": {"train": True}, "test": {"train": False}}
+    both = {"train": {"root": "a"}, "test": {"root": "b"}}
+    assert found("root split")["test"] == {"split": "test"} and "validation" in found(
+        "root split train"
+    )
     assert found("root train") == found("root split train", split="letters") == train
     assert found("root split train", both) == both
-    assert found("x", {"test": {"x": 1}, "validation": {"x": 2}}).keys() == {"train", "test", "validation"}
+    assert found("x", {"test": {"x": 1}, "validation": {"x": 2}}).keys() == {
+        "train",
+        "test",
+        "validation",
+    }
     for wrong in (
         ("root", {}),
         ("kwargs", {}),
         ("root split kwargs", {"split": "letters"}),
         ("train", {"train": True}),
     ):
-        with pytest.raises(ConfigError, match=r"a\.B: B\(.*\).*; say what .*: data\.splits\.train\.\w+="):
+        with pytest.raises(
+            ConfigError, match=r"a\.B: B\(.*\).*; say what .*: data\.splits\.train\.\w+="
+        ):
             found(wrong[0], **wrong[1])
 
 
 def test_splits_with_names_of_their_own_are_named_by_the_config() -> None:
-    with pytest.raises(ConfigError, match=r"split='validation' failed: ValueError: .*; use data\.validation=0"):
+    with pytest.raises(
+        ConfigError, match=r"split='validation' failed: ValueError: .*; use data\.validation=0"
+    ):
         opened(f"{__name__}.Rows")
     pet = "torchvision.datasets.OxfordIIITPet"
     with pytest.raises(
-        ConfigError, match=r"split='train' failed: .*trainval.*; use its own names: data\.splits\.train"
+        ConfigError,
+        match=r"split='train' failed: .*trainval.*; use its own names: data\.splits\.train",
     ):
         opened(pet, arguments={"root": "/nowhere"})
     with pytest.raises(DataError, match="not found") as caught:
-        opened(pet, arguments={"root": "/nowhere"}, splits={"train": {"split": "trainval"}, "test": {"split": "test"}})
+        opened(
+            pet,
+            arguments={"root": "/nowhere"},
+            splits={"train": {"split": "trainval"}, "test": {"split": "test"}},
+        )
     assert "data.download=true" in caught.value.remedy
-    sets = {name: {"split": "train", "first": at} for name, at in (("train", 0), ("test", 100), ("validation", 200))}
+    sets = {
+        name: {"split": "train", "first": at}
+        for name, at in (("train", 0), ("test", 100), ("validation", 200))
+    }
     train, test, validation = opened(f"{__name__}.Rows", splits=sets)[:3]
-    assert [batch(source, 1)[0][0, 0].item() for source in (train, test, validation)] == [1, 101, 201]
+    assert [batch(source, 1)[0][0, 0].item() for source in (train, test, validation)] == [
+        1,
+        101,
+        201,
+    ]
 
 
 class Plain(Rows):
@@ -357,9 +457,12 @@ class Plain(Rows):
 
     classes = ("a",)
 
-    def __init__(self, train: bool = True, augment: bool = True, first: int = 0, download: bool = False) -> None:
+    def __init__(
+        self, train: bool = True, augment: bool = True, first: int = 0, download: bool = False
+    ) -> None:
         super().__init__("train")
-        self.augment, self.download = augment, download
+        self.augment = augment
+        self.download = download
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
         return torch.full((2,), float(self.augment)), 0
@@ -372,7 +475,10 @@ def test_what_trains_neither_tests_nor_validates() -> None:
             {"train": {"download": True}},
             r"and test set would .*, with \{train:true,first:0\}; add data\.splits\.train\.tr",
         ),
-        ({"train": {"train": True}}, r"add data\.splits\.train\.train=true data\.splits\.test\.train=false"),
+        (
+            {"train": {"train": True}},
+            r"add data\.splits\.train\.train=true data\.splits\.test\.train=false",
+        ),
         (
             {"test": {"train": False}, "validation": {"augment": False}},
             r"training and validation set would be the same",
@@ -384,7 +490,11 @@ def test_what_trains_neither_tests_nor_validates() -> None:
 
 def test_samples_that_are_scored_are_not_augmented() -> None:
     def augmented(**keys: Any) -> list[float]:
-        return [batch(source, 0)[0][0, 0].item() for source in opened(f"{__name__}.Plain", **keys)[:3] if source]
+        return [
+            batch(source, 0)[0][0, 0].item()
+            for source in opened(f"{__name__}.Plain", **keys)[:3]
+            if source
+        ]
 
     assert augmented() == augmented(arguments={"augment": True}) == [1, 0]
     sets = {"test": {"train": False}, "validation": {"train": False, "first": 1}}
@@ -407,9 +517,11 @@ def test_one_process_of_a_host_downloads() -> None:
         opened(f"{__name__}.Fetched", downloads=downloads, arguments={"download": True})
     assert Fetched.asked == [True, True, False, False]
     asks = (
-        CustomDataConfig(arguments={"download": True}), CustomDataConfig(splits={"train": {"download": True}}),
-        CustomDataConfig(target="ddp_train.data.shards.TarShards"), CustomDataConfig(arguments={"download": False}),
-    )  # fmt: skip
+        CustomDataConfig(arguments={"download": True}),
+        CustomDataConfig(splits={"train": {"download": True}}),
+        CustomDataConfig(target="ddp_train.data.shards.TarShards"),
+        CustomDataConfig(arguments={"download": False}),
+    )
     assert [data.writes_files() for data in asks] == [True, True, True, False]
 
 
@@ -421,10 +533,14 @@ def idx(path: Path, array: np.ndarray) -> None:
 
 
 def test_data_sets_of_torchvision_need_no_code(tmp_path: Path) -> None:
-    """One by `train`, one by its folders, one of masks that are cropped together with their images."""
+    """One by `train`, one by its folders, one of masks that are cropped together with their
+    images."""
     numbers = np.random.default_rng(0)
     for part in ("train", "t10k"):
-        idx(tmp_path / f"MNIST/raw/{part}-images-idx3-ubyte", numbers.integers(0, 256, (6, 28, 28), np.uint8))
+        idx(
+            tmp_path / f"MNIST/raw/{part}-images-idx3-ubyte",
+            numbers.integers(0, 256, (6, 28, 28), np.uint8),
+        )
         idx(tmp_path / f"MNIST/raw/{part}-labels-idx1-ubyte", np.arange(6, dtype=np.uint8))
     train, test, _ = opened("torchvision.datasets.MNIST", arguments={"root": str(tmp_path)})[:3]
     images, labels = batch(train, 2, 4)
@@ -436,19 +552,35 @@ def test_data_sets_of_torchvision_need_no_code(tmp_path: Path) -> None:
         (voc / folder).mkdir(parents=True)
     for name, side in (("train", 40), ("val", 20)):
         (voc / f"ImageSets/Segmentation/{name}.txt").write_text(name)
-        classes = np.repeat(np.repeat(numbers.integers(0, 3, (side // 4, side // 4), np.uint8), 4, 0), 4, 1)
-        Image.fromarray(np.stack([classes * 80] * 3, 2)).save(voc / f"JPEGImages/{name}.jpg", quality=100)
+        classes = np.repeat(
+            np.repeat(numbers.integers(0, 3, (side // 4, side // 4), np.uint8), 4, 0), 4, 1
+        )
+        Image.fromarray(np.stack([classes * 80] * 3, 2)).save(
+            voc / f"JPEGImages/{name}.jpg", quality=100
+        )
         mask = Image.fromarray(classes, "P")
         mask.putpalette([0, 0, 0, 128, 0, 0, 0, 128, 0])
         mask.save(voc / f"SegmentationClass/{name}.png")
     sets = {"train": {"image_set": "train"}, "test": {"image_set": "val"}}
     crop = [{"_target_": f"{V2}.RandomCrop", "size": 12}, f"{V2}.RandomHorizontalFlip"]
-    keys = {"arguments": {"root": str(tmp_path)}, "splits": sets, "transform": crop, "test_transform": [], "outputs": 3}
+    keys = {
+        "arguments": {"root": str(tmp_path)},
+        "splits": sets,
+        "transform": crop,
+        "test_transform": [],
+        "outputs": 3,
+    }
     train, test, _ = opened("torchvision.datasets.VOCSegmentation", **keys)[:3]
     crops = [batch(train, 0, epoch=epoch) for epoch in range(4)]
     for image, classes in crops:
-        assert (image.shape, classes.shape, classes.dtype) == ((1, 3, 12, 12), (1, 12, 12), torch.int64)
-        assert torch.equal((image[:, 0] * 255 / 80).round().long(), classes), "image and mask were cut as one"
+        assert (image.shape, classes.shape, classes.dtype) == (
+            (1, 3, 12, 12),
+            (1, 12, 12),
+            torch.int64,
+        )
+        assert torch.equal((image[:, 0] * 255 / 80).round().long(), classes), (
+            "image and mask were cut as one"
+        )
     assert len({image.numpy().tobytes() for image, _ in crops}) == 4
     assert batch(test, 0, epoch=None)[1].shape == (1, 20, 20) and train.outputs == 3
 
@@ -462,26 +594,41 @@ def test_data_sets_of_torchvision_need_no_code(tmp_path: Path) -> None:
     assert "Resize" in caught.value.remedy
 
 
-# --- samples ----------------------------------------------------------------------------------------------------------
+# --- samples --------------------------------------------------------------------------------------
 
 
 def test_rows_of_tables_become_tensors() -> None:
-    rows = [{"ids": [1, 2, n], "image": Image.new("L", (3, 2), 255), "label": n, "text": "a"} for n in range(3)]
+    rows = [
+        {"ids": [1, 2, n], "image": Image.new("L", (3, 2), 255), "label": n, "text": "a"}
+        for n in range(3)
+    ]
     whole = batch(UserDataset(rows, 0), 0, 2)
     assert whole["ids"].tolist() == [[1, 2, 0], [1, 2, 2]] and whole["image"].shape == (2, 1, 2, 3)
     images, labels = batch(UserDataset(rows, 0, fields=["image", "label"]), 1, 2)
     assert (images.unique().tolist(), labels.tolist()) == ([1.0], [1, 2])
     with pytest.raises(
-        ConfigError, match=r"data\.fields=\[image,lable\]: a sample of list has no lable; it has ids, im"
+        ConfigError,
+        match=r"data\.fields=\[image,lable\]: a sample of list has no lable; it has ids, im",
     ):
         batch(UserDataset(rows, 0, fields=["image", "lable"]), 0)
     with pytest.raises(DataError, match="PIL's mode P, whose numbers"):
         as_tensors((Image.new("P", (2, 2)), 0))
     pair = [(torch.ones(2), 1), (torch.zeros(2), 0)]
-    assert batch(opened(f"{__name__}.Rows", validation=0.5, collate_fn=f"{__name__}.joined")[0], 0)[0].ndim == 1
+    assert (
+        batch(opened(f"{__name__}.Rows", validation=0.5, collate_fn=f"{__name__}.joined")[0], 0)[
+            0
+        ].ndim
+        == 1
+    )
     assert batch(UserDataset(pair, 0, collate=joined), 0, 1)[1].tolist() == [1, 0]
-    given = UserDataset([(Image.new("L", (3, 2)), 1)], 0, collate=lambda samples: torch.tensor([samples[0][0].width]))
-    assert next(tensors(batch(given, 0))).item() == 3, "a function of one's own gets samples as they are"
+    given = UserDataset(
+        [(Image.new("L", (3, 2)), 1)],
+        0,
+        collate=lambda samples: torch.tensor([samples[0][0].width]),
+    )
+    assert next(tensors(batch(given, 0))).item() == 3, (
+        "a function of one's own gets samples as they are"
+    )
 
 
 def test_hugging_faces_data_sets_are_map_style(tmp_path: Path) -> None:
@@ -502,12 +649,17 @@ def test_hugging_faces_data_sets_are_map_style(tmp_path: Path) -> None:
     ):
         train, test, _ = opened(target, fields=["x", "y"], outputs=2, **keys)[:3]
         inputs, labels = batch(train, 1, 6)
-        assert (len(train), len(test), inputs.tolist(), labels.tolist()) == (8, 4, [[0.5, 1], [3, 1]], [1, 0])
+        assert (len(train), len(test), inputs.tolist(), labels.tolist()) == (
+            8,
+            4,
+            [[0.5, 1], [3, 1]],
+            [1, 0],
+        )
     with pytest.raises(ConfigError, match=r"split='validation' failed: .*; use data\.validation=0"):
         opened("datasets.load_dataset", arguments=parquet)
 
 
-# --- shards -----------------------------------------------------------------------------------------------------------
+# --- shards ---------------------------------------------------------------------------------------
 
 
 def shard(path: Path, numbers: range, **more: bytes) -> Path:
@@ -520,7 +672,11 @@ def shard(path: Path, numbers: range, **more: bytes) -> Path:
             np.save(values, np.full(3, number, np.float32))
             mask = io.BytesIO()
             Image.new("L", (5, 4), number).save(mask, "PNG")
-            files = {"png": image.getvalue(), "cls": b"%d\n" % (number % 3), "v.npy": values.getvalue()}
+            files = {
+                "png": image.getvalue(),
+                "cls": b"%d\n" % (number % 3),
+                "v.npy": values.getvalue(),
+            }
             files |= {"seg.png": mask.getvalue(), **more}
             for extension, content in files.items():
                 info = tarfile.TarInfo(f"./{number:03}.{extension}")
@@ -535,13 +691,27 @@ def test_samples_of_tar_files_have_numbers(tmp_path: Path, monkeypatch: pytest.M
     found = TarShards(str(tmp_path / "a-*.tar"))
     assert len(found) == 9 and found.fields == ["cls", "image", "json", "seg.png", "txt", "v.npy"]
     sample = found[6]
-    assert (sample["cls"], sample["json"], found[2]["txt"], sample["v.npy"].tolist()) == (0, [], "\u00e4", [6.0] * 3)
+    assert (sample["cls"], sample["json"], found[2]["txt"], sample["v.npy"].tolist()) == (
+        0,
+        [],
+        "\u00e4",
+        [6.0] * 3,
+    )
     assert sample["image"].shape == (3, 4, 5) and sample["image"][:, 0, 0].tolist() == [6, 0, 255]
     pair = as_tensors((sample["image"], sample["seg.png"]))
-    assert pair[0].dtype == torch.float32 and pair[1].unique().tolist() == [6] and pair[1].shape == (4, 5)
+    assert (
+        pair[0].dtype == torch.float32
+        and pair[1].unique().tolist() == [6]
+        and pair[1].shape == (4, 5)
+    )
     monkeypatch.setattr(shards, "_built", None)
     again = TarShards(str(tmp_path / "a-*.tar"), only=["v.npy"])
-    assert [again[n]["v.npy"][0] for n in (0, 4, 5, 8)] == [0, 4, 5, 8], "the index is read from its file"
+    assert [again[n]["v.npy"][0] for n in (0, 4, 5, 8)] == [
+        0,
+        4,
+        5,
+        8,
+    ], "the index is read from its file"
     monkeypatch.undo()
 
     monkeypatch.setattr(shards, "OPEN_FILES", 1)
@@ -549,13 +719,19 @@ def test_samples_of_tar_files_have_numbers(tmp_path: Path, monkeypatch: pytest.M
     assert [found[n]["cls"] for n in (8, 0, 7, 1)] == [2, 0, 1, 1] and len(found.files) == 1
     whole = os.pread
     monkeypatch.setattr(os, "pread", lambda file, size, offset: whole(file, min(size, 50), offset))
-    assert found[1]["image"][:, 0, 0].tolist() == [1, 0, 255], "the system gives 2 GiB at most at once"
+    assert found[1]["image"][:, 0, 0].tolist() == [
+        1,
+        0,
+        255,
+    ], "the system gives 2 GiB at most at once"
     monkeypatch.undo()
     assert found[7]["cls"] == 1, "and the file stays open"
     shard(tmp_path / "a-1.tar", range(5, 20), txt=b"x", json=b"[]")
     with pytest.raises(DataError, match=r"a-1\.tar: changed since the run opened it"):
         found[7]
-    assert len(TarShards(str(tmp_path / "a-*.tar"))) == 20, "and an index of another file is not believed"
+    assert len(TarShards(str(tmp_path / "a-*.tar"))) == 20, (
+        "and an index of another file is not believed"
+    )
     (tmp_path / f"a-0.tar{INDEX}").write_bytes(b"PK damaged")
     (tmp_path / f"a-0.tar{INDEX}.x.part").touch()
     assert len(TarShards(str(tmp_path / "a-*"))) == 20, "an index is no shard"
@@ -566,18 +742,28 @@ def test_samples_of_tar_files_have_numbers(tmp_path: Path, monkeypatch: pytest.M
         World(),
         data={
             "_target_": "ddp_train.data.shards.TarShards",
-            "splits": {name: {"path": str(tmp_path / f"a-{n}.tar")} for n, name in enumerate(("train", "test"))},
-            "fields": ["image", "cls"], "outputs": 3, "weights": str(tmp_path / "w.npy"),
+            "splits": {
+                name: {"path": str(tmp_path / f"a-{n}.tar")}
+                for n, name in enumerate(("train", "test"))
+            },
+            "fields": ["image", "cls"],
+            "outputs": 3,
+            "weights": str(tmp_path / "w.npy"),
         },
-        tuning={"num_workers": 2}, **PLAIN,
-    )  # fmt: skip
+        tuning={"num_workers": 2},
+        **PLAIN,
+    )
     assert dataclasses.replace(config, mode="evaluate").data.weights, "which need not be there"
     train = open_datasets(dataclasses.replace(config, mode="evaluate")).train
     assert train.dataset.fields == ["image", "cls"], "no other is read"  # pyright: ignore
-    train.get_batch(np.array([0]), 0)  # the file is open before the processes of the loader are forked
+    train.get_batch(
+        np.array([0]), 0
+    )  # the file is open before the processes of the loader are forked
     micro_batches = list(BatchPlan(len(train), 2, 1, 3, 0).micro_batches())
     for given in loader_of(train, micro_batches, config.tuning, "cpu"):
-        assert (given.inputs[:, 0, 0, 0] * 255).round().tolist() == given.micro_batch.indices.tolist()
+        assert (
+            given.inputs[:, 0, 0, 0] * 255
+        ).round().tolist() == given.micro_batch.indices.tolist()
 
 
 def damaged(path: Path, kind: str) -> None:
@@ -615,8 +801,17 @@ def damaged(path: Path, kind: str) -> None:
         ("lost header", r"a\.tar at byte 5120: content behind the end of the archive"),
         ("two archives", r"a\.tar at byte 20480: content behind the end of the archive"),
         ("gzip", r"a\.tar at byte 0: is compressed"),
-        ("no field", r"a\.tar at byte 1024 \(\./000\.png\): its sample has image, clx, v\.npy, seg\.png and no cls"),
-        ("image", r"a\.tar at byte 1024 \(\./000\.png, sample 0\): cannot be decoded: no image format"),
+        (
+            "no field",
+            (
+                r"a\.tar at byte 1024 \(\./000\.png\): its sample has image, clx, v\.npy, seg\.png"
+                r" and no cls"
+            ),
+        ),
+        (
+            "image",
+            r"a\.tar at byte 1024 \(\./000\.png, sample 0\): cannot be decoded: no image format",
+        ),
     ],
 )
 def test_damage_is_found_with_its_place(kind: str, message: str, tmp_path: Path) -> None:
@@ -634,11 +829,17 @@ def test_images_with_other_numbers_than_pixels() -> None:
 
     depth = coded(Image.fromarray(np.array([[40_000, 3]], np.uint16)))
     mask = shards.decoded("depth.png", depth)
-    assert (mask.tolist(), mask.dtype, type(mask).__name__) == ([[[40_000, 3]]], torch.int32, "Mask")
+    assert (mask.tolist(), mask.dtype, type(mask).__name__) == (
+        [[[40_000, 3]]],
+        torch.int32,
+        "Mask",
+    )
     bits = Image.new("1", (2, 1), 1)
     assert shards.decoded("seg.png", coded(bits)).tolist() == [[[1, 1]]]
     assert shards.decoded("image", coded(bits)).unique().tolist() == [255]
-    with pytest.raises(ValueError, match=r"PIL's mode I.*, whose numbers are no pixels of 0 to 255"):
+    with pytest.raises(
+        ValueError, match=r"PIL's mode I.*, whose numbers are no pixels of 0 to 255"
+    ):
         shards.decoded("image", depth)
     zipped = io.BytesIO()
     np.savez(zipped, np.ones(2))
@@ -659,14 +860,18 @@ def test_shards_that_are_no_set_of_samples_are_refused(tmp_path: Path) -> None:
         TarShards(str(tmp_path / "mixed.tar"))
 
 
-def test_a_folder_that_cannot_be_written_needs_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_needs_no_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shard(tmp_path / "a.tar", range(2))
-    monkeypatch.setattr(shards.np, "savez", lambda *_, **__: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr(
+        shards.np, "savez", lambda *_, **__: (_ for _ in ()).throw(OSError("read-only"))
+    )
     assert len(TarShards(str(tmp_path / "a.tar"))) == 2
     assert os.listdir(tmp_path) == ["a.tar"]  # noqa: PTH208
 
 
-# --- the config -------------------------------------------------------------------------------------------------------
+# --- the config -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -674,7 +879,11 @@ def test_a_folder_that_cannot_be_written_needs_no_index(tmp_path: Path, monkeypa
     [
         ("data: {_target_: a.B, size: 8}", "", ""),
         ("defaults: [{override /data: custom}]\ndata: {_target_: a.B, size: 8}", "debug=tiny", ""),
-        ("data: {_target_: a.B, size: 8, limit: 9}\nmodel: {_target_: a.C}", "data.size=9 debug=tiny", ""),
+        (
+            "data: {_target_: a.B, size: 8, limit: 9}\nmodel: {_target_: a.C}",
+            "data.size=9 debug=tiny",
+            "",
+        ),
         (
             "data: {_target_: a.B}",
             "data=digits",
@@ -693,21 +902,28 @@ def test_a_folder_that_cannot_be_written_needs_no_index(tmp_path: Path, monkeypa
         ),
     ],
 )
-def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected: str, tmp_path: Path) -> None:
+def test_a_preset_names_a_data_set_of_ones_own(
+    preset: str, words: str, expected: str, tmp_path: Path
+) -> None:
     conf = tmp_path / "conf"
     (conf / "experiment").mkdir(parents=True)
     (conf / "experiment/inner.yaml").write_text("# @package _global_\ndata: {_target_: a.B}\n")
     (conf / "experiment/mine.yaml").write_text(f"# @package _global_\n{preset}\n")
     program = dataclasses.replace(PROGRAM, own=conf)
     try:
-        config, problems = read_config(program, read_overrides(program, ["experiment=mine", *words.split()]))
+        config, problems = read_config(
+            program, read_overrides(program, ["experiment=mine", *words.split()])
+        )
     except ConfigError as error:
-        config, problems = Config(), error.problems
+        config = Config()
+        problems = error.problems
     if expected:
         assert problems[0].replace(str(conf), "conf").startswith(expected), problems
         return
     assert problems == [] and config.data == CustomDataConfig(
-        target="a.B", arguments={"size": 9 if "=9" in words else 8}, limit=240 if "tiny" in words else None
+        target="a.B",
+        arguments={"size": 9 if "=9" in words else 8},
+        limit=240 if "tiny" in words else None,
     )
     assert config.trusted_modules == ["a"]
 
@@ -734,9 +950,15 @@ def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected
         ),
         (
             "data.splits.test.x=1 data.splits.validation.x=2 data.validation=0.1",
-            "data.validation=0.1: contradicts data.splits.validation, which validates; leave one of them out",
+            (
+                "data.validation=0.1: contradicts data.splits.validation, which validates; leave"
+                " one of them out"
+            ),
         ),
-        ("data.splits.test.x=1 data.splits.validation.x=2 data.validation=0", "data.validation=0: contradicts"),
+        (
+            "data.splits.test.x=1 data.splits.validation.x=2 data.validation=0",
+            "data.validation=0: contradicts",
+        ),
         (
             "data.splits.test.x=1 data.splits.validation.download=true",
             "data.splits={test:{x:1},validation:{download:tr",
@@ -747,7 +969,10 @@ def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected
             "data.transforms=[{_target_:a.B}]",
             "data.transforms.0._target_: arguments are plain values; only data._target_",
         ),
-        ("data.splits.train.a._target_=a.B", "data.splits.train.a._target_: arguments are plain values"),
+        (
+            "data.splits.train.a._target_=a.B",
+            "data.splits.train.a._target_: arguments are plain values",
+        ),
         (
             "data.splits.train.api_key=x data.splits.test.a=1",
             "data.splits.train.api_key=(hidden): the config is written",
@@ -756,14 +981,21 @@ def test_a_preset_names_a_data_set_of_ones_own(preset: str, words: str, expected
             "data.transform=[{_target_:torch.nn.ReLU,inner:{_target_:torch.nn.ReLU,api_key:x}}]",
             "data.transform.0.inner.api_key=(hidden): the config is written to files",
         ),
-        ("data.test_transform=[{_target_:torch.nn.ReLU,token:x}]", "data.test_transform.0.token=(hidden): the config"),
+        (
+            "data.test_transform=[{_target_:torch.nn.ReLU,token:x}]",
+            "data.test_transform.0.token=(hidden): the config",
+        ),
         ("data.transform=[nosuch.Crop]", "data.transform[0]=nosuch.Crop: no module nosuch in"),
         ("data.collate_fn=joined", "data.collate_fn=joined: must be a dotted path"),
     ],
 )
 def test_wrong_keys_are_found_before_anything_starts(words: str, message: str) -> None:
-    config, problems = read_config(PROGRAM, read_overrides(PROGRAM, ["data._target_=torch.nn.Linear", *words.split()]))
-    found = problems + [problem for check in CHECKS for problem in check(config, config, Hardware(cpus=2), None)]
+    config, problems = read_config(
+        PROGRAM, read_overrides(PROGRAM, ["data._target_=torch.nn.Linear", *words.split()])
+    )
+    found = problems + [
+        problem for check in CHECKS for problem in check(config, config, Hardware(cpus=2), None)
+    ]
     assert found and found[0].startswith(message), found
 
 
@@ -774,19 +1006,30 @@ def test_a_named_validation_split_is_known_before_the_data_are_opened() -> None:
 
 
 def test_what_a_checkpoint_names_is_loaded_only_if_it_is_trusted() -> None:
-    content = {"name": "custom", "target": "torchvision.datasets.FakeData", "splits": {"test": {"size": 2}}}
-    content |= {"transform": [{"_target_": f"{V2}.RandomApply", "transforms": [{"_target_": "os.system"}]}]}
-    overrides = read_overrides(PROGRAM, ["data.splits.test.root=b", "data.size=3", "data.collate_fn=a.f"])
+    content = {
+        "name": "custom",
+        "target": "torchvision.datasets.FakeData",
+        "splits": {"test": {"size": 2}},
+    }
+    content |= {
+        "transform": [{"_target_": f"{V2}.RandomApply", "transforms": [{"_target_": "os.system"}]}]
+    }
+    overrides = read_overrides(
+        PROGRAM, ["data.splits.test.root=b", "data.size=3", "data.collate_fn=a.f"]
+    )
     config, problems = read_config(PROGRAM, overrides, {"data": {**content, "arguments": {}}})
     assert (problems, config.data.splits, config.data.arguments) == (
         [],
         {"test": {"size": 2, "root": "b"}},
         {"size": 3},
     )
-    found = [problem for check in CHECKS for problem in check(config, config, Hardware(cpus=2), None)]
+    found = [
+        problem for check in CHECKS for problem in check(config, config, Hardware(cpus=2), None)
+    ]
     assert [problem.partition(": ")[0] for problem in found] == [
-        "data.transform[0].transforms.0._target_=os.system", "data.collate_fn=a.f"
-    ]  # fmt: skip
+        "data.transform[0].transforms.0._target_=os.system",
+        "data.collate_fn=a.f",
+    ]
 
 
 STUCK = """
@@ -832,14 +1075,18 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stuck", [1, 3])
-def test_a_loader_process_that_stands_still_in_its_fork_is_started_anew(stuck: int, tmp_path: Path) -> None:
-    """As if another thread had held a lock that it needs. It waited for its first batch for ever. With 3, the first of
-    the second try is stuck too."""
+def test_a_loader_process_that_stands_still_in_its_fork_is_started_anew(
+    stuck: int, tmp_path: Path
+) -> None:
+    """As if another thread had held a lock that it needs. It waited for its first batch for ever.
+    With 3, the first of the second try is stuck too."""
     command = [sys.executable, "-c", STUCK, str(tmp_path / "stuck"), str(stuck)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     first, second, persistent_first, persistent_second = map(float, done.stdout.split())
     tries = 1 if stuck == 1 else 2
-    assert tries < min(first, persistent_first) and max(first, persistent_first) < tries + 5, done.stdout
+    assert tries < min(first, persistent_first) and max(first, persistent_first) < tries + 5, (
+        done.stdout
+    )
     assert max(second, persistent_second) < 1, "nothing is waited for where all is well"
     assert done.stderr.count("did not come to life within 1 s of a fork") == 2 * tries, done.stderr

@@ -66,25 +66,39 @@ def test_hooks_act_when_they_are_due_and_go_on_with_their_state(tmp_path: Path) 
     env = environment({"PYTHONPATH": str(tmp_path)})
     counts = ["{_target_: mine.Counts, every: 3}", "{_target_: mine.Counts, every: 4, name: fours}"]
     hooks = f"hooks=[{counts[0]}, {{_target_: mine.Epochs, name: epochs}}, {counts[1]}]"
-    words = [*SMALL, THREE, hooks, f"run_dir={tmp_path}/run", "train.global_batch_size=48", "train.epochs=3"]
+    words = [
+        *SMALL,
+        THREE,
+        hooks,
+        f"run_dir={tmp_path}/run",
+        "train.global_batch_size=48",
+        "train.epochs=3",
+    ]
     for steps in (7, 12):  # five steps an epoch
         done = run(*words, f"train.max_steps={steps}", env=env)
         assert done.returncode == 0, done.stderr
     for rank in range(3):
         names = ("counts", "epochs", "fours")
-        found = {name: json.loads((tmp_path / f"run/{name}_{rank}.json").read_text()) for name in names}
+        found = {
+            name: json.loads((tmp_path / f"run/{name}_{rank}.json").read_text()) for name in names
+        }
         assert found == {"counts": [3, 6, 9, 12], "epochs": [5, 7, 10, 12], "fours": [4, 8, 12]}
     for hook, message in {
-        "mine.Late": "mine.Late.due(job) returned 0 and must return a whole number above job.step=0",
+        "mine.Late": (
+            "mine.Late.due(job) returned 0 and must return a whole number above job.step=0"
+        ),
         "{_target_: mine.Counts, evry: 3}": "cannot be called with evry=3: ",
     }.items():
         done = run(*SMALL, THREE, f"hooks=[{hook}]", f"run_dir={tmp_path}/wrong", env=env)
-        assert done.returncode == 2 and message in done.stderr and len(fatal_lines(done.stderr)) == 1, done.stderr
+        assert (
+            done.returncode == 2 and message in done.stderr and len(fatal_lines(done.stderr)) == 1
+        ), done.stderr
 
 
 class Acts:
     def __init__(self, state: Any = None) -> None:
-        self.state, self.acted = state, []
+        self.state = state
+        self.acted = []
 
     def act(self, job: Job) -> None:
         self.acted.append(job.step)
@@ -112,7 +126,9 @@ def test_a_hook_that_is_owed_acts_only_if_it_was_due() -> None:
 
 
 def test_states_find_the_hooks_of_their_class() -> None:
-    saved = OwnHooks([Acts({"n": 1}), Acts([torch.ones(2), None]), Acts()], ["a.A", "a.A", "b.B"]).state()
+    saved = OwnHooks(
+        [Acts({"n": 1}), Acts([torch.ones(2), None]), Acts()], ["a.A", "a.A", "b.B"]
+    ).state()
     made = [Acts(), Acts(), Acts("kept")]
     (note,) = OwnHooks(made, ["c.C", "a.A", "b.B"]).load_state(saved)
     assert note == "note: the checkpoint has a state of the hook a.A, which no hook takes"
@@ -125,8 +141,10 @@ def test_a_state_that_no_checkpoint_could_give_back_is_refused() -> None:
 
 
 def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
-    """The hook goes on with its own list and tensor while a survivor may still save the state from before."""
-    numbers, tensor = [1], torch.zeros(2)
+    """The hook goes on with its own list and tensor while a survivor may still save the state from
+    before."""
+    numbers = [1]
+    tensor = torch.zeros(2)
     hook = Acts({"numbers": numbers, "tensor": tensor})
     ((path, state),) = OwnHooks([hook], ["a.A"]).state()
     numbers.append(2)
@@ -140,6 +158,7 @@ def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
 
 @pytest.mark.parametrize("state", [np.float64(0.5), {"best": [np.float64(0.5)]}, Counter("aab")])
 def test_numbers_that_are_only_derived_from_pythons_are_refused(state: Any) -> None:
-    """torch.load refuses them with weights_only, and the whole checkpoint with them. Before the first step."""
+    """torch.load refuses them with weights_only, and the whole checkpoint with them. Before the
+    first step."""
     with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a (float64|Counter)"):
         OwnHooks([Acts(state)], ["a.A"])

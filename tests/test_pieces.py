@@ -46,7 +46,8 @@ dist.all_reduce(scored)
 
 
 def documented_loop(world: World, folder: Path, epochs: int) -> tuple[int, list[int]]:
-    """The example of docs/pieces.md with a step in place of its dots, in a process group that is there already.
+    """The example of docs/pieces.md with a step in place of its dots, in a process group that is
+    there already.
 
     Returns where it began, and the numbers of samples that its test sampler and loader had."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pieces.md").read_text(), re.S)
@@ -66,7 +67,8 @@ def documented_loop(world: World, folder: Path, epochs: int) -> tuple[int, list[
 @pytest.mark.slow
 def test_the_documented_loop_resumes_to_the_same_weights(tmp_path: Path) -> None:
     """On three processes; a checkpoint that was damaged since is passed over."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
     each_once = [40, 40]
@@ -75,7 +77,10 @@ def test_the_documented_loop_resumes_to_the_same_weights(tmp_path: Path) -> None
     assert on_ranks(3, documented_loop, parts, 3) == [(2, each_once)] * 3
     (parts / "runs/mine/checkpoints/step_00000003/model.safetensors").write_bytes(b"damaged")
     assert on_ranks(3, documented_loop, parts, 4) == [(2, each_once)] * 3
-    ends = [load_file(folder / "runs/mine/checkpoints/step_00000004/model.safetensors") for folder in (whole, parts)]
+    ends = [
+        load_file(folder / "runs/mine/checkpoints/step_00000004/model.safetensors")
+        for folder in (whole, parts)
+    ]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     kept = sorted(path.name for path in (whole / "runs/mine/checkpoints").iterdir())
     assert kept == ["step_00000003", "step_00000004"]
@@ -89,11 +94,19 @@ def test_every_sample_is_on_one_process(samples: int, ranks: int) -> None:
         for part in parts:
             part.set_epoch(epoch)
         assert [len(part) for part in parts] == [len(list(part)) for part in parts]
-        orders.append([number for place in range(samples) for number in [list(parts[place % ranks])[place // ranks]]])
+        orders.append(
+            [
+                number
+                for place in range(samples)
+                for number in [list(parts[place % ranks])[place // ranks]]
+            ]
+        )
         assert sorted(orders[-1]) == list(range(samples))
         plan = BatchPlan(samples, global_batch_size=samples, accumulation_steps=1, steps=2, seed=5)
         assert orders[-1] == plan.global_batch(epoch).tolist(), "the order of a run of the launcher"
-    even = [ddp_train.ExactSampler(range(samples), ranks, rank, drop_last=True) for rank in range(ranks)]
+    even = [
+        ddp_train.ExactSampler(range(samples), ranks, rank, drop_last=True) for rank in range(ranks)
+    ]
     assert {len(list(part)) for part in even} == {samples // ranks}
     plain = ddp_train.ExactSampler(range(samples), ranks, 0, shuffle=False)
     assert list(plain) == list(range(0, samples, ranks))
@@ -102,13 +115,18 @@ def test_every_sample_is_on_one_process(samples: int, ranks: int) -> None:
 def test_a_rank_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="rank=3: must be at least 0 and below num_replicas=3"):
         ddp_train.ExactSampler(range(5), 3, 3)
-    assert (ddp_train.ExactSampler(range(5)).rank, ddp_train.ExactSampler(range(5)).num_replicas) == (0, 1)
+    assert (
+        ddp_train.ExactSampler(range(5)).rank,
+        ddp_train.ExactSampler(range(5)).num_replicas,
+    ) == (0, 1)
 
 
 def test_nothing_saved_is_none_and_nothing_whole_is_an_error(tmp_path: Path) -> None:
     assert ddp_train.load_checkpoint(tmp_path) is None
     for step in (1, 2, 3):
-        place = ddp_train.save_checkpoint(tmp_path, step, {"w": torch.full((2,), step)}, {"epoch": step}, keep=1)
+        place = ddp_train.save_checkpoint(
+            tmp_path, step, {"w": torch.full((2,), step)}, {"epoch": step}, keep=1
+        )
     found = ddp_train.load_checkpoint(tmp_path)
     assert found and found[0] == 3 and found[1]["w"].tolist() == [3, 3] and found[2] == {"epoch": 3}
     assert [path.name for path in place.parent.iterdir()] == ["step_00000003"]

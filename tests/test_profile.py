@@ -25,7 +25,9 @@ pytestmark = pytest.mark.timeout(120)
 def steps_in(trace: Path) -> list[str]:
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any(event.get("name") == "aten::addmm" for event in events)
-    return sorted({event["name"] for event in events if re.fullmatch(r"step \d+", event.get("name", ""))})
+    return sorted(
+        {event["name"] for event in events if re.fullmatch(r"step \d+", event.get("name", ""))}
+    )
 
 
 @pytest.mark.slow
@@ -37,18 +39,32 @@ def test_the_steps_asked_for_are_traced_on_every_rank(tmp_path: Path) -> None:
         assert steps_in(run_dir / f"profile/rank_{rank}.json.gz") == ["step 3", "step 4"]
         assert "c10d::allreduce_" in (run_dir / f"profile/rank_{rank}.txt").read_text()
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("profile: ")]
-    assert line.startswith("profile: steps 3 to 4 in ") and "rank_0.json.gz; open it at https://ui.perfetto" in line
+    assert (
+        line.startswith("profile: steps 3 to 4 in ")
+        and "rank_0.json.gz; open it at https://ui.perfetto" in line
+    )
 
     again = run(f"run_dir={run_dir}", "train.max_steps=8", "train.profile_steps=4:99")
     assert again.returncode == 0, again.stderr
-    assert steps_in(run_dir / "profile/rank_2.json.gz") == ["step 7", "step 8"], "to the end, but for the first step"
+    assert steps_in(run_dir / "profile/rank_2.json.gz") == [
+        "step 7",
+        "step 8",
+    ], "to the end, but for the first step"
 
     late = run(f"run_dir={run_dir}", "train.max_steps=9", "train.profile_steps=7:8")
-    assert late.returncode == 0 and "profile: nothing is traced: 8 steps are done already" in late.stdout
+    assert (
+        late.returncode == 0
+        and "profile: nothing is traced: 8 steps are done already" in late.stdout
+    )
 
-    never = run(*SMALL, THREE, "train.max_steps=5", "train.profile_steps=6:9", f"run_dir={tmp_path}/never")
+    never = run(
+        *SMALL, THREE, "train.max_steps=5", "train.profile_steps=6:9", f"run_dir={tmp_path}/never"
+    )
     assert never.returncode == 2 and len(fatal_lines(never.stderr)) == 1, never.stderr
-    said = "train.profile_steps=6:9: the run has 5 steps; use earlier ones, or raise train.epochs or train.max_steps"
+    said = (
+        "train.profile_steps=6:9: the run has 5 steps; use earlier ones, or raise train.epochs or"
+        " train.max_steps"
+    )
     assert said in read(tmp_path / "never", "failure.json")["detail"]
 
 
@@ -70,8 +86,12 @@ def test_a_snapshot_that_cannot_be_written_hides_no_error(
 ) -> None:
     """The observer is called while torch raises the error of the full memory."""
     observers: list[Any] = []
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", mock.Mock(side_effect=RuntimeError("no history")))
+    monkeypatch.setattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False
+    )
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", mock.Mock(side_effect=RuntimeError("no history"))
+    )
     take_when_out_of_memory(snapshot_file(tmp_path, 1), history=False)
     observers[0](0, 1, 2, 3)
     assert "rank_1.pickle cannot be written: no history" in caplog.text

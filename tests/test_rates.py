@@ -24,25 +24,43 @@ from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.telemetry.rates import Rates, in_words, shown_flops
 from tests.commands import read, run
 
-LAYERS, WIDTH, LENGTH = 2, 64, 32
+LAYERS = 2
+WIDTH = 64
+LENGTH = 32
 
 
 def gpt() -> nn.Module:
-    return build_model("gpt", (LENGTH,), 100, layers=LAYERS, heads=2, width=WIDTH, dropout=0.1, vocabulary_multiple=1)
+    return build_model(
+        "gpt",
+        (LENGTH,),
+        100,
+        layers=LAYERS,
+        heads=2,
+        width=WIDTH,
+        dropout=0.1,
+        vocabulary_multiple=1,
+    )
 
 
 IDS = torch.zeros(1, LENGTH, dtype=torch.int64)
 
 
 def test_operations_of_a_gpt_are_six_per_weight_and_those_of_attention() -> None:
-    """6 N + 12 layers x width x length per token (PaLM, appendix B), where N are the weights of matrices."""
+    """6 N + 12 layers x width x length per token (PaLM, appendix B), where N are the weights of
+    matrices."""
     model = gpt().train()
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "positions" not in name)
+    matrices = sum(
+        p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "positions" not in name
+    )
     expected = LENGTH * (6 * matrices + 12 * LAYERS * WIDTH * LENGTH)
     assert flops_of(model, LanguageModel(), (IDS, IDS)) == expected
-    assert model.training and next(model.parameters()).device.type == "cpu", "the model stays as it is"
+    assert model.training and next(model.parameters()).device.type == "cpu", (
+        "the model stays as it is"
+    )
     checkpoint_blocks(model, ["Block"])
-    assert flops_of(model, LanguageModel(), (IDS, IDS)) == expected, "what is computed again does not count"
+    assert flops_of(model, LanguageModel(), (IDS, IDS)) == expected, (
+        "what is computed again does not count"
+    )
     frozen = gpt()
     frozen.blocks.requires_grad_(False)
     assert expected / 2 < (flops_of(frozen, LanguageModel(), (IDS, IDS)) or 0) < expected
@@ -50,9 +68,12 @@ def test_operations_of_a_gpt_are_six_per_weight_and_those_of_attention() -> None
 
 def test_operations_of_a_convolution() -> None:
     """Forward and the gradients of the weights, but not those of the images."""
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)
+    )
     batch = torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)
-    convolution, linear = 2 * 2 * 64 * 3 * 8 * 9, 2 * 2 * 8 * 64 * 10
+    convolution = 2 * 2 * 64 * 3 * 8 * 9
+    linear = 2 * 2 * 8 * 64 * 10
     assert flops_of(model, Classification(10), batch) == 2 * convolution + 3 * linear
 
 
@@ -78,9 +99,12 @@ class Centred:
     """Keeps a tensor, as DINO's loss does, and has a model of its own, as a distillation."""
 
     def __init__(self) -> None:
-        self.centre, self.teacher = torch.zeros(2), nn.Linear(4, 2)
+        self.centre = torch.zeros(2)
+        self.teacher = nn.Linear(4, 2)
 
-    def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, float]:
+    def loss(
+        self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, float]:
         student = model(batch[0])
         with torch.no_grad():
             self.centre = 0.9 * self.centre + 0.1 * self.teacher(batch[0]).mean(0)
@@ -93,10 +117,14 @@ class CentredTask(Centred, Task):
 
 @pytest.mark.parametrize("kind", [Centred, CentredTask])
 def test_counting_changes_neither_model_nor_task_nor_generators(kind: type[Centred]) -> None:
-    model, task = DrawsAndKeeps(4, 2), kind()
-    before, centre = global_states(), task.centre
+    model = DrawsAndKeeps(4, 2)
+    task = kind()
+    before = global_states()
+    centre = task.centre
     batch = torch.zeros(1, 4), torch.zeros(1, dtype=torch.int64)
-    assert flops_of(model, complete(task), batch) == (2 + 1) * 2 * 4 * 2, "the teacher has a forward pass alone"
+    assert flops_of(model, complete(task), batch) == (2 + 1) * 2 * 4 * 2, (
+        "the teacher has a forward pass alone"
+    )
     assert global_states() == before
     assert task.centre is centre and not hasattr(model, "seen")
     assert task.teacher.weight.device.type == model.weight.device.type == "cpu"
@@ -126,8 +154,13 @@ def test_a_sample_is_counted_as_training_sees_it() -> None:
 
 def test_what_cannot_be_counted_is_left_out() -> None:
     module = ModelWithTask(LooksAtValues(4, 2), Classification(2), "cpu", None)
-    assert flops_of_samples(module, ArraySource(torch.zeros(1, 4), torch.zeros(1).long()), 5) is None
-    assert flops_of(LooksAtValues(4, 2), Classification(2), (torch.zeros(1, 4), torch.zeros(1).long())) is None
+    assert (
+        flops_of_samples(module, ArraySource(torch.zeros(1, 4), torch.zeros(1).long()), 5) is None
+    )
+    assert (
+        flops_of(LooksAtValues(4, 2), Classification(2), (torch.zeros(1, 4), torch.zeros(1).long()))
+        is None
+    )
     assert Rates().of(100, 0, 2.0) == {"samples_per_second": 50.0}
 
 
@@ -148,7 +181,9 @@ def test_what_cannot_be_counted_is_left_out() -> None:
         ("Some other card", "bf16", True, None),
     ],
 )
-def test_peaks_are_those_of_the_data_sheets(name: str, precision: str, tf32: bool, tera: float | None) -> None:
+def test_peaks_are_those_of_the_data_sheets(
+    name: str, precision: str, tf32: bool, tera: float | None
+) -> None:
     found = peak_flops(name, precision, tf32)
     assert found == (tera and pytest.approx(tera * 1e12))
 
@@ -169,13 +204,24 @@ def test_speeds_in_words() -> None:
 def test_a_run_counts_its_tokens_across_a_resume(tmp_path: Path) -> None:
     """Windows of the test split are not among them; and the tokens of both parts of the run are."""
     (tmp_path / "text.txt").write_text("some words\n" * 400)
-    words = ["data=text", f"data.path={tmp_path}/text.txt", "data.length=16", "model=gpt", "model.width=16",
-             "train.global_batch_size=24", "train.log_every_steps=2", "checkpoint.every_steps=3",
-             f"run_dir={tmp_path}/run", "schedule=constant"]  # fmt: skip
+    words = [
+        "data=text",
+        f"data.path={tmp_path}/text.txt",
+        "data.length=16",
+        "model=gpt",
+        "model.width=16",
+        "train.global_batch_size=24",
+        "train.log_every_steps=2",
+        "checkpoint.every_steps=3",
+        f"run_dir={tmp_path}/run",
+        "schedule=constant",
+    ]
     assert run(*words, "train.epochs=1", "train.max_steps=3").returncode == 0
     done = run(*words, "train.epochs=1")
     assert done.returncode == 0, done.stderr
-    assert "tokens/s" in done.stdout and "FLOP" not in done.stdout, "on the CPU utilisation says nothing"
+    assert "tokens/s" in done.stdout and "FLOP" not in done.stdout, (
+        "on the CPU utilisation says nothing"
+    )
     summary = read(tmp_path / "run", "summary.json")
     assert summary["tokens_per_second"] == pytest.approx(16 * summary["samples_per_second"])
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -17,12 +17,14 @@ from tests.ranks import on_ranks
 
 
 class Block(nn.Module):
-    """What a second forward pass could get wrong: dropout, batch norm, a power iteration, an operation in place."""
+    """What a second forward pass could get wrong: dropout, batch norm, a power iteration, an
+    operation in place."""
 
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
         self.layer = nn.utils.parametrizations.spectral_norm(nn.Conv2d(channels, out, 3, padding=1))
-        self.norm, self.drop = nn.BatchNorm2d(out), nn.Dropout(0.2)
+        self.norm = nn.BatchNorm2d(out)
+        self.drop = nn.Dropout(0.2)
 
     def forward(self, images: Tensor, *, scale: float = 1.0) -> Tensor:
         return self.drop(self.norm(self.layer(images)).relu_()) * scale
@@ -40,8 +42,11 @@ class Net(nn.Module):
         return self.last(images.flatten(1))
 
 
-def weights_after(world: World, classes: list[str], sync_bn: bool, accumulation: int = 1) -> dict[str, Tensor]:
-    """And buffers, after two epochs that end with a short batch; trained with an evaluation in between."""
+def weights_after(
+    world: World, classes: list[str], sync_bn: bool, accumulation: int = 1
+) -> dict[str, Tensor]:
+    """And buffers, after two epochs that end with a short batch; trained with an evaluation in
+    between."""
     config = config_of(
         world,
         model={"_target_": f"{__name__}.Net"},
@@ -59,10 +64,14 @@ def weights_after(world: World, classes: list[str], sync_bn: bool, accumulation:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "sync_bn", "accumulation"), [(1, False, 2), (3, True, 1)])
 def test_a_run_ends_in_the_same_bits(ranks: int, sync_bn: bool, accumulation: int) -> None:
-    plain, recomputed = (on_ranks(ranks, weights_after, given, sync_bn, accumulation) for given in ([], ["Block"]))
+    plain, recomputed = (
+        on_ranks(ranks, weights_after, given, sync_bn, accumulation) for given in ([], ["Block"])
+    )
     for one, other in zip(plain, recomputed, strict=True):
         assert largest_difference(one, other) == 0
-        assert other["blocks.0.norm.num_batches_tracked"] == 6 * accumulation - (2 if accumulation > 1 else 0)
+        assert other["blocks.0.norm.num_batches_tracked"] == 6 * accumulation - (
+            2 if accumulation > 1 else 0
+        )
 
 
 def bytes_kept(model: Any) -> int:
@@ -80,10 +89,13 @@ def bytes_kept(model: Any) -> int:
 
 
 def test_blocks_keep_their_inputs_alone() -> None:
-    plain, recomputed = Net(), Net()
+    plain = Net()
+    recomputed = Net()
     checkpoint_blocks(recomputed, ["Block"])
     assert bytes_kept(recomputed) < bytes_kept(plain) / 2
-    assert list(recomputed.state_dict()) == list(plain.state_dict()) and str(recomputed) == str(plain)
+    assert list(recomputed.state_dict()) == list(plain.state_dict()) and str(recomputed) == str(
+        plain
+    )
     assert [type(block).__mro__[1] for block in recomputed.blocks] == [Block] * 3
 
 
@@ -91,16 +103,21 @@ def test_two_backward_passes_through_one_graph_have_the_same_gradients() -> None
     model = Net()
     checkpoint_blocks(model, ["Block"])
     loss = model(torch.randn(4, 1, 8, 8)).square().sum()
-    first, second = (torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2))
+    first, second = (
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True) for _ in range(2)
+    )
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    counted = [value for name, value in model.state_dict().items() if name.endswith("num_batches_tracked")]
+    counted = [
+        value for name, value in model.state_dict().items() if name.endswith("num_batches_tracked")
+    ]
     assert counted == [1, 1, 1]
 
 
 @pytest.mark.slow
 def test_a_compiled_model_keeps_less_and_counts_a_batch_once() -> None:
     """One graph; its kernels are torch's own."""
-    results, kept = [], []
+    results = []
+    kept = []
     for classes in ([], ["Block"]):
         torch.manual_seed(0)
         model = Net()
@@ -122,5 +139,7 @@ def test_a_class_that_the_model_has_not_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         checkpoint_blocks(Net(), ["Block", "Bottleneck"])
     (problem,) = caught.value.problems
-    assert problem.startswith("tuning.activation_checkpointing=[Block,Bottleneck]: the model has no module of class ")
+    assert problem.startswith(
+        "tuning.activation_checkpointing=[Block,Bottleneck]: the model has no module of class "
+    )
     assert "class Bottleneck; it has Block (3), " in problem and "Linear" not in problem

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def said(world: World) -> list[Any]:
-    """Of equal weights, of some that have drifted by rounding, of two layers on rank 2, and of NaN on rank 1."""
+    """Of equal weights, of some that have drifted by rounding, of two layers on rank 2, and of NaN
+    on rank 1."""
     found = []
     for change in (
         lambda net: None,
@@ -33,7 +34,9 @@ def said(world: World) -> list[Any]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
         nn.init.constant_(net[0].bias, 0.01)
-        net.register_parameter("table", nn.Parameter(torch.arange(3) + world.rank, requires_grad=False))
+        net.register_parameter(
+            "table", nn.Parameter(torch.arange(3) + world.rank, requires_grad=False)
+        )
         change(net)
         try:
             found.append(check_same_weights(net))
@@ -63,21 +66,38 @@ class Noise:
 
 
 @pytest.mark.slow
-def test_a_hook_that_drives_processes_apart_ends_the_run_before_its_checkpoint(tmp_path: Path) -> None:
+def test_a_hook_that_drives_processes_apart_ends_the_run_before_its_checkpoint(
+    tmp_path: Path,
+) -> None:
     run_dir = tmp_path / "run"
-    done = run(*SMALL, THREE, f"hooks=[{__name__}.Noise]", "trusted_modules=[tests]", f"run_dir={run_dir}")
+    done = run(
+        *SMALL, THREE, f"hooks=[{__name__}.Noise]", "trusted_modules=[tests]", f"run_dir={run_dir}"
+    )
     assert done.returncode == 65 and len(fatal_lines(done.stderr)) == 1, done.stderr
-    assert "the weights are not the same on all processes" in read(run_dir, "failure.json")["detail"]
+    assert (
+        "the weights are not the same on all processes" in read(run_dir, "failure.json")["detail"]
+    )
     assert not list(run_dir.glob("checkpoints/step_*"))
 
 
-@pytest.mark.parametrize(("rows", "named"), [
-    ([[math.nan, 1.0], [math.nan, 2.0]], "bias"), ([[1.0, 1.0], [math.nan, 1.0]], "weight"),
-    ([[math.nan, math.inf], [math.nan, math.inf]], None), ([[1.0, math.inf], [1.0, 3.0]], "bias"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([[math.nan, 1.0], [math.nan, 2.0]], "bias"),
+        ([[1.0, 1.0], [math.nan, 1.0]], "weight"),
+        ([[math.nan, math.inf], [math.nan, math.inf]], None),
+        ([[1.0, math.inf], [1.0, 3.0]], "bias"),
+    ],
+)
 def test_norms_that_are_no_numbers_hide_nothing(rows: list[list[float]], named: str | None) -> None:
-    found = mock.patch.object(replicas, "from_all_ranks", return_value=torch.tensor(rows, dtype=torch.float64))
-    with mock.patch.object(replicas, "ranks", return_value=2), found, contextlib.ExitStack() as stack:
+    found = mock.patch.object(
+        replicas, "from_all_ranks", return_value=torch.tensor(rows, dtype=torch.float64)
+    )
+    with (
+        mock.patch.object(replicas, "ranks", return_value=2),
+        found,
+        contextlib.ExitStack() as stack,
+    ):
         if named:
             stack.enter_context(pytest.raises(ModelError, match=f"the norm of {named} is"))
         replicas.check_same_weights(nn.Linear(2, 2))

@@ -73,7 +73,7 @@ def asked_config(value: int | str, **more: Any) -> Config:
     return Config(launch=LaunchConfig(nproc_per_node=value), **more)
 
 
-# --- a range, and which numbers are in it -----------------------------------------------------------------------------
+# --- a range, and which numbers are in it ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,21 +104,61 @@ def test_ordered_reduction_goes_without_the_numbers_that_do_not_divide_its_shard
 @pytest.mark.parametrize("mode", ["evaluate", "doctor"])
 def test_what_does_not_train_keeps_its_number(mode: str) -> None:
     config = resolve(asked_config("2:4", mode=mode), CORES, None)
-    assert (config.launch.nproc_per_node, config.process_counts, config.process_range) == (4, [], None)
+    assert (config.launch.nproc_per_node, config.process_counts, config.process_range) == (
+        4,
+        [],
+        None,
+    )
 
 
 @pytest.mark.parametrize(
     ("value", "more", "hardware", "world", "said"),
     [
-        ("2:x", {}, CORES, None, "must be a whole number, auto, or a range LOW:HIGH, as 2:8 or 2:auto"),
+        (
+            "2:x",
+            {},
+            CORES,
+            None,
+            "must be a whole number, auto, or a range LOW:HIGH, as 2:8 or 2:auto",
+        ),
         ("4:2", {}, CORES, None, "with LOW at least 1, and at most HIGH; use 2:4"),
         ("0:2", {}, CORES, None, "use 1:2"),
-        ("5:8", {}, GPUS, None, "launch.nproc_per_node=5:8: needs one GPU per process, and 4 GPUs are visible"),
-        ("2:8", {"train": TrainConfig(6)}, CORES, None, "no sample for each of 7 to 8 processes; use launch.nproc_per"),
-        ("4:8", {"train": TrainConfig(6, 2)}, CORES, None, "4 to 8 processes and 2 accumulation steps each; use train"),
+        (
+            "5:8",
+            {},
+            GPUS,
+            None,
+            "launch.nproc_per_node=5:8: needs one GPU per process, and 4 GPUs are visible",
+        ),
+        (
+            "2:8",
+            {"train": TrainConfig(6)},
+            CORES,
+            None,
+            "no sample for each of 7 to 8 processes; use launch.nproc_per",
+        ),
+        (
+            "4:8",
+            {"train": TrainConfig(6, 2)},
+            CORES,
+            None,
+            "4 to 8 processes and 2 accumulation steps each; use train",
+        ),
         ("2:4", {"strategy": SingleConfig()}, CORES, None, "strategy=single runs in one process"),
-        ("2:3", {"strategy": OrderedConfig()}, CORES, None, "8 virtual shards evenly among 3 processes; use powers of"),
-        ("2:4", {}, CORES, World(0, 3, 0, 3), "launch.nproc_per_node=2:4: torchrun decides how many there are, 3 here"),
+        (
+            "2:3",
+            {"strategy": OrderedConfig()},
+            CORES,
+            None,
+            "8 virtual shards evenly among 3 processes; use powers of",
+        ),
+        (
+            "2:4",
+            {},
+            CORES,
+            World(0, 3, 0, 3),
+            "launch.nproc_per_node=2:4: torchrun decides how many there are, 3 here",
+        ),
     ],
 )
 def test_a_range_that_cannot_be_is_told_in_one_line(
@@ -140,27 +180,37 @@ def test_what_auto_chooses_by_the_number_is_chosen_anew() -> None:
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(96, 1), (50, 1), (50, 3), (7, 2)])
-def test_every_number_trains_the_same_global_batches_in_as_many_passes(batch: int, accumulation: int) -> None:
+def test_every_number_trains_the_same_global_batches_in_as_many_passes(
+    batch: int, accumulation: int
+) -> None:
     for world in (1, 2, 3, 5):
-        plans = [BatchPlan(200, batch, accumulation, 2, seed=0, rank=rank, world_size=world) for rank in range(world)]
+        plans = [
+            BatchPlan(200, batch, accumulation, 2, seed=0, rank=rank, world_size=world)
+            for rank in range(world)
+        ]
         if world * accumulation > batch:
             continue
         for step in range(2):
             parts = [[one for one in plan.micro_batches() if one.step == step] for plan in plans]
-            assert {len(part) for part in parts} == {len(parts[0])} and len(parts[0]) <= accumulation
+            assert {len(part) for part in parts} == {len(parts[0])} and len(
+                parts[0]
+            ) <= accumulation
             sizes = [one.num_real for part in parts for one in part]
             assert max(sizes) - min(sizes) <= 1 and sum(sizes) == batch
             weight = sum(one.scale * one.num_real for part in parts for one in part) / world
             assert weight == pytest.approx(1, abs=1e-15)
 
 
-# --- how many come next -----------------------------------------------------------------------------------------------
+# --- how many come next ---------------------------------------------------------------------------
 
 
 def test_a_rank_is_replaced_once_before_the_run_goes_on_without_it() -> None:
     size = Size(4, [2, 3, 4])
     assert size.shrink(3, progressed=True) == ""
-    assert size.shrink(3, progressed=False) == "rank 3 failed 2 times at the same place" and size.count == 3
+    assert (
+        size.shrink(3, progressed=False) == "rank 3 failed 2 times at the same place"
+        and size.count == 3
+    )
     assert size.shrink(1, progressed=False) == "" and size.shrink(2, progressed=False) == ""
     assert size.shrink(None, progressed=False) == ""
     assert size.shrink(1, progressed=False) and size.count == 2
@@ -205,24 +255,41 @@ def test_a_gpu_that_is_gone_is_not_tried_again_and_a_spare_one_takes_its_place()
         ({"kind": "died"}, True, True),
         ({"kind": "died"}, False, False),
         ({"kind": "oom"}, False, True),
-        ({"kind": "exception", "phase": "start", "detail": "RuntimeError: CUDA-capable device is busy"}, False, True),
-        ({"kind": "exception", "phase": "backward", "detail": "CUDA error: uncorrectable ECC"}, False, True),
+        (
+            {
+                "kind": "exception",
+                "phase": "start",
+                "detail": "RuntimeError: CUDA-capable device is busy",
+            },
+            False,
+            True,
+        ),
+        (
+            {"kind": "exception", "phase": "backward", "detail": "CUDA error: uncorrectable ECC"},
+            False,
+            True,
+        ),
         ({"kind": "exception", "phase": "backward", "detail": "ValueError: boom"}, False, False),
         ({"kind": "non_finite_loss"}, False, False),
         ({}, True, False),
     ],
 )
-def test_what_may_be_a_devices_fault(failure: dict[str, Any], by_signal: bool, expected: bool) -> None:
+def test_what_may_be_a_devices_fault(
+    failure: dict[str, Any], by_signal: bool, expected: bool
+) -> None:
     assert is_of_device(failure, by_signal) == expected
 
 
 def test_numbers_in_words() -> None:
     assert [shown_counts(counts) for counts in ([2, 3, 4], [2, 4, 8], [2, 3], [2])] == [
-        "2 to 4 processes", "2, 4 or 8 processes", "2 or 3 processes", "2 processes"
-    ]  # fmt: skip
+        "2 to 4 processes",
+        "2, 4 or 8 processes",
+        "2 or 3 processes",
+        "2 processes",
+    ]
 
 
-# --- asking -----------------------------------------------------------------------------------------------------------
+# --- asking ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -235,7 +302,9 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lock(run_dir: Path) -> Iterator[run_lock.Lock]:
-    with mock.patch.object(run_lock, "is_held", return_value=True):  # by another process: this one would not see it
+    with mock.patch.object(
+        run_lock, "is_held", return_value=True
+    ):  # by another process: this one would not see it
         held = run_lock.acquire(run_dir / run_lock.FILE)
         yield held
         held.release()
@@ -253,20 +322,35 @@ def test_what_cannot_be_asked(run_dir: Path) -> None:
     assert "needs the directory of a run and a number" in refused(str(run_dir))
     assert "0 is no number of processes" in refused(str(run_dir), "0")
     assert "three is no number" in refused(str(run_dir), "three")
-    assert "is not the directory of a run; did you mean run?" in refused(f"{run_dir.parent}/runn", "3")
-    assert "is not the directory of a run; name its run_dir" in refused(f"{run_dir.parent}/nowhere/else", "3")
+    assert "is not the directory of a run; did you mean run?" in refused(
+        f"{run_dir.parent}/runn", "3"
+    )
+    assert "is not the directory of a run; name its run_dir" in refused(
+        f"{run_dir.parent}/nowhere/else", "3"
+    )
     with mock.patch.object(client, "typed", return_value="ddp-train"):
-        assert f"start it with `ddp-train run_dir={run_dir} launch.nproc_per_node=2:3`" in refused(str(run_dir), "3")
+        assert f"start it with `ddp-train run_dir={run_dir} launch.nproc_per_node=2:3`" in refused(
+            str(run_dir), "3"
+        )
     (run_dir / "summary.json").write_text('{"status": "completed"}')
     assert "the run is completed; nothing is left to train" in refused(str(run_dir), "3")
 
 
-def test_what_a_run_refuses(run_dir: Path, lock: run_lock.Lock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_refuses(
+    run_dir: Path, lock: run_lock.Lock, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "with launch.nproc_per_node=2:4; use 2 to 4 processes" in refused(str(run_dir), "5")
-    assert client.resize([str(run_dir), "4"]) == 0 and "has so many already" in capsys.readouterr().out
-    assert client.resize([str(run_dir), "3"]) == 69 and "takes no requests at this moment" in capsys.readouterr().err
+    assert (
+        client.resize([str(run_dir), "4"]) == 0 and "has so many already" in capsys.readouterr().out
+    )
+    assert (
+        client.resize([str(run_dir), "3"]) == 69
+        and "takes no requests at this moment" in capsys.readouterr().err
+    )
     with mock.patch.object(socket, "gethostname", return_value="elsewhere"):
-        assert f"was started on {os.uname().nodename}; give the command there" in refused(str(run_dir), "3")
+        assert f"was started on {os.uname().nodename}; give the command there" in refused(
+            str(run_dir), "3"
+        )
     freeze(resolve(asked_config(3, run_dir=str(run_dir)), CORES, None))
     assert "a fixed number; stop it, and resume it with a range: `" in refused(str(run_dir), "2")
 
@@ -310,12 +394,24 @@ def test_another_user_is_not_heard(run_dir: Path, lock: run_lock.Lock) -> None:
         assert requests.asked is None
 
 
-# --- whole runs -------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
-WORDS = ("model._target_=slow_net.Net", "trusted_modules=[slow_net]", "data.limit=200", "tuning.precision=fp64",
-         "train.global_batch_size=50", "train.log_every_steps=3", "train.epochs=15", "optimizer=adamw",
-         "launch.threads_per_process=1", "checkpoint.every_steps=1000", "data.validation=0.2", "checkpoint.best=true",
-         "train.ema_decay=0.9", "train.evaluate_every_epochs=3")  # fmt: skip
+WORDS = (
+    "model._target_=slow_net.Net",
+    "trusted_modules=[slow_net]",
+    "data.limit=200",
+    "tuning.precision=fp64",
+    "train.global_batch_size=50",
+    "train.log_every_steps=3",
+    "train.epochs=15",
+    "optimizer=adamw",
+    "launch.threads_per_process=1",
+    "checkpoint.every_steps=1000",
+    "data.validation=0.2",
+    "checkpoint.best=true",
+    "train.ema_decay=0.9",
+    "train.evaluate_every_epochs=3",
+)
 CLOCKS = ("time", "figures", "seconds")
 
 
@@ -328,7 +424,11 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
     """What of metrics.jsonl does not depend on clocks, nor on the number of processes."""
     lines = [line for line in metrics(folder) if line["kind"] != "resize"]
     return [
-        {name: value for name, value in line.items() if name not in CLOCKS and not name.endswith("_per_second")}
+        {
+            name: value
+            for name, value in line.items()
+            if name not in CLOCKS and not name.endswith("_per_second")
+        }
         for line in lines
     ]
 
@@ -340,26 +440,42 @@ def ask(job: Running, processes: int) -> None:
 
 def assert_close(found: Path, expected: Path, without: int | None = None) -> None:
     """without: the step at which the training loss is not compared."""
-    ours, theirs = load(weights(found)), load(weights(expected))
+    ours = load(weights(found))
+    theirs = load(weights(expected))
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-10) for name in theirs)
     for one, other in zip(lines_of(found), lines_of(expected), strict=True):
         if (one["kind"], one["step"]) == ("train", without):
             assert one.pop("loss") == pytest.approx(other.pop("loss"), rel=0.1)
         assert one == pytest.approx(other, abs=1e-10)
     best = [read(folder, "summary.json")["best"] for folder in (found, expected)]
-    assert best[0]["step"] == best[1]["step"] and best[0]["value"] == pytest.approx(best[1]["value"], abs=1e-10)
+    assert best[0]["step"] == best[1]["step"] and best[0]["value"] == pytest.approx(
+        best[1]["value"], abs=1e-10
+    )
     keys = ("steps", "samples_seen", "status")
-    assert [read(found, "summary.json")[key] for key in keys] == [read(expected, "summary.json")[key] for key in keys]
+    assert [read(found, "summary.json")[key] for key in keys] == [
+        read(expected, "summary.json")[key] for key in keys
+    ]
 
 
 @pytest.mark.slow
 def test_a_run_whose_number_changes_ends_where_it_would_have(tmp_path: Path) -> None:
-    """4, 3 and 4 as asked for; 3 since a device is lost, which fails again at first when it is asked for, and is back
-    then; at last the launcher is killed in the middle of a change. Shares of 50 samples are uneven on 3 and on 4."""
-    env, place, gone = slow_net(tmp_path), tmp_path / "run", tmp_path / "gone"
-    with running(tmp_path / "calm", *WORDS, "launch.nproc_per_node=4:4", "+model.delay=0", env=env) as calm:
+    """4, 3 and 4 as asked for; 3 since a device is lost, which fails again at first when it is
+    asked for, and is back then; at last the launcher is killed in the middle of a change. Shares of
+    50 samples are uneven on 3 and on 4."""
+    env = slow_net(tmp_path)
+    place = tmp_path / "run"
+    gone = tmp_path / "gone"
+    with running(
+        tmp_path / "calm", *WORDS, "launch.nproc_per_node=4:4", "+model.delay=0", env=env
+    ) as calm:
         assert calm.end() == 0, calm.said()
-    words = (*WORDS, "launch.nproc_per_node=3:4", "launch.max_restarts=1", "+model.rank=3", f"+model.gone={gone}")
+    words = (
+        *WORDS,
+        "launch.nproc_per_node=3:4",
+        "launch.max_restarts=1",
+        "+model.rank=3",
+        f"+model.gone={gone}",
+    )
     with running(place, *words, env=env) as job:
         job.wait_for_step()
         ask(job, 3)
@@ -381,13 +497,19 @@ def test_a_run_whose_number_changes_ends_where_it_would_have(tmp_path: Path) -> 
         asking.join(30)
         assert codes == [69]
     (tmp_path / "hurry").touch()
-    with running(place, WORDS[1], env=env) as again:  # run_dir alone: all else as it was, the range too
+    with running(
+        place, WORDS[1], env=env
+    ) as again:  # run_dir alone: all else as it was, the range too
         assert again.end() == 0, again.said()
     assert_close(place, tmp_path / "calm")
     summary = read(place, "summary.json")
     lost = (4, 3, "rank 3 failed 2 times at the same place")
     changes = [(one["from"], one["to"], one["why"]) for one in summary["resizes"]]
-    assert changes[:3] == [(4, 3, ASKED_FOR), (3, 4, ASKED_FOR), lost] and changes[-1] == (3, 4, ASKED_FOR)
+    assert changes[:3] == [(4, 3, ASKED_FOR), (3, 4, ASKED_FOR), lost] and changes[-1] == (
+        3,
+        4,
+        ASKED_FOR,
+    )
     assert (
         all(one["seconds"] is None or 0 < one["seconds"] < 60 for one in summary["resizes"])
         and summary["steps_redone"] == 0
@@ -398,8 +520,11 @@ def test_a_run_whose_number_changes_ends_where_it_would_have(tmp_path: Path) -> 
 
 
 def test_a_change_that_another_followed_at_once_is_noted_too(tmp_path: Path) -> None:
-    changes = [Change(4, 3, "one", time.monotonic() - 9, 1.0), Change(3, 2, "two", time.monotonic() - 1, 2.0),
-               Change(2, 4, "three", time.monotonic(), 3.0)]  # fmt: skip
+    changes = [
+        Change(4, 3, "one", time.monotonic() - 9, 1.0),
+        Change(3, 2, "two", time.monotonic() - 1, 2.0),
+        Change(2, 4, "three", time.monotonic(), 3.0),
+    ]
     log = MetricsFile(tmp_path, True, 5)
     record: Any = SimpleNamespace(metrics=log, resizes=[{"time": 1.0}])
     hook = ResizeHook(record, [change.as_dict() for change in changes], 5, "cpu")
@@ -407,7 +532,10 @@ def test_a_change_that_another_followed_at_once_is_noted_too(tmp_path: Path) -> 
     assert hook.due(job) == 6
     for job.step in (5, 6, 7):
         hook.act(job)
-    found = [(line["step"], line["from"], line["to"], line["seconds"] is None) for line in metrics(tmp_path)]
+    found = [
+        (line["step"], line["from"], line["to"], line["seconds"] is None)
+        for line in metrics(tmp_path)
+    ]
     assert found == [(5, 3, 2, True), (5, 2, 4, False)] and hook.due(job) > 10**9
     assert ResizeHook(record, [change.as_dict() for change in changes], 5, "cpu").due(job) > 10**9
 
@@ -416,7 +544,9 @@ def test_a_change_that_another_followed_at_once_is_noted_too(tmp_path: Path) -> 
 def test_ordered_four_two_four_has_the_same_bytes(tmp_path: Path) -> None:
     env = slow_net(tmp_path)
     words = [*WORDS, "strategy=ordered", "train.global_batch_size=48", "tuning.precision=fp32"]
-    with running(tmp_path / "calm", *words, "launch.nproc_per_node=1", "+model.delay=0", env=env) as calm:
+    with running(
+        tmp_path / "calm", *words, "launch.nproc_per_node=1", "+model.delay=0", env=env
+    ) as calm:
         assert calm.end() == 0, calm.said()
     with running(tmp_path / "run", *words, "launch.nproc_per_node=2:4", env=env) as job:
         job.wait_for_step()
@@ -430,10 +560,17 @@ def test_ordered_four_two_four_has_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_below_the_lowest_number_the_run_ends_as_it_would_have(tmp_path: Path) -> None:
-    env, gone = slow_net(tmp_path), tmp_path / "gone"
+    env = slow_net(tmp_path)
+    gone = tmp_path / "gone"
     gone.touch()
     (tmp_path / "hurry").touch()
-    words = (*WORDS, "launch.nproc_per_node=2:3", "launch.max_restarts=1", "+model.rank=1", f"+model.gone={gone}")
+    words = (
+        *WORDS,
+        "launch.nproc_per_node=2:3",
+        "launch.max_restarts=1",
+        "+model.rank=1",
+        f"+model.gone={gone}",
+    )
     with running(tmp_path / "run", *words, env=env) as job:
         assert job.end() == 70
     said = job.said()

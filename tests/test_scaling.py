@@ -1,4 +1,5 @@
-"""The split of a step against known truths: a data set with a delay, an exchange with a delay, a rank with a delay."""
+"""The split of a step against known truths: a data set with a delay, an exchange with a delay, a
+rank with a delay."""
 
 from __future__ import annotations
 
@@ -52,9 +53,18 @@ def all_timed(world: World, folder: str, cases: dict[str, int]) -> None:
 
 
 def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
-    train: dict[str, Any] = {"global_batch_size": 12 * accumulation, "accumulation_steps": accumulation, "epochs": 9}
-    config = config_of(world, model={"name": "mlp", "hidden": 8}, train=train | {"max_steps": STEPS},
-                       data={"name": "digits", "placement": "host"}, tuning={"num_workers": 0})  # fmt: skip
+    train: dict[str, Any] = {
+        "global_batch_size": 12 * accumulation,
+        "accumulation_steps": accumulation,
+        "epochs": 9,
+    }
+    config = config_of(
+        world,
+        model={"name": "mlp", "hidden": 8},
+        train=train | {"max_steps": STEPS},
+        data={"name": "digits", "placement": "host"},
+        tuning={"num_workers": 0},
+    )
     train_source = table(400)
     if where == "data":
         train_source = SlowSource(train_source.inputs, train_source.targets)
@@ -101,8 +111,14 @@ def test_a_delay_is_found_where_it_is(delayed: Path, where: str, part: str, said
     split = read_breakdown(delayed / where)
     delay = DELAYED[where] * DELAY * (2 / 3 if part == "waiting" else 1)  # two of three ranks wait
     assert getattr(split, part) == pytest.approx(delay, rel=0.35)
-    others = {name: getattr(split, name) for name in ("data", "exchange", "waiting", "host") if name != part}
-    assert max(others.values()) < delay / 2, others  # on a busy machine ranks wait for each other besides
+    others = {
+        name: getattr(split, name)
+        for name in ("data", "exchange", "waiting", "host")
+        if name != part
+    }
+    assert max(others.values()) < delay / 2, (
+        others
+    )  # on a busy machine ranks wait for each other besides
     assert said in verdict(split, 3, 3)
     if part == "waiting":
         assert split.slowest == 1
@@ -120,10 +136,24 @@ def test_the_parts_of_a_step_add_up(tmp_path: Path) -> None:
 def test_a_gpu_that_waits_for_its_host_is_told() -> None:
     split = StepBreakdown(0.0, 1.0, 0.0, 0.0, 0.0, 0, 0.0, gpu_waits_for_host=0.9)
     assert verdict(split, 1, None).startswith("launch-bound")
-    assert verdict(StepBreakdown(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None) == "compute-bound: little overhead"
-    several = StepBreakdown(data=0.001, compute=0.8, exchange=0.09, waiting=0.085, host=0.02, slowest=0,
-                            slowest_share=0.5, gpu_waits_for_host=None)  # fmt: skip
-    assert verdict(several, 2, 2) == "compute-bound; smaller parts: exchange 9 %, waiting 9 %, host 2 %"
+    assert (
+        verdict(StepBreakdown(0.0, 1.0, 0.01, 0.02, 0.0, 0, 0.0, 0.1), 1, None)
+        == "compute-bound: little overhead"
+    )
+    several = StepBreakdown(
+        data=0.001,
+        compute=0.8,
+        exchange=0.09,
+        waiting=0.085,
+        host=0.02,
+        slowest=0,
+        slowest_share=0.5,
+        gpu_waits_for_host=None,
+    )
+    assert (
+        verdict(several, 2, 2)
+        == "compute-bound; smaller parts: exchange 9 %, waiting 9 %, host 2 %"
+    )
 
 
 def test_without_a_run_of_one_process_there_is_no_speed_up() -> None:
@@ -133,12 +163,21 @@ def test_without_a_run_of_one_process_there_is_no_speed_up() -> None:
 
     def rows(speeds: dict[Cell, float], done: dict[Cell, list[Outcome]]) -> list[list[Any]]:
         table = _efficiency("strong", [one, two, four], speeds, done)
-        return [[row[table.columns.index(name)] for name in columns if name in table.columns] for row in table.rows]
+        return [
+            [row[table.columns.index(name)] for name in columns if name in table.columns]
+            for row in table.rows
+        ]
 
-    assert rows({one: 100.0, two: 180.0, four: 200.0}, {}) == [[1, 100, 1, 100], [2, 180, 1.8, 90], [4, 200, 2, 50]]
+    assert rows({one: 100.0, two: 180.0, four: 200.0}, {}) == [
+        [1, 100, 1, 100],
+        [2, 180, 1.8, 90],
+        [4, 200, 2, 50],
+    ]
     assert rows({two: 180.0, four: 200.0}, {one: [failed]}) == [
-        [1, None, None, None, "oom: 4.00 GiB"], [2, 180, None, None, ""], [4, 200, None, None, ""]
-    ]  # fmt: skip
+        [1, None, None, None, "oom: 4.00 GiB"],
+        [2, 180, None, None, ""],
+        [4, 200, None, None, ""],
+    ]
 
 
 WORDS = ("study=scaling", "study.steps=20", "study.processes=2", "model=mlp")
@@ -146,7 +185,9 @@ WORDS = ("study=scaling", "study.steps=20", "study.processes=2", "model=mlp")
 
 def some_runs(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     """The run of two processes with its steps split is a real one."""
-    processes, batch = (int(value(trial, key)) for key in ("launch.nproc_per_node", "train.global_batch_size"))
+    processes, batch = (
+        int(value(trial, key)) for key in ("launch.nproc_per_node", "train.global_batch_size")
+    )
     if "hooks=[ddp_train.study.step_times.StepTimes]" in trial.overrides and processes == 2:
         return run_trial(trial, script, stop)
     rate = {(1, 48): 100.0, (2, 96): 180.0, (1, 96): 120.0}[processes, batch]
@@ -162,7 +203,9 @@ def some_runs(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_trials")
-def test_a_study_runs_both_ways_and_splits_the_steps_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_runs_both_ways_and_splits_the_steps_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(trials, "run", some_runs)
     report, code = scaling.study(asked(*WORDS, f"run_dir={tmp_path}"))
@@ -177,7 +220,9 @@ def test_a_study_runs_both_ways_and_splits_the_steps_of_each(tmp_path: Path, mon
 
 @pytest.mark.parametrize("study", ["scaling", "gradients", "strategies"])
 def test_a_number_of_processes_that_is_none_is_told(study: str) -> None:
-    module = {"scaling": scaling.study, "gradients": gradients.study, "strategies": variants.plan}[study]
+    module = {"scaling": scaling.study, "gradients": gradients.study, "strategies": variants.plan}[
+        study
+    ]
     with pytest.raises(ConfigError, match=r"study\.processes=many: must be a whole number or auto"):
         module(asked(f"study={study}", "study.processes=many"))
 

@@ -1,4 +1,5 @@
-"""`ddp_train.session`: a loop of the user's own on one, two and three processes, through kills, stops and mistakes."""
+"""`ddp_train.session`: a loop of the user's own on one, two and three processes, through kills,
+stops and mistakes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,16 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.own_loop.settings import is_interactive
 from tests import zygote
-from tests.commands import LIMIT_SECONDS, ROOT, checkpoints, environment, fatal_lines, hear_signals, read, weights
+from tests.commands import (
+    LIMIT_SECONDS,
+    ROOT,
+    checkpoints,
+    environment,
+    fatal_lines,
+    hear_signals,
+    read,
+    weights,
+)
 
 SCRIPT = '''
 import json
@@ -118,20 +128,30 @@ def command(
     """The script in a folder, in processes of a zygote."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    more = {"PYTHONPATH": str(ROOT), **({"DDP_TRAIN_PROCESSES": str(processes)} if processes else {})}
+    more = {
+        "PYTHONPATH": str(ROOT),
+        **({"DDP_TRAIN_PROCESSES": str(processes)} if processes else {}),
+    }
     argv = options.pop("argv", [sys.executable, str(script)])
     env = environment({**more, **options.pop("env", {})})
     return zygote.run([*argv, *map(str, words)], LIMIT_SECONDS, cwd=folder, env=env, text=True)
 
 
 def epochs(done: subprocess.CompletedProcess[str]) -> dict[int, Any]:
-    lines = [line.removeprefix("EPOCH ") for line in done.stdout.splitlines() if line.startswith("EPOCH")]
+    lines = [
+        line.removeprefix("EPOCH ") for line in done.stdout.splitlines() if line.startswith("EPOCH")
+    ]
     return {epoch: rest for epoch, *rest in map(json.loads, lines)}
 
 
 def same_weights(one: Path, other: Path) -> bool:
-    first, second = (load_file(path / "checkpoints/step_00000021/model.safetensors") for path in (one, other))
-    return all(torch.allclose(first[name].double(), second[name].double(), rtol=0, atol=1e-10) for name in first)
+    first, second = (
+        load_file(path / "checkpoints/step_00000021/model.safetensors") for path in (one, other)
+    )
+    return all(
+        torch.allclose(first[name].double(), second[name].double(), rtol=0, atol=1e-10)
+        for name in first
+    )
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +170,9 @@ def test_the_same_weights_and_scores_on_one_two_and_three_processes(
     folder: Path, calm: subprocess.CompletedProcess[str]
 ) -> None:
     assert calm.returncode == 0, calm.stderr
-    assert calm.stdout.count("BEFORE None") == 1 and calm.stdout.count("AFTER") == 1, "of rank 0 alone"
+    assert calm.stdout.count("BEFORE None") == 1 and calm.stdout.count("AFTER") == 1, (
+        "of rank 0 alone"
+    )
     assert "AFTER 1 6" in (folder / "calm/logs/rank_1.log").read_text()
     assert checkpoints(folder / "calm") == ["step_00000014", "step_00000021"]
     assert read(folder / "calm", "summary.json")["status"] == "completed"
@@ -161,23 +183,36 @@ def test_the_same_weights_and_scores_on_one_two_and_three_processes(
         assert same_weights(folder / "calm", folder / name)
         for epoch, (correct, outputs) in epochs(done).items():
             assert correct == epochs(calm)[epoch][0]
-            torch.testing.assert_close(torch.tensor(outputs), torch.tensor(epochs(calm)[epoch][1]), rtol=0, atol=1e-6)
+            torch.testing.assert_close(
+                torch.tensor(outputs), torch.tensor(epochs(calm)[epoch][1]), rtol=0, atol=1e-6
+            )
             assert len(outputs) == 50
 
 
 @pytest.mark.slow
-def test_a_killed_rank_and_a_stop_end_in_the_same_bytes(folder: Path, calm: subprocess.CompletedProcess[str]) -> None:
+def test_a_killed_rank_and_a_stop_end_in_the_same_bytes(
+    folder: Path, calm: subprocess.CompletedProcess[str]
+) -> None:
     assert calm.returncode == 0, calm.stderr
     killed = command(folder, "killed", "kill", 1, 10)
     assert killed.returncode == 0, killed.stderr
     (line,) = fatal_lines(killed.stderr)
-    assert re.match(r"FATAL died \(rank 1 on .*, step 10, forward\): the process was killed by SIGKILL", line)
-    assert "restarting (1 of 1 restarts)" in killed.stderr and "resumed from step 7 (epoch 1)" in killed.stderr
+    assert re.match(
+        r"FATAL died \(rank 1 on .*, step 10, forward\): the process was killed by SIGKILL", line
+    )
+    assert (
+        "restarting (1 of 1 restarts)" in killed.stderr
+        and "resumed from step 7 (epoch 1)" in killed.stderr
+    )
     assert weights(folder / "killed") == weights(folder / "calm")
 
     stopped = command(folder, "stopped", "stop", 0, 9)
     assert stopped.returncode == 75, stopped.stderr
-    step = int(re.findall(r"stopped after step (\d+) \(epoch 1, \d steps? of it\) and saved", stopped.stderr)[0])
+    step = int(
+        re.findall(
+            r"stopped after step (\d+) \(epoch 1, \d steps? of it\) and saved", stopped.stderr
+        )[0]
+    )
     assert 9 < step < 14 and "AFTER" not in stopped.stdout
     assert read(folder / "stopped", "summary.json")["status"] == "preempted"
     shutil.copytree(folder / "stopped", folder / "on_fewer")
@@ -207,17 +242,33 @@ def test_failures_are_named(folder: Path) -> None:
     hung = command(folder, "hung", "hang", 1, 5)
     assert hung.returncode == 71
     (line,) = fatal_lines(hung.stderr)
-    assert re.match(r"FATAL hang \(rank 1 on .*, step 5, forward\): no progress for .* s \(timeout_seconds=4\)", line)
-    assert "if it is only slow, raise timeout_seconds" in hung.stderr and "in at_fault" in hung.stderr
+    assert re.match(
+        r"FATAL hang \(rank 1 on .*, step 5, forward\): no progress for .* s \(timeout_seconds=4\)",
+        line,
+    )
+    assert (
+        "if it is only slow, raise timeout_seconds" in hung.stderr and "in at_fault" in hung.stderr
+    )
 
 
 @pytest.mark.slow
 def test_it_joins_torchrun(folder: Path, calm: subprocess.CompletedProcess[str]) -> None:
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=3", str(folder / "train.py")]
-    joined = command(folder, "joined", "joined", processes=None, argv=torchrun, env={"OMP_NUM_THREADS": "1"})
+    torchrun = [
+        str(Path(sys.executable).with_name("torchrun")),
+        "--nproc_per_node=3",
+        str(folder / "train.py"),
+    ]
+    joined = command(
+        folder, "joined", "joined", processes=None, argv=torchrun, env={"OMP_NUM_THREADS": "1"}
+    )
     assert joined.returncode == 0, joined.stderr
     assert weights(folder / "joined") == weights(folder / "calm") and epochs(joined) == epochs(calm)
-    assert joined.stderr.count("note: ddp_train.session: max_restarts=1 has no effect here: use torchrun's own") == 1
+    assert (
+        joined.stderr.count(
+            "note: ddp_train.session: max_restarts=1 has no effect here: use torchrun's own"
+        )
+        == 1
+    )
 
 
 def test_after_a_mistake_in_a_notebook_the_next_cell_is_free(
@@ -244,7 +295,14 @@ def net() -> nn.Linear:
     return nn.Linear(4, 1, dtype=torch.float64)
 
 
-def train(run: Any, model: nn.Module, optimizer: Any, epochs: int, batch: int = 4, until: int | None = None) -> None:
+def train(
+    run: Any,
+    model: nn.Module,
+    optimizer: Any,
+    epochs: int,
+    batch: int = 4,
+    until: int | None = None,
+) -> None:
     """A loop in this process. until: the step before which it sends itself a signal."""
     loader = run.loader(rows(), global_batch_size=batch)
     run.resume(model=model, optimizer=optimizer)
@@ -262,23 +320,34 @@ def test_one_process_is_the_loop_by_hand_and_resumes_inside_of_an_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(7)
-    by_hand, dataset = net(), rows()
+    by_hand = net()
+    dataset = rows()
     optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
     for epoch in range(4):
         for share in torch.as_tensor(epoch_order(7, epoch, 10)).split(4):
             optimizer.zero_grad()
-            (by_hand(dataset.tensors[0][share]) - dataset.tensors[1][share]).square().mean().backward()
+            (
+                by_hand(dataset.tensors[0][share]) - dataset.tensors[1][share]
+            ).square().mean().backward()
             optimizer.step()
     before = signal.getsignal(signal.SIGTERM)
     for until in (7, None):
         ends = pytest.raises(SystemExit) if until else nullcontext()
         with ends as stopped, ddp_train.session(tmp_path, processes=1, device="cpu", seed=7) as run:
             model = run.wrap(net())
-            train(run, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 4, until=until)
+            train(
+                run,
+                model,
+                torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+                4,
+                until=until,
+            )
         if until:
             assert stopped and stopped.value.code == 75
     assert "resumed from step 8 (epoch 2, after 2 steps)" in capsys.readouterr().err
-    torch.testing.assert_close(dict(model.state_dict()), dict(by_hand.state_dict()), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        dict(model.state_dict()), dict(by_hand.state_dict()), rtol=0, atol=1e-12
+    )
     assert signal.getsignal(signal.SIGTERM) is before and run.step == 12
     assert checkpoints(tmp_path) == ["step_00000009", "step_00000012"]
 
@@ -296,7 +365,9 @@ def _after_the_loop(run: Any) -> None:
     run.save()
 
 
-def _step(loss_of: Callable[[Any, Any, Any], torch.Tensor], kept: bool = True) -> Callable[[Any], None]:
+def _step(
+    loss_of: Callable[[Any, Any, Any], torch.Tensor], kept: bool = True
+) -> Callable[[Any], None]:
     def loop(run: Any) -> None:
         model = run.wrap(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -315,36 +386,63 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda run: run.loader(rows()), "run.loader: global_batch_size is missing"),
     (lambda run: run.loader(rows(), global_batch_size=0), "run.loader: global_batch_size is 0"),
     (lambda run: run.loader(Endless(), global_batch_size=4), "run.loader: Endless is iterable"),
-    (lambda run: run.loader(DataLoader(rows()), global_batch_size=4), "run.loader: it was given a DataLoader"),
-    (lambda run: run.test_loader(TensorDataset(torch.empty(0)), batch_size=4), "TensorDataset has no samples"),
+    (
+        lambda run: run.loader(DataLoader(rows()), global_batch_size=4),
+        "run.loader: it was given a DataLoader",
+    ),
+    (
+        lambda run: run.test_loader(TensorDataset(torch.empty(0)), batch_size=4),
+        "TensorDataset has no samples",
+    ),
     (lambda run: list(run.epochs(1)), "run.epochs: run.resume was not called"),
     (lambda run: run.resume(model=net()), "run.resume: there is no model yet"),
-    (lambda run: (run.wrap(net()), run.resume(optimizer=1)), "run.resume: the model of run.wrap is not among"),
-    (lambda run: run.resume(model=run.wrap(net()), lr=0.1), "run.resume: lr is a float, without state_dict"),
     (
-        lambda run: run.resume(model=run.wrap(net()), optimizer=torch.optim.SGD(net().parameters(), lr=0.1)),
+        lambda run: (run.wrap(net()), run.resume(optimizer=1)),
+        "run.resume: the model of run.wrap is not among",
+    ),
+    (
+        lambda run: run.resume(model=run.wrap(net()), lr=0.1),
+        "run.resume: lr is a float, without state_dict",
+    ),
+    (
+        lambda run: run.resume(
+            model=run.wrap(net()), optimizer=torch.optim.SGD(net().parameters(), lr=0.1)
+        ),
         "run.resume: optimizer was built on parameters that are not those of the model",
     ),
-    (lambda run: list(run.loader(rows(), global_batch_size=4)), "the loader of run.loader was used outside"),
+    (
+        lambda run: list(run.loader(rows(), global_batch_size=4)),
+        "the loader of run.loader was used outside",
+    ),
     (lambda run: run.mean(torch.ones(3)), "run.mean was called outside of a step"),
     (_after_the_loop, "run.save was used outside of an epoch"),
-    (_step(lambda run, outputs, targets: (outputs - targets).square().mean()), "whose loss did not come by run.mean"),
+    (
+        _step(lambda run, outputs, targets: (outputs - targets).square().mean()),
+        "whose loss did not come by run.mean",
+    ),
     (
         _step(lambda run, outputs, targets: run.mean((outputs - targets).square().mean())),
         "run.mean: the losses have the shape [], and the batch 4 samples",
     ),
     (
-        _step(lambda run, outputs, targets: run.mean((outputs - targets).square().mean(1)), kept=False),
+        _step(
+            lambda run, outputs, targets: run.mean((outputs - targets).square().mean(1)), kept=False
+        ),
         "an optimizer (SGD) that run.resume did not get makes a step",
     ),
 ]
 
 
-@pytest.mark.parametrize(("mistake", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES])
+@pytest.mark.parametrize(
+    ("mistake", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES]
+)
 def test_each_mistake_is_one_error_that_names_the_line(
     mistake: Callable[[Any], Any], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended, ddp_train.session(tmp_path, processes=1, device="cpu") as run:
+    with (
+        pytest.raises(SystemExit) as ended,
+        ddp_train.session(tmp_path, processes=1, device="cpu") as run,
+    ):
         mistake(run)
     assert ended.value.code == 2
     error = capfd.readouterr().err
@@ -363,7 +461,10 @@ def test_what_a_session_is_told_is_checked(
         ({"run_dir": tmp_path / "file"}, "is no folder"),
         ({"keep": 0}, "keep=0 is less than 1"),
     ]:
-        with pytest.raises(SystemExit) as ended, ddp_train.session(**{"run_dir": tmp_path / "run", **arguments}):
+        with (
+            pytest.raises(SystemExit) as ended,
+            ddp_train.session(**{"run_dir": tmp_path / "run", **arguments}),
+        ):
             pass
         assert ended.value.code == 2 and message in capsys.readouterr().err
     monkeypatch.setenv("DDP_TRAIN_PROCESSES", "two")
@@ -382,11 +483,16 @@ def test_other_batches_inside_of_an_epoch_and_other_objects_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def again(batch: int, until: int | None, **more: Any) -> int:
-        with pytest.raises(SystemExit) as ended, ddp_train.session(tmp_path, processes=1, device="cpu") as run:
+        with (
+            pytest.raises(SystemExit) as ended,
+            ddp_train.session(tmp_path, processes=1, device="cpu") as run,
+        ):
             model = run.wrap(net())
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            train(run, model, optimizer, 2, batch, until) if not more else run.resume(
-                model=model, optimizer=optimizer, **more
+            (
+                train(run, model, optimizer, 2, batch, until)
+                if not more
+                else run.resume(model=model, optimizer=optimizer, **more)
             )
         return int(str(ended.value.code))
 
@@ -412,14 +518,21 @@ def test_the_mean_over_tokens_is_that_of_all(tmp_path: Path) -> None:
                 loss.backward()
                 optimizer.step()
         assert (
-            run.sum(3) == 3 and run.sum(torch.tensor([0.5])).tolist() == [0.5] and (run.rank, run.processes) == (0, 1)
+            run.sum(3) == 3
+            and run.sum(torch.tensor([0.5])).tolist() == [0.5]
+            and (run.rank, run.processes) == (0, 1)
         )
         assert run.sum(0.1) == 0.1 and run.sum(16777217.0) == 16777217, "not rounded to float32"
 
 
 def test_the_example_is_at_most_ten_lines_away_from_the_script_for_one_process() -> None:
-    before, after = ((ROOT / f"examples/own_loop_{name}.py").read_text().splitlines() for name in ("before", "after"))
-    changed = difflib.ndiff([line.strip() for line in before if line], [line.strip() for line in after if line])
+    before, after = (
+        (ROOT / f"examples/own_loop_{name}.py").read_text().splitlines()
+        for name in ("before", "after")
+    )
+    changed = difflib.ndiff(
+        [line.strip() for line in before if line], [line.strip() for line in after if line]
+    )
     added = [line for line in changed if line.startswith("+ ")]
     assert 5 < len(added) <= 10, added
     page = (ROOT / "docs/own_loop.md").read_text()
@@ -461,4 +574,6 @@ def test_a_sum_over_batches_that_every_process_had_is_warned_of(
         for _ in range(2):
             run.sum(3)
         run._steps.world = World()
-    assert capfd.readouterr().err.count("the sum counts them 2 times: score with run.test_loader") == 1, "once"
+    assert (
+        capfd.readouterr().err.count("the sum counts them 2 times: score with run.test_loader") == 1
+    ), "once"

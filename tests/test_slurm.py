@@ -1,4 +1,5 @@
-"""deploy/slurm and sweeps as jobs, on a real SLURM of two nodes. See tests/slurmlab.py and docs/slurm.md."""
+"""deploy/slurm and sweeps as jobs, on a real SLURM of two nodes. See tests/slurmlab.py and
+docs/slurm.md."""
 
 from __future__ import annotations
 
@@ -14,10 +15,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import LAUNCH, LIMIT_SECONDS, ROOT, checkpoints, metrics, read, run, wait_until, weights
+from tests.commands import (
+    LAUNCH,
+    LIMIT_SECONDS,
+    ROOT,
+    checkpoints,
+    metrics,
+    read,
+    run,
+    wait_until,
+    weights,
+)
 from tests.slurmlab import LOOK_SECONDS, NoSlurmError, SlurmLab, packages, why_not
 
-pytestmark = pytest.mark.timeout(300)  # jobs of several processes each, on a machine that may be busy
+pytestmark = pytest.mark.timeout(
+    300
+)  # jobs of several processes each, on a machine that may be busy
 
 TRAIN = "deploy/slurm/train.sbatch"
 NET = '''
@@ -42,7 +55,12 @@ class Net(nn.Module):
         return self.layers(images)
 '''
 WORDS = (
-    *("model._target_=patient.Net", "trusted_modules=[patient]", "data.limit=200", "schedule=constant"),
+    *(
+        "model._target_=patient.Net",
+        "trusted_modules=[patient]",
+        "data.limit=200",
+        "schedule=constant",
+    ),
     *("train.epochs=1000", "train.evaluate_every_epochs=1000", "checkpoint.every_steps=1000000"),
     *("launch.threads_per_process=1", "train.log_every_steps=1"),
 )
@@ -80,12 +98,17 @@ class Job:
 
 @pytest.fixture(scope="module")
 def limited(slurm: SlurmLab) -> Iterator[Job]:
-    """Two nodes with two processes each, whose time limit comes near once they train, and far again when they wait in
-    the queue. slurmctld looks at limits every 30 s: other tests run meanwhile."""
-    run_dir, words = slurm.folder / "limited", ("+model.delay=0.1", "train.max_steps=600")
-    number = slurm.submit(f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=2"])
+    """Two nodes with two processes each, whose time limit comes near once they train, and far again
+    when they wait in the queue. slurmctld looks at limits every 30 s: other tests run meanwhile."""
+    run_dir = slurm.folder / "limited"
+    words = ("+model.delay=0.1", "train.max_steps=600")
+    number = slurm.submit(
+        f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=2"]
+    )
     slurm.wait_while_alive(number, lambda: begun(run_dir), "first step")
-    set_limit(slurm, number, minutes(slurm.show(number)["RunTime"]) + 1)  # less than its 120 s of warning
+    set_limit(
+        slurm, number, minutes(slurm.show(number)["RunTime"]) + 1
+    )  # less than its 120 s of warning
 
     def lift() -> None:
         slurm.wait_for(number, "PENDING")
@@ -114,7 +137,7 @@ def begun(run_dir: Path) -> bool:
 on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-# --- mistakes, before SLURM is asked --------------------------------------------------------------------------------
+# --- mistakes, before SLURM is asked --------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -122,7 +145,10 @@ def test_a_launcher_per_gpu_is_refused(tmp_path: Path) -> None:
     """`srun --ntasks-per-node=8 python launch.py` would start 64 processes for 8 GPUs."""
     done = run(f"run_dir={tmp_path}/run", env={"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"})
     assert done.returncode == 2
-    assert "launch.nnodes=1: srun started 8 launchers, and each starts all processes of its node; use" in done.stderr
+    assert (
+        "launch.nnodes=1: srun started 8 launchers, and each starts all processes of its node; use"
+        in done.stderr
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -131,7 +157,10 @@ def test_a_sweep_for_slurm_where_there_is_none_is_refused(tmp_path: Path) -> Non
     words = ("-m", "hydra/launcher=slurm", "optimizer.lr=0.1,0.2", f"run_dir={tmp_path}/sweep")
     done = run(*words, env={"PATH": str(Path(sys.executable).parent)})
     assert done.returncode == 2
-    assert "hydra/launcher=slurm: there is no srun on this host; start the sweep where `sbatch` works" in done.stderr
+    assert (
+        "hydra/launcher=slurm: there is no srun on this host; start the sweep where `sbatch` works"
+        in done.stderr
+    )
 
 
 def test_the_script_is_one_that_bash_reads() -> None:
@@ -141,7 +170,13 @@ def test_the_script_is_one_that_bash_reads() -> None:
 
 @pytest.mark.parametrize(
     ("code", "saved", "restarts", "requeued"),
-    [(75, True, 0, True), (143, True, 3, True), (143, False, 0, False), (75, True, 100, False), (70, True, 0, False)],
+    [
+        (75, True, 0, True),
+        (143, True, 3, True),
+        (143, False, 0, False),
+        (75, True, 100, False),
+        (70, True, 0, False),
+    ],
 )
 def test_a_job_goes_back_into_the_queue_if_it_can_go_on(
     tmp_path: Path, code: int, saved: bool, restarts: int, requeued: bool
@@ -153,23 +188,40 @@ def test_a_job_goes_back_into_the_queue_if_it_can_go_on(
         (tmp_path / "here/checkpoints/step_00000004").mkdir(parents=True)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
     done = subprocess.run(
-        ["bash", ROOT / TRAIN, "run_dir=here"], cwd=tmp_path, env={**env, "SLURM_RESTART_COUNT": str(restarts)}
+        ["bash", ROOT / TRAIN, "run_dir=here"],
+        cwd=tmp_path,
+        env={**env, "SLURM_RESTART_COUNT": str(restarts)},
     )
     assert done.returncode == code
     assert (tmp_path / "told").exists() == requeued
 
 
-# --- a cluster ------------------------------------------------------------------------------------------------------
+# --- a cluster ------------------------------------------------------------------------------------
 
 
 @on_slurm
 @pytest.mark.slow
 def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: SlurmLab) -> None:
     sweep = slurm.folder / "sweep"
-    words = (*WORDS, "+model.delay=0.1", "train.max_steps=40", "launch.nproc_per_node=1", f"run_dir={sweep}")
+    words = (
+        *WORDS,
+        "+model.delay=0.1",
+        "train.max_steps=40",
+        "launch.nproc_per_node=1",
+        f"run_dir={sweep}",
+    )
     asked = ("hydra.launcher.gpus_per_node=null", "hydra.launcher.cpus_per_task=2")
-    command = (*LAUNCH, "-m", "hydra/launcher=slurm", *asked, "optimizer.lr=0.01,0.02,0.05,0.1", *words)
-    with slurm.popen(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = (
+        *LAUNCH,
+        "-m",
+        "hydra/launcher=slurm",
+        *asked,
+        "optimizer.lr=0.01,0.02,0.05,0.1",
+        *words,
+    )
+    with slurm.popen(
+        *command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         wait_until(lambda: process.poll() is not None or begun(sweep / "0"), "step of trial 0")
         assert process.poll() is None, process.communicate()
         (array,) = {line.split("_")[0] for line in jobs_of(slurm, "--array") if "_" in line}
@@ -180,7 +232,9 @@ def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: S
     (log,) = (sweep / ".submitit").rglob("*_0_0_log.out")
     assert re.search(r"^steps .*, from step \d+$", log.read_text(), re.M)
     rows = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
-    assert sorted((row["trial"], row["status"]) for row in rows) == [(trial, "completed") for trial in range(4)]
+    assert sorted((row["trial"], row["status"]) for row in rows) == [
+        (trial, "completed") for trial in range(4)
+    ]
     assert [read(sweep / str(trial), "summary.json")["steps"] for trial in range(4)] == [40] * 4
     lines = out.splitlines()
     assert [line.split()[0] for line in lines if "completed" in line] == ["0", "1", "2", "3"], out
@@ -191,8 +245,11 @@ def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: S
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_cancelled_job_saves_and_leaves_nothing(slurm: SlurmLab, limited: Job) -> None:
-    run_dir, words = slurm.folder / "cancelled", ("+model.delay=0.02", "train.epochs=1000000")
-    job = slurm.submit(f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=1"])
+    run_dir = slurm.folder / "cancelled"
+    words = ("+model.delay=0.02", "train.epochs=1000000")
+    job = slurm.submit(
+        f"{slurm.folder}/train.sbatch", f"run_dir={run_dir}", *words, options=["--nodes=1"]
+    )
     slurm.wait_while_alive(job, lambda: begun(run_dir), "first step")
     slurm.call("scancel", job)
     known = slurm.wait_for(job, "CANCELLED")
@@ -220,9 +277,13 @@ def test_a_job_at_its_time_limit_saves_and_goes_on_to_the_same_weights(
     assert (summary["status"], summary["world_size"], summary["steps"]) == ("completed", 4, 600)
     assert not slurm.processes(str(limited.run_dir))
     alone = run(
-        *WORDS, *limited.words, "model.delay=0", "launch.nproc_per_node=4", f"run_dir={tmp_path}/alone",
+        *WORDS,
+        *limited.words,
+        "model.delay=0",
+        "launch.nproc_per_node=4",
+        f"run_dir={tmp_path}/alone",
         env={"PYTHONPATH": str(slurm.folder)},
-    )  # fmt: skip
+    )
     assert alone.returncode == 0, alone.stderr
     assert weights(limited.run_dir) == weights(tmp_path / "alone")
 
@@ -235,8 +296,15 @@ def test_nodes_are_taken_away_and_the_job_goes_on(tmp_path: Path) -> None:
     (tmp_path / "patient.py").write_text(NET)
     (tmp_path / "train.sbatch").write_text(edited())
     run_dir = tmp_path / "run"
-    words = ("+model.delay=0.1", "train.max_steps=500", "launch.nproc_per_node=1", "launch.timeout_seconds=10",
-             "launch.nnodes=1:3", "launch.max_restarts=5", f"run_dir={run_dir}")  # fmt: skip
+    words = (
+        "+model.delay=0.1",
+        "train.max_steps=500",
+        "launch.nproc_per_node=1",
+        "launch.timeout_seconds=10",
+        "launch.nnodes=1:3",
+        "launch.max_restarts=5",
+        f"run_dir={run_dir}",
+    )
     try:
         lab = SlurmLab(4, packages(), tmp_path)
     except NoSlurmError as error:
@@ -249,14 +317,22 @@ def test_nodes_are_taken_away_and_the_job_goes_on(tmp_path: Path) -> None:
         for node, known in ((3, "node[1-2]"), (1, "node2")):
             step = metrics_end(run_dir)
             slurm.hosts[node].power_off()
-            slurm.wait_while_alive(job, lambda step=step: metrics_end(run_dir) > step + 20, "step after a loss")
-            slurm.wait_while_alive(job, lambda known=known: slurm.show(job)["NodeList"] == known, "loss that SLURM saw")
-        known = slurm.wait_for(job, "CANCELLED")  # by the one that is left: the script and its exit code were on node1
+            slurm.wait_while_alive(
+                job, lambda step=step: metrics_end(run_dir) > step + 20, "step after a loss"
+            )
+            slurm.wait_while_alive(
+                job, lambda known=known: slurm.show(job)["NodeList"] == known, "loss that SLURM saw"
+            )
+        known = slurm.wait_for(
+            job, "CANCELLED"
+        )  # by the one that is left: the script and its exit code were on node1
         assert known["Restarts"] == "0"
     summary = read(run_dir, "summary.json")
     assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 500, 1)
     assert (len(summary["recoveries"]), summary["steps_redone"]) == (2, 0)
-    assert sorted(line["step"] for line in metrics(run_dir) if line["kind"] == "train") == [*range(1, 501)]
+    assert sorted(line["step"] for line in metrics(run_dir) if line["kind"] == "train") == [
+        *range(1, 501)
+    ]
 
 
 def jobs_of(slurm: SlurmLab, *options: str) -> list[str]:

@@ -1,4 +1,5 @@
-"""Signals: all processes stop after one and the same step and save there, or leave in time with nothing lost."""
+"""Signals: all processes stop after one and the same step and save there, or leave in time with
+nothing lost."""
 
 from __future__ import annotations
 
@@ -47,13 +48,13 @@ from tests.commands import (
     torchrun,
     wait_until,
     weights,
-)  # fmt: skip
+)
 from tests.jobs import config_of, job_of, table
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
 
 
-# --- the agreement --------------------------------------------------------------------------------------------------
+# --- the agreement --------------------------------------------------------------------------------
 
 
 class Board:
@@ -85,22 +86,33 @@ class Racy(RankStatus):
 class Racer:
     """A rank: the real loop at full speed, with stand-ins for all that takes time."""
 
-    def __init__(self, rank: int, size: int, store: Board, meet: Callable[[], Any], due_every: int) -> None:
-        self.status, self.meet, self.due_every = Racy(), meet, due_every
+    def __init__(
+        self, rank: int, size: int, store: Board, meet: Callable[[], Any], due_every: int
+    ) -> None:
+        self.status = Racy()
+        self.meet = meet
+        self.due_every = due_every
         self.stops: list[int] = []
         batch = SimpleNamespace(micro_batch=SimpleNamespace(is_last=True), data=None)
         self.job: Any = SimpleNamespace(
-            step=0, stop=StopController(), hooks=[self], stepper=self, batches=itertools.repeat(batch),
+            step=0,
+            stop=StopController(),
+            hooks=[self],
+            stepper=self,
+            batches=itertools.repeat(batch),
             seed_step=lambda _: None,
-            plan=SimpleNamespace(steps=NEVER, epoch_end=lambda step: step + 1_000), wrapped=lambda _: (None, None),
+            plan=SimpleNamespace(steps=NEVER, epoch_end=lambda step: step + 1_000),
+            wrapped=lambda _: (None, None),
             strategy=SimpleNamespace(sync_gradients=lambda *_, **__: contextlib.nullcontext()),
             module=SimpleNamespace(train=lambda: None),
-        )  # fmt: skip
+        )
         self.job.stop.patience_seconds = 1e6
         world = World(rank, size, rank, size)
         self.threads = [
             threading.Thread(target=fit, args=[self.job]),
-            threading.Thread(name="agree", target=self.job.stop.agree, args=[self.status, world, store]),
+            threading.Thread(
+                name="agree", target=self.job.stop.agree, args=[self.status, world, store]
+            ),
         ]
         for thread in self.threads:
             thread.daemon = True
@@ -135,7 +147,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("in_step", [True, False], ids=["with collectives", "each at its own pace"])
 def test_ranks_at_full_speed_stop_after_one_and_the_same_step(in_step: bool, hurried: None) -> None:
     for number in range(40):
-        store, barrier = Board(), threading.Barrier(3)
+        store = Board()
+        barrier = threading.Barrier(3)
         meet = barrier.wait if in_step else lambda: None
         racers = [Racer(rank, 3, store, meet, due_every=1 + number % 4) for rank in range(3)]
         time.sleep(0.0005 * (number % 5))
@@ -147,7 +160,9 @@ def test_ranks_at_full_speed_stop_after_one_and_the_same_step(in_step: bool, hur
                 assert not thread.is_alive(), f"round {number}: a rank waits for ever"
         assert len({racer.job.step for racer in racers}) == 1, number
         for racer in racers:
-            assert racer.stops == [racer.job.step] == [racer.job.stop.last_step] == [racer.status.step], number
+            assert (
+                racer.stops == [racer.job.step] == [racer.job.stop.last_step] == [racer.status.step]
+            ), number
 
 
 @pytest.fixture
@@ -191,7 +206,8 @@ def test_signals_that_come_together_are_one_request_and_a_later_one_ends_it(
 
 def test_one_process_needs_nobody_and_an_ignored_signal_stays_ignored(handlers: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
-    stop, status = StopController(), RankStatus(step=7)
+    stop = StopController()
+    status = RankStatus(step=7)
     with stop.listening(status, World(), None, 1e6, os._exit):
         os.kill(os.getpid(), signal.SIGHUP)
         time.sleep(0.1)
@@ -202,13 +218,22 @@ def test_one_process_needs_nobody_and_an_ignored_signal_stays_ignored(handlers: 
 
 
 def test_a_stop_before_anything_was_started_is_told() -> None:
-    stopped = "import ddp_train.__main__ as it; it.main = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt); it.run()"
-    done = subprocess.run([sys.executable, "-c", stopped], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "stopped by SIGINT before anything was started\n")
+    stopped = (
+        "import ddp_train.__main__ as it; it.main = lambda *_: (_ for _ in"
+        " ()).throw(KeyboardInterrupt); it.run()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", stopped], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        130,
+        "stopped by SIGINT before anything was started\n",
+    )
 
 
 def test_a_signal_after_the_end_does_not_hide_the_exit_code(handlers: None) -> None:
-    """It came while the interpreter of a run ended that was saved: 143, and no scheduler would have gone on with it."""
+    """It came while the interpreter of a run ended that was saved: 143, and no scheduler would have
+    gone on with it."""
     with StopRequests().listening():
         pass
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "a sweep goes on"
@@ -233,7 +258,8 @@ def test_a_stop_after_the_user_was_told_that_the_run_goes_on_is_that_of_the_next
 
 def test_an_evaluation_that_is_cut_off_ends_training_here_whatever_was_or_will_be_agreed() -> None:
     for agreed_before in (True, False):
-        stop, status = StopController(), RankStatus(step=3)
+        stop = StopController()
+        status = RankStatus(step=3)
         if agreed_before:
             stop.requested.set()
             stop.agree(status, World(), None)
@@ -249,7 +275,8 @@ class CutOff:
     """The batches of an evaluation in which a stop is requested."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.batches = job, job.evaluation.batches
+        self.job = job
+        self.batches = job.evaluation.batches
 
     def __iter__(self) -> Iterator[Any]:
         for number, batch in enumerate(self.batches):
@@ -258,9 +285,13 @@ class CutOff:
             yield batch
 
 
-def recorded(job: Job, run_dir: Path, display: mock.Mock, state: dict[str, Any] | None = None) -> MetricsHook:
+def recorded(
+    job: Job, run_dir: Path, display: mock.Mock, state: dict[str, Any] | None = None
+) -> MetricsHook:
     log = MetricsFile(run_dir, True, job.step)
-    record = MetricsHook(display, log, HardwareMonitor(), epochs=2, log_every_steps=100, evaluate_every_epochs=1)
+    record = MetricsHook(
+        display, log, HardwareMonitor(), epochs=2, log_every_steps=100, evaluate_every_epochs=1
+    )
     if state:
         record.load_state(state)
     job.hooks = [record]
@@ -268,11 +299,14 @@ def recorded(job: Job, run_dir: Path, display: mock.Mock, state: dict[str, Any] 
     return record
 
 
-def test_the_run_that_goes_on_makes_up_for_an_evaluation_that_a_stop_has_cut_off(tmp_path: Path) -> None:
+def test_the_run_that_goes_on_makes_up_for_an_evaluation_that_a_stop_has_cut_off(
+    tmp_path: Path,
+) -> None:
     """The score was lost for good, with what depends on it: the best checkpoint, early stopping."""
     options = {"global_batch_size": 8, "epochs": 2, "evaluate_batch_size": 4}
     config = config_of(World(), strategy={"name": "single"}, model={"name": "mlp"}, train=options)
-    job, display = job_of(config, World(), (table(24), table(12))), mock.Mock()
+    job = job_of(config, World(), (table(24), table(12)))
+    display = mock.Mock()
     record = recorded(job, tmp_path, display)
     job.evaluation.batches = CutOff(job)
     fit(job)
@@ -283,13 +317,19 @@ def test_the_run_that_goes_on_makes_up_for_an_evaluation_that_a_stop_has_cut_off
     assert record.owes_score
     record.act(again)
     assert not record.owes_score and record.score
-    assert [(line["kind"], line["step"]) for line in metrics(tmp_path)] == [("train", 3), ("test", 3)]
+    assert [(line["kind"], line["step"]) for line in metrics(tmp_path)] == [
+        ("train", 3),
+        ("test", 3),
+    ]
     fit(again)
-    assert [(line["kind"], line["step"]) for line in metrics(tmp_path)][2:] == [("train", 6), ("test", 6)]
+    assert [(line["kind"], line["step"]) for line in metrics(tmp_path)][2:] == [
+        ("train", 6),
+        ("test", 6),
+    ]
     assert len(record.epoch_seconds) == 2
 
 
-# --- the real thing -------------------------------------------------------------------------------------------------
+# --- the real thing -------------------------------------------------------------------------------
 
 CODE = '''
 import json
@@ -365,27 +405,41 @@ class Slowly:
     def __init__(self, folder: Path) -> None:
         (folder / "slowly.py").write_text(CODE)
         self.env = {"PYTHONPATH": str(folder), "SECONDS": "{}"}
-        self.run_dir, self.marks, self.ledger = folder / "run", folder / "mark", folder / "ledger"
+        self.run_dir = folder / "run"
+        self.marks = folder / "mark"
+        self.ledger = folder / "ledger"
 
     def words(self, *more: str) -> list[str]:
         return [
-            "model._target_=slowly.Net", f"+model.marks={self.marks}",
-            "data._target_=slowly.Rows", "optimizer._target_=slowly.Sgd", "optimizer.lr=0.01",
-            f"+optimizer.ledger={self.ledger}", "trusted_modules=[slowly]", "schedule=constant",
-            "train.evaluate_every_epochs=100000", "checkpoint.every_steps=100000", *more,
-        ]  # fmt: skip
+            "model._target_=slowly.Net",
+            f"+model.marks={self.marks}",
+            "data._target_=slowly.Rows",
+            "optimizer._target_=slowly.Sgd",
+            "optimizer.lr=0.01",
+            f"+optimizer.ledger={self.ledger}",
+            "trusted_modules=[slowly]",
+            "schedule=constant",
+            "train.evaluate_every_epochs=100000",
+            "checkpoint.every_steps=100000",
+            *more,
+        ]
 
     def running(
         self, *more: str, command: list[str] = LAUNCH, **seconds: float
     ) -> contextlib.AbstractContextManager[Running]:
         words = self.words(*more, *([THREE] if command == LAUNCH else []))
-        env = {**self.env, "SECONDS": json.dumps(seconds)}  # no config: that of a run does not change
+        env = {
+            **self.env,
+            "SECONDS": json.dumps(seconds),
+        }  # no config: that of a run does not change
         return running(self.run_dir, *words, env=env, command=command)
 
     def steps(self, rank: int = 0) -> list[list[int]]:
         """The samples of each step that a rank took, in all its lives."""
         path = Path(f"{self.ledger}.{rank}")
-        return [[int(word) for word in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
+        if path.exists():
+            return [[int(word) for word in line.split()] for line in path.read_text().splitlines()]
+        return []
 
     def wait_for_steps(self, job: Running, more: int) -> None:
         """Until some more steps are taken."""
@@ -407,9 +461,12 @@ def slowly(tmp_path: Path) -> Slowly:
 
 
 def stopped_step(job: Running, more_than: int = 0) -> int:
-    """The step after which a run says that it stopped. What it left says the same, and no process is left."""
+    """The step after which a run says that it stopped. What it left says the same, and no process
+    is left."""
     assert processes_of(job.run_dir) == {}
-    (step,) = re.findall(r"^stopped after step (\d+) and saved; resume with run_dir=", job.output.read_text(), re.M)
+    (step,) = re.findall(
+        r"^stopped after step (\d+) and saved; resume with run_dir=", job.output.read_text(), re.M
+    )
     summary = read(job.run_dir, "summary.json")
     assert (summary["status"], summary["steps"], summary["test"]) == ("preempted", int(step), None)
     assert checkpoints(job.run_dir)[-1] == f"step_{int(step):08d}"
@@ -423,17 +480,25 @@ SOME_STEPS = 3
 EPOCHS = 60
 
 
-WAYS = [(signal.SIGTERM, None, 75), (signal.SIGTERM, 2, 75), (signal.SIGUSR1, 0, 75), (signal.SIGHUP, None, 130)]
+WAYS = [
+    (signal.SIGTERM, None, 75),
+    (signal.SIGTERM, 2, 75),
+    (signal.SIGUSR1, 0, 75),
+    (signal.SIGHUP, None, 130),
+]
 """The signal, the rank that it is sent to (None: the launcher), the exit code."""
 MORE_WAYS = [(signal.SIGUSR1, None, 75), (signal.SIGINT, None, 130)]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # eight or ten starts
-@pytest.mark.parametrize("ways", [
-    pytest.param(WAYS, id="gate"),
-    pytest.param(WAYS + MORE_WAYS, id="all", marks=pytest.mark.nightly),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param(WAYS, id="gate"),
+        pytest.param(WAYS + MORE_WAYS, id="all", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(
     ways: list[tuple[signal.Signals, int | None, int]], slowly: Slowly
 ) -> None:
@@ -446,15 +511,20 @@ def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(
             step = stopped_step(job, more_than=step)
             assert job.said() == "", "one line, and that on standard output"
 
-    with slowly.running(f"train.epochs={EPOCHS}", "checkpoint.every_steps=2", training=0.05, saving=1.0) as job:
+    with slowly.running(
+        f"train.epochs={EPOCHS}", "checkpoint.every_steps=2", training=0.05, saving=1.0
+    ) as job:
         slowly.wait_for(job, "saving")
         job.process.terminate()
         assert job.end() == 75, job.said()
         step = stopped_step(job, more_than=step)
 
-    with slowly.running(f"train.epochs={EPOCHS}", "tuning.num_workers=1", command=torchrun(), training=0.05) as job:
+    with slowly.running(
+        f"train.epochs={EPOCHS}", "tuning.num_workers=1", command=torchrun(), training=0.05
+    ) as job:
         slowly.wait_for_steps(job, SOME_STEPS)
-        job.process.terminate()  # the agent hands it to whole process groups, loader processes among them
+        # the agent hands it to whole process groups, loader processes among them
+        job.process.terminate()
         assert job.end() != 0
         step = stopped_step(job, more_than=step)
         assert "FATAL" not in job.said()
@@ -464,20 +534,26 @@ def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(
         assert job.end() == 0, job.said()
     assert read(slowly.run_dir, "summary.json")["status"] == "completed"
     assert len(slowly.steps()) == 2 * EPOCHS
-    learned = Counter(number for rank in range(3) for indices in slowly.steps(rank) for number in indices)
+    learned = Counter(
+        number for rank in range(3) for indices in slowly.steps(rank) for number in indices
+    )
     assert learned == dict.fromkeys(range(160), EPOCHS), "every sample once per epoch"
     steps = [line["step"] for line in metrics(slowly.run_dir) if line["kind"] == "train"]
     assert steps == sorted(set(steps))
 
     undisturbed = slowly.run_dir.with_name("undisturbed")
-    done = run(f"run_dir={undisturbed}", THREE, *slowly.words(f"train.epochs={EPOCHS}"), env=slowly.env)
+    done = run(
+        f"run_dir={undisturbed}", THREE, *slowly.words(f"train.epochs={EPOCHS}"), env=slowly.env
+    )
     assert done.returncode == 0, done.stderr
     assert weights(slowly.run_dir) == weights(undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("validation", ["0", "0.2"])
-def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(slowly: Slowly, validation: str) -> None:
+def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(
+    slowly: Slowly, validation: str
+) -> None:
     words = ("train.max_steps=2", "train.evaluate_batch_size=1", f"data.validation={validation}")
     with slowly.running(*words, evaluating=1.0) as job:
         slowly.wait_for(job, "evaluating")
@@ -495,7 +571,9 @@ def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(slowly: S
 
 @pytest.mark.slow
 def test_a_stop_that_comes_when_the_run_completes_anyway_changes_nothing(slowly: Slowly) -> None:
-    with slowly.running("train.max_steps=2", "launch.grace_seconds=8", saving=5.0) as job:  # half the grace is less
+    with slowly.running(
+        "train.max_steps=2", "launch.grace_seconds=8", saving=5.0
+    ) as job:  # half the grace is less
         slowly.wait_for(job, "saving")
         job.process.terminate()
         assert job.end() == 0, job.said()
@@ -558,7 +636,9 @@ def test_a_stop_ends_a_sweep(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep"
     with running(sweep, "-m", "optimizer.lr=0.01,0.02", *ENDLESS, ONE) as job:
         job.wait_for_file("0/metrics.jsonl")
-        wait_until(lambda: (sweep / "0/metrics.jsonl").stat().st_size > 0, "a line in metrics.jsonl")
+        wait_until(
+            lambda: (sweep / "0/metrics.jsonl").stat().st_size > 0, "a line in metrics.jsonl"
+        )
         job.process.terminate()
         assert job.end() == 75, job.said()
         assert processes_of(sweep) == {}

@@ -1,8 +1,10 @@
-"""No dead switch: every key of the schema changes something that can be observed, for every option that has it.
+"""No dead switch: every key of the schema changes something that can be observed, for every option
+that has it.
 
-Each row names a change and what to look at. The look is at real objects: the built model, optimizer, loader or DDP, the
-files of a real run, the environment of the workers. Keys that act on GPUs only are resolved for a machine with one
-(`GPU`) and observed at the place where they act: the flag, the argument, the converted module.
+Each row names a change and what to look at. The look is at real objects: the built model,
+optimizer, loader or DDP, the files of a real run, the environment of the workers. Keys that act on
+GPUs only are resolved for a machine with one (`GPU`) and observed at the place where they act: the
+flag, the argument, the converted module.
 """
 
 from __future__ import annotations
@@ -65,7 +67,13 @@ from ddp_train.training.metrics import build_selection
 from ddp_train.training.open_data import open_datasets
 from ddp_train.training.plan_report import tuning_rows
 from ddp_train.training.run import Run
-from ddp_train.training.setup import build_evaluation, build_module, build_plan, build_strategy, build_task
+from ddp_train.training.setup import (
+    build_evaluation,
+    build_module,
+    build_plan,
+    build_strategy,
+    build_task,
+)
 from ddp_train.training.shown import advice, text_writer
 from ddp_train.training.trained import find_checkpoint
 from tests.commands import PROGRAM
@@ -89,10 +97,15 @@ ALSO = {
     "data=tokens": "data.path=numbers data.length=8 model=gpt",
     "model=gpt": "data=text data.path=corpus data.length=8",
     "model=custom": "model._target_=torch.nn.Linear model.in_features=3 model.out_features=2",
-    "data=custom": f"data._target_={__name__}.Table data.size=9 trusted_modules=[{__name__.partition('.')[0]}] "
-    "model=mlp",
+    "data=custom": (
+        f"data._target_={__name__}.Table data.size=9 trusted_modules=[{__name__.partition('.')[0]}]"
+        " model=mlp"
+    ),
     "optimizer=custom": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
-    "task=custom": f"task._target_={__name__}.OneTask task.factor=1 trusted_modules=[{__name__.partition('.')[0]}]",
+    "task=custom": (
+        f"task._target_={__name__}.OneTask task.factor=1"
+        f" trusted_modules=[{__name__.partition('.')[0]}]"
+    ),
 }
 """What an option needs beside itself."""
 
@@ -111,7 +124,8 @@ class Case:
 
 
 def case_of(line: str, machine: Hardware) -> Case:
-    """What the entry would make of a command line; Hydra's part, 0.1 s of merging files, is left to test_config."""
+    """What the entry would make of a command line; Hydra's part, 0.1 s of merging files, is left to
+    test_config."""
     read = read_overrides(PROGRAM, line.split())
     values: dict[str, Any] = {}
     for word in read.arguments:
@@ -120,7 +134,10 @@ def case_of(line: str, machine: Hardware) -> Case:
             values[group] = yaml.safe_load((CONF / group / f"{option}.yaml").read_text())
     for key, value in read.given.items():
         section, *inner, name = ["", key] if "." not in key else key.split(".")
-        place = values.setdefault(section, dataclasses.asdict(getattr(Config(), section))) if section else values
+        if section:
+            place = values.setdefault(section, dataclasses.asdict(getattr(Config(), section)))
+        else:
+            place = values
         for part in inner:
             place = place[part]
         place[name] = value
@@ -129,7 +146,7 @@ def case_of(line: str, machine: Hardware) -> Case:
     return Case(config, resolve(config, machine, None), machine)
 
 
-# --- what can be observed ---------------------------------------------------------------------------------------------
+# --- what can be observed -------------------------------------------------------------------------
 
 
 def content(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -167,7 +184,9 @@ def scored_samples(case: Case) -> Any:
 
 def reversed_batch(samples: list[Any]) -> Any:
     """A collate_fn of the user's."""
-    return torch.stack([sample[0] for sample in samples[::-1]]), torch.tensor([sample[1] for sample in samples[::-1]])
+    return torch.stack([sample[0] for sample in samples[::-1]]), torch.tensor(
+        [sample[1] for sample in samples[::-1]]
+    )
 
 
 class Torchvision:
@@ -177,7 +196,8 @@ class Torchvision:
 
     def __init__(self, root: str, **more: Any) -> None:
         self.asked.append({"root": root, **more})
-        self.data, self.targets = (torch.arange(30 * 64) % 251).byte().view(30, 8, 8), [0, 1, 2] * 10
+        self.data = (torch.arange(30 * 64) % 251).byte().view(30, 8, 8)
+        self.targets = [0, 1, 2] * 10
 
 
 class TorchvisionColour(Torchvision):
@@ -201,7 +221,9 @@ class Table:
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
         return torch.full((3,), float(number)), number % 2
 
-    def get_batch(self, numbers: torch.Tensor, epoch: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def get_batch(
+        self, numbers: torch.Tensor, epoch: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = zip(*(self[number] for number in numbers.tolist()), strict=True)
         return torch.stack(inputs), torch.tensor(targets)
 
@@ -224,7 +246,9 @@ class Biased(nn.Sequential):
 def asked_of_torchvision(case: Case) -> Any:
     Torchvision.asked.clear()
     seen = samples(case)
-    return seen if case.config.data.name == "image_folder" else list(Torchvision.asked)
+    if case.config.data.name == "image_folder":
+        return seen
+    return list(Torchvision.asked)
 
 
 def model_in(case: Case) -> nn.Module:
@@ -239,7 +263,9 @@ def model(case: Case) -> Any:
 
 def trained_at_first_and_later(case: Case) -> Any:
     job = job_of(alone(case), World())
-    names = [name for name, parameter in job.module.model.named_parameters() if parameter.requires_grad]
+    names = [
+        name for name, parameter in job.module.model.named_parameters() if parameter.requires_grad
+    ]
     return names, [hook.due(job) for hook in job.hooks]
 
 
@@ -251,7 +277,9 @@ def gelu_is_compiled(case: Case) -> Any:
 def optimizer(case: Case) -> Any:
     parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
     built = optimizer_of(parameters, case.config.optimizer, case.config.tuning.optimizer)
-    return type(built), [{**group, "params": [p.ndim for p in group["params"]]} for group in built.param_groups]
+    return type(built), [
+        {**group, "params": [p.ndim for p in group["params"]]} for group in built.param_groups
+    ]
 
 
 def groups_of_a_job(case: Case) -> Any:
@@ -299,7 +327,8 @@ def learning_rates(case: Case) -> Any:
 
 def wrapped(case: Case) -> Any:
     """What torch's own DDP was given, and its hooks. It runs a step, alone in a process group."""
-    real, given = nn.parallel.DistributedDataParallel.__init__, {}
+    real = nn.parallel.DistributedDataParallel.__init__
+    given = {}
 
     @functools.wraps(real)
     def init(self: Any, module: nn.Module, **arguments: Any) -> None:
@@ -309,19 +338,27 @@ def wrapped(case: Case) -> Any:
     source = open_datasets(case.config)[0]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        several = mock.patch("ddp_train.parallel.naming_ddp.ranks", lambda: 2)  # one sends its buffers to nobody
+        several = mock.patch(
+            "ddp_train.parallel.naming_ddp.ranks", lambda: 2
+        )  # one sends its buffers to nobody
         with mock.patch.object(nn.parallel.DistributedDataParallel, "__init__", init), several:
-            ddp: Any = build_strategy(case.config, World(size=2), "cpu").wrap(module_of(case.config, source))
+            ddp: Any = build_strategy(case.config, World(size=2), "cpu").wrap(
+                module_of(case.config, source)
+            )
         if case.config.strategy.comm_hook != "bf16":  # gloo on CPU cannot average bfloat16
             ddp(source.get_batch(np.arange(4), 0))[0].backward()
-        hooks = [(hook.__name__, getattr(state, "matrix_approximation_rank", None)) for hook, state in ddp._comm_hooks]
+        hooks = [
+            (hook.__name__, getattr(state, "matrix_approximation_rank", None))
+            for hook, state in ddp._comm_hooks
+        ]
         return {name: str(value) for name, value in given.items()}, hooks
     finally:
         dist.destroy_process_group()
 
 
 def buckets(case: Case) -> tuple[int, bool]:
-    """Bytes of one, and whether torch's compiler would make a graph for each. Nothing is compiled."""
+    """Bytes of one, and whether torch's compiler would make a graph for each. Nothing is
+    compiled."""
     several = mock.patch("ddp_train.parallel.compiled.ranks", lambda: 2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -329,7 +366,9 @@ def buckets(case: Case) -> tuple[int, bool]:
             module = module_of(case.config, open_datasets(case.config)[0])
             wrapped = build_strategy(case.config, World(size=2), "cpu").wrap(module)
             assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
-            first = (getattr(wrapped, "bucket_bytes_cap_list", None) or [wrapped.bucket_bytes_cap])[0]
+            first = (getattr(wrapped, "bucket_bytes_cap_list", None) or [wrapped.bucket_bytes_cap])[
+                0
+            ]
             return first, bool(torch._dynamo.config.optimize_ddp)
     finally:
         dist.destroy_process_group()
@@ -366,7 +405,9 @@ def test_a_model_is_cut_where_a_step_is_short_beside_its_exchange(
 ) -> None:
     monkeypatch.setattr(compiled_ddp, "ranks", lambda: ranks)
     monkeypatch.setattr(compiled_ddp, "from_leader", lambda value, device: value)
-    module = nn.Sequential(nn.Linear(500, 500, bias=False), nn.Linear(500, 500).requires_grad_(False))  # 1 MB to send
+    module = nn.Sequential(
+        nn.Linear(500, 500, bias=False), nn.Linear(500, 500).requires_grad_(False)
+    )  # 1 MB to send
     assert buckets_by_flops(module, lambda: flops, "cpu") == buckets
     monkeypatch.setitem(BUCKET_MB, "large", 1)  # all fit: there is nothing to choose
     assert buckets_by_flops(module, lambda: pytest.fail("counted in vain"), "cpu") == "one"
@@ -383,7 +424,12 @@ def test_buffers_are_sent_only_where_somebody_receives_them(
 
 @pytest.mark.parametrize(
     ("deterministic", "device", "ranks", "fixed"),
-    [(True, "cpu", 2, False), (True, "cpu", 3, True), (True, "cuda:0", 2, True), (False, "cuda:0", 3, False)],
+    [
+        (True, "cpu", 2, False),
+        (True, "cpu", 3, True),
+        (True, "cuda:0", 2, True),
+        (False, "cuda:0", 3, False),
+    ],
 )
 def test_buckets_are_final_from_the_start_where_bits_depend_on_them(
     deterministic: bool, device: str, ranks: int, fixed: bool
@@ -409,7 +455,9 @@ def number_types(case: Case) -> Any:
 
 
 def memory_formats(case: Case) -> Any:
-    loader = loader_of(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cpu")
+    loader = loader_of(
+        ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cpu"
+    )
     weights = [weight for weight in model_in(case).parameters() if weight.ndim == 4]
     four = [*weights, loader._place(torch.zeros(2, 3, 4, 4))]
     return [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in four]
@@ -418,7 +466,9 @@ def memory_formats(case: Case) -> Any:
 def data_loader(case: Case) -> Any:
     """The settings of the DataLoader. On GPUs: nothing is loaded."""
     source = ArraySource(torch.zeros(4, 1), torch.zeros(4))
-    built: Any = loader_of(source, [], case.config.tuning, World().device(case.config.device)).batches
+    built: Any = loader_of(
+        source, [], case.config.tuning, World().device(case.config.device)
+    ).batches
     return built.num_workers, built.prefetch_factor, built.persistent_workers, built.pin_memory
 
 
@@ -434,12 +484,16 @@ def where_data_are_held(case: Case) -> Any:
 def copies_to_the_device(case: Case) -> Any:
     tensor = mock.Mock(spec=torch.Tensor)
     tensor.to.return_value = torch.zeros(2)
-    loader_of(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0")._place(tensor)
+    loader_of(
+        ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0"
+    )._place(tensor)
     return tensor.to.call_args.kwargs
 
 
 def copies_beside_the_computation(case: Case) -> Any:
-    return loader_of(ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0").copies_beside
+    return loader_of(
+        ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0"
+    ).copies_beside
 
 
 def process_flags(case: Case) -> Any:
@@ -450,7 +504,8 @@ def process_flags(case: Case) -> Any:
 
 
 def compiled(case: Case) -> Any:
-    """How many graphs torch's compiler found in a training step and an evaluation; they are not turned into kernels."""
+    """How many graphs torch's compiler found in a training step and an evaluation; they are not
+    turned into kernels."""
     from torch._dynamo import utils
 
     source = open_datasets(case.config)[0]
@@ -472,7 +527,8 @@ def loss_of_tokens(case: Case) -> Any:
 
 def asked_of_the_compiler(case: Case) -> Any:
     """The options with which a training step is turned into kernels; it is not."""
-    source, asked = open_datasets(case.config)[0], []
+    source = open_datasets(case.config)[0]
+    asked = []
 
     def compile_fx(graph: Any, *_: Any, config_patches: Any = None, **__: Any) -> Any:
         asked.append(config_patches)
@@ -486,9 +542,12 @@ def asked_of_the_compiler(case: Case) -> Any:
 
 def tensors_kept(case: Case) -> Any:
     """The bytes of each for the backward pass."""
-    source, kept = open_datasets(case.config)[0], []
+    source = open_datasets(case.config)[0]
+    kept = []
     module = module_of(case.config, source)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes), lambda _: None):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.nbytes), lambda _: None
+    ):
         module(source.get_batch(np.arange(4), None))
     return kept
 
@@ -558,11 +617,19 @@ def loss(case: Case) -> Any:
     draw = torch.Generator().manual_seed(0)
     batch = {
         "classification": (torch.randn(4, 3, generator=draw), torch.tensor([0, 1, 2, 1])),
-        "multilabel": (torch.randn(4, 3, generator=draw), torch.randint(0, 2, (4, 3), generator=draw).float()),
+        "multilabel": (
+            torch.randn(4, 3, generator=draw),
+            torch.randint(0, 2, (4, 3), generator=draw).float(),
+        ),
         "regression": (torch.randn(4, generator=draw), torch.randn(4, generator=draw)),
-        "segmentation": (torch.randn(4, 3, 2, 2, generator=draw), torch.randint(0, 3, (4, 2, 2), generator=draw)),
+        "segmentation": (
+            torch.randn(4, 3, 2, 2, generator=draw),
+            torch.randint(0, 3, (4, 2, 2), generator=draw),
+        ),
     }[case.config.task.name]
-    total, units = build_task(case.config.task, ArraySource(*batch), batch).loss(nn.Identity(), batch)
+    total, units = build_task(case.config.task, ArraySource(*batch), batch).loss(
+        nn.Identity(), batch
+    )
     return float(total), int(units)
 
 
@@ -570,7 +637,9 @@ def text_written(case: Case) -> Any:
     """By the untrained model; None if none is asked for."""
     source = open_datasets(case.config)[0]
     write = text_writer(case.config, source)
-    return write(module_of(case.config, source).model) if write else None
+    if write:
+        return write(module_of(case.config, source).model)
+    return None
 
 
 def bytes_per_token(case: Case) -> Any:
@@ -592,13 +661,18 @@ def first_epoch(case: Case) -> Any:
     """The samples of its global batches."""
     splits = open_datasets(case.config)
     by_tokens = case.config.data.batch_by == "tokens"
-    lengths = lengths_of(splits.train, case.config.train.global_batch_size) if by_tokens else None
+    if by_tokens:
+        lengths = lengths_of(splits.train, case.config.train.global_batch_size)
+    else:
+        lengths = None
     made = build_plan(case.config, World(), len(splits.train), splits.weights, lengths)
     return [made.global_batch(step).tolist() for step in range(made.steps_per_epoch)]
 
 
 def evaluation_batches(case: Case) -> Any:
-    return [len(batch.targets) for batch in evaluation_of(case, *open_datasets(case.config)[:2]).batches]
+    return [
+        len(batch.targets) for batch in evaluation_of(case, *open_datasets(case.config)[:2]).batches
+    ]
 
 
 def weights_after_a_step(case: Case) -> Any:
@@ -623,10 +697,17 @@ def run(case: Case) -> Any:
     freeze(case.config)
     run_dir = Path(str(case.config.run_dir))
     run_of(case.config).execute()
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
+    if (run_dir / "metrics.jsonl").exists():
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    else:
+        lines = []
     summary = json.loads((run_dir / "summary.json").read_text())
     timeless = [
-        {k: v for k, v in json.loads(line).items() if "second" not in k and k not in ("figures", "time")}
+        {
+            k: v
+            for k, v in json.loads(line).items()
+            if "second" not in k and k not in ("figures", "time")
+        }
         for line in lines
     ]
     checkpoints = sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
@@ -643,7 +724,11 @@ def made_with_a_trained_model(case: Case) -> Any:
     except DataError as error:
         return str(error).replace(str(run_dir), "")
     files = sorted(path.name for path in run_dir.glob("*.*"))
-    return files, np.load(run_dir / "predictions.npz")["target"].tolist() if "predictions.npz" in files else None
+    return files, (
+        np.load(run_dir / "predictions.npz")["target"].tolist()
+        if "predictions.npz" in files
+        else None
+    )
 
 
 def trackers(case: Case) -> Any:
@@ -654,9 +739,12 @@ def trackers(case: Case) -> Any:
         told.append((tracker.name, run.project))
         return mock.Mock()
 
-    begun, metrics = run_of(case.config), mock.Mock(kept=[], listeners=[])
+    begun = run_of(case.config)
+    metrics = mock.Mock(kept=[], listeners=[])
     with mock.patch.object(tracker_queue, "TrackerThread", thread):
-        begun.start_trackers(tracker_queue.Tracking(trackers_named(begun.tracker_names()), 1.0, 1.0), metrics, 0)
+        begun.start_trackers(
+            tracker_queue.Tracking(trackers_named(begun.tracker_names()), 1.0, 1.0), metrics, 0
+        )
     return told
 
 
@@ -673,7 +761,9 @@ def hooks_of_trackers(case: Case) -> Any:
 
 def frozen_to(case: Case) -> Any:
     freeze(case.config)
-    return [path.as_posix().split("/")[:2] for path in Path().rglob(FILE) if "trained" not in path.parts]
+    return [
+        path.as_posix().split("/")[:2] for path in Path().rglob(FILE) if "trained" not in path.parts
+    ]
 
 
 def resolved_device(case: Case) -> Any:
@@ -769,7 +859,9 @@ def proof(case: Case) -> Any:
 def parts_of_a_proof(case: Case) -> Any:
     """What a proof would start, ten seconds after its begin: its server, and which real runs."""
     began = time.monotonic() - 10
-    proof = Proof(case.config, PROGRAM, Path("proof"), began, StopRequests(), facts={"precision": "fp64"})
+    proof = Proof(
+        case.config, PROGRAM, Path("proof"), began, StopRequests(), facts={"precision": "fp64"}
+    )
     names = ("_gradients", "_resume", "_other_number", "_evaluation")
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -780,7 +872,9 @@ def parts_of_a_proof(case: Case) -> Any:
 
 
 def torchrun_command(case: Case) -> Any:
-    return multihost.command(case.config, multihost.NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, [])
+    return multihost.command(
+        case.config, multihost.NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, []
+    )
 
 
 def attempts(case: Case) -> Any:
@@ -790,12 +884,17 @@ def attempts(case: Case) -> Any:
 
 
 def patience_at_the_end(case: Case) -> Any:
-    """How many seconds workers that do not listen are left alive once somebody asked them to stop."""
-    stop, worker, seconds = StopRequests(), mock.Mock(**{"poll.return_value": None}), itertools.count()
+    """How many seconds workers that do not listen are left alive once somebody asked them to
+    stop."""
+    stop = StopRequests()
+    worker = mock.Mock(**{"poll.return_value": None})
+    seconds = itertools.count()
     stop.received.append(signal.SIGTERM)
     attempt = local.Attempt(case.config, ROOT, 0, stop, None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(attempt, "start", lambda: attempt.workers.append(worker)))
+        stack.enter_context(
+            mock.patch.object(attempt, "start", lambda: attempt.workers.append(worker))
+        )
         stack.enter_context(mock.patch.object(local.time, "monotonic", lambda: next(seconds)))
         stack.enter_context(mock.patch.object(local.time, "sleep"))
         assert attempt.run() == local.UNSAVED
@@ -808,15 +907,24 @@ def process_group(case: Case) -> Any:
     """What init_process_group is given, on GPUs too; no group is opened."""
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(mock.patch.object(dist, "init_process_group"))
-        unwanted = [(dist, "barrier"), (dist, "destroy_process_group"), (gc, "collect"), (worker, "prepare_gpu")]
-        unwanted += [(worker.Run, "execute"), (worker, "start_logging"), (worker.heartbeat, "show_stacks")]
+        unwanted = [
+            (dist, "barrier"),
+            (dist, "destroy_process_group"),
+            (gc, "collect"),
+            (worker, "prepare_gpu"),
+        ]
+        unwanted += [
+            (worker.Run, "execute"),
+            (worker, "start_logging"),
+            (worker.heartbeat, "show_stacks"),
+        ]
         for owner, name in unwanted:
             stack.enter_context(mock.patch.object(owner, name))
         assert worker.run(case.config, World(), lambda: mock.Mock()) == 0
     return opened.call_args.args, opened.call_args.kwargs["timeout"]
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
 
 def trials_at_once(case: Case) -> Any:
@@ -826,9 +934,17 @@ def trials_at_once(case: Case) -> Any:
 
 def runs_of_a_sweep(case: Case) -> Any:
     """What runs after a trial that was completed beside others."""
-    row = {"trial": 0, "status": "completed", "words": ["seed=1"], "at_once": 2, "samples_per_second": 9.0}
+    row = {
+        "trial": 0,
+        "status": "completed",
+        "words": ["seed=1"],
+        "at_once": 2,
+        "samples_per_second": 9.0,
+    }
     with tempfile.TemporaryDirectory() as folder:
-        return Baseline(case.asked.sweep.baseline).choose([row], [row], Numbers(Path(folder), 1, "now"))
+        return Baseline(case.asked.sweep.baseline).choose(
+            [row], [row], Numbers(Path(folder), 1, "now")
+        )
 
 
 @dataclasses.dataclass
@@ -843,7 +959,8 @@ class Row:
 
 TEXT = "data=text data.path=corpus data.length=8 model=gpt"
 NO_WORKERS = "tuning.num_workers=0"
-WORKERS, TWO_HOSTS = "tuning.num_workers=2", "launch.nnodes=2 launch.rdzv_endpoint=a:1 run_dir=here"
+WORKERS = "tuning.num_workers=2"
+TWO_HOSTS = "launch.nnodes=2 launch.rdzv_endpoint=a:1 run_dir=here"
 
 ROWS: dict[str, Row] = {
     "mode": Row("mode=evaluate", run, f"{SMALL} checkpoint.resume=trained train.epochs=3"),
@@ -862,7 +979,9 @@ ROWS: dict[str, Row] = {
     "launch.max_restarts": Row("launch.max_restarts=2", attempts),
     "launch.backend": Row("launch.backend=gloo", process_group, machine=GPU),
     "launch.timeout_seconds": Row("launch.timeout_seconds=60", process_group),
-    "launch.join_timeout_seconds": Row("launch.join_timeout_seconds=9", torchrun_command, TWO_HOSTS),
+    "launch.join_timeout_seconds": Row(
+        "launch.join_timeout_seconds=9", torchrun_command, TWO_HOSTS
+    ),
     "launch.grace_seconds": Row("launch.grace_seconds=1", patience_at_the_end),
     "launch.threads_per_process": Row("launch.threads_per_process=1", worker_environments),
     "launch.fork_server": Row("launch.fork_server=false", asked_to_fork),
@@ -875,12 +994,16 @@ ROWS: dict[str, Row] = {
     "strategy.broadcast_buffers": Row("strategy.broadcast_buffers=false", wrapped),
     "strategy.find_unused_parameters": Row("strategy.find_unused_parameters=true", wrapped),
     "strategy.skip_all_reduce_unused_params": Row(
-        "strategy.skip_all_reduce_unused_params=true", wrapped, "strategy.find_unused_parameters=true"
+        "strategy.skip_all_reduce_unused_params=true",
+        wrapped,
+        "strategy.find_unused_parameters=true",
     ),
     "strategy.init_sync": Row("strategy.init_sync=false", wrapped),
     "strategy.comm_hook": Row("strategy.comm_hook=fp16", wrapped),
     "strategy.virtual_shards": Row("strategy.virtual_shards=4", plan),
-    "strategy.powersgd_rank": Row("strategy.powersgd_rank=2", wrapped, "strategy.comm_hook=powersgd"),
+    "strategy.powersgd_rank": Row(
+        "strategy.powersgd_rank=2", wrapped, "strategy.comm_hook=powersgd"
+    ),
     "train.global_batch_size": Row("train.global_batch_size=48", plan),
     "train.accumulation_steps": Row("train.accumulation_steps=2", plan),
     "train.epochs": Row("train.epochs=3", run, SMALL),
@@ -893,11 +1016,19 @@ ROWS: dict[str, Row] = {
     "task.loss": Row("task.loss=mae", loss, "task=regression data=linear_regression model=mlp"),
     "task.label_smoothing": Row("task.label_smoothing=0.1", loss, "task=classification"),
     "task.class_weights": Row("task.class_weights=[1,2,3]", loss, "task=classification"),
-    "task.pos_weight": Row("task.pos_weight=[2,1,1]", loss, f"task=multilabel {ALSO['data=custom']}"),
-    "task.ignore_index": Row("task.ignore_index=1", loss, f"task=segmentation {ALSO['data=custom']}"),
+    "task.pos_weight": Row(
+        "task.pos_weight=[2,1,1]", loss, f"task=multilabel {ALSO['data=custom']}"
+    ),
+    "task.ignore_index": Row(
+        "task.ignore_index=1", loss, f"task=segmentation {ALSO['data=custom']}"
+    ),
     "task.sample_tokens": Row("task.sample_tokens=9", text_written, TEXT),
-    "task.sample_prompt": Row("task.sample_prompt=ab", text_written, f"{TEXT} task.sample_tokens=9"),
-    "task.sample_temperature": Row("task.sample_temperature=1e-6", text_written, f"{TEXT} task.sample_tokens=9"),
+    "task.sample_prompt": Row(
+        "task.sample_prompt=ab", text_written, f"{TEXT} task.sample_tokens=9"
+    ),
+    "task.sample_temperature": Row(
+        "task.sample_temperature=1e-6", text_written, f"{TEXT} task.sample_tokens=9"
+    ),
     "train.log_every_steps": Row("train.log_every_steps=1", run, SMALL),
     "train.evaluate_every_epochs": Row("train.evaluate_every_epochs=2", run, SMALL),
     "train.ema_decay": Row("train.ema_decay=0.9", run, SMALL),
@@ -906,7 +1037,9 @@ ROWS: dict[str, Row] = {
     "train.memory_history": Row("train.memory_history=true", memory_history, machine=GPU),
     "train.early_stopping.patience": Row("train.early_stopping.patience=2", early_stopping),
     "train.early_stopping.metric": Row(
-        "train.early_stopping.metric=test.accuracy", early_stopping, "train.early_stopping.patience=2"
+        "train.early_stopping.metric=test.accuracy",
+        early_stopping,
+        "train.early_stopping.patience=2",
     ),
     "train.early_stopping.min_delta": Row(
         "train.early_stopping.min_delta=0.1", early_stopping, "train.early_stopping.patience=2"
@@ -918,7 +1051,9 @@ ROWS: dict[str, Row] = {
     "tuning.persistent_workers": Row("tuning.persistent_workers=false", data_loader, WORKERS),
     "tuning.pin_memory": Row("tuning.pin_memory=false", data_loader, machine=GPU),
     "tuning.non_blocking": Row("tuning.non_blocking=false", copies_to_the_device, machine=GPU),
-    "tuning.copy_stream": Row("tuning.copy_stream=false", copies_beside_the_computation, machine=GPU),
+    "tuning.copy_stream": Row(
+        "tuning.copy_stream=false", copies_beside_the_computation, machine=GPU
+    ),
     "tuning.channels_last": Row("tuning.channels_last=true", memory_formats),
     "tuning.cudnn_benchmark": Row("tuning.cudnn_benchmark=false", process_flags, machine=GPU),
     "tuning.tf32": Row("tuning.tf32=false", process_flags, machine=GPU),
@@ -927,9 +1062,13 @@ ROWS: dict[str, Row] = {
     "tuning.conv_sums": Row("tuning.conv_sums=true", problems, machine=GPU),
     "tuning.compile": Row("tuning.compile=true", compiled),
     "tuning.compile_mode": Row(
-        "tuning.compile_mode=max-autotune-no-cudagraphs", asked_of_the_compiler, "tuning.compile=true"
+        "tuning.compile_mode=max-autotune-no-cudagraphs",
+        asked_of_the_compiler,
+        "tuning.compile=true",
     ),
-    "tuning.activation_checkpointing": Row("tuning.activation_checkpointing=[Sequential]", tensors_kept),
+    "tuning.activation_checkpointing": Row(
+        "tuning.activation_checkpointing=[Sequential]", tensors_kept
+    ),
     "tuning.bias_lint": Row(
         "tuning.bias_lint=false",
         advised,
@@ -941,30 +1080,48 @@ ROWS: dict[str, Row] = {
     "tuning.optimizer": Row("tuning.optimizer=loop", optimizer),
     "checkpoint.every_steps": Row("checkpoint.every_steps=1", run, f"{SMALL} checkpoint.keep=9"),
     "checkpoint.every_minutes": Row(
-        "checkpoint.every_minutes=0.00001", run, f"{SMALL} checkpoint.keep=9 train.log_every_steps=1"
+        "checkpoint.every_minutes=0.00001",
+        run,
+        f"{SMALL} checkpoint.keep=9 train.log_every_steps=1",
     ),
-    "checkpoint.best": Row("checkpoint.best=true", run, f"{SMALL} checkpoint.keep=9 checkpoint.every_steps=3"),
+    "checkpoint.best": Row(
+        "checkpoint.best=true", run, f"{SMALL} checkpoint.keep=9 checkpoint.every_steps=3"
+    ),
     "checkpoint.best_metric": Row("checkpoint.best_metric=test.loss", run, SMALL),
-    "checkpoint.which": Row("checkpoint.which=last", asked_checkpoint, "mode=evaluate checkpoint.resume=trained"),
+    "checkpoint.which": Row(
+        "checkpoint.which=last", asked_checkpoint, "mode=evaluate checkpoint.resume=trained"
+    ),
     "checkpoint.mirror": Row("checkpoint.mirror=file://mirror", mirrored, SMALL),
     "checkpoint.average": Row(
-        "checkpoint.average=true", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
+        "checkpoint.average=true",
+        made_with_a_trained_model,
+        f"{SMALL} mode=predict checkpoint.resume=trained",
     ),
     "predict.split": Row(
-        "predict.split=train", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
+        "predict.split=train",
+        made_with_a_trained_model,
+        f"{SMALL} mode=predict checkpoint.resume=trained",
     ),
     "predict.format": Row(
-        "predict.format=parquet", made_with_a_trained_model, f"{SMALL} mode=predict checkpoint.resume=trained"
+        "predict.format=parquet",
+        made_with_a_trained_model,
+        f"{SMALL} mode=predict checkpoint.resume=trained",
     ),
-    "sweep.gpus_per_trial": Row("sweep.gpus_per_trial=2", trials_at_once, "launch.nproc_per_node=1", EIGHT_GPUS),
-    "sweep.processes_at_once": Row("sweep.processes_at_once=auto", trials_at_once, "launch.nproc_per_node=1"),
+    "sweep.gpus_per_trial": Row(
+        "sweep.gpus_per_trial=2", trials_at_once, "launch.nproc_per_node=1", EIGHT_GPUS
+    ),
+    "sweep.processes_at_once": Row(
+        "sweep.processes_at_once=auto", trials_at_once, "launch.nproc_per_node=1"
+    ),
     "sweep.baseline": Row("sweep.baseline=true", runs_of_a_sweep, "launch.nproc_per_node=1"),
     "prove.samples": Row("prove.samples=16", proof),
     "prove.steps": Row("prove.steps=8", proof),
     "prove.seconds": Row("prove.seconds=9", parts_of_a_proof, "mode=train"),
     "prove.runs": Row("prove.runs=false", parts_of_a_proof, "mode=train"),
     "export.formats": Row(
-        "export.formats=[onnx]", made_with_a_trained_model, f"{SMALL} mode=export checkpoint.resume=trained"
+        "export.formats=[onnx]",
+        made_with_a_trained_model,
+        f"{SMALL} mode=export checkpoint.resume=trained",
     ),
     "checkpoint.keep": Row("checkpoint.keep=1", run, SMALL),
     "checkpoint.resume": Row("checkpoint.resume=trained", run, f"{SMALL} train.epochs=3"),
@@ -976,7 +1133,9 @@ ROWS: dict[str, Row] = {
     "model.init_from": Row("model.init_from=nowhere.pt", problems),
     "model.init_ignore": Row("model.init_ignore=[head.*]", problems),
     "model.freeze": Row("model.freeze=[*bias]", trained_at_first_and_later),
-    "model.freeze_epochs": Row("model.freeze_epochs=1", trained_at_first_and_later, "model.freeze=[*bias]"),
+    "model.freeze_epochs": Row(
+        "model.freeze_epochs=1", trained_at_first_and_later, "model.freeze=[*bias]"
+    ),
     "model.channels": Row("model.channels=4", model),
     "model.norm": Row("model.norm=none", model),
     "model.dropout": Row("model.dropout=0.1", model),
@@ -988,13 +1147,17 @@ ROWS: dict[str, Row] = {
     "model.fused": Row("model.fused=true", gelu_is_compiled),
     "model.arch": Row("model.arch=resnet34", model),
     "model.weights": Row("model.weights=NONE", problems),
-    "model.target": Row("model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model),
+    "model.target": Row(
+        "model._target_=torch.nn.modules.linear.NonDynamicallyQuantizableLinear", model
+    ),
     "model.arguments": Row("model.out_features=4", model),
     "data.limit": Row("data.limit=5", samples),
     "data.validation": Row("data.validation=0.2", samples),
     "data.mixup": Row("data.mixup=0.5", batch_trained_on, f"model=mlp {NO_WORKERS}"),
     "data.cutmix": Row("data.cutmix=0.5", batch_trained_on, f"model=mlp {NO_WORKERS}"),
-    "data.random_erasing": Row("data.random_erasing=1", batch_trained_on, f"model=mlp {NO_WORKERS}"),
+    "data.random_erasing": Row(
+        "data.random_erasing=1", batch_trained_on, f"model=mlp {NO_WORKERS}"
+    ),
     "data.weights": Row("data.weights=balanced", first_epoch),
     "data.batch_by": Row("data.batch_by=tokens", first_epoch),
     "data.placement": Row("data.placement=device", where_data_are_held, "data.placement=host"),
@@ -1017,7 +1180,9 @@ ROWS: dict[str, Row] = {
     "data.vocabulary": Row("data.vocabulary=300", samples),
     "data.dtype": Row("data.dtype=uint32", samples, "data.vocabulary=2000000000"),
     "data.bytes_per_token": Row("data.bytes_per_token=4.5", bytes_per_token),
-    "data.splits": Row("data.splits={train:{train:true,size:7},test:{train:false,size:6}}", samples),
+    "data.splits": Row(
+        "data.splits={train:{train:true,size:7},test:{train:false,size:6}}", samples
+    ),
     "data.fields": Row("data.fields=[x]", what_opening_says),
     "data.transform": Row("data.transform=[torch.nn.Softplus]", samples),
     "data.test_transform": Row("data.test_transform=[torch.nn.Softplus]", scored_samples),
@@ -1029,7 +1194,9 @@ ROWS: dict[str, Row] = {
     "optimizer.weight_decay": Row("optimizer.weight_decay=0.3", optimizer),
     "optimizer.decay_norm_and_bias": Row("optimizer.decay_norm_and_bias=FLIPPED", optimizer),
     "optimizer.lr_scaling": Row("optimizer.lr_scaling=linear", learning_rates, SMALL),
-    "optimizer.lr_base_batch": Row("optimizer.lr_base_batch=48", learning_rates, f"{SMALL} optimizer.lr_scaling=sqrt"),
+    "optimizer.lr_base_batch": Row(
+        "optimizer.lr_base_batch=48", learning_rates, f"{SMALL} optimizer.lr_scaling=sqrt"
+    ),
     "optimizer.groups": Row("optimizer.groups=[{match:*bias,lr:0.3}]", groups_of_a_job),
     "optimizer.layer_decay": Row("optimizer.layer_decay=0.5", groups_of_a_job, "model=mlp"),
     "optimizer.trust_coefficient": Row("optimizer.trust_coefficient=0.3", optimizer),
@@ -1049,7 +1216,9 @@ ROWS: dict[str, Row] = {
     "optimizer.arguments": Row("optimizer.lr=0.2", optimizer),
     "schedule.warmup_steps": Row("schedule.warmup_steps=4", schedule),
     "schedule.warmup_epochs": Row("schedule.warmup_epochs=1", learning_rates, SMALL),
-    "schedule.warmup_at_most": Row("schedule.warmup_at_most=0.3", learning_rates, f"{SMALL} schedule.warmup_steps=2"),
+    "schedule.warmup_at_most": Row(
+        "schedule.warmup_at_most=0.3", learning_rates, f"{SMALL} schedule.warmup_steps=2"
+    ),
     "schedule.step_size": Row("schedule.step_size=4", schedule),
     "schedule.gamma": Row("schedule.gamma=0.3", schedule, "schedule.step_size=4"),
     "schedule.final_factor": Row("schedule.final_factor=0.3", schedule),
@@ -1062,46 +1231,76 @@ ROWS: dict[str, Row] = {
 
 
 def test_what_cannot_be_recorded_is_refused_or_left_out() -> None:
-    against = ("launch.backend=gloo", "train.accumulation_steps=2", "optimizer=rmsprop", "strategy=dp",
-               "train.on_non_finite=skip", "strategy.sync_bn=true", "strategy=ordered",
-               "tuning.compile=true tuning.compile_mode=max-autotune",
-               "tuning.activation_checkpointing=[Linear]", "tuning.precision=fp64")  # fmt: skip
+    against = (
+        "launch.backend=gloo",
+        "train.accumulation_steps=2",
+        "optimizer=rmsprop",
+        "strategy=dp",
+        "train.on_non_finite=skip",
+        "strategy.sync_bn=true",
+        "strategy=ordered",
+        "tuning.compile=true tuning.compile_mode=max-autotune",
+        "tuning.activation_checkpointing=[Linear]",
+        "tuning.precision=fp64",
+    )
     assert case_of("model=mlp", GPU).config.tuning.cuda_graph is True
-    for words in ("optimizer=lars", "optimizer=lamb tuning.optimizer=loop", "tuning.compile_mode=reduce-overhead"):
+    for words in (
+        "optimizer=lars",
+        "optimizer=lamb tuning.optimizer=loop",
+        "tuning.compile_mode=reduce-overhead",
+    ):
         assert case_of(f"model=mlp {words}", GPU).config.tuning.cuda_graph is True, words
     for words in against:
         assert case_of(f"model=mlp {words}", GPU).config.tuning.cuda_graph is False, words
         problems = case_of(f"{words} tuning.cuda_graph=true", GPU).problems
-        assert any(problem.startswith("tuning.cuda_graph=true: needs ") for problem in problems), words
+        assert any(problem.startswith("tuning.cuda_graph=true: needs ") for problem in problems), (
+            words
+        )
 
 
 def test_the_plan_says_why() -> None:
-    """For each switch that `auto` chose; nothing of those that are on for every GPU, or off for want of one."""
+    """For each switch that `auto` chose; nothing of those that are on for every GPU, or off for
+    want of one."""
 
     def rows(line: str, machine: Hardware) -> dict[str, str]:
         config = case_of(line, machine).config
         return tuning_rows(config.tuning, config.reasons)
 
-    assert rows("", CPU) == {"tuning": "recommended: precision fp32 (no GPU), gc_freeze, optimizer foreach (no GPU)"}
+    assert rows("", CPU) == {
+        "tuning": "recommended: precision fp32 (no GPU), gc_freeze, optimizer foreach (no GPU)"
+    }
     assert rows("model=mlp tuning.tf32=false", GPU) == {
-        "tuning": "recommended: precision bf16 (compute capability 9.0), pin_memory, non_blocking, copy_stream, "
-        "cudnn_benchmark, triton_kernels, cuda_graph (a small model), gc_freeze, optimizer fused",
+        "tuning": (
+            "recommended: precision bf16 (compute capability 9.0), pin_memory, non_blocking,"
+            " copy_stream, cudnn_benchmark, triton_kernels, cuda_graph (a small model), gc_freeze,"
+            " optimizer fused"
+        ),
         "left off": "channels_last (no known convolutions), compile (no model known to be large)",
     }
     assert rows("model=resnet50 train.max_steps=100 optimizer=lars tuning.precision=fp32", GPU) == {
-        "tuning": "recommended: precision fp32, pin_memory, non_blocking, copy_stream, channels_last (convolutions), "
-        "cudnn_benchmark, tf32, triton_kernels, gc_freeze, optimizer foreach (no fused lars)",
-        "left off": "compile (under 2000 steps), cuda_graph (no small model of ours, and not compiled)",
+        "tuning": (
+            "recommended: precision fp32, pin_memory, non_blocking, copy_stream, channels_last"
+            " (convolutions), cudnn_benchmark, tf32, triton_kernels, gc_freeze, optimizer foreach"
+            " (no fused lars)"
+        ),
+        "left off": (
+            "compile (under 2000 steps), cuda_graph (no small model of ours, and not compiled)"
+        ),
     }
-    small = "model=gpt data=text model.layers=6 model.heads=6 model.width=384 train.global_batch_size=16"
+    small = (
+        "model=gpt data=text model.layers=6 model.heads=6 model.width=384"
+        " train.global_batch_size=16"
+    )
     assert "cuda_graph (a small model)" in rows(small, GPU)["tuning"]
     many = f"{small} train.global_batch_size=256"
     assert "compile (long steps)" in rows(many, GPU)["tuning"], "a step of 65 ms"
     assert "cuda_graph (compiled; if the host is what is slow)" in rows(many, GPU)["tuning"]
     largest = rows("tuning=max optimizer=rmsprop deterministic=true data=image_folder", GPU)
     assert "num_workers 4 (4 cores each)" in largest["tuning"]
-    assert largest["left off"] == (
-        "cudnn_benchmark (deterministic=true), compile (deterministic=true), cuda_graph (because of optimizer)"
+    assert (
+        largest["left off"]
+        == "cudnn_benchmark (deterministic=true), compile (deterministic=true), cuda_graph (because"
+        " of optimizer)"
     )
     assert rows("tuning=none", GPU) == {"tuning": "none: precision fp32, optimizer loop"}
 
@@ -1114,12 +1313,22 @@ def test_the_plan_says_why() -> None:
         ("strategy.bucket_cap_mb=100", True, "", "buckets (strategy.bucket_cap_mb)"),
         ("strategy.bucket_cap_mb_list=[9]", True, "", "buckets (strategy.bucket_cap_mb_list)"),
         (TWO_HOSTS, True, "", "buckets (several hosts)"),
-        ("launch.nnodes=1:2 launch.rdzv_endpoint=a:1 run_dir=here", True, "", "buckets (several hosts)"),
+        (
+            "launch.nnodes=1:2 launch.rdzv_endpoint=a:1 run_dir=here",
+            True,
+            "",
+            "buckets (several hosts)",
+        ),
         ("launch.nproc_per_node=1:4", True, "buckets by_flops (NVLink)", ""),
         ("tuning.cuda_graph=false", True, "buckets one (NVLink)", ""),
         ("tuning.cuda_graph=false", False, "", "buckets (no fast NVLink between all GPUs)"),
         (f"tuning.cuda_graph=false {TWO_HOSTS}", True, "", "buckets (several hosts)"),
-        ("tuning.cuda_graph=false strategy.bucket_cap_mb=100", True, "", "buckets (strategy.bucket_cap_mb)"),
+        (
+            "tuning.cuda_graph=false strategy.bucket_cap_mb=100",
+            True,
+            "",
+            "buckets (strategy.bucket_cap_mb)",
+        ),
         ("train.accumulation_steps=2", True, "buckets one (NVLink)", ""),
         ("launch.nproc_per_node=1:1", True, "", ""),
         ("launch.nproc_per_node=1", True, "", ""),
@@ -1140,7 +1349,11 @@ def test_a_model_is_cut_seldom_or_never_where_gradients_travel_fast(
     machine = dataclasses.replace(GPU, gpus=4, nvlink=nvlink)
     config = case_of(words if "model=" in words else f"model=resnet50 {words}", machine).config
     rows = tuning_rows(config.tuning, config.reasons)
-    chosen = [part for part in rows["tuning"].removeprefix("recommended: ").split(", ") if part.startswith("buckets")]
+    chosen = [
+        part
+        for part in rows["tuning"].removeprefix("recommended: ").split(", ")
+        if part.startswith("buckets")
+    ]
     left_off = [part for part in rows.get("left off", "").split(", ") if part.startswith("buckets")]
     assert (chosen, left_off) == ([on] * bool(on), [off] * bool(off))
 
@@ -1153,7 +1366,9 @@ def test_a_model_is_cut_seldom_or_never_where_gradients_travel_fast(
         ("sysconfig.get_path", "/nowhere", "no Python.h (python3-dev)"),
     ],
 )
-def test_where_triton_can_make_nothing_it_is_left_out_and_refused(asked: str, answer: Any, what: str) -> None:
+def test_where_triton_can_make_nothing_it_is_left_out_and_refused(
+    asked: str, answer: Any, what: str
+) -> None:
     words = "model=resnet50 data=synthetic train.max_steps=9999"
     with mock.patch(f"ddp_train.config.hardware.{asked}", return_value=answer):
         config = case_of(words, GPU).config
@@ -1161,13 +1376,16 @@ def test_where_triton_can_make_nothing_it_is_left_out_and_refused(asked: str, an
         assert config.reasons["compile"] == config.reasons["triton_kernels"] == what
         problems = case_of(f"{words} tuning.compile=true tuning.triton_kernels=true", GPU).problems
         assert [problem for problem in problems if what in problem] == [
-            f"tuning.{name}=true: Triton makes its kernels, and there is {what}; install it, or use tuning.{name}=false"
+            f"tuning.{name}=true: Triton makes its kernels, and there is {what}; install it, or use"
+            f" tuning.{name}=false"
             for name in ("compile", "triton_kernels")
         ]
-        assert case_of("tuning.triton_kernels=true", CPU).problems == [], "it has no effect there, which is told"
+        assert case_of("tuning.triton_kernels=true", CPU).problems == [], (
+            "it has no effect there, which is told"
+        )
 
 
-# --- the tests --------------------------------------------------------------------------------------------------------
+# --- the tests ------------------------------------------------------------------------------------
 
 
 def names_of(schema: type) -> Iterator[str]:
@@ -1177,7 +1395,8 @@ def names_of(schema: type) -> Iterator[str]:
 
 
 def all_switches() -> Iterator[tuple[str, str]]:
-    """(option, key): each key of each option, `model=cnn` and `model.channels`; no option for what has none."""
+    """(option, key): each key of each option, `model=cnn` and `model.channels`; no option for what
+    has none."""
     for field in dataclasses.fields(Config):
         if field.name in SCALARS:
             yield "", field.name
@@ -1194,7 +1413,10 @@ def flags() -> dict[str, Any]:
     """torch's settings for the whole process."""
     return {
         "threads": torch.get_num_threads(),
-        "deterministic": (torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.cudnn.deterministic,
+        ),
         "benchmark": torch.backends.cudnn.benchmark,
         "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
     }
@@ -1202,8 +1424,10 @@ def flags() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def flags_restored() -> Iterator[None]:
-    """A worker sets its flags in a fresh process and never takes them back; here they must not reach the next look."""
-    before, random_state = flags(), torch.get_rng_state()
+    """A worker sets its flags in a fresh process and never takes them back; here they must not
+    reach the next look."""
+    before = flags()
+    random_state = torch.get_rng_state()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     with mock.patch.dict(os.environ):
         yield
@@ -1225,18 +1449,22 @@ read_table = functools.cache(np.loadtxt)
 def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "loadtxt", read_table)
     for name in ("MNIST", "FashionMNIST", "CIFAR10"):
-        monkeypatch.setattr(f"torchvision.datasets.{name}", TorchvisionColour if name == "CIFAR10" else Torchvision)
+        monkeypatch.setattr(
+            f"torchvision.datasets.{name}", TorchvisionColour if name == "CIFAR10" else Torchvision
+        )
 
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What some rows name: `files` (as torchvision has them), `images` (a folder per class), `other` (both, with other
-    content) and `trained` (a finished run)."""
+    """What some rows name: `files` (as torchvision has them), `images` (a folder per class),
+    `other` (both, with other content) and `trained` (a finished run)."""
     folder = tmp_path_factory.mktemp("things")
     for place in ("files", "other"):
         for path in (path for schema in OPTIONS["data"].values() for path in schema.files):
             (folder / place / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / place / path).write_bytes(b"\0\0\x08\x01" + bytes(4))  # an IDX file of no numbers
+            (folder / place / path).write_bytes(
+                b"\0\0\x08\x01" + bytes(4)
+            )  # an IDX file of no numbers
     for place, seed in (("images", 1), ("other", 2)):
         numbers = np.random.default_rng(seed)
         for number, name in enumerate(
@@ -1244,11 +1472,15 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ):
             path = folder / place / f"{name}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(numbers.integers(0, 255, (40, 30 + number, 3), dtype=np.uint8)).save(path)
+            Image.fromarray(numbers.integers(0, 255, (40, 30 + number, 3), dtype=np.uint8)).save(
+                path
+            )
     (folder / "corpus").mkdir()
     (folder / "numbers").mkdir()
     for name, seed in (("corpus/a.txt", 1), ("corpus/long.log", 2), ("other/a.txt", 3)):
-        (folder / name).write_bytes(np.random.default_rng(seed).integers(32, 127, 900 * seed, dtype=np.uint8).tobytes())
+        (folder / name).write_bytes(
+            np.random.default_rng(seed).integers(32, 127, 900 * seed, dtype=np.uint8).tobytes()
+        )
     for name, seed in (("numbers/a.bin", 1), ("other/a.bin", 2)):
         np.random.default_rng(seed).integers(0, 200, 900).astype(np.uint16).tofile(folder / name)
     with contextlib.chdir(folder), flags_restored():
@@ -1263,11 +1495,16 @@ def observed(row: Row, line: str, place: Path, things: Path) -> Any:
         (place / thing.name).symlink_to(thing)
     with contextlib.chdir(place), flags_restored():
         case = case_of(line, row.machine)
-        assert row.observe in (problems, where_data_are_held, further_metrics) or case.problems == []
+        assert (
+            row.observe in (problems, where_data_are_held, further_metrics) or case.problems == []
+        )
         return row.observe(case)
 
 
-REFUSED = {(option, "data.validation"): Row("data.validation=0.2", problems) for option in ("data=text", "data=tokens")}
+REFUSED = {
+    (option, "data.validation"): Row("data.validation=0.2", problems)
+    for option in ("data=text", "data=tokens")
+}
 REFUSED |= {
     (option, "data.weights"): Row("data.weights=balanced", problems)
     for option in ("data=text", "data=tokens", "data=linear_regression")
@@ -1281,7 +1518,9 @@ def baseline(row: Row, line: str, place: Path, things: Path) -> Any:
     key = (row.observe, line, row.machine)
     if key not in BASELINES:
         BASELINES[key] = observed(row, line, place / "base", things)
-        assert BASELINES[key] == observed(row, line, place / "again", things), "what is observed is not repeatable"
+        assert BASELINES[key] == observed(row, line, place / "again", things), (
+            "what is observed is not repeatable"
+        )
     return BASELINES[key]
 
 
@@ -1292,21 +1531,35 @@ def test_every_key_has_a_row() -> None:
 
 
 def takes_long(option: str, key: str) -> bool:
-    """`make test` looks at the keys outside of options, without compiling, and without whole runs."""
-    return bool(option) or ROWS[key].observe in (run, compiled, asked_of_the_compiler, made_with_a_trained_model)
+    """`make test` looks at the keys outside of options, without compiling, and without whole
+    runs."""
+    return bool(option) or ROWS[key].observe in (
+        run,
+        compiled,
+        asked_of_the_compiler,
+        made_with_a_trained_model,
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Grad strides do not match")  # of DDP, about the model
 @pytest.mark.parametrize(
     ("option", "key"),
     [
-        pytest.param(*switch, id=" ".join(switch).strip(), marks=[pytest.mark.slow] if takes_long(*switch) else [])
+        pytest.param(
+            *switch,
+            id=" ".join(switch).strip(),
+            marks=[pytest.mark.slow] if takes_long(*switch) else [],
+        )
         for switch in all_switches()
     ],
 )
 def test_the_switch_is_alive(option: str, key: str, tmp_path: Path, things: Path) -> None:
-    row, section = REFUSED.get((option, key), ROWS[key]), option.partition("=")[0]
-    default = getattr(OPTIONS[section][option.partition("=")[2]](), key.partition(".")[2]) if option else None
+    row = REFUSED.get((option, key), ROWS[key])
+    section = option.partition("=")[0]
+    if option:
+        default = getattr(OPTIONS[section][option.partition("=")[2]](), key.partition(".")[2])
+    else:
+        default = None
     base = f"{option} {ALSO.get(option, '')} {row.base}"
     changed = f"{base} {row.changed.replace('FLIPPED', str(not default).lower())}"
     before = baseline(row, " ".join(base.split()), tmp_path, things)

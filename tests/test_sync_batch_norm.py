@@ -1,4 +1,5 @@
-"""Batch norm over the samples of three processes, unevenly split, against torch's own over the whole batch in one."""
+"""Batch norm over the samples of three processes, unevenly split, against torch's own over the
+whole batch in one."""
 
 from __future__ import annotations
 
@@ -17,9 +18,15 @@ from ddp_train.training.setup import build_strategy
 from tests.jobs import config_of, largest_difference, table, trained
 from tests.ranks import on_ranks
 
-FEATURES, BATCHES = 3, 3
+FEATURES = 3
+BATCHES = 3
 SHAPES = {"1d": (), "1d sequence": (5,), "2d": (4, 5), "3d": (2, 3, 4)}
-LAYERS = {"1d": nn.BatchNorm1d, "1d sequence": nn.BatchNorm1d, "2d": nn.BatchNorm2d, "3d": nn.BatchNorm3d}
+LAYERS = {
+    "1d": nn.BatchNorm1d,
+    "1d sequence": nn.BatchNorm1d,
+    "2d": nn.BatchNorm2d,
+    "3d": nn.BatchNorm3d,
+}
 
 
 def layer_of(kind: str, options: dict[str, Any]) -> nn.Module:
@@ -31,14 +38,20 @@ def layer_of(kind: str, options: dict[str, Any]) -> nn.Module:
 
 
 def batch_of(kind: str, number: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Inputs far from zero, where a sum of squares would lose seven digits; and the gradients of the outputs."""
+    """Inputs far from zero, where a sum of squares would lose seven digits; and the gradients of
+    the outputs."""
     generator = torch.Generator().manual_seed(number)
-    inputs, gradients = torch.randn(2, samples, FEATURES, *SHAPES[kind], generator=generator, dtype=torch.float64)
+    inputs, gradients = torch.randn(
+        2, samples, FEATURES, *SHAPES[kind], generator=generator, dtype=torch.float64
+    )
     return 1000 + inputs, gradients
 
 
-def normalised(world: World, kind: str, options: dict[str, Any], split: list[int], sync: bool) -> dict[str, Tensor]:
-    """Some training batches and one in evaluation: outputs, gradients of this rank's inputs and of weights, statistics.
+def normalised(
+    world: World, kind: str, options: dict[str, Any], split: list[int], sync: bool
+) -> dict[str, Tensor]:
+    """Some training batches and one in evaluation: outputs, gradients of this rank's inputs and of
+    weights, statistics.
 
     A rank whose part is 0 takes sample 0 as a stand-in, which must not count.
     """
@@ -47,30 +60,46 @@ def normalised(world: World, kind: str, options: dict[str, Any], split: list[int
     assert isinstance(model[0], SyncBatchNorm) == sync
     found: dict[str, Tensor] = {}
     for number in range(BATCHES):
-        inputs, gradients = (part.split(split)[world.rank] for part in batch_of(kind, number, sum(split)))
+        inputs, gradients = (
+            part.split(split)[world.rank] for part in batch_of(kind, number, sum(split))
+        )
         real = len(inputs) > 0
         if not real:
             inputs, gradients = (part[:1] for part in batch_of(kind, number, sum(split)))
-            model[0].counts, gradients = False, gradients * 0
+            model[0].counts = False
+            gradients = gradients * 0
         inputs = inputs.clone().requires_grad_()
         outputs = model(inputs)
         outputs.backward(gradients)
         assert inputs.grad is not None
         if real:
-            found |= {f"outputs {number}": outputs.detach(), f"input gradients {number}": inputs.grad}
+            found |= {
+                f"outputs {number}": outputs.detach(),
+                f"input gradients {number}": inputs.grad,
+            }
         else:
             assert not inputs.grad.any(), "a stand-in has no influence on anything"
     model.eval()
     found["evaluated"] = model(batch_of(kind, 99, 4)[0]).detach()
-    weights = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    weights = {
+        f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
     return found | weights | {f"state {name}": value for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("split", [[4, 1, 6], [5, 0, 2]], ids=str)
-@pytest.mark.parametrize(("kind", "options"), [
-    ("1d", {}), ("1d sequence", {}), ("2d", {}), ("3d", {}),
-    ("2d", {"momentum": None}), ("2d", {"affine": False, "eps": 0.1}), ("2d", {"track_running_stats": False}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("1d", {}),
+        ("1d sequence", {}),
+        ("2d", {}),
+        ("3d", {}),
+        ("2d", {"momentum": None}),
+        ("2d", {"affine": False, "eps": 0.1}),
+        ("2d", {"track_running_stats": False}),
+    ],
+)
 def test_three_uneven_ranks_are_one_process_with_the_whole_batch(
     kind: str, options: dict[str, Any], split: list[int]
 ) -> None:
@@ -85,7 +114,9 @@ def test_three_uneven_ranks_are_one_process_with_the_whole_batch(
             ours = results[0][name]
             assert all(torch.equal(ours, result[name]) for result in results)
         # The largest number in here is a mean of 1,000: 1e-12 of it.
-        torch.testing.assert_close(ours, whole, rtol=1e-12, atol=1e-12 * max(1.0, whole.abs().max().item()), msg=name)
+        torch.testing.assert_close(
+            ours, whole, rtol=1e-12, atol=1e-12 * max(1.0, whole.abs().max().item()), msg=name
+        )
     assert results[0].keys() >= {name for name in expected if name.startswith("state")}
 
 
@@ -119,7 +150,9 @@ def test_half_precision_in_half_precision_out_and_statistics_in_single() -> None
 
 
 def test_what_is_converted_keeps_its_tensors_names_and_mode() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.ModuleDict({"norm": nn.BatchNorm1d(3, eps=0.1, momentum=0.3)})).eval()
+    model = nn.Sequential(
+        nn.Linear(3, 3), nn.ModuleDict({"norm": nn.BatchNorm1d(3, eps=0.1, momentum=0.3)})
+    ).eval()
     before = copy.copy(model.state_dict(keep_vars=True))
     converted = synchronised(model)
     after = converted.state_dict(keep_vars=True)
@@ -146,7 +179,8 @@ def ladder_run(world: World, samples: int, sync_bn: bool) -> dict[str, Tensor]:
 def test_the_parity_ladder_holds_with_batch_norm(samples: int) -> None:
     (reference,) = on_ranks(1, ladder_run, samples, False)
     assert largest_difference(reference, on_ranks(3, ladder_run, samples, False)[0]) > 1e-3, (
-        "without synchronisation the statistics of three ranks must differ, else this test says nothing"
+        "without synchronisation the statistics of three ranks must differ, else this test says"
+        " nothing"
     )
     for ranks in (1, 2, 3, 4):
         results = on_ranks(ranks, ladder_run, samples, True)

@@ -1,4 +1,5 @@
-"""`metrics=[...]`: metrics of torchmetrics are those of the whole data set, on any number of processes."""
+"""`metrics=[...]`: metrics of torchmetrics are those of the whole data set, on any number of
+processes."""
 
 from __future__ import annotations
 
@@ -50,23 +51,31 @@ if INSTALLED := importlib.util.find_spec("torchmetrics") is not None:
     Base: type = torchmetrics.Metric
 else:
     Base = object
-needs_library = pytest.mark.skipif(not INSTALLED, reason="torchmetrics is not installed: pip install '.[metrics]'")
+needs_library = pytest.mark.skipif(
+    not INSTALLED, reason="torchmetrics is not installed: pip install '.[metrics]'"
+)
 
 CLASSES = 4
 DRAW = torch.Generator().manual_seed(3)
-LOGITS, LABELS = torch.randn(23, CLASSES, generator=DRAW), torch.randint(0, CLASSES, (23,), generator=DRAW)
+LOGITS = torch.randn(23, CLASSES, generator=DRAW)
+LABELS = torch.randint(0, CLASSES, (23,), generator=DRAW)
 NUMBERS = LOGITS[:, 0] + 0.3 * torch.randn(23, generator=DRAW)
 
 
 class EveryReduction(Base):
-    """A state of each kind: the sum, mean, maximum, minimum and list of a batch, and two reductions of its own."""
+    """A state of each kind: the sum, mean, maximum, minimum and list of a batch, and two reductions
+    of its own."""
 
     higher_is_better = False
 
     def __init__(self) -> None:
         super().__init__()
         for kind in ("sum", "mean", "max", "min"):
-            self.add_state(kind, torch.tensor(-math.inf if kind == "max" else math.inf if kind == "min" else 0.0), kind)
+            self.add_state(
+                kind,
+                torch.tensor(-math.inf if kind == "max" else math.inf if kind == "min" else 0.0),
+                kind,
+            )
         self.add_state("each", [], "cat")
         self.add_state("labels", torch.tensor(0), "sum")
         self.add_state("product", torch.tensor(1.0), lambda of_batches: of_batches.prod(0))
@@ -74,8 +83,12 @@ class EveryReduction(Base):
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         largest = outputs.amax(1)
-        self.sum, self.mean = self.sum + largest.sum(), largest.mean()
-        self.max, self.min = torch.maximum(self.max, largest.max()), torch.minimum(self.min, largest.min())
+        self.sum = self.sum + largest.sum()
+        self.mean = largest.mean()
+        self.max, self.min = (
+            torch.maximum(self.max, largest.max()),
+            torch.minimum(self.min, largest.min()),
+        )
         self.each.append(largest)
         self.labels = self.labels + targets.sum()
         self.product = self.product * (1 + largest.mean() / 100)
@@ -83,7 +96,9 @@ class EveryReduction(Base):
 
     def compute(self) -> dict[str, Tensor]:
         each = torch.cat(self.each) if isinstance(self.each, list) else self.each
-        kept = {name: getattr(self, name) for name in ("sum", "mean", "max", "min", "labels", "product")}
+        kept = {
+            name: getattr(self, name) for name in ("sum", "mean", "max", "min", "labels", "product")
+        }
         order = (each * torch.arange(len(each))).sum()
         return {**kept, "order": order, "stacked": self.stacked.view(-1, 2).sum(0)[0]}
 
@@ -124,7 +139,8 @@ class Outside(Base):
         self.seen = getattr(self, "seen", 0) + len(targets)
 
     def compute(self) -> Tensor:
-        seen, self.seen = self.seen, 0
+        seen = self.seen
+        self.seen = 0
         return torch.tensor(float(seen))
 
 
@@ -140,7 +156,10 @@ class Overwritten(Outside):
 
 def collection() -> Any:
     """As a user's own function makes one."""
-    both = [of_classes.MulticlassPrecision(CLASSES), of_classes.MulticlassRecall(CLASSES, average="none")]
+    both = [
+        of_classes.MulticlassPrecision(CLASSES),
+        of_classes.MulticlassRecall(CLASSES, average="none"),
+    ]
     return torchmetrics.MetricCollection(both)
 
 
@@ -150,15 +169,24 @@ def curve() -> Any:
 
 HERE = __name__
 CLASSIFIERS: list[dict[str, Any]] = [
-    {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": CLASSES, "average": "macro"},
-    {"_target_": "torchmetrics.classification.MulticlassAUROC", "num_classes": CLASSES, "name": "auroc"},
+    {
+        "_target_": "torchmetrics.classification.MulticlassF1Score",
+        "num_classes": CLASSES,
+        "average": "macro",
+    },
+    {
+        "_target_": "torchmetrics.classification.MulticlassAUROC",
+        "num_classes": CLASSES,
+        "name": "auroc",
+    },
     {"_target_": f"{HERE}.collection"},
     {"_target_": f"{HERE}.EveryReduction", "name": "of", "better": "max"},
     {"_target_": f"{HERE}.Random"},
     {"_target_": f"{HERE}.Differs"},
 ]
 REGRESSORS: list[dict[str, Any]] = [
-    {"_target_": f"torchmetrics.regression.{name}"} for name in ("PearsonCorrCoef", "SpearmanCorrCoef", "R2Score")
+    {"_target_": f"torchmetrics.regression.{name}"}
+    for name in ("PearsonCorrCoef", "SpearmanCorrCoef", "R2Score")
 ]
 TRUST = [HERE.partition(".")[0]]
 
@@ -190,7 +218,9 @@ def scored(world: World, items: list[dict[str, Any]], batch: int, targets: Tenso
     inputs = LOGITS if targets is LABELS or targets.dtype == torch.int64 else LOGITS[:, 0]
     source = ArraySource(inputs, targets)
     strategy = {"name": "ddp" if world.size > 1 else "single"}
-    config = config_with(world, items, batch, strategy=strategy, model={"_target_": f"{HERE}.Given"})
+    config = config_with(
+        world, items, batch, strategy=strategy, model={"_target_": f"{HERE}.Given"}
+    )
     job = job_of(config, world, (source, source))
     drawn = torch.rand(1, generator=torch.default_generator.manual_seed(5))
     torch.manual_seed(5)
@@ -208,7 +238,9 @@ def scored(world: World, items: list[dict[str, Any]], batch: int, targets: Tenso
 def both(world: World) -> Any:
     return (
         scored(world, CLASSIFIERS, 5, LABELS),  # five batches: two, two and one on three processes
-        scored(world, CLASSIFIERS, 12, LABELS),  # two batches: the third of three processes has none
+        scored(
+            world, CLASSIFIERS, 12, LABELS
+        ),  # two batches: the third of three processes has none
         scored(world, REGRESSORS, 5, NUMBERS),
     )
 
@@ -226,44 +258,83 @@ def test_metrics_are_those_of_the_whole_set_to_the_bit_on_any_number_of_processe
     }
     for found in (of_five, of_twelve):
         for name, metric in whole.items():
-            assert found.metrics[name] == pytest.approx(metric(LOGITS, LABELS).item(), rel=1e-6), name
-        for place, recall in enumerate(of_classes.MulticlassRecall(CLASSES, average="none")(LOGITS, LABELS)):
+            assert found.metrics[name] == pytest.approx(metric(LOGITS, LABELS).item(), rel=1e-6), (
+                name
+            )
+        for place, recall in enumerate(
+            of_classes.MulticlassRecall(CLASSES, average="none")(LOGITS, LABELS)
+        ):
             assert found.metrics[f"multiclass_recall_{place}"] == pytest.approx(recall.item())
         largest = LOGITS.log_softmax(1).amax(1)
-        expected = {"sum": largest.sum(), "max": largest.max(), "min": largest.min(), "labels": LABELS.sum(),
-                    "order": (largest * torch.arange(23)).sum(), "stacked": largest.sum()}  # fmt: skip
+        expected = {
+            "sum": largest.sum(),
+            "max": largest.max(),
+            "min": largest.min(),
+            "labels": LABELS.sum(),
+            "order": (largest * torch.arange(23)).sum(),
+            "stacked": largest.sum(),
+        }
         for name, number in expected.items():
             assert found.metrics[f"of_{name}"] == pytest.approx(number.item(), rel=1e-6), name
     means = torch.stack([part.mean() for part in largest.split(5)])
     assert of_five.metrics["of_mean"] == pytest.approx(means.mean().item(), rel=1e-6)
     assert of_five.metrics["of_product"] == pytest.approx((1 + means / 100).prod().item(), rel=1e-6)
-    whole = {"pearson_corr_coef": of_numbers.PearsonCorrCoef(), "spearman_corr_coef": of_numbers.SpearmanCorrCoef(),
-             "r2_score": of_numbers.R2Score()}  # fmt: skip
+    whole = {
+        "pearson_corr_coef": of_numbers.PearsonCorrCoef(),
+        "spearman_corr_coef": of_numbers.SpearmanCorrCoef(),
+        "r2_score": of_numbers.R2Score(),
+    }
     for name, metric in whole.items():
-        assert of_regression.metrics[name] == pytest.approx(metric(LOGITS[:, 0], NUMBERS).item(), rel=1e-5), name
-    directions = {name: better[name] for name in ("loss", "auroc", "multiclass_recall_2", "of_sum", "random")}
-    assert directions == {"loss": "min", "auroc": "max", "multiclass_recall_2": "max", "of_sum": "max", "random": None}
+        assert of_regression.metrics[name] == pytest.approx(
+            metric(LOGITS[:, 0], NUMBERS).item(), rel=1e-5
+        ), name
+    directions = {
+        name: better[name] for name in ("loss", "auroc", "multiclass_recall_2", "of_sum", "random")
+    }
+    assert directions == {
+        "loss": "min",
+        "auroc": "max",
+        "multiclass_recall_2": "max",
+        "of_sum": "max",
+        "random": None,
+    }
 
 
-# --- what a task hands over -------------------------------------------------------------------------------------------
+# --- what a task hands over -----------------------------------------------------------------------
 
 
 def test_each_task_hands_over_what_metrics_take() -> None:
-    model, draw = nn.Identity(), torch.Generator().manual_seed(0)
-    logits, labels = torch.rand(6, 3, generator=draw), torch.arange(6) % 3  # all logits in [0, 1], as probabilities are
+    model = nn.Identity()
+    draw = torch.Generator().manual_seed(0)
+    # all logits in [0, 1], as probabilities are
+    logits = torch.rand(6, 3, generator=draw)
+    labels = torch.arange(6) % 3
     outputs, targets = Classification().predict(model, (logits, labels))
-    assert torch.equal(outputs, logits.log_softmax(1)) and torch.equal(targets, labels) and (outputs < 0).all()
-    assert torch.equal(Classification().predict(model, (logits, functional.one_hot(labels).float()))[1], labels)
+    assert (
+        torch.equal(outputs, logits.log_softmax(1))
+        and torch.equal(targets, labels)
+        and (outputs < 0).all()
+    )
+    assert torch.equal(
+        Classification().predict(model, (logits, functional.one_hot(labels).float()))[1], labels
+    )
     outputs, targets = Multilabel().predict(model, (logits, (logits > 0.5).float()))
     assert torch.equal(outputs, logits.sigmoid()) and targets.dtype == torch.int64
-    assert Regression().predict(model, (logits[:, :1].bfloat16(), logits[:, 0]))[0].dtype == torch.float32
-    pixels, masks = torch.randn(2, 3, 4, 4, generator=draw), torch.randint(0, 3, (2, 4, 4), generator=draw)
+    assert (
+        Regression().predict(model, (logits[:, :1].bfloat16(), logits[:, 0]))[0].dtype
+        == torch.float32
+    )
+    pixels = torch.randn(2, 3, 4, 4, generator=draw)
+    masks = torch.randint(0, 3, (2, 4, 4), generator=draw)
     outputs, targets = Segmentation().predict(model, (pixels, masks))
     assert torch.equal(outputs, pixels.log_softmax(1)) and torch.equal(targets, masks)
-    words, following = torch.randn(2, 5, 7, generator=draw), torch.randint(0, 7, (2, 5), generator=draw)
+    words = torch.randn(2, 5, 7, generator=draw)
+    following = torch.randint(0, 7, (2, 5), generator=draw)
     following[0, 3:] = -100
     outputs, targets = LanguageModel().predict(model, (words, following))
-    assert outputs.shape == (8, 7) and torch.equal(targets, following[following >= 0]), "valid tokens alone"
+    assert outputs.shape == (8, 7) and torch.equal(targets, following[following >= 0]), (
+        "valid tokens alone"
+    )
 
 
 class Predicts:
@@ -311,15 +382,23 @@ def test_a_task_of_ones_own_predicts() -> None:
 
     def job(task: str) -> Any:
         config = config_with(
-            World(), items, 5, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"},
+            World(),
+            items,
+            5,
+            strategy={"name": "single"},
+            model={"_target_": f"{HERE}.Given"},
             task={"_target_": f"{HERE}.{task}"},
-        )  # fmt: skip
+        )
         return job_of(config, World(), (source, source))
 
     found = evaluate(job("Predicts").evaluation)
-    assert found and found.metrics["error"] == pytest.approx((LOGITS[:, 0] - NUMBERS).square().mean().item(), rel=1e-6)
+    assert found and found.metrics["error"] == pytest.approx(
+        (LOGITS[:, 0] - NUMBERS).square().mean().item(), rel=1e-6
+    )
     assert set(found.metrics) == {"loss", "error"}
-    with pytest.raises(ConfigError, match=re.escape("the task has no method predict(model, batch)")):
+    with pytest.raises(
+        ConfigError, match=re.escape("the task has no method predict(model, batch)")
+    ):
         job("OnlyLoss")
     with pytest.raises(DataError, match=re.escape("predict() of the task")):
         evaluate(job("PredictsNothing").evaluation)
@@ -329,9 +408,12 @@ def test_a_task_of_ones_own_predicts() -> None:
 @needs_library
 def test_an_evaluation_that_was_cut_off_leaves_nothing() -> None:
     source = ArraySource(LOGITS, LABELS)
-    config = config_with(World(), CLASSIFIERS, 5, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"})
+    config = config_with(
+        World(), CLASSIFIERS, 5, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"}
+    )
     evaluation = job_of(config, World(), (source, source)).evaluation
-    whole, batches = evaluate(evaluation), evaluation.batches
+    whole = evaluate(evaluation)
+    batches = evaluation.batches
     assert whole
 
     class Cut:
@@ -351,17 +433,23 @@ def test_an_evaluation_that_was_cut_off_leaves_nothing() -> None:
     assert again == whole
 
 
-# --- before the first step --------------------------------------------------------------------------------------------
+# --- before the first step ------------------------------------------------------------------------
 
 
 def set_up(items: list[dict[str, Any]], labels: Tensor = LABELS, **keys: Any) -> ModelWithTask:
     """The checks that are made where the task is loaded."""
     source = ArraySource(LOGITS, labels)
-    config = config_with(World(), items, 8, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"}, **keys)
+    config = config_with(
+        World(), items, 8, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"}, **keys
+    )
     module = job_of(config, World(), (source, source)).module
     averaged = config.train.ema_decay is not None
     check_metrics(
-        config, module, Splits(source, source), lambda one: setup.scored_batches(config, one, "cpu"), averaged
+        config,
+        module,
+        Splits(source, source),
+        lambda one: setup.scored_batches(config, one, "cpu"),
+        averaged,
     )
     return module
 
@@ -373,20 +461,49 @@ F1 = {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes"
 @pytest.mark.parametrize(
     ("metric", "message"),
     [
-        ({"average": "mackro"}, "_target_=torchmetrics.classification.MulticlassF1Score: ValueError: Expected"),
-        ({"num_classes": 2}, "cannot take outputs [8, 4] of torch.float32 and targets [8] of torch.int64"),
+        (
+            {"average": "mackro"},
+            "_target_=torchmetrics.classification.MulticlassF1Score: ValueError: Expected",
+        ),
+        (
+            {"num_classes": 2},
+            "cannot take outputs [8, 4] of torch.float32 and targets [8] of torch.int64",
+        ),
         ({"num_clases": 2}, "Unexpected keyword arguments"),
-        ({"name": "accuracy"}, "the task has a metric accuracy itself; give this one another, name: NAME"),
+        (
+            {"name": "accuracy"},
+            "the task has a metric accuracy itself; give this one another, name: NAME",
+        ),
         ({"name": "step"}, "no metric may have the name step"),
-        ({"_target_": f"{HERE}.curve", "num_classes": None}, "curve gives a tuple, which is no number; name one"),
-        ({"_target_": f"{HERE}.Outside", "num_classes": None}, "outside keeps numbers that are no states"),
-        ({"_target_": f"{HERE}.Overwritten", "num_classes": None}, "overwritten keeps numbers that are no states"),
-        ({"_target_": "torch.nn.Flatten", "num_classes": None}, "which is no torchmetrics.Metric or MetricCollection"),
-        ({"_target_": "torchmetrics.classification.MulticlassF1Scor"}, "did you mean MulticlassF1Score?"),
-        ({"_target_": "torchmetrics.classification.f_beta.Tensor"}, "and nothing else may be named there"),
+        (
+            {"_target_": f"{HERE}.curve", "num_classes": None},
+            "curve gives a tuple, which is no number; name one",
+        ),
+        (
+            {"_target_": f"{HERE}.Outside", "num_classes": None},
+            "outside keeps numbers that are no states",
+        ),
+        (
+            {"_target_": f"{HERE}.Overwritten", "num_classes": None},
+            "overwritten keeps numbers that are no states",
+        ),
+        (
+            {"_target_": "torch.nn.Flatten", "num_classes": None},
+            "which is no torchmetrics.Metric or MetricCollection",
+        ),
+        (
+            {"_target_": "torchmetrics.classification.MulticlassF1Scor"},
+            "did you mean MulticlassF1Score?",
+        ),
+        (
+            {"_target_": "torchmetrics.classification.f_beta.Tensor"},
+            "and nothing else may be named there",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_no_metric_for_the_task_is_named_in_setup(metric: dict[str, Any], message: str) -> None:
+)
+def test_what_is_no_metric_for_the_task_is_named_in_setup(
+    metric: dict[str, Any], message: str
+) -> None:
     item = {name: value for name, value in (F1 | metric).items() if value is not None}
     with pytest.raises(ConfigError) as raised:
         set_up([item])
@@ -396,41 +513,70 @@ def test_what_is_no_metric_for_the_task_is_named_in_setup(metric: dict[str, Any]
 @needs_library
 def test_a_name_belongs_to_one_metric() -> None:
     """A vector has names that only show when it is computed, and so has a task of one's own."""
-    with pytest.raises(ConfigError, match=r"metrics\[1\].*: two metrics have the name f1_0; give it another"):
+    with pytest.raises(
+        ConfigError, match=r"metrics\[1\].*: two metrics have the name f1_0; give it another"
+    ):
         set_up([F1 | {"average": "none", "name": "f1"}, F1 | {"name": "f1_0"}])
-    task, train = {"_target_": f"{HERE}.ScoresAverage"}, {"ema_decay": 0.9}
+    task = {"_target_": f"{HERE}.ScoresAverage"}
+    train = {"ema_decay": 0.9}
     with pytest.raises(ConfigError, match=r"train.ema_decay: a metric ema_loss is there already"):
         set_up([], task=task, train=train)
     with pytest.raises(ConfigError, match=r"train.ema_decay: a metric ema_loss is there already"):
-        averaging._joined(Score({"loss": 1.0, "ema_loss": 2.0}, 3), Score({"loss": 1.5, "ema_loss": 2.5}, 3))
+        averaging._joined(
+            Score({"loss": 1.0, "ema_loss": 2.0}, 3), Score({"loss": 1.5, "ema_loss": 2.5}, 3)
+        )
 
 
 @needs_library
-def test_metrics_are_tried_with_the_first_batch_that_has_a_unit(caplog: pytest.LogCaptureFixture) -> None:
-    items, task = [F1 | {"average": "none", "name": "f1"}], {"_target_": f"{HERE}.PredictsSome"}
-    some, none = LABELS.clone(), torch.full_like(LABELS, -1)
+def test_metrics_are_tried_with_the_first_batch_that_has_a_unit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    items = [F1 | {"average": "none", "name": "f1"}]
+    task = {"_target_": f"{HERE}.PredictsSome"}
+    some = LABELS.clone()
+    none = torch.full_like(LABELS, -1)
     some[:8] = -1  # the first batch
     further = set_up(items, some, task=task, objective="test.f1_3").further
-    assert further and further.merged(further.new_states()).keys() == {f"f1_{place}" for place in range(CLASSES)}
-    with pytest.raises(ConfigError, match=r"metrics=\[...\]: no unit of the set that is scored counts"):
+    assert further and further.merged(further.new_states()).keys() == {
+        f"f1_{place}" for place in range(CLASSES)
+    }
+    with pytest.raises(
+        ConfigError, match=r"metrics=\[...\]: no unit of the set that is scored counts"
+    ):
         set_up(items, none, task=task)
     source = ArraySource(LOGITS, none)
-    config = config_with(World(), items, 8, task=task, strategy={"name": "single"}, model={"_target_": f"{HERE}.Given"})
+    config = config_with(
+        World(),
+        items,
+        8,
+        task=task,
+        strategy={"name": "single"},
+        model={"_target_": f"{HERE}.Given"},
+    )
     found = evaluate(job_of(config, World(), (source, source)).evaluation)
     assert found and math.isnan(found.metrics["f1"]) and math.isfinite(found.loss)
     assert caplog.messages == [
-        "the f1 of an evaluation is nan: it may have no value for these samples, of a class without a sample for one"
+        "the f1 of an evaluation is nan: it may have no value for these samples, of a class without"
+        " a sample for one"
     ]
 
 
 @needs_library
 def test_keys_name_metrics_of_the_average() -> None:
-    averaged, selects = {"train": {"ema_decay": 0.9}}, {"checkpoint": {"best_metric": "test.ema_multiclass_f1_score"}}
+    averaged = {"train": {"ema_decay": 0.9}}
+    selects = {"checkpoint": {"best_metric": "test.ema_multiclass_f1_score"}}
     set_up([F1], **averaged, **selects)
     set_up([F1 | {"average": "none", "name": "f1"}], **averaged, objective="test.ema_f1_3")
     source = ArraySource(LOGITS, LABELS)
-    config = config_with(World(), [F1], 8, mode="evaluate", objective="test.ema_accuracy",
-                         model={"_target_": f"{HERE}.Given"}, strategy={"name": "single"})  # fmt: skip
+    config = config_with(
+        World(),
+        [F1],
+        8,
+        mode="evaluate",
+        objective="test.ema_accuracy",
+        model={"_target_": f"{HERE}.Given"},
+        strategy={"name": "single"},
+    )
     module = job_of(config, World(), (source, source)).module
 
     def check(of_checkpoint: bool) -> None:
@@ -438,16 +584,22 @@ def test_keys_name_metrics_of_the_average() -> None:
         check_metrics(config, module, Splits(source, source), lambda _: batches, of_checkpoint)
 
     check(True)
-    with pytest.raises(ConfigError, match=r"the checkpoint has no average of the weights; use objective=test\."):
+    with pytest.raises(
+        ConfigError, match=r"the checkpoint has no average of the weights; use objective=test\."
+    ):
         check(False)
 
 
 @needs_library
 def test_keys_name_further_metrics() -> None:
     random = {"_target_": f"{HERE}.Random"}
-    with pytest.raises(ConfigError, match="does not say which direction of random is better; add better: max"):
+    with pytest.raises(
+        ConfigError, match="does not say which direction of random is better; add better: max"
+    ):
         set_up([random], checkpoint={"best_metric": "test.random"})
-    with pytest.raises(ConfigError, match=r"no metric multiclass_recall_4.*did you mean multiclass_recall_"):
+    with pytest.raises(
+        ConfigError, match=r"no metric multiclass_recall_4.*did you mean multiclass_recall_"
+    ):
         set_up([CLASSIFIERS[2]], objective="test.multiclass_recall_4")
     config = config_with(World(), [F1], 8, checkpoint={"best_metric": "test.multiclass_f1_score"})
     module = set_up([F1], checkpoint={"best_metric": "test.multiclass_f1_score"})
@@ -456,14 +608,21 @@ def test_keys_name_further_metrics() -> None:
     assert isinstance(best, Best)
     for step, value in ((1, 0.2), (2, 0.6), (3, 0.4)):
         best.see(step, {"loss": 1.0, "multiclass_f1_score": value})
-    assert best.as_dict() == {"metric": "test.multiclass_f1_score", "better": "max", "value": 0.6, "step": 2}
+    assert best.as_dict() == {
+        "metric": "test.multiclass_f1_score",
+        "better": "max",
+        "value": 0.6,
+        "step": 2,
+    }
 
 
 def test_a_metric_of_which_nobody_says_the_direction_cannot_select() -> None:
     config = Config()
     config.checkpoint.best_metric = "test.acc"
     (problem,) = metrics.unusable(config, ["loss", "acc"], {"loss": "min"})
-    assert problem.endswith('which direction of acc is better; add better = {"acc": "max"}, or "min", to its class')
+    assert problem.endswith(
+        'which direction of acc is better; add better = {"acc": "max"}, or "min", to its class'
+    )
     assert metrics.unusable(config, ["loss", "acc"], {"loss": "min", "acc": "max"}) == []
 
 
@@ -480,30 +639,51 @@ def asked(*items: Any, **more: Any) -> list[str]:
 
 def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_checks, "_has_metrics", lambda: True)
-    assert asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
+    assert (
+        asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
+    )
     assert asked(F1_OF_TEN | {"name": "top5"}) == [
         "metrics[0]: task=auto has a metric top5 too; give this one another, name: NAME"
     ]
     assert asked(F1_OF_TEN, F1_OF_TEN | {"better": "high", "name": "a.b"}, F1_OF_TEN) == [
         "metrics[1].name=a.b: must be a name of letters, digits and _",
         "metrics[1].better=high: must be one of max, min",
-        "metrics[2]: another item has a metric multiclass_f1_score too; give this one another, name: NAME",
+        (
+            "metrics[2]: another item has a metric multiclass_f1_score too; give this one another,"
+            " name: NAME"
+        ),
     ]
-    assert "metrics[0]._target_=null: must be a dotted path, package.Name" in asked({"num_classes": 3})
-    assert asked("a") == ["metrics=[a]: must be a list like [{_target_: package.Name, argument: 1}]"]
+    assert "metrics[0]._target_=null: must be a dotted path, package.Name" in asked(
+        {"num_classes": 3}
+    )
+    assert asked("a") == [
+        "metrics=[a]: must be a list like [{_target_: package.Name, argument: 1}]"
+    ]
     assert bind({"metrics": {"a": 1}})[1] == [
         "metrics={a:1}: must be a list like [{_target_: package.Name, argument: 1}]"
     ]
     assert asked(F1_OF_TEN | {"name": "step"}) == [
         "metrics[0].name=step: no metric may have the name step; give it another, name: NAME"
     ]
-    assert asked({"_target_": f"{HERE}.collection"}, {"_target_": f"{HERE}.collection"}, trusted_modules=TRUST) == [], (
-        "what a function makes may have other names"
+    assert (
+        asked(
+            {"_target_": f"{HERE}.collection"},
+            {"_target_": f"{HERE}.collection"},
+            trusted_modules=TRUST,
+        )
+        == []
+    ), "what a function makes may have other names"
+    assert asked(F1_OF_TEN | {"api_key": "hunter2"})[0].startswith(
+        "metrics[0].api_key=(hidden): the config is written"
     )
-    assert asked(F1_OF_TEN | {"api_key": "hunter2"})[0].startswith("metrics[0].api_key=(hidden): the config is written")
-    assert "arguments are plain values" in asked(F1_OF_TEN | {"inner": {"_target_": "os.system"}})[0]
+    assert (
+        "arguments are plain values" in asked(F1_OF_TEN | {"inner": {"_target_": "os.system"}})[0]
+    )
     (typo,) = asked(F1_OF_TEN, objective="test.multiclass_f1_scor")
-    assert "has no metric multiclass_f1_scor; it has loss, accuracy, top5, multiclass_f1_score; did you mean" in typo
+    assert (
+        "has no metric multiclass_f1_scor; it has loss, accuracy, top5, multiclass_f1_score; did"
+        " you mean" in typo
+    )
     for name in ("multiclass_f1_score", "multiclass_f1_score_3"):
         assert asked(F1_OF_TEN, objective=f"test.{name}") == []
         of_average = {"objective": f"test.ema_{name}"}
@@ -512,19 +692,25 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         )
         assert asked(F1_OF_TEN, **of_average, train={"ema_decay": 0.9}) == []
         assert asked(F1_OF_TEN, **of_average) == [
-            f"objective=test.ema_{name}: there is no average of the weights; add train.ema_decay=0.999"
+            f"objective=test.ema_{name}: there is no average of the weights; add"
+            " train.ema_decay=0.999"
         ]
     (typo,) = asked(F1_OF_TEN, objective="test.ema_multiclass_f1_scor", train={"ema_decay": 0.9})
     assert typo.endswith("did you mean ema_multiclass_f1_score?")
-    best = bind({"metrics": [F1_OF_TEN | {"name": "f1", "better": "max"}], "train": {"ema_decay": 0.9}})[0]
+    best = bind(
+        {"metrics": [F1_OF_TEN | {"name": "f1", "better": "max"}], "train": {"ema_decay": 0.9}}
+    )[0]
     assert metrics.direction_of("test.ema_f1", best) == "max"
     monkeypatch.setattr(code_checks, "_has_metrics", lambda: False)
     assert asked(F1_OF_TEN) == [
-        f"metrics=[...]: torchmetrics is not installed; run {sys.executable} -m pip install '.[metrics]'"
+        f"metrics=[...]: torchmetrics is not installed; run {sys.executable} -m pip install"
+        " '.[metrics]'"
     ]
 
 
-def test_the_metrics_of_a_checkpoint_are_not_trusted_beyond_torchmetrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_of_a_checkpoint_are_not_trusted_beyond_torchmetrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(code_checks, "_has_metrics", lambda: True)
     assert asked(F1) == []
     for target in ("torchmetrics.text.BERTScore", "os.system", "ddp_train.models.zoo.build_model"):
@@ -545,9 +731,13 @@ def test_the_command_line_names_metrics(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_names_and_lines() -> None:
     for name, expected in {
-        "MulticlassF1Score": "multiclass_f1_score", "BinaryAUROC": "binary_auroc", "R2Score": "r2_score",
-        "LanguageModel": "language_model", "val/F1": "val_f1", "BinaryFBetaScore": "binary_f_beta_score",
-    }.items():  # fmt: skip
+        "MulticlassF1Score": "multiclass_f1_score",
+        "BinaryAUROC": "binary_auroc",
+        "R2Score": "r2_score",
+        "LanguageModel": "language_model",
+        "val/F1": "val_f1",
+        "BinaryFBetaScore": "binary_f_beta_score",
+    }.items():
         assert snake_case(name) == expected
     score = {"loss": 0.5, "accuracy": 0.75, "auroc": 0.8125, "correct": 3, "samples": 4}
     assert headline(score) == "75.00%  auroc 0.8125"

@@ -18,11 +18,15 @@ from tests.commands import ROOT
 def test_our_kernels_compute_what_torchs_do() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "tests.triton_kernels"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
 
 
-def test_kernels_are_kept_where_the_process_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_kept_where_the_process_may_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "restored behind the test")
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -1,4 +1,5 @@
-"""What validates, by what a run selects, when it stops for want of improvement, and what it says of all that."""
+"""What validates, by what a run selects, when it stops for want of improvement, and what it says of
+all that."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ from ddp_train.config import metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.conflicts import notices
 from ddp_train.config.options.custom import CustomDataConfig
-from ddp_train.config.options.data import DigitsConfig, ImageFolderConfig, LinearRegressionDataConfig
+from ddp_train.config.options.data import (
+    DigitsConfig,
+    ImageFolderConfig,
+    LinearRegressionDataConfig,
+)
 from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource
@@ -44,7 +49,7 @@ from tests.commands import metrics as lines_of
 from tests.jobs import config_of
 from tests.test_checkpoint import snapshot
 
-# --- splits ---------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
 def rows_of(source: BatchSource, epoch: int | None = None) -> set[bytes]:
@@ -56,21 +61,28 @@ def rows_of(source: BatchSource, epoch: int | None = None) -> set[bytes]:
 def test_a_split_is_keyed_by_seed_and_sample() -> None:
     train, validation = parted(1000, 0.1, seed=3)
     assert len(validation) == 100 and sorted([*train, *validation]) == list(range(1000))
-    assert all(np.array_equal(*pair) for pair in zip(parted(1000, 0.1, 3), (train, validation), strict=True))
+    assert all(
+        np.array_equal(*pair)
+        for pair in zip(parted(1000, 0.1, 3), (train, validation), strict=True)
+    )
     shared = set(validation) & set(parted(1000, 0.1, 4)[1])
     assert len(shared) < 30, "another seed, another part"
     assert set(validation) < set(parted(1000, 0.2, 3)[1]), "a larger part holds the smaller one"
 
 
 def test_a_part_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(DataError, match=r"data\.validation=0\.01: of 20 samples, 0 would validate and 20 train"):
+    with pytest.raises(
+        DataError, match=r"data\.validation=0\.01: of 20 samples, 0 would validate and 20 train"
+    ):
         parted(20, 0.01, 0)
     with pytest.raises(DataError, match="20 would validate and 0 train"):
         parted(20, 0.99, 0)
 
 
 def test_no_sample_trains_and_validates_and_the_test_set_stays_whole() -> None:
-    whole, parts = (open_datasets(Config(data=DigitsConfig(validation=part))) for part in (None, 0.25))
+    whole, parts = (
+        open_datasets(Config(data=DigitsConfig(validation=part))) for part in (None, 0.25)
+    )
     assert whole.validation is None and whole.scored == ("test", whole.test)
     assert parts.validation is not None and parts.scored == ("validation", parts.validation)
     assert (len(parts.train), len(parts.validation), len(parts.test)) == (1433 - 358, 358, 364)
@@ -81,7 +93,10 @@ def test_no_sample_trains_and_validates_and_the_test_set_stays_whole() -> None:
 
 
 def test_augmentation_is_for_training_alone() -> None:
-    plain, moved = (open_datasets(Config(data=DigitsConfig(validation=0.1, augment=how))) for how in (False, True))
+    plain, moved = (
+        open_datasets(Config(data=DigitsConfig(validation=0.1, augment=how)))
+        for how in (False, True)
+    )
     assert plain.validation is not None and moved.validation is not None
     assert rows_of(moved.validation) == rows_of(plain.validation)
     assert rows_of(moved.train, epoch=0) != rows_of(plain.train, epoch=0)
@@ -92,7 +107,9 @@ def test_a_limit_cuts_each_split_and_moves_no_sample() -> None:
     few = open_datasets(Config(data=DigitsConfig(validation=0.1, limit=30)))
     assert few.validation is not None and parts.validation is not None
     assert (len(few.train), len(few.validation), len(few.test)) == (30, 30, 30)
-    assert rows_of(few.train) <= rows_of(parts.train) and rows_of(few.validation) <= rows_of(parts.validation)
+    assert rows_of(few.train) <= rows_of(parts.train) and rows_of(few.validation) <= rows_of(
+        parts.validation
+    )
 
 
 def test_a_folder_of_images_is_split_too(tmp_path: Path) -> None:
@@ -101,12 +118,16 @@ def test_a_folder_of_images_is_split_too(tmp_path: Path) -> None:
             folder = tmp_path / split / f"class_{number % 3}"
             folder.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (20, 20), (20 * number, 0, 0)).save(folder / f"{number}.png")
-    section = ImageFolderConfig(root=str(tmp_path), image_size=16, decode="processes", validation=0.25)
+    section = ImageFolderConfig(
+        root=str(tmp_path), image_size=16, decode="processes", validation=0.25
+    )
     train, test, validation = open_datasets(Config(data=section))[:3]
     assert validation is not None and (len(train), len(validation), len(test)) == (9, 3, 12)
     crops, labels = validation.get_batch(np.arange(3), None)
     assert not rows_of(train) & rows_of(validation)
-    assert [int(crop[0, 0, 0]) // 20 % 3 for crop in crops] == labels.tolist(), "an image keeps its label"
+    assert [int(crop[0, 0, 0]) // 20 % 3 for crop in crops] == labels.tolist(), (
+        "an image keeps its label"
+    )
 
 
 class Table(Dataset):
@@ -115,7 +136,8 @@ class Table(Dataset):
     OFFSETS: ClassVar[dict[str, float]] = {"train": 0.0, "validation": 100.0, "test": 200.0}
 
     def __init__(self, offset: float, augment: bool) -> None:
-        self.offset, self.augment = offset, augment
+        self.offset = offset
+        self.augment = augment
 
     def __len__(self) -> int:
         return 10
@@ -152,7 +174,9 @@ class OtherSplit(Table):
 
 def own(name: str, validation: float | None = None, **arguments: Any) -> Splits:
     """The splits of one of the classes above."""
-    section = CustomDataConfig(target=f"{__name__}.{name}", arguments=arguments, validation=validation)
+    section = CustomDataConfig(
+        target=f"{__name__}.{name}", arguments=arguments, validation=validation
+    )
     return open_datasets(Config(data=section))
 
 
@@ -166,32 +190,42 @@ def test_a_class_with_split_gives_its_own_validation_set() -> None:
     assert [firsts(one)[0] for one in (train, validation, test)] == [0.0, 100.0, 200.0]
     assert own("BySplit", 0.0).validation is None, "0: none"
     parts = own("BySplit", 0.2)
-    assert len(firsts(parts.train)) == 8 and max(firsts(parts.validation)) < 100, "a part of the training set instead"
+    assert len(firsts(parts.train)) == 8 and max(firsts(parts.validation)) < 100, (
+        "a part of the training set instead"
+    )
 
 
 def test_a_class_with_train_is_parted_and_validates_without_augmentation() -> None:
     assert own("ByTrain").validation is None
     train, test, validation = own("ByTrain", 0.3)[:3]
     assert sorted(map(math.floor, firsts(train) + firsts(validation))) == list(range(10))
-    assert all(number.is_integer() for number in firsts(validation)), "called again with augment=False"
+    assert all(number.is_integer() for number in firsts(validation)), (
+        "called again with augment=False"
+    )
     assert not any(number.is_integer() for number in firsts(train)) and firsts(test)[0] == 200.0
-    assert all(number.is_integer() for number in firsts(own("ByTrain", 0.3, augment=True).validation))
+    assert all(
+        number.is_integer() for number in firsts(own("ByTrain", 0.3, augment=True).validation)
+    )
 
 
 def test_a_class_that_has_no_validation_split_is_told_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"split='validation' failed: ValueError: Unk.*use data\.validation=0, or"):
+    with pytest.raises(
+        ConfigError, match=r"split='validation' failed: ValueError: Unk.*use data\.validation=0, or"
+    ):
         own("WithoutValidation")
     assert own("WithoutValidation", 0.0).validation is None
     assert firsts(own("OtherSplit", split="letters").test)[0] == 200.0
 
 
-# --- selection ------------------------------------------------------------------------------------------------------
+# --- selection ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_config_knows_the_metrics_of_the_built_in_tasks(name: str) -> None:
     known = OPTIONS["task"][name].metrics
-    assert {metric for metric, better in known.items() if better == "max"} == set(TASKS[name].better)
+    assert {metric for metric, better in known.items() if better == "max"} == set(
+        TASKS[name].better
+    )
     assert next(iter(known)) == "loss"
 
 
@@ -204,11 +238,24 @@ def best_of(scores: list[dict[str, Any]], metric: str = "auto", min_delta: float
 
 
 def test_each_metric_is_selected_by_in_its_own_direction() -> None:
-    scores = [{"loss": 2.0, "accuracy": 0.5, "iou": 0.1}, {"loss": 1.0, "accuracy": 0.5, "iou": 0.3},
-              {"loss": 3.0, "accuracy": 0.4, "iou": 0.2}]  # fmt: skip
-    assert best_of(scores).as_dict() == {"metric": "validation.accuracy", "better": "max", "value": 0.5, "step": 2}
+    scores = [
+        {"loss": 2.0, "accuracy": 0.5, "iou": 0.1},
+        {"loss": 1.0, "accuracy": 0.5, "iou": 0.3},
+        {"loss": 3.0, "accuracy": 0.4, "iou": 0.2},
+    ]
+    assert best_of(scores).as_dict() == {
+        "metric": "validation.accuracy",
+        "better": "max",
+        "value": 0.5,
+        "step": 2,
+    }
     assert best_of(scores, "iou").step == 2 and best_of(scores, "iou").waited == 1
-    assert best_of(scores, "loss").as_dict() == {"metric": "validation.loss", "better": "min", "value": 1.0, "step": 2}
+    assert best_of(scores, "loss").as_dict() == {
+        "metric": "validation.loss",
+        "better": "min",
+        "value": 1.0,
+        "step": 2,
+    }
     assert str(best_of([{"loss": 1.0}])) == "validation.loss", "auto, where there is no accuracy"
     assert best_of([{"loss": 1.0}, {"loss": 1.0}]).step == 1, "the earliest of equal ones"
 
@@ -228,7 +275,8 @@ def test_a_difference_up_to_min_delta_is_no_improvement() -> None:
 
 def test_a_state_comes_back_unless_something_else_is_compared() -> None:
     best = best_of([{"loss": 1.0}, {"loss": 2.0}], "loss")
-    again, other = best_of([], "loss"), best_of([], "iou")
+    again = best_of([], "loss")
+    other = best_of([], "iou")
     for one in (again, other):
         one.load_state(copy.deepcopy(best.state()))
     assert again.state() == best.state() and again.waited == 1
@@ -249,9 +297,15 @@ def test_the_link_leads_to_the_best_checkpoint_by_any_metric(tmp_path: Path) -> 
             assert find(str(tmp_path), tmp_path, "last") == tmp_path / "checkpoints/step_00000004"
             assert find(str(link), tmp_path) == tmp_path / "checkpoints/step_00000002"
             found = described(tmp_path / "checkpoints/step_00000002")
-            assert (found["which"], found["metric"], found["value"]) == ("best", "validation.iou", 0.7)
+            assert (found["which"], found["metric"], found["value"]) == (
+                "best",
+                "validation.iou",
+                0.7,
+            )
             assert described(tmp_path / "checkpoints/step_00000004")["which"] == "last"
-    (tmp_path / "checkpoints/best.part-1").symlink_to("step_00000001")  # a process was killed just then
+    (tmp_path / "checkpoints/best.part-1").symlink_to(
+        "step_00000001"
+    )  # a process was killed just then
     Writer(tmp_path, 1)
     assert checkpoints(tmp_path) == ["best", "step_00000005"]
 
@@ -261,7 +315,9 @@ def test_without_a_best_checkpoint_none_is_taken_for_it(tmp_path: Path) -> None:
     writer.submit(lambda: snapshot(1, test={"loss": 1.0}))
     writer.finish()
     assert find(str(tmp_path), tmp_path, "auto") == tmp_path / "checkpoints/step_00000001"
-    with pytest.raises(DataError, match=r"has no best checkpoint: it was trained without checkpoint\.best") as caught:
+    with pytest.raises(
+        DataError, match=r"has no best checkpoint: it was trained without checkpoint\.best"
+    ) as caught:
         find(str(tmp_path), tmp_path, "best")
     assert caught.value.remedy == "use checkpoint.which=last"
 
@@ -269,18 +325,50 @@ def test_without_a_best_checkpoint_none_is_taken_for_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "data", "expected"),
     [
-        ("objective", "test.acuracy", {}, "has no metric acuracy; it has loss, accuracy, top5; did you mean accuracy?"),
-        ("objective", "accuracy", {}, "must be one of auto, samples_per_second, seconds, test.NAME, validation.NAME"),
-        ("objective", "validation.loss", {}, "there is no validation set; add data.validation=0.1, or use objective="),
+        (
+            "objective",
+            "test.acuracy",
+            {},
+            "has no metric acuracy; it has loss, accuracy, top5; did you mean accuracy?",
+        ),
+        (
+            "objective",
+            "accuracy",
+            {},
+            "must be one of auto, samples_per_second, seconds, test.NAME, validation.NAME",
+        ),
+        (
+            "objective",
+            "validation.loss",
+            {},
+            "there is no validation set; add data.validation=0.1, or use objective=",
+        ),
         ("objective", "test.loss", {"validation": 0.1}, ""),
         ("objective", "seconds", {}, ""),
-        ("checkpoint.best_metric", "seconds", {}, "must be one of auto, test.NAME, validation.NAME"),
-        ("checkpoint.best_metric", "test.loss", {"validation": 0.1}, "scored at the end only; use checkpoint.best_m"),
+        (
+            "checkpoint.best_metric",
+            "seconds",
+            {},
+            "must be one of auto, test.NAME, validation.NAME",
+        ),
+        (
+            "checkpoint.best_metric",
+            "test.loss",
+            {"validation": 0.1},
+            "scored at the end only; use checkpoint.best_m",
+        ),
         ("train.early_stopping.metric", "validation.top5", {"validation": 0.1}, ""),
-        ("train.early_stopping.metric", "validation.rmse", {"validation": 0.1}, "has no metric rmse"),
+        (
+            "train.early_stopping.metric",
+            "validation.rmse",
+            {"validation": 0.1},
+            "has no metric rmse",
+        ),
     ],
 )
-def test_a_metric_that_is_not_there_is_refused(key: str, value: str, data: dict[str, Any], expected: str) -> None:
+def test_a_metric_that_is_not_there_is_refused(
+    key: str, value: str, data: dict[str, Any], expected: str
+) -> None:
     config = Config(data=DigitsConfig(**data))
     section: Any = config
     *path, name = key.split(".")
@@ -288,16 +376,26 @@ def test_a_metric_that_is_not_there_is_refused(key: str, value: str, data: dict[
         section = getattr(section, part)
     setattr(section, name, value)
     found = metrics.problems(config, metrics.has_validation(config))
-    assert (not found) if not expected else (found[0].startswith(f"{key}={value}: ") and expected in found[0])
+    assert (
+        (not found)
+        if not expected
+        else (found[0].startswith(f"{key}={value}: ") and expected in found[0])
+    )
 
 
 def test_what_only_the_task_knows_is_left_to_it() -> None:
     config, problems = bind(
-        {"task": {"name": "custom", "_target_": "a.B"}, "data": {"name": "custom", "_target_": "a.C"}}
+        {
+            "task": {"name": "custom", "_target_": "a.B"},
+            "data": {"name": "custom", "_target_": "a.C"},
+        }
     )
     config.objective = "validation.dice"
     assert not problems and metrics.has_validation(config) is None
-    assert metrics.problems(config, None) == [] and metrics.direction_of("validation.dice", config) is None
+    assert (
+        metrics.problems(config, None) == []
+        and metrics.direction_of("validation.dice", config) is None
+    )
     assert metrics.problems(config, False), "once the data are open, it is known"
     regression = Config(data=LinearRegressionDataConfig(), objective="test.accuracy")
     assert metrics.problems(regression, False) == [
@@ -308,10 +406,13 @@ def test_what_only_the_task_knows_is_left_to_it() -> None:
 def test_keys_without_effect_are_said_so() -> None:
     config = config_of(World())
     config.train.early_stopping.metric = "test.accuracy"
-    assert any("no effect without train.early_stopping.patience" in notice for notice in notices(config, config))
+    assert any(
+        "no effect without train.early_stopping.patience" in notice
+        for notice in notices(config, config)
+    )
 
 
-# --- sweeps ---------------------------------------------------------------------------------------------------------
+# --- sweeps ---------------------------------------------------------------------------------------
 
 
 def hydra_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
@@ -323,51 +424,85 @@ def hydra_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("objective", "direction"),
-    [("test.accuracy", "maximize"), ("test.loss", "minimize"), ("auto", "minimize"), ("samples_per_second", "maximize"),
-     ("seconds", "minimize")],
-)  # fmt: skip
+    [
+        ("test.accuracy", "maximize"),
+        ("test.loss", "minimize"),
+        ("auto", "minimize"),
+        ("samples_per_second", "maximize"),
+        ("seconds", "minimize"),
+    ],
+)
 def test_optuna_is_told_the_direction_of_the_objective(
     objective: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert f"hydra.sweeper.direction={direction}" in hydra_words(monkeypatch, f"objective={objective}")
-    right = hydra_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={direction}")
+    assert f"hydra.sweeper.direction={direction}" in hydra_words(
+        monkeypatch, f"objective={objective}"
+    )
+    right = hydra_words(
+        monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={direction}"
+    )
     assert right.count(f"hydra.sweeper.direction={direction}") == 1
     wrong = {"maximize": "minimize", "minimize": "maximize"}[direction]
-    with pytest.raises(ConfigError, match=rf"direction={wrong}: objective=.* is better the .*use hydra\.sweeper\."):
+    with pytest.raises(
+        ConfigError, match=rf"direction={wrong}: objective=.* is better the .*use hydra\.sweeper\."
+    ):
         hydra_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={wrong}")
 
 
 @pytest.mark.slow
-def test_where_only_the_task_knows_the_direction_the_user_must_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_only_the_task_knows_the_direction_the_user_must_say_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     words = ["task._target_=yaml.Task", "trusted_modules=[yaml]", "objective=test.dice"]
-    with pytest.raises(ConfigError, match=r"add hydra\.sweeper\.direction=maximize or hydra\.sweeper\.direction=minim"):
+    with pytest.raises(
+        ConfigError,
+        match=r"add hydra\.sweeper\.direction=maximize or hydra\.sweeper\.direction=minim",
+    ):
         hydra_words(monkeypatch, *words)
     monkeypatch.setattr(sweep_words, "has_plugin", lambda _: True)
     trials = Trials(PROGRAM, None)
-    trials.check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words, "hydra.sweeper.direction=minimize"], True)
+    trials.check(
+        ["-m", "hydra/sweeper=optuna", "seed=1,2", *words, "hydra.sweeper.direction=minimize"], True
+    )
     contradiction = trials._learn({"objective_name": "test.dice", "better": "max"})
-    assert "better the higher it is with this task; use hydra.sweeper.direction=maximize" in str(contradiction)
+    assert "better the higher it is with this task; use hydra.sweeper.direction=maximize" in str(
+        contradiction
+    )
 
 
 @pytest.mark.slow
 def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_words, "has_plugin", lambda _: False)
-    with pytest.raises(ConfigError, match=r"needs the package hydra-optuna-sweeper; .* use hydra/sweeper=pool_optuna"):
+    with pytest.raises(
+        ConfigError,
+        match=r"needs the package hydra-optuna-sweeper; .* use hydra/sweeper=pool_optuna",
+    ):
         Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2"], True)
 
 
 def test_the_objective_is_read_with_its_direction(tmp_path: Path) -> None:
-    summary = {"test": {"loss": 1.0, "dice": 0.3}, "validation": {"loss": 2.0, "dice": 0.4}, "seconds": 3.0,
-               "better": {"loss": "min", "dice": "max"}}  # fmt: skip
+    summary = {
+        "test": {"loss": 1.0, "dice": 0.3},
+        "validation": {"loss": 2.0, "dice": 0.4},
+        "seconds": 3.0,
+        "better": {"loss": "min", "dice": "max"},
+    }
     (tmp_path / "summary.json").write_text(json.dumps(summary))
 
     def row(objective: str) -> tuple[Any, ...]:
         found = outcome(Config(run_dir=str(tmp_path), objective=objective))
         return found["objective_name"], found["objective"], found["better"]
 
-    assert row("auto") == ("validation.loss", 2.0, "min") and row("test.dice") == ("test.dice", 0.3, "max")
+    assert row("auto") == ("validation.loss", 2.0, "min") and row("test.dice") == (
+        "test.dice",
+        0.3,
+        "max",
+    )
     assert row("seconds") == ("seconds", 3.0, "min")
-    with pytest.raises(ConfigError, match=r"objective=test\.iou: the run has no such number; it has validation\.loss"):
+    with pytest.raises(
+        ConfigError,
+        match=r"objective=test\.iou: the run has no such number; it has validation\.loss",
+    ):
         row("test.iou")
 
 
@@ -376,11 +511,21 @@ def test_a_sweep_selects_by_the_validation_set_in_the_right_direction(tmp_path: 
     words = [*SMALL, ONE, "train.epochs=1", "data.validation=0.2", f"run_dir={tmp_path}/sweep"]
     done = run("-m", *words, "optimizer.lr=0.0001,0.3", "objective=validation.top5")
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()
+    ]
     best = max(rows, key=lambda row: row["objective"])
-    assert [row["better"] for row in rows] == ["max", "max"] and rows[0]["objective"] != rows[1]["objective"]
-    assert best["objective"] == read(tmp_path / f"sweep/{best['trial']}", "summary.json")["validation"]["top5"]
-    assert f"best trial {best['trial']}: optimizer.lr=" in done.stdout and "validation.top5" in done.stdout
+    assert [row["better"] for row in rows] == ["max", "max"] and rows[0]["objective"] != rows[1][
+        "objective"
+    ]
+    assert (
+        best["objective"]
+        == read(tmp_path / f"sweep/{best['trial']}", "summary.json")["validation"]["top5"]
+    )
+    assert (
+        f"best trial {best['trial']}: optimizer.lr=" in done.stdout
+        and "validation.top5" in done.stdout
+    )
     assert "selects by the test set" not in done.stderr
 
 
@@ -391,18 +536,29 @@ def test_optuna_finds_the_trial_that_our_table_names(tmp_path: Path) -> None:
     interval = "optimizer.lr=tag(log,interval(0.0001,0.2))"
     done = run("-m", "hydra/sweeper=pool_optuna", "hydra.sweeper.n_trials=3", *words, interval)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()
+    ]
     found = (tmp_path / "sweep/optimization_results.yaml").read_text()
     assert f"best_value: {max(row['objective'] for row in rows)}" in found
     assert "note: objective=test.accuracy: selects by the test set" in done.stderr
 
 
-# --- whole runs -----------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
-STOPS = (*SMALL, "train.epochs=8", "data.validation=0.2", "checkpoint.best=true", "checkpoint.keep=99",
-         "checkpoint.every_steps=2", "train.early_stopping.patience=2", "train.early_stopping.min_delta=9",
-         "train.log_every_steps=2")  # fmt: skip
-"""The first evaluation, after step 3, is the best for early stopping: training ends after the third, in step 9."""
+STOPS = (
+    *SMALL,
+    "train.epochs=8",
+    "data.validation=0.2",
+    "checkpoint.best=true",
+    "checkpoint.keep=99",
+    "checkpoint.every_steps=2",
+    "train.early_stopping.patience=2",
+    "train.early_stopping.min_delta=9",
+    "train.log_every_steps=2",
+)
+"""The first evaluation, after step 3, is the best for early stopping: training ends after the
+third, in step 9."""
 
 
 @pytest.fixture(scope="module")
@@ -417,7 +573,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def timeless(run_dir: Path) -> list[dict[str, Any]]:
     """metrics.jsonl, but for the clock and the hardware."""
     return [
-        {key: value for key, value in line.items() if key not in ("time", "figures", "samples_per_second")}
+        {
+            key: value
+            for key, value in line.items()
+            if key not in ("time", "figures", "samples_per_second")
+        }
         for line in lines_of(run_dir)
     ]
 
@@ -426,7 +586,11 @@ def timeless(run_dir: Path) -> list[dict[str, Any]]:
 def test_three_ranks_stop_early_and_say_why(stopped: tuple[Path, str]) -> None:
     run_dir, said = stopped
     summary = read(run_dir, "summary.json")
-    assert (summary["status"], summary["steps"], summary["stopped_early"]["step"]) == ("completed", 9, 9)
+    assert (summary["status"], summary["steps"], summary["stopped_early"]["step"]) == (
+        "completed",
+        9,
+        9,
+    )
     assert "validation.loss: no improvement on" in summary["stopped_early"]["reason"]
     assert "after step 3 in 2 evaluations" in summary["stopped_early"]["reason"]
     assert f"stopped early after step 9: {summary['stopped_early']['reason']}" in said
@@ -437,8 +601,12 @@ def test_three_ranks_stop_early_and_say_why(stopped: tuple[Path, str]) -> None:
 @pytest.mark.slow
 def test_validation_is_scored_each_epoch_and_the_test_set_once(stopped: tuple[Path, str]) -> None:
     run_dir, _ = stopped
-    lines, summary = lines_of(run_dir), read(run_dir, "summary.json")
-    kinds = {kind: [line["step"] for line in lines if line["kind"] == kind] for kind in ("validation", "test")}
+    lines = lines_of(run_dir)
+    summary = read(run_dir, "summary.json")
+    kinds = {
+        kind: [line["step"] for line in lines if line["kind"] == kind]
+        for kind in ("validation", "test")
+    }
     assert kinds == {"validation": [3, 6, 9], "test": [9]}
     for kind in kinds:
         last = next(line for line in reversed(lines) if line["kind"] == kind)
@@ -447,31 +615,50 @@ def test_validation_is_scored_each_epoch_and_the_test_set_once(stopped: tuple[Pa
 
 
 @pytest.mark.slow
-def test_the_summary_names_the_best_and_scores_it_too(stopped: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_summary_names_the_best_and_scores_it_too(
+    stopped: tuple[Path, str], tmp_path: Path
+) -> None:
     run_dir, said = stopped
-    best, summary = read(run_dir, "summary.json")["best"], read(run_dir, "summary.json")
+    best = read(run_dir, "summary.json")["best"]
+    summary = read(run_dir, "summary.json")
     scores = {line["step"]: line for line in lines_of(run_dir) if line["kind"] == "validation"}
     step = max(scores, key=lambda step: (scores[step]["accuracy"], -scores[step]["loss"]))
-    assert (best["metric"], best["step"], best["value"]) == ("validation.accuracy", step, scores[step]["accuracy"])
+    assert (best["metric"], best["step"], best["value"]) == (
+        "validation.accuracy",
+        step,
+        scores[step]["accuracy"],
+    )
     assert best["checkpoint"] == f"{run_dir}/checkpoints/step_{step:08d}"
     assert (run_dir / "checkpoints/best").resolve() == Path(best["checkpoint"])
     assert summary["checkpoint"] == f"{run_dir}/checkpoints/step_00000009"
     assert "test accuracy" in said and best["test"]["samples"] == summary["test"]["samples"] == 200
     for which, expected, name in (("auto", best["test"], "best"), ("last", summary["test"], "")):
-        words = ["mode=evaluate", f"checkpoint.resume={run_dir}", f"run_dir={tmp_path}/{which}", THREE]
+        words = [
+            "mode=evaluate",
+            f"checkpoint.resume={run_dir}",
+            f"run_dir={tmp_path}/{which}",
+            THREE,
+        ]
         done = run(*words, *([] if which == "auto" else [f"checkpoint.which={which}"]))
         assert done.returncode == 0, done.stderr
         found = read(tmp_path / which, "summary.json")
         assert found["test"] == expected and found["steps"] == (step if which == "auto" else 9)
         if name:
-            assert (found["evaluated"]["which"], found["evaluated"]["metric"]) == ("best", "validation.accuracy")
-            assert f"step {step}, the best of its run by validation.accuracy, {best['value']:.2%}" in done.stdout
+            assert (found["evaluated"]["which"], found["evaluated"]["metric"]) == (
+                "best",
+                "validation.accuracy",
+            )
+            assert (
+                f"step {step}, the best of its run by validation.accuracy, {best['value']:.2%}"
+                in done.stdout
+            )
 
 
 @pytest.mark.slow
 def test_the_summary_says_what_ran_and_how_long(stopped: tuple[Path, str]) -> None:
     run_dir, _ = stopped
-    summary, lines = read(run_dir, "summary.json"), lines_of(run_dir)
+    summary = read(run_dir, "summary.json")
+    lines = lines_of(run_dir)
     assert summary["command"].startswith(f"python launch.py run_dir={run_dir} {THREE} ")
     started = datetime.fromisoformat(summary["started"])
     assert started.utcoffset() is not None and time.time() - started.timestamp() < 3600
@@ -482,13 +669,19 @@ def test_the_summary_says_what_ran_and_how_long(stopped: tuple[Path, str]) -> No
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
     assert abs(lines[-1]["time"] - started.timestamp()) < summary["wall_seconds"] + 1
     last = [line for line in lines if line["kind"] == "train" and line["epoch"] == 3]
-    assert min(line["loss"] for line in last) <= summary["train"]["loss"] <= max(line["loss"] for line in last)
+    assert (
+        min(line["loss"] for line in last)
+        <= summary["train"]["loss"]
+        <= max(line["loss"] for line in last)
+    )
     assert "grad_norm" not in last[0] and last[0]["lrs"] == [last[0]["lr"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [4, 6])
-def test_early_stopping_is_exact_after_a_resume(stopped: tuple[Path, str], tmp_path: Path, step: int) -> None:
+def test_early_stopping_is_exact_after_a_resume(
+    stopped: tuple[Path, str], tmp_path: Path, step: int
+) -> None:
     """Lost between two evaluations, or after one."""
     run_dir, _ = stopped
     shutil.copytree(run_dir, tmp_path / "run", symlinks=True)
@@ -504,11 +697,15 @@ def test_early_stopping_is_exact_after_a_resume(stopped: tuple[Path, str], tmp_p
     assert {**ours["best"], "checkpoint": None} == {**theirs["best"], "checkpoint": None}
     assert timeless(tmp_path / "run") == timeless(run_dir)
     assert weights(tmp_path / "run") == weights(run_dir)
-    assert (tmp_path / "run/checkpoints/best").readlink() == (run_dir / "checkpoints/best").readlink()
+    assert (tmp_path / "run/checkpoints/best").readlink() == (
+        run_dir / "checkpoints/best"
+    ).readlink()
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_early_is_over_until_it_may_wait_longer(stopped: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_run_that_stopped_early_is_over_until_it_may_wait_longer(
+    stopped: tuple[Path, str], tmp_path: Path
+) -> None:
     run_dir, _ = stopped
     shutil.copytree(run_dir, tmp_path / "run", symlinks=True)
     done = run(f"run_dir={tmp_path}/run", THREE, *STOPS)
@@ -518,15 +715,24 @@ def test_a_run_that_stopped_early_is_over_until_it_may_wait_longer(stopped: tupl
         before[name] for name in ("stopped_early", "test", "validation", "train")
     ]
     done = run(f"run_dir={tmp_path}/run", THREE, *STOPS, "train.early_stopping.patience=3")
-    assert done.returncode == 0 and read(tmp_path / "run", "summary.json")["stopped_early"]["step"] == 12
+    assert (
+        done.returncode == 0
+        and read(tmp_path / "run", "summary.json")["stopped_early"]["step"] == 12
+    )
 
 
 @pytest.mark.parametrize(
-    ("slow", "late"), [({}, 0.35), ({1: 20.0}, 0.35), ({1: 20.0, 300: 8.0, 540: 8.0}, 0.35),
-                       (dict.fromkeys(range(100, 1000, 100), 40.0), 40.0)],
-)  # fmt: skip
+    ("slow", "late"),
+    [
+        ({}, 0.35),
+        ({1: 20.0}, 0.35),
+        ({1: 20.0, 300: 8.0, 540: 8.0}, 0.35),
+        (dict.fromkeys(range(100, 1000, 100), 40.0), 40.0),
+    ],
+)
 def test_a_time_limit_is_kept_with_few_looks(slow: dict[int, float], late: float) -> None:
-    """slow: seconds that single steps take, for a compilation or an evaluation; all others take a tenth."""
+    """slow: seconds that single steps take, for a compilation or an evaluation; all others take a
+    tenth."""
     record: Any = SimpleNamespace(seconds=0.0, seconds_before=0.0, score=None)
     job: Any = SimpleNamespace(step=0, stepper=SimpleNamespace(device="cpu"))
     job.plan = BatchPlan(1000, 10, 1, 10_000, 0)
@@ -542,7 +748,8 @@ def test_a_time_limit_is_kept_with_few_looks(slow: dict[int, float], late: float
     assert 60 <= record.seconds < 60 + late and hook.stopped_early is not None
     assert hook.stopped_early == {"step": job.step, "reason": "train.max_minutes=1 are over"}
     assert looks < 40, "one at the end of each epoch of 100 steps, and few more"
-    record.seconds_before, job.plan = 59.0, BatchPlan(1000, 10, 1, 10_000, 0)
+    record.seconds_before = 59.0
+    job.plan = BatchPlan(1000, 10, 1, 10_000, 0)
     resumed = SelectionHook(record, Best(Selection("test", "loss", {})), max_minutes=1.0)
     resumed.stop_if_due(job)
     assert resumed.stopped_early is None
@@ -553,12 +760,25 @@ def test_a_time_limit_is_kept_with_few_looks(slow: dict[int, float], late: float
 
 @pytest.mark.slow
 def test_three_ranks_end_when_the_time_is_over(tmp_path: Path) -> None:
-    words = (f"run_dir={tmp_path}/run", THREE, *SMALL, "train.epochs=100000", "train.evaluate_every_epochs=100")
+    words = (
+        f"run_dir={tmp_path}/run",
+        THREE,
+        *SMALL,
+        "train.epochs=100000",
+        "train.evaluate_every_epochs=100",
+    )
     done = run(*words, "train.max_minutes=0.02")
     assert done.returncode == 0, done.stderr
     summary = read(tmp_path / "run", "summary.json")
-    assert summary["status"] == "completed" and summary["test"]["samples"] == 200 and summary["steps"] < 300_000
-    assert f"stopped early after step {summary['steps']:,}: train.max_minutes=0.02 are over" in done.stdout
+    assert (
+        summary["status"] == "completed"
+        and summary["test"]["samples"] == 200
+        and summary["steps"] < 300_000
+    )
+    assert (
+        f"stopped early after step {summary['steps']:,}: train.max_minutes=0.02 are over"
+        in done.stdout
+    )
     assert "at most 0.02 minutes" in done.stdout
     assert 1.2 <= summary["seconds"] < 2.4, "of training, with the last evaluation"
     assert checkpoints(tmp_path / "run")[-1] == f"step_{summary['steps']:08d}"
@@ -568,7 +788,11 @@ def test_three_ranks_end_when_the_time_is_over(tmp_path: Path) -> None:
 def test_one_rank_validates_on_the_same_samples(stopped: tuple[Path, str], tmp_path: Path) -> None:
     run_dir, _ = stopped
     done = run(
-        f"run_dir={tmp_path}/run", ONE, *STOPS, "train.max_grad_norm=1000", "optimizer.decay_norm_and_bias=false"
+        f"run_dir={tmp_path}/run",
+        ONE,
+        *STOPS,
+        "train.max_grad_norm=1000",
+        "optimizer.decay_norm_and_bias=false",
     )
     assert done.returncode == 0, done.stderr
     one, three = (read(place, "summary.json") for place in (tmp_path / "run", run_dir))
@@ -580,8 +804,12 @@ def test_one_rank_validates_on_the_same_samples(stopped: tuple[Path, str], tmp_p
     assert all(0 < line["grad_norm"] < 1000 and len(line["lrs"]) == 2 for line in trained)
 
 
-@pytest.mark.parametrize(("data", "remedy"), [("digits", "data.validation=0.1"), ("text", "another text")])
-def test_what_helps_against_selection_by_the_test_set_can_be_done_with_these_data(data: str, remedy: str) -> None:
+@pytest.mark.parametrize(
+    ("data", "remedy"), [("digits", "data.validation=0.1"), ("text", "another text")]
+)
+def test_what_helps_against_selection_by_the_test_set_can_be_done_with_these_data(
+    data: str, remedy: str
+) -> None:
     assert remedy in metrics.by_test(Config(data=OPTIONS["data"][data]()))
 
 
@@ -628,24 +856,40 @@ class Halves(Classification):
 def test_data_and_tasks_of_ones_own_select_by_their_own_metric(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    words = ["data._target_=mine.Rows", "task._target_=mine.Halves", "model=mlp", THREE, "train.epochs=3",
-             "train.global_batch_size=6", "checkpoint.best=true", f"run_dir={tmp_path}/run"]  # fmt: skip
+    words = [
+        "data._target_=mine.Rows",
+        "task._target_=mine.Halves",
+        "model=mlp",
+        THREE,
+        "train.epochs=3",
+        "train.global_batch_size=6",
+        "checkpoint.best=true",
+        f"run_dir={tmp_path}/run",
+    ]
     done = run(*words, "checkpoint.best_metric=validation.margn", env=env)
     assert done.returncode == 2
-    assert "checkpoint.best_metric=validation.margn: the task has no metric margn; it has loss, margin" in done.stderr
+    assert (
+        "checkpoint.best_metric=validation.margn: the task has no metric margn; it has loss, margin"
+        in done.stderr
+    )
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "typo.py").write_text(OWN.replace('"margin": "max"', '"margn": "max"'))
     done = run(*words, "task._target_=typo.Halves", env=env)
     assert done.returncode == 2
     problem = (
-        "task._target_=typo.Halves: better['margn']: there is no metric margn, but loss, margin; did you mean margin?"
+        "task._target_=typo.Halves: better['margn']: there is no metric margn, but loss, margin;"
+        " did you mean margin?"
     )
     assert done.stderr.count(problem) == 1 and "Traceback" not in done.stderr
     shutil.rmtree(tmp_path / "run")
     done = run(*words, "checkpoint.best_metric=validation.margin", env=env)
     assert done.returncode == 0, done.stderr
     summary = read(tmp_path / "run", "summary.json")
-    margins = {line["step"]: line["margin"] for line in lines_of(tmp_path / "run") if line["kind"] == "validation"}
+    margins = {
+        line["step"]: line["margin"]
+        for line in lines_of(tmp_path / "run")
+        if line["kind"] == "validation"
+    }
     step = max(margins, key=lambda step: margins[step])
     assert (summary["best"]["metric"], summary["best"]["step"]) == ("validation.margin", step)
     assert summary["better"] == {"loss": "min", "margin": "max"}

@@ -1,4 +1,5 @@
-"""A trial decides whether compiled steps are captured: by which step, and what happens if not. Without a GPU."""
+"""A trial decides whether compiled steps are captured: by which step, and what happens if not.
+Without a GPU."""
 
 from __future__ import annotations
 
@@ -74,10 +75,14 @@ def test_a_whole_batch_is_tried_once_and_steps_go_on_without_a_graph(epoch: int)
 
     def graphed(wrapped: Any, optimizer: torch.optim.Optimizer) -> Any:
         whole = lambda step: sizes[step] == 8  # noqa: E731
-        return GraphedStepper(wrapped, None, whole, optimizer, lambda step: 1.0, scaler, trial=trial), trial  # pyright: ignore
+        return GraphedStepper(
+            wrapped, None, whole, optimizer, lambda step: 1.0, scaler, trial=trial
+        ), trial  # pyright: ignore
 
     found = trained(graphed, sizes)
-    expected = trained(lambda _, optimizer: (Stepper(optimizer, lambda step: 1.0, scaler), None), sizes)
+    expected = trained(
+        lambda _, optimizer: (Stepper(optimizer, lambda step: 1.0, scaler), None), sizes
+    )
     assert torch.equal(found, expected)
     assert trial.calls == ["begin", "end", "why not"] and trial.sizes == [8]
     assert WARM_UP_STEPS == 11
@@ -98,15 +103,24 @@ class Remembers(nn.Module):
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
-        self.layer, self.how, self.calls, self.seen = nn.Linear(4, 1), how, 0, torch.zeros(())
+        self.layer = nn.Linear(4, 1)
+        self.how = how
+        self.calls = 0
+        self.seen = torch.zeros(())
         self.register_buffer("mean", torch.zeros(4))
         self.history: list[float] = []
-        self.kinds, self.number, self.slotted = {0}, np.int64(0), Slotted()
+        self.kinds = {0}
+        self.number = np.int64(0)
+        self.slotted = Slotted()
         self.many, self.partly = [0] * 100, functools.partial(self.history.append)
-        self.graph, self.unknown = torch.eye(4).to_sparse(), torch.empty(2, device="meta")
-        self.function, self.layers, self.huge = torch.relu, (nn.ReLU(), nn.Tanh()), 10**5000
+        self.graph = torch.eye(4).to_sparse()
+        self.unknown = torch.empty(2, device="meta")
+        self.function = torch.relu
+        self.layers = (nn.ReLU(), nn.Tanh())
+        self.huge = 10**5000
         self.current = self.layers[0]
-        self.slotted.calls, self.steps = 0, (number for number in range(9))
+        self.slotted.calls = 0
+        self.steps = (number for number in range(9))
         if how == "hook":
             self.layer.register_forward_hook(lambda *_: self.history.append(0.5))
 
@@ -193,13 +207,19 @@ def watched(model: nn.Module, device: str = "cpu", asked: bool = False) -> Captu
         "python": "draws from Python's generator",
     }.items(),
 )
-def test_what_python_does_in_a_step_is_not_captured(how: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_python_does_in_a_step_is_not_captured(
+    how: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     chosen = watched(Remembers(how))
-    assert chosen.why_not() == (f"the forward pass {reason}; a captured step runs no Python" if reason else "")
+    assert chosen.why_not() == (
+        f"the forward pass {reason}; a captured step runs no Python" if reason else ""
+    )
     asked = watched(Remembers(how), asked=True)
     with pytest.raises(LaunchError, match=reason) if reason else contextlib.nullcontext():
         assert asked.why_not() == ""
-    assert ("model.seen is a tensor that each forward pass replaces" in caplog.text) == (how == "tensor")
+    assert ("model.seen is a tensor that each forward pass replaces" in caplog.text) == (
+        how == "tensor"
+    )
 
 
 def test_a_tensor_on_the_host_is_not_changed_by_a_captured_step() -> None:
@@ -214,7 +234,8 @@ def stateful_on_one(world: World) -> str:
 
 
 def test_a_rank_whose_python_has_state_keeps_all_from_capturing() -> None:
-    mine, other = "the forward pass changes model.calls", "another rank's forward pass has state"
+    mine = "the forward pass changes model.calls"
+    other = "another rank's forward pass has state"
     assert on_ranks(3, stateful_on_one) == [
         f"{reason}; a captured step runs no Python" for reason in (other, mine, other)
     ]
@@ -222,31 +243,43 @@ def test_a_rank_whose_python_has_state_keeps_all_from_capturing() -> None:
 
 def waiting_on_one(world: World, asked: bool) -> str:
     trial = CaptureTrial("cpu", {}, asked, if_it_pays=False)
-    trial.waits = "the forward pass waits for the GPU at model.py, line 3" if world.rank == 1 else ""
+    if world.rank == 1:
+        trial.waits = "the forward pass waits for the GPU at model.py, line 3"
+    else:
+        trial.waits = ""
     return trial.why_not()
 
 
 def test_a_rank_that_waits_for_its_gpu_keeps_all_from_capturing() -> None:
-    """Unless it was asked for: the capture fails where it cannot be, and a model may wait only where none is."""
-    mine, other = (
-        "the forward pass waits for the GPU at model.py, line 3",
-        "another rank's forward pass waits for its GPU",
-    )
-    assert on_ranks(3, waiting_on_one, False) == [f"{one}; a captured step cannot" for one in (other, mine, other)]
+    """Unless it was asked for: the capture fails where it cannot be, and a model may wait only
+    where none is."""
+    mine = "the forward pass waits for the GPU at model.py, line 3"
+    other = "another rank's forward pass waits for its GPU"
+    assert on_ranks(3, waiting_on_one, False) == [
+        f"{one}; a captured step cannot" for one in (other, mine, other)
+    ]
     assert on_ranks(3, waiting_on_one, True) == ["", "", ""]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_wait_is_noted_and_other_warnings_are_shown_at_once(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_noted_and_other_warnings_are_shown_at_once(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a GPU, where nothing waits: the warnings alone. tests/test_gpu.py has real ones."""
     modes: list[str | int] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    with pytest.warns(UserWarning) as seen, contextlib.suppress(ZeroDivisionError), places_that_wait() as places:
+    with (
+        pytest.warns(UserWarning) as seen,
+        contextlib.suppress(ZeroDivisionError),
+        places_that_wait() as places,
+    ):
         warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)
         for _ in range(2):
-            warnings.warn("called a synchronizing CUDA operation (of a file of torch's)", stacklevel=1)
+            warnings.warn(
+                "called a synchronizing CUDA operation (of a file of torch's)", stacklevel=1
+            )
         warnings.warn("of the model", stacklevel=1)
         torch._C._warn()  # pyright: ignore  as the others come, from C++
         assert not fails or 1 / 0
@@ -264,5 +297,7 @@ def test_a_capture_that_fails_says_where_the_gpu_was_waited_for() -> None:
         raise RuntimeError("operation not permitted\nwhen stream is capturing")
 
     stepper._capture = capture
-    with pytest.raises(LaunchError, match=r"graph: the forward pass .*line 3; operation not permitted"):
+    with pytest.raises(
+        LaunchError, match=r"graph: the forward pass .*line 3; operation not permitted"
+    ):
         stepper._capture_or_explain(None)

@@ -1,4 +1,5 @@
-"""Our Triton kernels against torch. On a GPU: tests/test_gpu.py. Without one, by Triton's interpreter in numpy:
+"""Our Triton kernels against torch. On a GPU: tests/test_gpu.py. Without one, by Triton's
+interpreter in numpy:
 
 TRITON_INTERPRET=1 python -m tests.triton_kernels
 """
@@ -31,14 +32,21 @@ WINDOWS = [
 
 
 def check_max_pool(device: str, dtype: torch.dtype = torch.float32) -> None:
-    """Equal pixels, NaN and an infinity among them: the same maxima, and the same pixel of each window that has won."""
+    """Equal pixels, NaN and an infinity among them: the same maxima, and the same pixel of each
+    window that has won."""
     draw = torch.Generator().manual_seed(0)
     for n, c, h, w, kernel, stride, padding in WINDOWS:
         pixels = torch.randint(0, 4, (n, c, h, w), generator=draw).float()
         pixels[0, 0, 0, 0], pixels[0, 0, 5, 5], pixels[0, 1] = torch.inf, torch.nan, -torch.inf
-        ours = pixels.to(device, dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
-        theirs = pixels.clone().requires_grad_()  # on the CPU: torch's CUDA kernel gives the gradient of windows of
-        found = max_pool(ours, kernel, stride, padding)[0]  # -inf alone to the first pixel of the image
+        ours = (
+            pixels.to(device, dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+        )
+        theirs = (
+            pixels.clone().requires_grad_()
+        )  # on the CPU: torch's CUDA kernel gives the gradient of windows of
+        found = max_pool(ours, kernel, stride, padding)[
+            0
+        ]  # -inf alone to the first pixel of the image
         expected = functional.max_pool2d(theirs, kernel, stride, padding)
         torch.testing.assert_close(found.float().cpu(), expected, rtol=0, atol=0, equal_nan=True)
         assert found.is_contiguous(memory_format=torch.channels_last)
@@ -47,11 +55,14 @@ def check_max_pool(device: str, dtype: torch.dtype = torch.float32) -> None:
         expected.backward(gradient.float())
         assert ours.grad is not None and theirs.grad is not None
         tolerance = 1e-6 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(ours.grad.float().cpu(), theirs.grad, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(
+            ours.grad.float().cpu(), theirs.grad, rtol=tolerance, atol=tolerance
+        )
 
 
 def check_cross_entropy(device: str, dtype: torch.dtype = torch.float32) -> None:
-    """Against float64: a row without a target, rows of which some classes, or the first 4,096, are ruled out."""
+    """Against float64: a row without a target, rows of which some classes, or the first 4,096, are
+    ruled out."""
     draw = torch.Generator().manual_seed(0)
     for classes, size in ((4096, 3), (5000, 30), (9001, 300)):
         values = torch.randn(9, classes, generator=draw) * size
@@ -76,12 +87,23 @@ def check_cross_entropy(device: str, dtype: torch.dtype = torch.float32) -> None
 
 
 def check_fetch(device: str) -> None:
-    """The same bits and strides: pictures of several sizes and numbers of channels, in both memory formats."""
+    """The same bits and strides: pictures of several sizes and numbers of channels, in both memory
+    formats."""
     draw = torch.Generator().manual_seed(0)
-    for shape in ((9, 3, 20, 19), (5, 1, 28, 28), (5, 1, 27, 27), (5, 3, 1, 1), (4, 4, 3, 3), (3, 3, 2, 700)):
+    for shape in (
+        (9, 3, 20, 19),
+        (5, 1, 28, 28),
+        (5, 1, 27, 27),
+        (5, 3, 1, 1),
+        (4, 4, 3, 3),
+        (3, 3, 2, 700),
+    ):
         pictures = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw).to(device)
-        mean, std = (0.485, 0.456, 0.406, 0.5)[: shape[1]], (0.229, 0.224, 0.225, 0.3)[: shape[1]]
-        last = torch.empty_like(pictures, memory_format=torch.channels_last).copy_(pictures)  # its strides in any case
+        mean = (0.485, 0.456, 0.406, 0.5)[: shape[1]]
+        std = (0.229, 0.224, 0.225, 0.3)[: shape[1]]
+        last = torch.empty_like(pictures, memory_format=torch.channels_last).copy_(
+            pictures
+        )  # its strides in any case
         for held in (pictures, last):
             for index in (torch.tensor([2, 0, 2, 1]), torch.empty(0, dtype=torch.int64)):
                 found = fetched(held, index.to(device), mean, std)
@@ -95,7 +117,9 @@ def check_fetch(device: str) -> None:
         (pictures, index[1:].int(), mean, std),
         (pictures, index[1:], mean[:1], std[:1]),
     ):
-        assert torch.equal(fetched(*given), normalised_rows(*given)), "by torch: the kernel is not made for this"
+        assert torch.equal(fetched(*given), normalised_rows(*given)), (
+            "by torch: the kernel is not made for this"
+        )
 
 
 def check_which_layers_are_replaced() -> None:
@@ -114,7 +138,8 @@ def check_which_layers_are_replaced() -> None:
 
 
 def check_compiled() -> None:
-    """The gradients by torch's compiler, as far as it works without a GPU: by what it knows of our operators."""
+    """The gradients by torch's compiler, as far as it works without a GPU: by what it knows of our
+    operators."""
     images = torch.randn(2, 4, 9, 9).contiguous(memory_format=torch.channels_last)
     targets = torch.tensor([3, 7])
 
@@ -136,11 +161,15 @@ def check_what_is_refused() -> None:
     with pytest.raises(ValueError, match="one target a row is needed"):
         cross_entropy(torch.zeros(4, 5000), torch.tensor([1, 2]))
     image = torch.randn(1, 2, 8, 8, requires_grad=True)
-    (gradient,) = torch.autograd.grad((max_pool(image, 3, 2, 1)[0] ** 2).sum(), image, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        (max_pool(image, 3, 2, 1)[0] ** 2).sum(), image, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="no second derivative"):
         gradient.sum().backward()
     assert only_backward()
-    assert torch.func.grad(lambda x: x * float(not only_backward()))(torch.ones(())) == 1, "torch's own are taken"
+    assert torch.func.grad(lambda x: x * float(not only_backward()))(torch.ones(())) == 1, (
+        "torch's own are taken"
+    )
     with forward_ad.dual_level():
         assert not only_backward()
 

@@ -1,4 +1,5 @@
-"""Imported last by the fork server of tests/ranks.py: what most ranks need is there, and is not collected in each."""
+"""Imported last by the fork server of tests/ranks.py: what most ranks need is there, and is not
+collected in each."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import importlib
 from ddp_train.config.bind import bind
 from ddp_train.config.schema import OPTIONS
 
-for _name in ("pytest", "hypothesis", "PIL.Image", "sklearn.metrics", "torchvision", "tests.commands", "tests.jobs"):
+for _name in (
+    "pytest",
+    "hypothesis",
+    "PIL.Image",
+    "sklearn.metrics",
+    "torchvision",
+    "tests.commands",
+    "tests.jobs",
+):
     importlib.import_module(_name)
 for _group, _options in OPTIONS.items():  # the types of each section are made once
     for _option in _options:

@@ -1,15 +1,18 @@
 """Commands that do not spend seconds in importing torch: a process that has imported it forks them.
 
-A real command imports torch and torch._dynamo in its fork server, and under torchrun in every process: 3 to 5 s of CPU
-each. `Command` is subprocess.Popen, except that `python launch.py ...` and `torchrun ... launch.py ...` are forked by a
-zygote, one for each test process. What tests look at stays real: the command is a child of the caller, with the
-arguments, environment, working directory, open files, session and signal handlers that it would have; `ps` shows its
-own command line (with NULs after it); it has its own exit code. In it, the launcher's fork server, the runs of a study
-and the workers of torchrun are forked in the same way. Scripts that call ddp_train.session are such commands too.
+A real command imports torch and torch._dynamo in its fork server, and under torchrun in every
+process: 3 to 5 s of CPU each. `Command` is subprocess.Popen, except that `python launch.py ...` and
+`torchrun ... launch.py ...` are forked by a zygote, one for each test process. What tests look at
+stays real: the command is a child of the caller, with the arguments, environment, working
+directory, open files, session and signal handlers that it would have; `ps` shows its own command
+line (with NULs after it); it has its own exit code. In it, the launcher's fork server, the runs of
+a study and the workers of torchrun are forked in the same way. Scripts that call ddp_train.session
+are such commands too.
 
-What differs from a real command, and therefore has tests of its own with `LAUNCH` and subprocess: the time of start-up,
-what is imported when, Python's flags and PYTHON* variables, the seed of str hashes (one for each zygote), and
-/proc/PID/environ (the zygote's). A command that sets what torch or Python read at import is started for real: `_fits`.
+What differs from a real command, and therefore has tests of its own with `LAUNCH` and subprocess:
+the time of start-up, what is imported when, Python's flags and PYTHON* variables, the seed of str
+hashes (one for each zygote), and /proc/PID/environ (the zygote's). A command that sets what torch
+or Python read at import is started for real: `_fits`.
 """
 
 from __future__ import annotations
@@ -46,10 +49,26 @@ SESSION = "ddp_train.session("
 """Scripts that have it are forked too: each of their processes would import torch."""
 MODULES = ("ddp_train.launcher.fork_server", "ddp_train.training.worker", AGENT)
 PRELOAD = (
-    *("torch", "torch._dynamo", "hydra", "rich.progress", "sklearn.datasets", "torch.distributed.run"),
-    *("ddp_train.training.worker", "ddp_train.config.prepare", "ddp_train.launcher.local", "ddp_train.launcher.cli"),
+    *(
+        "torch",
+        "torch._dynamo",
+        "hydra",
+        "rich.progress",
+        "sklearn.datasets",
+        "torch.distributed.run",
+    ),
+    *(
+        "ddp_train.training.worker",
+        "ddp_train.config.prepare",
+        "ddp_train.launcher.local",
+        "ddp_train.launcher.cli",
+    ),
     *("ddp_train.launcher.multihost", "ddp_train.study.main", "ddp_train.doctor.main"),
-    *("torch.distributed.algorithms.ddp_comm_hooks", "hydra._internal.core_plugins", "rich._emoji_codes"),
+    *(
+        "torch.distributed.algorithms.ddp_comm_hooks",
+        "hydra._internal.core_plugins",
+        "rich._emoji_codes",
+    ),
 )
 ROOM = 8192
 """Bytes for the command lines that forked commands show in place of the zygote's."""
@@ -57,8 +76,20 @@ START = "import sys; sys.path.insert(0, sys.argv[1]); from tests import zygote; 
 HIGH = 512
 """Number from which a command's open files are kept until the zygote's are closed."""
 FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-"""What the zygote is started with. Commands may leave the first two out: their workers set what they need."""
-READ_AT_IMPORT = ("OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "PYTHON", "LD_", "CUDA_", "NUMBA_")
+"""What the zygote is started with. Commands may leave the first two out: their workers set what
+they need."""
+READ_AT_IMPORT = (
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH",
+    "PYTORCH",
+    "PYTHON",
+    "LD_",
+    "CUDA_",
+    "NUMBA_",
+)
 MESSAGE_BYTES = 200_000
 
 
@@ -91,7 +122,10 @@ class Command(subprocess.Popen[Any]):
         if not _execute(self, arguments, start):
             if self.host:
                 inside = ["nsenter", f"--target={self.host}", "-m", "-u", "-i", "-n", "-p", "--"]
-                arguments = ([*inside, "env", "-C", str(arguments[5] or Path.cwd()), *arguments[0]], *arguments[1:])
+                arguments = (
+                    [*inside, "env", "-C", str(arguments[5] or Path.cwd()), *arguments[0]],
+                    *arguments[1:],
+                )
             super()._execute_child(*arguments)  # type: ignore[misc]  # pyright: ignore
 
 
@@ -106,7 +140,7 @@ def run(argv: list[str], timeout: float, **options: Any) -> subprocess.Completed
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
-# --- the caller's side ------------------------------------------------------------------------------------------------
+# --- the caller's side ----------------------------------------------------------------------------
 
 _lock = threading.Lock()
 _connection: socket.socket | None = None
@@ -125,8 +159,19 @@ def start() -> socket.socket:
     if _connection is None:
         _connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        command = [sys.executable, "-P", "-c", START, str(ROOT), str(theirs.fileno()), str(os.getpid()), " " * ROOM]
-        _process = subprocess.Popen(command, env=env | FIXED, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            START,
+            str(ROOT),
+            str(theirs.fileno()),
+            str(os.getpid()),
+            " " * ROOM,
+        ]
+        _process = subprocess.Popen(
+            command, env=env | FIXED, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+        )
         theirs.close()
         atexit.register(stop)
     return _connection
@@ -146,18 +191,42 @@ def zygote_pid() -> int | None:
 
 
 def _execute(process: Any, arguments: tuple[Any, ...], connect: Any) -> bool:
-    """In place of Popen._execute_child, whose arguments these are. False if the command must be started for real."""
+    """In place of Popen._execute_child, whose arguments these are. False if the command must be
+    started for real."""
     argv, executable, preexec, _close, pass_fds, cwd, env, _info, _flags, shell = arguments[:10]
-    p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, _restore, gid, gids, uid, umask, session = arguments[10:22]
+    (
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        _restore,
+        gid,
+        gids,
+        uid,
+        umask,
+        session,
+    ) = arguments[10:22]
     group = arguments[22] if len(arguments) > 22 else -1
     plain = not (executable or shell or isinstance(argv, str | bytes))
     plain = plain and (gid, gids, uid, umask, group) == (None, None, None, -1, -1)
-    streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-    request = Request([], os.fspath(cwd or Path.cwd()), dict(os.environ if env is None else env), [], bool(session))
+    streams = [
+        given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))
+    ]
+    request = Request(
+        [],
+        os.fspath(cwd or Path.cwd()),
+        dict(os.environ if env is None else env),
+        [],
+        bool(session),
+    )
     request.host = getattr(process, "host", 0)
     if not plain or _main([os.fspath(word) for word in argv])[0] is None or not _fits(request.env):
         return False
-    request.argv, request.numbers, request.preexec = [os.fspath(word) for word in argv], [0, 1, 2, *pass_fds], preexec
+    request.argv = [os.fspath(word) for word in argv]
+    request.numbers = [0, 1, 2, *pass_fds]
+    request.preexec = preexec
     descriptors = [*streams, *pass_fds]
     if connect is None and _threads() == 1:
         pid = _fork_here(request, descriptors)
@@ -171,13 +240,15 @@ def _execute(process: Any, arguments: tuple[Any, ...], connect: Any) -> bool:
             return False
         if len(message) > MESSAGE_BYTES or not (pid := _ask(connection, message, descriptors)):
             return False
-    process.pid, process._child_created = pid, True
+    process.pid = pid
+    process._child_created = True
     process._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
     return True
 
 
 def _ask(connection: socket.socket, message: bytes, descriptors: list[int]) -> int:
-    """The process id of a new child of this process: it adopts what the zygote's child leaves. 0: the zygote cannot."""
+    """The process id of a new child of this process: it adopts what the zygote's child leaves. 0:
+    the zygote cannot."""
     try:
         with _lock, _adopting():
             socket.send_fds(connection, [message], descriptors)
@@ -192,7 +263,8 @@ def _ask(connection: socket.socket, message: bytes, descriptors: list[int]) -> i
 
 @contextlib.contextmanager
 def _adopting() -> Any:
-    libc, before = ctypes.CDLL(None), ctypes.c_int()
+    libc = ctypes.CDLL(None)
+    before = ctypes.c_int()
     libc.prctl(37, ctypes.byref(before))  # PR_GET_CHILD_SUBREAPER, linux/prctl.h
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -202,7 +274,8 @@ def _adopting() -> Any:
 
 
 def _main(argv: list[str]) -> tuple[str | None, list[str]]:
-    """What a command line runs, a script or a module, and its arguments. None: nothing that is forked here."""
+    """What a command line runs, a script or a module, and its arguments. None: nothing that is
+    forked here."""
     words = argv[1:]
     if argv and argv[0] == TORCHRUN:
         return AGENT, words
@@ -231,13 +304,18 @@ def _fits(env: dict[str, str]) -> bool:
     if env.get("CUDA_VISIBLE_DEVICES") != "":
         return False
     path = [Path(entry) for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return not any((entry / f"{name}.py").exists() for entry in path for name in ("sitecustomize", "usercustomize"))
+    return not any(
+        (entry / f"{name}.py").exists()
+        for entry in path
+        for name in ("sitecustomize", "usercustomize")
+    )
 
 
-# --- the zygote's side ------------------------------------------------------------------------------------------------
+# --- the zygote's side ----------------------------------------------------------------------------
 
 _nursery: socket.socket | None = None
-"""In torchrun's agent, which has threads when it starts its workers: a process without, forked before."""
+"""In torchrun's agent, which has threads when it starts its workers: a process without, forked
+before."""
 
 
 def _threads() -> int:
@@ -250,14 +328,18 @@ def _serve(connection: socket.socket) -> NoReturn:
         message, descriptors, _, _ = socket.recv_fds(connection, MESSAGE_BYTES, 64)
         if not message:
             os._exit(0)
-        pid = _fork_orphan(connection, pickle.loads(message), descriptors) if _threads() == 1 else 0
+        if _threads() == 1:
+            pid = _fork_orphan(connection, pickle.loads(message), descriptors)
+        else:
+            pid = 0
         for descriptor in descriptors:
             os.close(descriptor)
         connection.send(str(pid).encode())
 
 
 def _fork_orphan(connection: socket.socket, request: Request, descriptors: list[int]) -> int:
-    """A process in between forks the command and ends: the command becomes a child of the caller."""
+    """A process in between forks the command and ends: the command becomes a child of the
+    caller."""
     reading, writing = os.pipe()
     between = os.fork()
     if not between:
@@ -270,7 +352,9 @@ def _fork_orphan(connection: socket.socket, request: Request, descriptors: list[
                 os.close(reading)
                 connection.detach()
                 _become(request, descriptors, writing, itself)
-            os.write(writing, str(pid).encode())  # in the namespace of the caller: the child may see another number
+            os.write(
+                writing, str(pid).encode()
+            )  # in the namespace of the caller: the child may see another number
         finally:
             os._exit(0)
     os.close(writing)
@@ -284,7 +368,8 @@ def _enter_namespaces(process: int) -> None:
     """Of this process, but that of process ids: of its children."""
     libc = ctypes.CDLL(None, use_errno=True)
     for namespace in [
-        os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY) for kind in ("uts", "ipc", "net", "pid", "mnt")
+        os.open(f"/proc/{process}/ns/{kind}", os.O_RDONLY)
+        for kind in ("uts", "ipc", "net", "pid", "mnt")
     ]:
         if libc.setns(namespace, 0):
             raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
@@ -305,8 +390,8 @@ def _fork_here(request: Request, descriptors: list[int]) -> int:
 
 
 def _become(request: Request, descriptors: list[int], writing: int, between: int = -1) -> NoReturn:
-    """Makes this process that of the command, runs it and ends. between: a descriptor of the process that forked it,
-    and ends."""
+    """Makes this process that of the command, runs it and ends. between: a descriptor of the
+    process that forked it, and ends."""
     code = 1
     try:
         target, words = _main(request.argv)
@@ -319,12 +404,16 @@ def _become(request: Request, descriptors: list[int], writing: int, between: int
             signal.signal(number, signal.SIG_DFL)
         if request.start_new_session:
             os.setsid()
-        script = [sys.executable] * (request.argv[0] != sys.executable) + request.argv  # as the kernel reads `#!`
+        script = [sys.executable] * (
+            request.argv[0] != sys.executable
+        ) + request.argv  # as the kernel reads `#!`
         set_title(script)
         os.chdir(request.cwd)
         os.close(writing)
         if between >= 0:  # commands that end with their parent must not take that process for it
-            select.select([between], [], [])  # getppid() is 0 where the parent is of another PID namespace
+            select.select(
+                [between], [], []
+            )  # getppid() is 0 where the parent is of another PID namespace
         _renew_files(request.numbers, descriptors)
         _renew_python(request, target, words)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -353,17 +442,27 @@ def _renew_python(request: Request, target: str, words: list[str]) -> None:
     os.environ.update(request.env)
     unbuffered = "-u" in request.argv[1:3] or bool(request.env.get("PYTHONUNBUFFERED"))
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
-        binary = io.open(number, mode + "b", closefd=False, buffering=0 if unbuffered and mode == "w" else -1)  # noqa: SIM115, UP020
+        buffering = 0 if unbuffered and mode == "w" else -1
+        binary = io.open(number, mode + "b", closefd=False, buffering=buffering)  # noqa: SIM115, UP020
         errors = "backslashreplace" if name == "stderr" else "strict"
         stream = io.TextIOWrapper(
-            binary, "utf-8", errors, line_buffering=name == "stderr" or os.isatty(number), write_through=unbuffered
+            binary,
+            "utf-8",
+            errors,
+            line_buffering=name == "stderr" or os.isatty(number),
+            write_through=unbuffered,
         )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     path = [entry for entry in request.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [*([str(Path(target).parent.resolve())] if target.endswith(".py") else []), *path, *_base_path]
+    sys.path[:] = [
+        *([str(Path(target).parent.resolve())] if target.endswith(".py") else []),
+        *path,
+        *_base_path,
+    ]
     sys.path_importer_cache.clear()
-    sys.argv, sys.orig_argv = [target, *words], request.argv
+    sys.argv = [target, *words]
+    sys.orig_argv = request.argv
     for finalizer in set(weakref.finalize._registry) - _finalizers:  # type: ignore[attr-defined]  # pyright: ignore
         finalizer.detach()  # the parent's: a folder that it will remove
     subprocess.Popen._execute_child = _execute_within  # type: ignore[attr-defined]  # pyright: ignore
@@ -392,11 +491,13 @@ def _start_nursery() -> None:
 
 
 def _run_as_main(target: str) -> int:
-    """Runs a script or a module as __main__, to the end of the interpreter. Returns its exit code."""
+    """Runs a script or a module as __main__, to the end of the interpreter. Returns its exit
+    code."""
     spec = None if target.endswith(".py") else importlib.util.find_spec(target)
     main = types.ModuleType("__main__")
     main.__file__ = sys.argv[0] = str(spec.origin) if spec else target
-    main.__spec__, main.__package__ = spec, target.rpartition(".")[0] if spec else None
+    main.__spec__ = spec
+    main.__package__ = target.rpartition(".")[0] if spec else None
     main.__dict__["__builtins__"] = __builtins__
     source = compile(Path(main.__file__).read_bytes(), main.__file__, "exec", dont_inherit=True)
     sys.modules["__main__"] = main
@@ -438,7 +539,9 @@ def main() -> NoReturn:
     gc.disable()
     for name in PRELOAD:
         importlib.import_module(name)
-    sys.modules["ddp_train.config.bind"].bind({"train": {}})  # the types of the keys outside of sections are made once
+    sys.modules["ddp_train.config.bind"].bind(
+        {"train": {}}
+    )  # the types of the keys outside of sections are made once
     gc.collect()
     gc.freeze()
     _finalizers.update(weakref.finalize._registry)  # type: ignore[attr-defined]  # pyright: ignore

@@ -1,1 +1,2 @@
-"""The configuration: composed once, validated whole, frozen to the run directory. Nothing here imports torch."""
+"""The configuration: composed once, validated whole, frozen to the run directory. Nothing here
+imports torch."""

@@ -1,4 +1,5 @@
-"""Checks of the code that a config names: may it be loaded, and is it there? Nothing is imported to find out."""
+"""Checks of the code that a config names: may it be loaded, and is it there? Nothing is imported to
+find out."""
 
 from __future__ import annotations
 
@@ -31,85 +32,143 @@ TRUSTED_MODULES = (
 )
 
 TRUSTED_METRICS = tuple(
-    f"torchmetrics.{name}" for name in ("aggregation", "classification", "regression", "segmentation")
+    f"torchmetrics.{name}"
+    for name in ("aggregation", "classification", "regression", "segmentation")
 )
 """Not all of torchmetrics: other modules of it load models that an argument names."""
 TRUSTED_HOOKS = ("ddp_train.study",)
-HOOK_RULE = "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir, world)"
+HOOK_RULE = (
+    "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir,"
+    " world)"
+)
 _DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 
 def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """Whether the code that `_target_` and `hooks` name may be loaded. Nothing is imported to find out."""
+    """Whether the code that `_target_` and `hooks` name may be loaded. Nothing is imported to find
+    out."""
     problems = []
     for section, custom in _own_code(config).items():
-        inner = next((path for path, _ in leaves(custom.values()) if "_target_" in path.split(".")), None)
+        inner = next(
+            (path for path, _ in leaves(custom.values()) if "_target_" in path.split(".")), None
+        )
         if inner:
-            also = "; transforms stand in data.transform and data.test_transform" if section == "data" else ""
-            problems.append(f"{section}.{inner}: arguments are plain values; only {section}._target_ names code{also}")
+            if section == "data":
+                also = "; transforms stand in data.transform and data.test_transform"
+            else:
+                also = ""
+            problems.append(
+                f"{section}.{inner}: arguments are plain values; only {section}._target_ names"
+                f" code{also}"
+            )
         if not custom.target and "target" in custom.arguments:
             typed = shown(custom.arguments["target"])
-            problems.append(f"{section}.target={typed}: the key is {section}._target_; use {section}._target_={typed}")
+            problems.append(
+                f"{section}.target={typed}: the key is {section}._target_; use"
+                f" {section}._target_={typed}"
+            )
             continue
         problems += code_problems(section, custom, config.trusted_modules)
     for found, hook in hooks_of(config.hooks).items():
-        problems += _not_loadable(found, hook.target, TRUSTED_HOOKS, config.trusted_modules) or _no_hook(
-            found, hook.target
-        )
+        problems += _not_loadable(
+            found, hook.target, TRUSTED_HOOKS, config.trusted_modules
+        ) or _no_hook(found, hook.target)
     return problems
 
 
 def code_problems(section: str, options: Any, trusted_modules: Sequence[str]) -> list[str]:
-    """Why the code that a section names cannot be loaded. options: those of the section, a class of ours or yours."""
+    """Why the code that a section names cannot be loaded. options: those of the section, a class of
+    ours or yours."""
     code = options.code() if isinstance(options, CustomConfig) else []
     named = [(f"{section}.{key}={shown(path or None)}", path) for key, path in code]
     trusted = trusted_for(section)
-    return [problem for found, path in named for problem in _not_loadable(found, path, trusted, list(trusted_modules))]
+    return [
+        problem
+        for found, path in named
+        for problem in _not_loadable(found, path, trusted, list(trusted_modules))
+    ]
 
 
 def _own_code(config: Config) -> dict[str, CustomConfig]:
     """The user's own classes and functions, by the key that holds their `_target_`."""
-    sections = {section: getattr(config, section) for section in ("model", "task", "data", "optimizer")}
-    own = {section: custom for section, custom in sections.items() if isinstance(custom, CustomConfig)}
+    sections = {
+        section: getattr(config, section) for section in ("model", "task", "data", "optimizer")
+    }
+    own = {
+        section: custom for section, custom in sections.items() if isinstance(custom, CustomConfig)
+    }
     missing = () if _has_metrics() else (f"{metrics.LIBRARY}.",)  # said once, by `_further_metrics`
     if config.mode == "export":  # nothing else is built
         return {section: custom for section, custom in own.items() if section == "model"}
-    return own | {one.key: one.custom for one in metrics.further(config) if not one.custom.target.startswith(missing)}
+    return own | {
+        one.key: one.custom
+        for one in metrics.further(config)
+        if not one.custom.target.startswith(missing)
+    }
 
 
 def trusted_for(section: str) -> tuple[str, ...]:
     """The modules whose code a `_target_` may name, wherever it comes from."""
-    return TRUSTED_METRICS if section.startswith("metrics[") else TRUSTED_MODULES
+    if section.startswith("metrics["):
+        return TRUSTED_METRICS
+    return TRUSTED_MODULES
 
 
-def _not_loadable(found: str, path: str, trusted: tuple[str, ...], trusted_modules: list[str]) -> list[str]:
+def _not_loadable(
+    found: str, path: str, trusted: tuple[str, ...], trusted_modules: list[str]
+) -> list[str]:
     """Why a dotted path cannot be loaded. found: its key and value, for the message."""
     package = path.partition(".")[0]
     if not re.fullmatch(_DOTTED_PATH, path):
         return [f"{found}: must be a dotted path, package.Name"]
     if not is_trusted(path, [*trusted, *trusted_modules]):
-        where = ", ".join(trusted) if len(trusted) < 5 else "the modules trusted by default (SECURITY.md)"
-        return [f"{found}: loads code from outside {where}; if you trust it, add trusted_modules=[{package}]"]
+        if len(trusted) < 5:
+            where = ", ".join(trusted)
+        else:
+            where = "the modules trusted by default (SECURITY.md)"
+        return [
+            f"{found}: loads code from outside {where}; if you trust it, add"
+            f" trusted_modules=[{package}]"
+        ]
     spec = importlib.util.find_spec(package)
     if spec is None:
-        return [f"{found}: no module {package} in {Path.cwd()} or installed; for code elsewhere set PYTHONPATH"]
-    here = [place for place in (Path(package), Path(f"{package}.py")) if place.is_file() or any(place.glob("*.py"))]
+        return [
+            f"{found}: no module {package} in {Path.cwd()} or installed; for code elsewhere set"
+            " PYTHONPATH"
+        ]
+    here = [
+        place
+        for place in (Path(package), Path(f"{package}.py"))
+        if place.is_file() or any(place.glob("*.py"))
+    ]
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
-    if here and not is_trusted(path, trusted) and not Path(origin).resolve().is_relative_to(Path.cwd()):
-        return [f"{found}: {here[0]} in this folder is hidden by {origin}; rename it, or set PYTHONPATH=."]
+    if (
+        here
+        and not is_trusted(path, trusted)
+        and not Path(origin).resolve().is_relative_to(Path.cwd())
+    ):
+        return [
+            f"{found}: {here[0]} in this folder is hidden by {origin}; rename it, or set"
+            " PYTHONPATH=."
+        ]
     return []
 
 
 def _no_hook(found: str, path: str) -> list[str]:
-    """Why a dotted path names no hook, by the source of its module. What that does not show (names that are imported,
-    base classes, decorators) `user_code.build_hooks` finds out in the workers. found: as above."""
+    """Why a dotted path names no hook, by the source of its module. What that does not show (names
+    that are imported, base classes, decorators) `user_code.build_hooks` finds out in the workers.
+    found: as above."""
     package, *inner, name = path.split(".")
-    spec = importlib.util.find_spec(package)  # of a module inside, it would import the packages above
+    spec = importlib.util.find_spec(
+        package
+    )  # of a module inside, it would import the packages above
     places = [Path(root, *inner) for root in (spec and spec.submodule_search_locations) or []]
     files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
     files = files if inner else [Path((spec and spec.origin) or "")]
     try:
-        source = ast.parse(next((file for file in files if file.is_file()), Path()).read_bytes()).body
+        source = ast.parse(
+            next((file for file in files if file.is_file()), Path()).read_bytes()
+        ).body
     except (OSError, SyntaxError, ValueError):  # none, or the worker shows where it is wrong
         return []
     what = ""
@@ -119,20 +178,30 @@ def _no_hook(found: str, path: str) -> list[str]:
         case [ast.Assign(value=ast.Constant() | ast.List() | ast.Tuple() | ast.Dict())]:
             what = "a value"
         case [ast.ClassDef(bases=[], keywords=[], decorator_list=[], body=body)]:
-            what = "" if {"__enter__", "__exit__"} <= _bound(body) or "act" in _bound(body) else "a class without them"
+            if {"__enter__", "__exit__"} <= _bound(body) or "act" in _bound(body):
+                what = ""
+            else:
+                what = "a class without them"
     return [f"{found}: {HOOK_RULE}, and is {what}"] if what else []
 
 
 def _bound(statements: Sequence[ast.stmt]) -> set[str]:
     """The names that definitions and assignments bind."""
-    targets = [target for statement in statements for target in (statement, *getattr(statement, "targets", ()))]
+    targets = [
+        target
+        for statement in statements
+        for target in (statement, *getattr(statement, "targets", ()))
+    ]
     return {getattr(target, "name", getattr(target, "id", "")) for target in targets}
 
 
 def package_of(path: str) -> list[str]:
-    """The top package of a dotted path that lies outside of the modules trusted by default; none if it lies inside."""
+    """The top package of a dotted path that lies outside of the modules trusted by default; none if
+    it lies inside."""
     well_formed = re.fullmatch(_DOTTED_PATH, path)
-    return [path.partition(".")[0]] if well_formed and not is_trusted(path, TRUSTED_MODULES) else []
+    if well_formed and not is_trusted(path, TRUSTED_MODULES):
+        return [path.partition(".")[0]]
+    return []
 
 
 def is_trusted(path: str, modules: Sequence[str]) -> bool:
@@ -141,21 +210,30 @@ def is_trusted(path: str, modules: Sequence[str]) -> bool:
 
 
 def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """The config is written to files, terminals and checkpoints, so secrets must stay in the environment."""
+    """The config is written to files, terminals and checkpoints, so secrets must stay in the
+    environment."""
     hooks = {found.partition(".")[0]: hook for found, hook in hooks_of(config.hooks).items()}
     return [
-        f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put it into the "
-        f"environment: {section}.{path}='${{oc.env:NAME}}'"
+        f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put"
+        f" it into the environment: {section}.{path}='${{oc.env:NAME}}'"
         for section, custom in {**_own_code(config), **hooks}.items()
         for path, value in leaves(custom.all_values())
-        if is_secret(path) and isinstance(value, str) and value and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
+        if is_secret(path)
+        and isinstance(value, str)
+        and value
+        and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
     ]
 
 
-def _further_metrics(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
+def _further_metrics(
+    asked: Config, config: Config, hardware: Hardware, world: World | None
+) -> list[str]:
     if not config.metrics or _has_metrics():
         return []
-    return [f"metrics=[...]: {metrics.LIBRARY} is not installed; run {sys.executable} -m pip install '.[metrics]'"]
+    return [
+        f"metrics=[...]: {metrics.LIBRARY} is not installed; run {sys.executable} -m pip install"
+        " '.[metrics]'"
+    ]
 
 
 def _has_metrics() -> bool:

@@ -41,7 +41,12 @@ def freeze(config: Config) -> str:
         write_text(run_dir / FILE, text)
         for name in (FAILURE, SUMMARY):  # these two describe the latest run only
             (run_dir / name).unlink(missing_ok=True)
-        for name in (FILE, FAILURE, SUMMARY, "metrics.jsonl"):  # of processes that were killed while they wrote
+        for name in (
+            FILE,
+            FAILURE,
+            SUMMARY,
+            "metrics.jsonl",
+        ):  # of processes that were killed while they wrote
             for left in run_dir.glob(f"{name}.part*"):
                 left.unlink(missing_ok=True)
     except OSError as error:
@@ -50,11 +55,16 @@ def freeze(config: Config) -> str:
 
 
 def record_command(run_dir: Path, command: str, hardware: Hardware) -> None:
-    """Adds a command to those of the run directory, with the time (UTC), the revision of the code in the working
-    folder, null if that is no git repository, host, hardware and versions. Raises OSError."""
+    """Adds a command to those of the run directory, with the time (UTC), the revision of the code
+    in the working folder, null if that is no git repository, host, hardware and versions. Raises
+    OSError."""
     started = datetime.datetime.now(datetime.UTC).isoformat()
     line = {"command": command, "started": started, "git_revision": git_revision()}
-    line |= {"host": socket.gethostname(), "hardware": hardware_description(hardware), "versions": versions()}
+    line |= {
+        "host": socket.gethostname(),
+        "hardware": hardware_description(hardware),
+        "versions": versions(),
+    }
     with (run_dir / COMMANDS).open("a") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -62,14 +72,17 @@ def record_command(run_dir: Path, command: str, hardware: Hardware) -> None:
 def git_revision() -> str | None:
     """Of the working folder; None if it has none, or git does not say."""
     try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_SECONDS)
+        asked = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def facts_of_start(run_dir: Path) -> dict[str, Any]:
-    """For summary.json: what `record_command` wrote last, null if it did not, and the seconds since then."""
+    """For summary.json: what `record_command` wrote last, null if it did not, and the seconds since
+    then."""
     try:
         line = json.loads((run_dir / COMMANDS).read_text().splitlines()[-1])
     except (OSError, ValueError, IndexError):
@@ -90,11 +103,14 @@ def to_values(config: Config) -> dict[str, Any]:
 
 
 def not_default(config: Config) -> dict[str, Any]:
-    """The keys of a resolved config, dotted, whose values are neither the default of their option nor what `auto` chose
-    for this hardware; the options that are not the default ones too, as `model: mlp`."""
-    whole, found = Config(), {}
+    """The keys of a resolved config, dotted, whose values are neither the default of their option
+    nor what `auto` chose for this hardware; the options that are not the default ones too, as
+    `model: mlp`."""
+    whole = Config()
+    found = {}
     for section in config.__dataclass_fields__:
-        value, default = getattr(config, section), getattr(whole, section)
+        value = getattr(config, section)
+        default = getattr(whole, section)
         if section in ("run_dir", "reasons", "process_range", "process_counts"):
             continue
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -121,12 +137,15 @@ def _differing(prefix: str, values: dict[str, Any], known: dict[str, Any]) -> di
 
 
 def load_frozen(text: str) -> Config:
-    """Loads what `freeze` wrote, in this version or an earlier one. Raises ConfigError if it is corrupt."""
+    """Loads what `freeze` wrote, in this version or an earlier one. Raises ConfigError if it is
+    corrupt."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError([f"{FILE}: not plain YAML: {' '.join(str(error).split())}"]) from None
-    config, problems = bind_frozen(values) if isinstance(values, dict) else (Config(), [f"{FILE}: not a mapping"])
+    config, problems = (
+        bind_frozen(values) if isinstance(values, dict) else (Config(), [f"{FILE}: not a mapping"])
+    )
     if problems:
         raise ConfigError([f"{FILE}: {problem}" for problem in problems])
     return config

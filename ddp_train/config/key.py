@@ -1,4 +1,5 @@
-"""How a key of the configuration is declared, `lr: float = key(0.05, "learning rate", above=0)`, and its rules."""
+"""How a key of the configuration is declared, `lr: float = key(0.05, "learning rate", above=0)`,
+and its rules."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Any
 
 from ddp_train.text import did_you_mean
 
-LONGEST_NAME, LONGEST_PATH = 255, 4095
+LONGEST_NAME = 255
+LONGEST_PATH = 4095
 """In bytes (linux/limits.h)."""
 LARGEST = 2**63
 """Of what libraries take for a whole number; nothing that a key counts comes near it."""
@@ -22,9 +24,10 @@ AUTO: dict[str, Any] = {"literals": ("auto",)}
 def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
 
-    Rules: `at_least`, `above`, `at_most`, `below` (numbers; of a list, each item), `choices` (all values allowed),
-    `literals` (strings allowed beside numbers or booleans, "auto" for example), `may_be_range` (two numbers, as 2:8),
-    `is_span`, `may_be_empty` and `is_path` (strings). `example` is a value, for messages.
+    Rules: `at_least`, `above`, `at_most`, `below` (numbers; of a list, each item), `choices` (all
+    values allowed), `literals` (strings allowed beside numbers or booleans, "auto" for example),
+    `may_be_range` (two numbers, as 2:8), `is_span`, `may_be_empty` and `is_path` (strings).
+    `example` is a value, for messages.
     """
     metadata = {"meaning": meaning, **rules}
     if isinstance(default, list | dict):
@@ -42,8 +45,12 @@ def broken_rule(value: Any, rules: Any) -> str:
             return f"must be one of {', '.join(allowed)}{did_you_mean(value, list(allowed))}"
         if rules.get("may_be_range") and (":" in value or "literals" not in rules):
             return _broken_range(value, auto="literals" in rules)
-        if rules.get("is_span") and (not (span := range_of(value)) or not 2 <= span.low <= (span.high or 0)):
-            return "must be FIRST:LAST, two numbers from 2 on, as 100:105 (in a YAML file in quotes)"
+        if rules.get("is_span") and (
+            not (span := range_of(value)) or not 2 <= span.low <= (span.high or 0)
+        ):
+            return (
+                "must be FIRST:LAST, two numbers from 2 on, as 100:105 (in a YAML file in quotes)"
+            )
         if "literals" in rules and value not in rules["literals"]:
             kind = "a whole number" if "at_least" in rules else "true, false"
             return f"must be {kind} or {' or '.join(rules['literals'])}"
@@ -60,7 +67,11 @@ def broken_rule(value: Any, rules: Any) -> str:
         ("at_most", "at most", lambda bound: value <= bound),
         ("below", "below", lambda bound: value < bound),
     )
-    broken = [f"{text} {rules[name]}" for name, text, holds in bounds if name in rules and not holds(rules[name])]
+    broken = [
+        f"{text} {rules[name]}"
+        for name, text, holds in bounds
+        if name in rules and not holds(rules[name])
+    ]
     broken = broken or [f"below {LARGEST}"] * (isinstance(value, int) and value >= LARGEST)
     return f"must be {' and '.join(broken)}" if broken else ""
 
@@ -78,7 +89,9 @@ class Range:
 def range_of(value: Any) -> Range | None:
     """The range that a value of the key is; None if it is none."""
     match = PATTERN.fullmatch(value) if isinstance(value, str) else None
-    return Range(int(match[1]), None if match[2] == "auto" else int(match[2])) if match else None
+    if match:
+        return Range(int(match[1]), None if match[2] == "auto" else int(match[2]))
+    return None
 
 
 def _broken_range(value: str, auto: bool) -> str:
@@ -88,6 +101,7 @@ def _broken_range(value: str, auto: bool) -> str:
         also, ends = (", auto,", "2:8 or 2:auto") if auto else (",", "2:3")
         return f"must be a whole number{also} or a range LOW:HIGH, as {ends}"
     if not found.low or (found.high is not None and found.high < found.low):
-        low, high = max(1, min(found.low, found.high or 1)), max(found.low, found.high or 1)
+        low = max(1, min(found.low, found.high or 1))
+        high = max(found.low, found.high or 1)
         return f"must be a range LOW:HIGH with LOW at least 1, and at most HIGH; use {low}:{high}"
     return ""

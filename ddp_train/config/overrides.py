@@ -1,8 +1,9 @@
-"""From the overrides of a command line and the presets (conf/) to one Config, with every problem found on the way.
+"""From the overrides of a command line and the presets (conf/) to one Config, with every problem
+found on the way.
 
-Hydra composes; OmegaConf converts the types. Both stop at the first error, so values are passed to Hydra as
-`++key=value` and bound to the schema one by one here: a user sees all mistakes at once. Hydra is imported where it is
-needed: workers load a frozen config, and start without Hydra.
+Hydra composes; OmegaConf converts the types. Both stop at the first error, so values are passed to
+Hydra as `++key=value` and bound to the schema one by one here: a user sees all mistakes at once.
+Hydra is imported where it is needed: workers load a frozen config, and start without Hydra.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ STUDY = "study"
 LONGEST = 200
 """Letters of a key, and of a word in a message."""
 SCHEMA = "_schema"
-"""Where Hydra finds the defaults of the schema: `_schema/optimizer/adam` before conf/optimizer/adam.yaml."""
+"""Where Hydra finds the defaults of the schema: `_schema/optimizer/adam` before
+conf/optimizer/adam.yaml."""
 
 
 @dataclasses.dataclass
@@ -59,11 +61,13 @@ class Overrides:
     config: Path | None = None
     """`config=FILE`: the config of an earlier run, which the other words change."""
     swept: dict[str, list[str]] = dataclasses.field(default_factory=dict)
-    """Sweeps: the key or group and its values as typed; none for an interval, which a sweeper draws from."""
+    """Sweeps: the key or group and its values as typed; none for an interval, which a sweeper draws
+    from."""
 
 
 def read_overrides(program: Program, arguments: list[str], sweep: bool = False) -> Overrides:
-    """Checks overrides (arguments without a dash) one by one; several values are allowed only in a `sweep`."""
+    """Checks overrides (arguments without a dash) one by one; several values are allowed only in a
+    `sweep`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -73,13 +77,19 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
             override = OverridesParser.create().parse_override(quoted(argument))
             if not override.key_or_group:
                 raise HydraException
-        except (HydraException, RecursionError, ValueError):  # ValueError: Python reads no integers of 4,300 digits
+        except (
+            HydraException,
+            RecursionError,
+            ValueError,
+        ):  # ValueError: Python reads no integers of 4,300 digits
             if remedy := in_quotes(argument):
                 read.problems.append(f"{argument}: {remedy}")
                 continue
             problem = f"{shortened(argument)}: not of the form key=value"
             guess = did_you_mean(argument, COMMANDS) if argument == arguments[0] else ""
-            read.problems.append(problem + (unclosed(argument) if "=" in argument else f", '=' is missing{guess}"))
+            read.problems.append(
+                problem + (unclosed(argument) if "=" in argument else f", '=' is missing{guess}")
+            )
             continue
         if len(override.key_or_group) > LONGEST:  # Hydra would look for a file of that name
             read.problems.append(f"{shortened(argument)}: no such key")
@@ -87,10 +97,14 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
         _read_override(program, override, sweep, read)
     _drop_sections(read)
     for section, target, source in _own_classes(program, read):
-        chosen = read.choices.setdefault(section, "custom") if not source else read.choices.get(section, "custom")
+        if not source:
+            chosen = read.choices.setdefault(section, "custom")
+        else:
+            chosen = read.choices.get(section, "custom")
         if chosen != "custom":
             read.problems.append(
-                f"{section}._target_={shown(target)}{source}: contradicts {section}={chosen}; give one of them"
+                f"{section}._target_={shown(target)}{source}: contradicts {section}={chosen}; give"
+                " one of them"
             )
         if f"{section}=custom" not in read.arguments:
             read.arguments.insert(0, f"{section}=custom")
@@ -98,35 +112,54 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
 
 
 def _drop_sections(read: Overrides) -> None:
-    """Takes out values of sections, with a problem for each: another word would make a section of it again, unseen. And
-    keys of what is a list, which Hydra cannot merge with it."""
+    """Takes out values of sections, with a problem for each: another word would make a section of
+    it again, unseen. And keys of what is a list, which Hydra cannot merge with it."""
     for name, value in read.given.items():
         if problem := no_list(name, value):
             read.problems.append(problem)
             read.arguments = [word for word in read.arguments if not word.startswith(f"++{name}=")]
             continue
-        others = (*read.given, *read.swept, *(all_keys() if isinstance(value, list) else ()))  # Hydra merges no list
+        others = (
+            *read.given,
+            *read.swept,
+            *(all_keys() if isinstance(value, list) else ()),
+        )  # Hydra merges no list
         below = next((key for key in others if key.startswith(f"{name}.")), None)
         if below and not isinstance(value, dict) and not no_list(below, None):
-            read.problems.append(f"{name}={shown(value)}: is a section; set one of its keys, {below}=...")
+            read.problems.append(
+                f"{name}={shown(value)}: is a section; set one of its keys, {below}=..."
+            )
             read.arguments = [word for word in read.arguments if not word.startswith(f"++{name}=")]
 
 
 def shortened(text: str) -> str:
     """For a message: a word may be as long as a file."""
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}... ({len(text):,} characters)"
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]}... ({len(text):,} characters)"
 
 
 def _own_classes(program: Program, read: Overrides) -> Iterator[tuple[str, Any, str]]:
-    """The sections for which the command line or a preset names a class: the section, the class, and the preset."""
-    of_presets, problems = {}, list[str]()
-    chosen_options = [*((group, read.choices.get(group)) for group in PRESETS), *read.choices.items()]
+    """The sections for which the command line or a preset names a class: the section, the class,
+    and the preset."""
+    of_presets = {}
+    problems = list[str]()
+    chosen_options = [
+        *((group, read.choices.get(group)) for group in PRESETS),
+        *read.choices.items(),
+    ]
     for group, path, content in chosen_presets(program, chosen_options, problems):
         if group not in PRESETS:
             continue
-        chosen = {key for line in content.get("defaults") or [] if isinstance(line, dict) for key in line}
+        chosen = {
+            key for line in content.get("defaults") or [] if isinstance(line, dict) for key in line
+        }
         for section, values in content.items():
-            if isinstance(values, dict) and values.get("_target_") and f"override /{section}" not in chosen:
+            if (
+                isinstance(values, dict)
+                and values.get("_target_")
+                and f"override /{section}" not in chosen
+            ):
                 of_presets[section] = values["_target_"], f" (in {program.shown(path)})"
     if problems:  # Hydra would stop at the first of them
         raise ConfigError([*read.problems, *problems])
@@ -139,14 +172,21 @@ def _own_classes(program: Program, read: Overrides) -> Iterator[tuple[str, Any, 
 def _read_override(program: Program, override: Override, sweep: bool, read: Overrides) -> None:
     from hydra.core.override_parser.types import Glob
 
-    argument, name = override.input_line or "", override.key_or_group
+    argument = override.input_line or ""
+    name = override.key_or_group
     is_group = program.is_group(name)
     if name.split(".")[0].split("/")[0] == "hydra":
-        foreign = [text for key, text in leaves(override.value(), name) if _names_code(key) and _is_foreign(text)]
+        foreign = [
+            text
+            for key, text in leaves(override.value(), name)
+            if _names_code(key) and _is_foreign(text)
+        ]
         if foreign:
             read.problems.append(f"{argument}: loads code from outside hydra: {foreign[0]}")
         elif not sweep:
-            read.problems.append(f"{argument}: Hydra's own keys act on sweeps only; add -m, or leave it out")
+            read.problems.append(
+                f"{argument}: Hydra's own keys act on sweeps only; add -m, or leave it out"
+            )
         else:
             read.arguments.append(argument)
     elif override.is_delete():
@@ -159,14 +199,23 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
         else:
             read.swept[name] = list(override.sweep_string_iterator()) if countable else []
         if is_glob and not is_group:
-            read.problems.append(f"{argument}: glob() chooses options of a group, and {name} is none; name the values")
-        elif name == "optimizer" and (targets := torch_optimizers(read.swept[name], program.options(name))):
-            read.problems.append(f"{argument}: sweep over torch's own by {name}._target_={','.join(targets)}")
+            read.problems.append(
+                f"{argument}: glob() chooses options of a group, and {name} is none; name the"
+                " values"
+            )
+        elif name == "optimizer" and (
+            targets := torch_optimizers(read.swept[name], program.options(name))
+        ):
+            read.problems.append(
+                f"{argument}: sweep over torch's own by {name}._target_={','.join(targets)}"
+            )
         elif sweep:
             read.arguments.append(argument if is_group else "++" + argument.lstrip("+"))
         elif name in MULTIPLE_CHOICE:
             several = ",".join(read.swept[name])
-            read.problems.append(f"{argument}: for several at once, use {name}=[{several}]; for a sweep, add -m")
+            read.problems.append(
+                f"{argument}: for several at once, use {name}=[{several}]; for a sweep, add -m"
+            )
         else:
             remedy = f"add -m to sweep over them, or quote them: {name}='...'"
             read.problems.append(f"{argument}: several values; {remedy}")
@@ -180,10 +229,16 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
     elif is_group:
         _read_choice(program, name, override.value(), argument, read)
     elif program.own and "." not in name and (program.own / name).is_dir():
-        rule = f"a folder of your own is a group only if it has the name of one: {', '.join(program.groups())}"
+        rule = (
+            "a folder of your own is a group only if it has the name of one:"
+            f" {', '.join(program.groups())}"
+        )
         read.problems.append(f"{argument}: {program.own / name} is no group; {rule}")
     elif name.endswith(".name") and program.is_group(name[:-5]):
-        read.problems.append(f"{argument}: an option is chosen by its group; use {name[:-5]}={shown(override.value())}")
+        read.problems.append(
+            f"{argument}: an option is chosen by its group; use"
+            f" {name[:-5]}={shown(override.value())}"
+        )
     else:
         read.given[name] = override.value()
         read.arguments.append("++" + argument.lstrip("+"))
@@ -217,7 +272,10 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
         own = option.get("_target_", wrong[0]) if isinstance(option, dict) else wrong[0]
         guess = f"; for your own class use {group}._target_={own}"
     else:
-        guess = f"; did you mean {same[0]}?" if same else did_you_mean("" if option is None else wrong[0], options)
+        if same:
+            guess = f"; did you mean {same[0]}?"
+        else:
+            guess = did_you_mean("" if option is None else wrong[0], options)
     read.problems.append(f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}")
 
 
@@ -233,8 +291,8 @@ def _is_foreign(path: Any) -> bool:
 def register_schema(program: Program) -> None:
     """Tells Hydra the default of every key, so that a preset holds only what it changes.
 
-    conf/config.yaml merges `_schema/GROUP/OPTION` before conf/GROUP/OPTION.yaml. An option that the schema does not
-    know (model=resnet50) has the defaults of the option that its `name` says.
+    conf/config.yaml merges `_schema/GROUP/OPTION` before conf/GROUP/OPTION.yaml. An option that the
+    schema does not know (model=resnet50) has the defaults of the option that its `name` says.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -248,15 +306,17 @@ def register_schema(program: Program) -> None:
             if schema := schemas.get(schema_name(program, group, path) or ""):
                 node = dataclasses.asdict(schema())
                 if issubclass(schema, CustomConfig):
-                    node = {"name": "custom", "_target_": None} | {name: node[name] for name in own_keys(schema)}
+                    node = {"name": "custom", "_target_": None} | {
+                        name: node[name] for name in own_keys(schema)
+                    }
                 store.store(group=f"{SCHEMA}/{group}", name=path.stem, node=node)
 
 
 def compose(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
     """The composed configuration as plain data, and the option of each group.
 
-    Raises HydraException or OmegaConfBaseException where a file under conf/ cannot be composed, ConfigError where a
-    variable of the environment is missing.
+    Raises HydraException or OmegaConfBaseException where a file under conf/ cannot be composed,
+    ConfigError where a variable of the environment is missing.
     """
     import hydra
 
@@ -276,12 +336,13 @@ def compose(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dic
 def read_config(
     program: Program, overrides: Overrides, adopted: dict[str, Any] | None = None
 ) -> tuple[Config, list[str]]:
-    """Composes and binds. Returns the config (its defaults where a value was wrong) and all problems.
+    """Composes and binds. Returns the config (its defaults where a value was wrong) and all
+    problems.
 
-    `adopted` holds sections and keys that replace the composed ones, unless the command line chose their option or gave
-    the key: an evaluation adopts the model, the data and the metrics of its checkpoint; all of a file is adopted with
-    `config=FILE`. Code that is adopted must be in `trusted_modules`; what the command line and conf/ name is trusted
-    (SECURITY.md).
+    `adopted` holds sections and keys that replace the composed ones, unless the command line chose
+    their option or gave the key: an evaluation adopts the model, the data and the metrics of its
+    checkpoint; all of a file is adopted with `config=FILE`. Code that is adopted must be in
+    `trusted_modules`; what the command line and conf/ name is trusted (SECURITY.md).
     """
     from hydra.errors import HydraException
 
@@ -291,39 +352,55 @@ def read_config(
         return Config(), [*overrides.problems, *error.problems]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         no_lists = [
-            problem for name, value in overrides.given.items() if (problem := no_list(name, value, of_any=True))
+            problem
+            for name, value in overrides.given.items()
+            if (problem := no_list(name, value, of_any=True))
         ]
         message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        message = re.sub(r"^Error merging override \++|\s+full_key: .*$", "", message, flags=re.DOTALL)  # both untyped
-        message = message.replace("list index out of range", "the list has no such item; give it whole")
+        message = re.sub(
+            r"^Error merging override \++|\s+full_key: .*$", "", message, flags=re.DOTALL
+        )  # both untyped
+        message = message.replace(
+            "list index out of range", "the list has no such item; give it whole"
+        )
         where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
         return Config(), [*overrides.problems, *(no_lists or [where + " ".join(message.split())])]
     values.pop(reuse.KEY, None)
-    unused = [problem for choice, problem in program.unusable().items() if choice in choices.items()]
+    unused = [
+        problem for choice, problem in program.unusable().items() if choice in choices.items()
+    ]
     ground, unread = reuse.named_config(overrides.config) if overrides.config else ({}, [])
     unread += [
-        f"{group}={overrides.choices[group]}: contradicts {reuse.KEY}={overrides.config}, which is a whole run; give "
-        "one of them, and single keys beside it"
+        f"{group}={overrides.choices[group]}: contradicts {reuse.KEY}={overrides.config}, which is"
+        " a whole run; give one of them, and single keys beside it"
         for group in PRESETS
         if overrides.config and overrides.choices.get(group, "None") != "None"
     ]
     adopted = {**ground, **(adopted or {})}
-    from_elsewhere = {section for section in adopted if section not in {**overrides.choices, **overrides.given}}
+    from_elsewhere = {
+        section for section in adopted if section not in {**overrides.choices, **overrides.given}
+    }
     for section in from_elsewhere:
         values[section] = copy.deepcopy(adopted[section])
     for dotted, value in overrides.given.items():
         section, _, name = dotted.partition(".")
         if name and section in from_elsewhere and isinstance(values[section], dict):
             _set(section, values[section], name, value)
-    for one, other, off in (("warmup_steps", "warmup_epochs", None), ("warmup_epochs", "warmup_steps", 0)):
+    for one, other, off in (
+        ("warmup_steps", "warmup_epochs", None),
+        ("warmup_epochs", "warmup_steps", 0),
+    ):
         typed = f"schedule.{one}" in overrides.given and f"schedule.{other}" not in overrides.given
         if typed and isinstance(values.get("schedule"), dict):
             values["schedule"][other] = off  # of a preset: two names of one thing
     config, problems = bind(values)
-    config.trusted_modules = list(dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)]))
+    config.trusted_modules = list(
+        dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)])
+    )
     told = {problem.split(":")[0] for problem in overrides.problems}
     located = [
-        as_typed(problem, overrides.given) + _origin(program, overrides, choices, problem.split("=")[0])
+        as_typed(problem, overrides.given)
+        + _origin(program, overrides, choices, problem.split("=")[0])
         for problem in problems
         if problem.split(":")[0] not in told
     ]
@@ -331,9 +408,12 @@ def read_config(
 
 
 def _set(section: str, content: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a key of an adopted section; of your own class an argument. name: dotted, if it is inside a mapping."""
+    """Sets a key of an adopted section; of your own class an argument. name: dotted, if it is
+    inside a mapping."""
     *outer, last = name.split(".")
-    if content.get("name") == CustomConfig.name and [*outer, last][0] not in own_keys(OPTIONS[section]["custom"]):
+    if content.get("name") == CustomConfig.name and [*outer, last][0] not in own_keys(
+        OPTIONS[section]["custom"]
+    ):
         content = content["arguments"]
     for part in outer:
         content = content.setdefault(part, {})
@@ -345,14 +425,25 @@ def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
     sections = [getattr(config, section) for section in OPTIONS if section not in from_elsewhere]
     if "metrics" not in from_elsewhere:
         sections += [further.custom for further in metrics.further(config)]
-    paths = [path for section in sections if isinstance(section, CustomConfig) for _, path in section.code()]
-    paths += [hook.target for hook in hooks_of(config.hooks).values()] if "hooks" not in from_elsewhere else []
+    paths = [
+        path
+        for section in sections
+        if isinstance(section, CustomConfig)
+        for _, path in section.code()
+    ]
+    paths += (
+        [hook.target for hook in hooks_of(config.hooks).values()]
+        if "hooks" not in from_elsewhere
+        else []
+    )
     return [package for path in paths for package in package_of(path)]
 
 
 def _origin(program: Program, overrides: Overrides, choices: dict[str, str], dotted: str) -> str:
     """The file under conf/ that gave a key its value, where the command line did not."""
-    if dotted in overrides.choices or any(f"{key}.".startswith(f"{dotted}.") for key in overrides.given):
+    if dotted in overrides.choices or any(
+        f"{key}.".startswith(f"{dotted}.") for key in overrides.given
+    ):
         return ""
     section, _, name = dotted.rpartition(".")
     chosen = [(program.file(group, choices.get(group)), section) for group in reversed(PRESETS)]

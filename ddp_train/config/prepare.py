@@ -42,35 +42,57 @@ class Prepared:
 
 
 def prepare(
-    program: Program, overrides: list[str], world: World | None, run_dir: str | None = None, shared_by: int = 1
+    program: Program,
+    overrides: list[str],
+    world: World | None,
+    run_dir: str | None = None,
+    shared_by: int = 1,
 ) -> Prepared:
     """Composes, checks and freezes the config. Raises ConfigError with every problem.
 
-    run_dir: the directory of a sweep's trial, in place of the one among the overrides. shared_by: the number of trials
-    that have the cores of this host among them.
+    run_dir: the directory of a sweep's trial, in place of the one among the overrides. shared_by:
+    the number of trials that have the cores of this host among them.
     """
     read = read_overrides(program, overrides)
     if world:  # these are torchrun's, whatever the config of an earlier run says
-        read.given = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_restarts": 0} | read.given
+        read.given = {
+            "launch.nproc_per_node": "auto",
+            "launch.nnodes": 1,
+            "launch.max_restarts": 0,
+        } | read.given
     config, problems = read_run(program, read)
     if run_dir:
         config = replace(config, run_dir=run_dir)
     prepared = _locked_and_frozen(config, problems, world, program.command(overrides), shared_by)
     if config.uses_trained and read.choices.get("experiment", "None") != "None":
-        theirs = "model, task, data and metrics are those of the checkpoint; type the keys that shall differ"
-        prepared.notices.append(f"experiment={read.choices['experiment']} with mode={config.mode}: {theirs}")
+        theirs = (
+            "model, task, data and metrics are those of the checkpoint; type the keys that shall"
+            " differ"
+        )
+        prepared.notices.append(
+            f"experiment={read.choices['experiment']} with mode={config.mode}: {theirs}"
+        )
     return prepared
 
 
 def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]:
-    """The config, composed and bound, and all problems. What is done with a trained model gets model, task and data of
-    its checkpoint, a run that resumes what it had."""
+    """The config, composed and bound, and all problems. What is done with a trained model gets
+    model, task and data of its checkpoint, a run that resumes what it had."""
     config, problems = read_config(program, overrides)
     if config.uses_trained and (adopted := adopted_sections(Path(config.checkpoint.resume))):
-        # With the problems of the second reading only: a key may belong to the option that is adopted.
+        # With the problems of the second reading only: a key may belong to the option that is
+        # adopted.
         return read_config(program, overrides, adopted)
-    if config.run_dir and config.mode == "train" and config.checkpoint.resume == "auto" and not overrides.config:
-        chosen = overrides.choices.keys() & {*OPTIONS, *PRESETS}  # then the words say all of it, as at its start
+    if (
+        config.run_dir
+        and config.mode == "train"
+        and config.checkpoint.resume == "auto"
+        and not overrides.config
+    ):
+        chosen = overrides.choices.keys() & {
+            *OPTIONS,
+            *PRESETS,
+        }  # then the words say all of it, as at its start
         if not chosen and (ground := held_config(Path(config.run_dir))):
             return read_config(program, overrides, ground)
     if (
@@ -79,7 +101,8 @@ def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]
         and config.checkpoint.resume != "never"
         and config.data.decode == "auto"
     ):
-        # Other hardware may choose another decoder, with slightly different pixels: a run keeps its own.
+        # Other hardware may choose another decoder, with slightly different pixels: a run keeps its
+        # own.
         before = manifest_config(Path(config.run_dir)).get("data", {})
         if before.get("name") == config.data.name:
             config.data = replace(config.data, decode=before.get("decode", "auto"))
@@ -89,7 +112,8 @@ def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]
 def resolve_and_check(
     config: Config, world: World | None, hardware: Hardware | None = None
 ) -> tuple[Config, list[str]]:
-    """The config without `auto`, as this hardware will run it, and everything that is wrong with it."""
+    """The config without `auto`, as this hardware will run it, and everything that is wrong with
+    it."""
     problems = check_rules(config)
     if problems:  # checks on values that break their rules would only repeat them
         return config, problems
@@ -110,36 +134,53 @@ def _locked_and_frozen(
     notes = notices(config, resolved)
     if world is None and int(resolved.launch.nnodes) > 1:
         return Prepared(resolved, "", notes)
-    if resolved.mode == "doctor":  # it may examine while a run is in that directory, and leaves that run's files alone
+    if (
+        resolved.mode == "doctor"
+    ):  # it may examine while a run is in that directory, and leaves that run's files alone
         return Prepared(resolved, to_text(resolved), notes)
     held = lock_run_dir(resolved, world)
     before = held_run(resolved)
     if before and (other := changed(before, resolved)):
         notes.append(f"run_dir={resolved.run_dir} resumes with other values: {', '.join(other)}")
-    if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not (world and world.attempt):
+    if (
+        resolved.mode == "train"
+        and resolved.checkpoint.resume == "never"
+        and not (world and world.attempt)
+    ):
         notes += archive_previous_run(Path(str(resolved.run_dir)))
     text = freeze(resolved)
     try:
         record_command(Path(str(resolved.run_dir)), command, hardware)
     except OSError as error:
         raise unwritten(resolved.run_dir, error) from None
-    return Prepared(resolved, text, notes, held, partial(at_another_number, config, resolved, hardware))
+    return Prepared(
+        resolved, text, notes, held, partial(at_another_number, config, resolved, hardware)
+    )
 
 
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
-    """Raises ConfigError, naming the holder, if another run works in the run directory, or if it is a sweep's."""
+    """Raises ConfigError, naming the holder, if another run works in the run directory, or if it is
+    a sweep's."""
     if is_of_sweep(Path(str(config.run_dir))):
         remedy = f"to resume a trial use run_dir={config.run_dir}/NUMBER, else name another one"
-        raise ConfigError([f"run_dir={config.run_dir}: is the folder of a sweep, whose page would be lost; {remedy}"])
-    # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL comes 30 s after SIGTERM.
-    # A file server frees the lock of a host that is gone when its lease ends (NFSv4: 90 s).
+        raise ConfigError(
+            [
+                f"run_dir={config.run_dir}: is the folder of a sweep, whose page would be lost;"
+                f" {remedy}"
+            ]
+        )
+    # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL comes
+    # 30 s after SIGTERM. A file server frees the lock of a host that is gone when its lease ends
+    # (NFSv4: 90 s).
     patience_seconds = 35.0 if world and (world.attempt or world.hosts > 1) else 0.0
     patience_seconds = 120.0 if world and config.host_range else patience_seconds
     try:
         return run_lock.acquire(Path(str(config.run_dir)) / run_lock.FILE, patience_seconds)
     except run_lock.LockHeldError as error:
         remedy = "wait for it, stop it, or name another run_dir"
-        raise ConfigError([f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]) from None
+        raise ConfigError(
+            [f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]
+        ) from None
     except OSError as error:
         raise unwritten(config.run_dir, error) from None
 
@@ -149,27 +190,50 @@ SWEEP_RESULTS = "results.jsonl"
 
 
 def is_of_sweep(folder: Path) -> bool:
-    """Whether the first row of a file of that name, which may be the user's own, is one of a trial."""
+    """Whether the first row of a file of that name, which may be the user's own, is one of a
+    trial."""
     with contextlib.suppress(OSError, ValueError), (folder / SWEEP_RESULTS).open() as file:
         return '"trial":' in file.readline()
     return False
 
 
-LEFT_BY_RUNS = ("checkpoints", "metrics.jsonl", COMMANDS, "trackers.json", "tensorboard", "timeline.json", LOST_HOSTS)
+LEFT_BY_RUNS = (
+    "checkpoints",
+    "metrics.jsonl",
+    COMMANDS,
+    "trackers.json",
+    "tensorboard",
+    "timeline.json",
+    LOST_HOSTS,
+)
 
 
 def archive_previous_run(run_dir: Path) -> list[str]:
-    """Renames the files of a run that is not resumed, so that nothing is lost or mistaken for new. Returns a notice."""
+    """Renames the files of a run that is not resumed, so that nothing is lost or mistaken for new.
+    Returns a notice."""
     left = [path for name in LEFT_BY_RUNS if (path := run_dir / name).exists()]
     number = next(n for n in itertools.count(1) if not any(run_dir.glob(f"*_before_{n}*")))
     aside = [path.rename(path.with_stem(f"{path.stem}_before_{number}")) for path in left]
     names = ", ".join(path.name for path in aside)
-    return [f"checkpoint.resume=never: files of an earlier run in {run_dir} were renamed to {names}"] if left else []
+    if left:
+        return [
+            f"checkpoint.resume=never: files of an earlier run in {run_dir} were renamed to {names}"
+        ]
+    return []
 
 
 def adopted_sections(resume: Path) -> dict[str, Any]:
-    """Model, task, data and further metrics, as a checkpoint's manifest has them; {} if there is none."""
+    """Model, task, data and further metrics, as a checkpoint's manifest has them; {} if there is
+    none."""
     frozen = manifest_config(resume)
     if "data" in frozen:  # where its samples are held and decoded depends on this hardware
-        frozen["data"] = {name: value for name, value in frozen["data"].items() if name not in ("placement", "decode")}
-    return {section: frozen[section] for section in ("model", "task", "data", "metrics") if section in frozen}
+        frozen["data"] = {
+            name: value
+            for name, value in frozen["data"].items()
+            if name not in ("placement", "decode")
+        }
+    return {
+        section: frozen[section]
+        for section in ("model", "task", "data", "metrics")
+        if section in frozen
+    }

@@ -1,4 +1,5 @@
-"""How this program was started, how it starts itself again, and where its presets lie. Torch-free."""
+"""How this program was started, how it starts itself again, and where its presets lie.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ CONFIG_DIR = ("-cd", "--config-dir")
 PRESETS = ("experiment", "debug")
 """Groups of whole runs, of which none need be chosen: their files set keys of all sections."""
 CLOSE = 0.8
-"""The likeness of two names from which one is a typo of the other: modle is, and traces is no tracker."""
+"""The likeness of two names from which one is a typo of the other: modle is, and traces is no
+tracker."""
 PACKAGE_LINE = "# @package _global_"
 FOLDER = "conf"
 """Your own presets: in the working folder, or beside launch.py."""
@@ -32,7 +34,8 @@ class Program:
     script: Path = PACKAGE / "__main__.py"
     """What Python is given for the same: from any folder, by torchrun too."""
     import_path: Path | None = None
-    """The folder of a checkout, from which workers import this package first; None: it is installed."""
+    """The folder of a checkout, from which workers import this package first; None: it is
+    installed."""
     presets: Path = PACKAGE / FOLDER
     own: Path | None = None
     """Your own presets, in the same groups."""
@@ -58,7 +61,8 @@ class Program:
         return [self.presets, *([self.own] if self.own else [])]
 
     def groups(self) -> list[str]:
-        """The groups of this program, those within hydra too. Your own folder can add options, but no group."""
+        """The groups of this program, those within hydra too. Your own folder can add options, but
+        no group."""
         found = {path.parent for path in self.presets.rglob("*.yaml")} - {self.presets}
         return sorted(path.relative_to(self.presets).as_posix() for path in found)
 
@@ -72,7 +76,9 @@ class Program:
     def _files(self, group: str) -> Iterator[Path]:
         for folder in self.folders():
             found = (folder / group).glob("[!.]*.yaml")
-            yield from (path for path in found if folder == self.presets or not self._problem(group, path))
+            yield from (
+                path for path in found if folder == self.presets or not self._problem(group, path)
+            )
 
     def options(self, group: str) -> list[str]:
         return [path.stem for path in self.files(group)]
@@ -83,36 +89,57 @@ class Program:
 
     def shown(self, path: Path) -> str:
         """A file of a preset, for messages: your own as it was named, ours from the package on."""
-        return str(path if self.own and path.is_relative_to(self.own) else path.relative_to(self.presets.parent.parent))
+        return str(
+            path
+            if self.own and path.is_relative_to(self.own)
+            else path.relative_to(self.presets.parent.parent)
+        )
 
     def check(self) -> None:
-        """Raises ConfigError for a folder of your own that there is not, or a file in it that would act on all commands
-        and is ignored. A file that one chooses stops those commands alone that do: `unusable`."""
+        """Raises ConfigError for a folder of your own that there is not, or a file in it that would
+        act on all commands and is ignored. A file that one chooses stops those commands alone that
+        do: `unusable`."""
         if not self.own:
             return
         if not self.own.is_dir():
-            raise ConfigError([f"{CONFIG_DIR[1]}={self.own}: no such folder; name one with experiment/NAME.yaml in it"])
+            raise ConfigError(
+                [
+                    f"{CONFIG_DIR[1]}={self.own}: no such folder; name one with"
+                    " experiment/NAME.yaml in it"
+                ]
+            )
         if (self.own / "config.yaml").exists():
-            remedy = f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that: experiment=NAME"
-            raise ConfigError([f"{self.own}/config.yaml: ddp_train has a config.yaml of its own; {remedy}"])
+            remedy = (
+                f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that:"
+                " experiment=NAME"
+            )
+            raise ConfigError(
+                [f"{self.own}/config.yaml: ddp_train has a config.yaml of its own; {remedy}"]
+            )
 
     def unusable(self) -> dict[tuple[str, str], str]:
-        """Files of your own that would be ignored, or do less than they say: the group and option by which one would
-        choose it, and why. They have the name of one of ours, no group reads them, or what they set would stand under
-        the name of their group."""
+        """Files of your own that would be ignored, or do less than they say: the group and option
+        by which one would choose it, and why. They have the name of one of ours, no group reads
+        them, or what they set would stand under the name of their group."""
         found: dict[tuple[str, str], str] = {}
         groups = self.groups() if self.own else []
         for path in sorted(self.own.rglob("*.y*ml")) if self.own else ():
             group = path.relative_to(self.own or "").parent.as_posix()
             meant = difflib.get_close_matches(group, groups, n=1, cutoff=CLOSE)
-            if path.name.startswith(".") or (path.suffix == ".yml" and path.with_suffix(".yaml").exists()):
+            if path.name.startswith(".") or (
+                path.suffix == ".yml" and path.with_suffix(".yaml").exists()
+            ):
                 continue  # what an editor leaves, or another program's
             if group not in groups and meant:
                 if path.stem in self.options(meant[0]):
                     continue  # that one is chosen
-                found[meant[0], path.stem] = f"{path}: there is no group {group}; did you mean {meant[0]}?"
+                found[meant[0], path.stem] = (
+                    f"{path}: there is no group {group}; did you mean {meant[0]}?"
+                )
             elif path.suffix == ".yml" and group in groups:
-                found[group, path.stem] = f"{path}: only *.yaml is read; rename it to {path.stem}.yaml"
+                found[group, path.stem] = (
+                    f"{path}: only *.yaml is read; rename it to {path.stem}.yaml"
+                )
             elif group in groups and (problem := self._problem(group, path)):
                 found[group, path.stem] = problem
         return found
@@ -122,7 +149,9 @@ class Program:
         if group in PRESETS and not sets_a_run(path.read_text(errors="replace")):
             return f"{path}: its first line must be `{PACKAGE_LINE}`, to set keys of a run"
         is_ours = (self.presets / group / path.name).exists()
-        return f"{path}: ddp_train has {group}={path.stem} of its own; rename it" if is_ours else ""
+        if is_ours:
+            return f"{path}: ddp_train has {group}={path.stem} of its own; rename it"
+        return ""
 
 
 def sets_a_run(text: str) -> bool:
@@ -132,7 +161,8 @@ def sets_a_run(text: str) -> bool:
 
 
 def started(script: Path | None, argv: list[str]) -> tuple[Program, list[str]]:
-    """This program, by how it was started, and the words without those that name a folder of presets.
+    """This program, by how it was started, and the words without those that name a folder of
+    presets.
 
     script: launch.py; None: as a module, or by its command. Raises ConfigError.
     """
@@ -140,8 +170,14 @@ def started(script: Path | None, argv: list[str]) -> tuple[Program, list[str]]:
     checkout = script.parent if script else PACKAGE.parent
     beside = [Path(FOLDER), *([Path(os.path.relpath(script.parent / FOLDER))] if script else [])]
     unnamed = [path for path in beside if path.is_dir() and path.resolve() != PACKAGE / FOLDER]
-    others = [path for path in unnamed if (path / "config.yaml").exists()] if named is None else []
-    own = Path(named) if named is not None else next((path for path in unnamed if path not in others), None)
+    if named is None:
+        others = [path for path in unnamed if (path / "config.yaml").exists()]
+    else:
+        others = []
+    if named is not None:
+        own = Path(named)
+    else:
+        own = next((path for path in unnamed if path not in others), None)
     remedy = f"name presets of yours with {CONFIG_DIR[1]}=FOLDER"
     program = Program(
         typed=typed(),
@@ -149,13 +185,18 @@ def started(script: Path | None, argv: list[str]) -> tuple[Program, list[str]]:
         import_path=None if checkout.name in ("site-packages", "dist-packages") else checkout,
         own=own,
         own_is_named=named is not None,
-        notes=tuple(f"{other} is another program's, for it has a config.yaml: not used; {remedy}" for other in others),
+        notes=tuple(
+            f"{other} is another program's, for it has a config.yaml: not used; {remedy}"
+            for other in others
+        ),
     )
     program.check()
     if unusable := [*program.unusable().values()]:
         others = f", nor are {len(unusable) - 1} others" if len(unusable) > 1 else ""
         whose = f"if {own} belongs to another program, {remedy}"
-        program = replace(program, notes=(*program.notes, f"{unusable[0]}; not used until then{others}; {whose}"))
+        program = replace(
+            program, notes=(*program.notes, f"{unusable[0]}; not used until then{others}; {whose}")
+        )
     import_from_working_folder()
     return program, words
 
@@ -174,7 +215,9 @@ def typed() -> str:
 
 def _without_config_dir(argv: list[str]) -> tuple[list[str], str | None]:
     """The words without `--config-dir DIR` and the like, and the folder that they name last."""
-    words, named, rest = [], None, iter(argv)
+    words = []
+    named = None
+    rest = iter(argv)
     for word in rest:
         flag, equals, folder = word.partition("=")
         if flag not in CONFIG_DIR:
@@ -187,8 +230,8 @@ def _without_config_dir(argv: list[str]) -> tuple[list[str], str | None]:
 
 
 def import_from_working_folder() -> None:
-    """Your own packages are imported from the folder that you stand in, after all that is installed: a file yaml.py
-    there hides nothing."""
+    """Your own packages are imported from the folder that you stand in, after all that is
+    installed: a file yaml.py there hides nothing."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)

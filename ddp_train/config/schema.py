@@ -1,9 +1,10 @@
 """The whole configuration: its sections with one schema, and the groups with several options.
 
-A group with several options (`model=cnn|mlp|...`) has a module in options/ with one dataclass per option, whose `name`
-is the option's name, and a tuple of them at its end. Facts that other modules ask about an option (does it have a fused
-implementation? how large is the data set?) are attributes and methods of its class, never tables elsewhere. Attributes
-without annotation are no keys: they hold what is true of options that have no such key.
+A group with several options (`model=cnn|mlp|...`) has a module in options/ with one dataclass per
+option, whose `name` is the option's name, and a tuple of them at its end. Facts that other modules
+ask about an option (does it have a fused implementation? how large is the data set?) are attributes
+and methods of its class, never tables elsewhere. Attributes without annotation are no keys: they
+hold what is true of options that have no such key.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 from ddp_train.config.key import AUTO, key
-from ddp_train.config.options.custom import CustomConfig, CustomDataConfig, CustomModelConfig, CustomOptimizerConfig
+from ddp_train.config.options.custom import (
+    CustomConfig,
+    CustomDataConfig,
+    CustomModelConfig,
+    CustomOptimizerConfig,
+)
 from ddp_train.config.options.data import DATA_SETS, DigitsConfig
 from ddp_train.config.options.model import MODELS, CnnConfig
 from ddp_train.config.options.optimizer import OPTIMIZERS, SgdConfig
@@ -27,15 +33,24 @@ from ddp_train.text import word
 class LaunchConfig:
     nproc_per_node: Union[int, str] = key(
         "auto",
-        "processes per host; auto: one per GPU, else 2; LOW:HIGH, as 2:8 or 2:auto: that may change during the run",
+        "processes per host; auto: one per GPU, else 2; LOW:HIGH, as 2:8 or 2:auto: that may change"
+        " during the run",
         at_least=1,
         may_be_range=True,
         **AUTO,
     )
-    nnodes: Union[int, str] = key(1, "hosts; LOW:HIGH, as 2:3: they may leave and join", at_least=1, may_be_range=True)
-    rdzv_endpoint: str | None = key(None, "HOST:PORT of one of the hosts, where all hosts of a run meet")
-    max_restarts: int = key(0, "restarts after a failure; the count is reset by each new checkpoint", at_least=0)
-    backend: str = key("auto", "for collectives; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo"))
+    nnodes: Union[int, str] = key(
+        1, "hosts; LOW:HIGH, as 2:3: they may leave and join", at_least=1, may_be_range=True
+    )
+    rdzv_endpoint: str | None = key(
+        None, "HOST:PORT of one of the hosts, where all hosts of a run meet"
+    )
+    max_restarts: int = key(
+        0, "restarts after a failure; the count is reset by each new checkpoint", at_least=0
+    )
+    backend: str = key(
+        "auto", "for collectives; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo")
+    )
     timeout_seconds: float = key(
         600.0,
         "the run fails if a process, or a collective, makes no progress for this many seconds",
@@ -43,82 +58,135 @@ class LaunchConfig:
         at_most=1e6,
     )
     join_timeout_seconds: int = key(
-        600, "longest wait for other hosts and processes before the first step", at_least=1, at_most=10**6
+        600,
+        "longest wait for other hosts and processes before the first step",
+        at_least=1,
+        at_most=10**6,
     )
     grace_seconds: float = key(
-        30.0, "time to save a checkpoint between a stop request and SIGKILL", at_least=0, at_most=1e6
+        30.0,
+        "time to save a checkpoint between a stop request and SIGKILL",
+        at_least=0,
+        at_most=1e6,
     )
     threads_per_process: Union[int, str] = key(
-        "auto", "CPU threads of torch; auto: cores / processes, at most 4 with GPUs", at_least=1, **AUTO
+        "auto",
+        "CPU threads of torch; auto: cores / processes, at most 4 with GPUs",
+        at_least=1,
+        **AUTO,
     )
-    fork_server: bool = key(True, "fork workers from a process that has imported torch: a faster start")
-    page: bool = key(True, "write report.html into the run directory, while the run lives and at its end")
+    fork_server: bool = key(
+        True, "fork workers from a process that has imported torch: a faster start"
+    )
+    page: bool = key(
+        True, "write report.html into the run directory, while the run lives and at its end"
+    )
 
 
 @dataclass
 class EarlyStoppingConfig:
     patience: int | None = key(
-        None, "stop after this many evaluations in a row without improvement; null: never", at_least=1
+        None,
+        "stop after this many evaluations in a row without improvement; null: never",
+        at_least=1,
     )
-    metric: str = key("auto", "validation.NAME or test.NAME; auto: the loss of the set that is scored")
+    metric: str = key(
+        "auto", "validation.NAME or test.NAME; auto: the loss of the set that is scored"
+    )
     min_delta: float = key(0.0, "smallest change that is an improvement", at_least=0)
 
 
 @dataclass
 class TrainConfig:
     global_batch_size: int = key(
-        96, "samples per optimizer step, over all processes; tokens with data.batch_by=tokens", at_least=1
+        96,
+        "samples per optimizer step, over all processes; tokens with data.batch_by=tokens",
+        at_least=1,
     )
     accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
     epochs: int = key(30, "passes over the training set", at_least=1)
     max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)
     max_minutes: float | None = key(
-        None, "end after so many minutes of training, as at the end of all epochs; no two such runs are equal", above=0
+        None,
+        "end after so many minutes of training, as at the end of all epochs; no two such runs are"
+        " equal",
+        above=0,
     )
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
-    on_non_finite: str = key("stop", "at a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip"))
-    log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
-    evaluate_every_epochs: int = key(1, "epochs between evaluations; the last epoch is always evaluated", at_least=1)
-    evaluate_batch_size: int = key(200, "samples per forward pass of an evaluation, on each process", at_least=1)
-    ema_decay: float | None = key(
-        None, "decay of an exponential moving average of the weights, which is scored too; null: none", above=0, below=1
+    on_non_finite: str = key(
+        "stop", "at a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip")
     )
-    ema_warmup: bool = key(False, "after n updates of the average, a decay of at most (1 + n) / (10 + n)")
-    profile_steps: str | None = key(None, "FIRST:LAST, steps to trace by torch's profiler; null: none", is_span=True)
-    memory_history: bool = key(False, "keep who allocated which GPU memory, for the snapshot at an out-of-memory error")
+    log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
+    evaluate_every_epochs: int = key(
+        1, "epochs between evaluations; the last epoch is always evaluated", at_least=1
+    )
+    evaluate_batch_size: int = key(
+        200, "samples per forward pass of an evaluation, on each process", at_least=1
+    )
+    ema_decay: float | None = key(
+        None,
+        "decay of an exponential moving average of the weights, which is scored too; null: none",
+        above=0,
+        below=1,
+    )
+    ema_warmup: bool = key(
+        False, "after n updates of the average, a decay of at most (1 + n) / (10 + n)"
+    )
+    profile_steps: str | None = key(
+        None, "FIRST:LAST, steps to trace by torch's profiler; null: none", is_span=True
+    )
+    memory_history: bool = key(
+        False, "keep who allocated which GPU memory, for the snapshot at an out-of-memory error"
+    )
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
 
 @dataclass
 class CheckpointConfig:
-    every_steps: int | None = key(None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1)
+    every_steps: int | None = key(
+        None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1
+    )
     every_minutes: float | None = key(
         None, "also save after this many minutes, at the end of a logging interval", above=0
     )
     keep: int = key(2, "number of newest checkpoints to keep", at_least=1)
-    best: bool = key(False, "save after every evaluation, keep the best checkpoint too, and link it as `best`")
+    best: bool = key(
+        False, "save after every evaluation, keep the best checkpoint too, and link it as `best`"
+    )
     best_metric: str = key(
         "auto",
-        "what the best is the best by, validation.NAME or test.NAME; auto: accuracy where there is one, else loss",
+        "what the best is the best by, validation.NAME or test.NAME; auto: accuracy where there is"
+        " one, else loss",
     )
     resume: str = key(
-        "auto", "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or run", is_path=True
+        "auto",
+        "auto: the newest valid checkpoint in run_dir; never; or the path of a checkpoint or run",
+        is_path=True,
     )
     which: str = key(
         "auto",
-        "which checkpoint of the run that resume names; auto: the best if it has one, for a run that trains the last",
+        "which checkpoint of the run that resume names; auto: the best if it has one, for a run"
+        " that trains the last",
         choices=("auto", "best", "last"),
     )
     mirror: str | None = key(
         None, "URL of this run's folder elsewhere: checkpoints are copied to it, and taken from it"
     )
-    average: bool = key(False, "for mode=predict and export: the average of the weights (train.ema_decay)")
+    average: bool = key(
+        False, "for mode=predict and export: the average of the weights (train.ema_decay)"
+    )
 
 
 @dataclass
 class PredictConfig:
-    split: str = key("test", "the samples that mode=predict predicts for", choices=("train", "validation", "test"))
-    format: str = key("npz", "of the file of predictions; parquet needs pyarrow", choices=("npz", "parquet"))
+    split: str = key(
+        "test",
+        "the samples that mode=predict predicts for",
+        choices=("train", "validation", "test"),
+    )
+    format: str = key(
+        "npz", "of the file of predictions; parquet needs pyarrow", choices=("npz", "parquet")
+    )
 
 
 @dataclass
@@ -134,21 +202,34 @@ class ExportConfig:
 class ProveConfig:
     """What mode=prove runs of a job. docs/prove.md"""
 
-    samples: int = key(64, "most samples of a global batch; an epoch has two and a half times as many", at_least=4)
+    samples: int = key(
+        64, "most samples of a global batch; an epoch has two and a half times as many", at_least=4
+    )
     steps: int = key(6, "optimizer steps of each real run; it is killed half-way", at_least=4)
-    seconds: float = key(600.0, "what has not begun by then is skipped, and the proof is incomplete", above=0)
-    runs: bool = key(True, "start real processes too; false: only the checks that one process can make")
+    seconds: float = key(
+        600.0, "what has not begun by then is skipped, and the proof is incomplete", above=0
+    )
+    runs: bool = key(
+        True, "start real processes too; false: only the checks that one process can make"
+    )
 
 
 @dataclass
 class SweepConfig:
     """Trials of a sweep (-m) at the same time. docs/sweeps.md"""
 
-    gpus_per_trial: int | None = key(None, "of a sweep; null: as many as launch.nproc_per_node", at_least=1)
-    processes_at_once: Union[int, str] = key(
-        1, "trials of a sweep at a time on CPU; auto: cores / (processes x threads of a trial)", at_least=1, **AUTO
+    gpus_per_trial: int | None = key(
+        None, "of a sweep; null: as many as launch.nproc_per_node", at_least=1
     )
-    baseline: bool = key(False, "one trial runs again, alone, after the others: what did sharing the host cost?")
+    processes_at_once: Union[int, str] = key(
+        1,
+        "trials of a sweep at a time on CPU; auto: cores / (processes x threads of a trial)",
+        at_least=1,
+        **AUTO,
+    )
+    baseline: bool = key(
+        False, "one trial runs again, alone, after the others: what did sharing the host cost?"
+    )
 
 
 @dataclass
@@ -163,7 +244,8 @@ class TuningConfig:
     )
     num_workers: Union[int, str] = key(
         "auto",
-        "loader processes per rank, or threads that read files for data.decode=gpu; auto: 0 for data held in memory",
+        "loader processes per rank, or threads that read files for data.decode=gpu; auto: 0 for"
+        " data held in memory",
         at_least=0,
         **AUTO,
     )
@@ -173,16 +255,26 @@ class TuningConfig:
         at_least=1,
         at_most=10_000,
     )
-    persistent_workers: bool = key(True, "keep the loader processes of an evaluation for the next one")
+    persistent_workers: bool = key(
+        True, "keep the loader processes of an evaluation for the next one"
+    )
     pin_memory: Union[bool, str] = key("auto", "page-locked batches; auto: on GPUs", **AUTO)
-    non_blocking: Union[bool, str] = key("auto", "asynchronous copies to the GPU; auto: on GPUs", **AUTO)
-    copy_stream: Union[bool, str] = key("auto", "copy batches in a CUDA stream of their own; auto: on GPUs", **AUTO)
-    channels_last: Union[bool, str] = key("auto", "NHWC memory format; auto: convolutions on GPUs", **AUTO)
+    non_blocking: Union[bool, str] = key(
+        "auto", "asynchronous copies to the GPU; auto: on GPUs", **AUTO
+    )
+    copy_stream: Union[bool, str] = key(
+        "auto", "copy batches in a CUDA stream of their own; auto: on GPUs", **AUTO
+    )
+    channels_last: Union[bool, str] = key(
+        "auto", "NHWC memory format; auto: convolutions on GPUs", **AUTO
+    )
     cudnn_benchmark: Union[bool, str] = key(
         "auto", "let cuDNN choose algorithms by timing; auto: with one GPU per process", **AUTO
     )
     tf32: Union[bool, str] = key("auto", "TensorFloat-32 matrix products; auto: on GPUs", **AUTO)
-    compile: Union[bool, str] = key("auto", "torch.compile; auto: large models on GPUs, in long runs", **AUTO)
+    compile: Union[bool, str] = key(
+        "auto", "torch.compile; auto: large models on GPUs, in long runs", **AUTO
+    )
     compile_mode: str = key(
         "default",
         "mode of torch.compile; reduce-overhead and max-autotune capture CUDA graphs themselves",
@@ -190,47 +282,63 @@ class TuningConfig:
     )
     buckets: str = key(
         "auto",
-        "DDP's gradient buckets, a graph for each if compiled: default (25 MiB or your size), large (125 MiB), one, "
-        "by_flops (large if a step has few FLOPs a byte, else one); auto over NVLink: by_flops if captured, else one",
+        "DDP's gradient buckets, a graph for each if compiled: default (25 MiB or your size), large"
+        " (125 MiB), one, by_flops (large if a step has few FLOPs a byte, else one); auto over"
+        " NVLink: by_flops if captured, else one",
         choices=("auto", "default", "large", "one", "by_flops"),
     )
     triton_kernels: Union[bool, str] = key(
         "auto",
-        "our own kernels: max pooling, the loss of large vocabularies, images held on the GPU; auto: on GPUs",
+        "our own kernels: max pooling, the loss of large vocabularies, images held on the GPU;"
+        " auto: on GPUs",
         **AUTO,
     )
     conv_sums: bool = key(
         False,
-        "the sums of a batch norm are computed by the convolution before it (cuDNN, package nvidia-cudnn-frontend); "
-        "compiled models in 16 bits",
+        "the sums of a batch norm are computed by the convolution before it (cuDNN, package"
+        " nvidia-cudnn-frontend); compiled models in 16 bits",
     )
     activation_checkpointing: list[str] = key(
-        [], "classes of blocks that recompute their activations in the backward pass, for example [Bottleneck]"
+        [],
+        "classes of blocks that recompute their activations in the backward pass, for example"
+        " [Bottleneck]",
     )
     cuda_graph: Union[bool, str] = key(
-        "auto", "capture training steps as a CUDA graph; auto: small and compiled models on GPUs", **AUTO
+        "auto",
+        "capture training steps as a CUDA graph; auto: small and compiled models on GPUs",
+        **AUTO,
     )
     rehearse: bool = key(
-        False, "compile and capture before the first step, by steps that are undone: the first epoch is like the others"
+        False,
+        "compile and capture before the first step, by steps that are undone: the first epoch is"
+        " like the others",
     )
-    gc_freeze: bool = key(True, "exclude what exists before the model is built from garbage collection")
+    gc_freeze: bool = key(
+        True, "exclude what exists before the model is built from garbage collection"
+    )
     bias_lint: bool = key(True, "report biases directly before a norm layer, which cancels them")
     optimizer: str = key(
         "auto",
-        "implementation; auto: fused on GPUs where torch has it, else foreach; default: torch or your class decides",
+        "implementation; auto: fused on GPUs where torch has it, else foreach; default: torch or"
+        " your class decides",
         choices=("auto", "loop", "foreach", "fused", "default"),
     )
 
 
 @dataclass
 class TrackerConfig:
-    """Experiment trackers, written by rank 0: `tracker=tensorboard`, `tracker=[wandb,mlflow]`. docs/tracking.md"""
+    """Experiment trackers, written by rank 0: `tracker=tensorboard`, `tracker=[wandb,mlflow]`.
+    docs/tracking.md"""
 
     tensorboard: bool = key(False, "TensorBoard event files in run_dir/tensorboard")
-    wandb: bool = key(False, "Weights & Biases, in run_dir/wandb; uploaded only with WANDB_MODE=online")
+    wandb: bool = key(
+        False, "Weights & Biases, in run_dir/wandb; uploaded only with WANDB_MODE=online"
+    )
     mlflow: bool = key(False, "MLflow, to MLFLOW_TRACKING_URI or its own default on this host")
     project: str = key("ddp-train", "project in wandb, experiment in mlflow")
-    details: bool = key(False, "for TensorBoard: histograms of weights, a batch of images, the graph")
+    details: bool = key(
+        False, "for TensorBoard: histograms of weights, a batch of images, the graph"
+    )
 
 
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -243,37 +351,50 @@ class Config:
 
     mode: str = key(
         "train",
-        "train; score a checkpoint, predict with it, or export its model; compare runs; examine this host; prove a job",
+        "train; score a checkpoint, predict with it, or export its model; compare runs; examine"
+        " this host; prove a job",
         choices=("train", "evaluate", "predict", "export", "study", "doctor", "prove"),
     )
-    name: str = key("default", "name of the run; it is kept in runs/NAME/... unless run_dir is given", is_path=True)
+    name: str = key(
+        "default",
+        "name of the run; it is kept in runs/NAME/... unless run_dir is given",
+        is_path=True,
+    )
     run_dir: str | None = key(
-        None, "directory of the run; given again, the run resumes, and given alone, as it was", is_path=True
+        None,
+        "directory of the run; given again, the run resumes, and given alone, as it was",
+        is_path=True,
     )
     seed: int = key(0, "seed of all random numbers", at_least=0, below=2**63)
-    device: str = key("auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
-    deterministic: Union[bool, str] = key("auto", "repeatable bits; auto: on CPU and with strategy=ordered", **AUTO)
+    device: str = key(
+        "auto", "where to compute; auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu")
+    )
+    deterministic: Union[bool, str] = key(
+        "auto", "repeatable bits; auto: on CPU and with strategy=ordered", **AUTO
+    )
     objective: str = key(
         "auto",
-        "what a sweep optimizes: validation.NAME or test.NAME of any metric, samples_per_second or seconds; auto: the "
-        "loss of the validation set, or of the test set if there is none",
+        "what a sweep optimizes: validation.NAME or test.NAME of any metric, samples_per_second or"
+        " seconds; auto: the loss of the validation set, or of the test set if there is none",
     )
     metrics: list[dict[str, Any]] = key(
         [],
-        "further metrics of evaluations, classes of torchmetrics: [{_target_: torchmetrics.NAME, ARGUMENT: ...}]; each "
-        "takes name: NAME and better: max or min, too",
+        "further metrics of evaluations, classes of torchmetrics: [{_target_: torchmetrics.NAME,"
+        " ARGUMENT: ...}]; each takes name: NAME and better: max or min, too",
     )
     hooks: list[Any] = key(
         [],
-        "your classes, called with (job, run_dir, world): package.Name, or {_target_: package.Name, ARGUMENT: ...}; "
-        "they act between steps, or are entered around training",
+        "your classes, called with (job, run_dir, world): package.Name, or {_target_: package.Name,"
+        " ARGUMENT: ...}; they act between steps, or are entered around training",
         example="[package.Name] or [{_target_: package.Name, argument: 1}]",
     )
     trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is resolved."""
+    """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is
+    resolved."""
     process_range: str | None = None
-    """What launch.nproc_per_node was if that was a range. Not a key: filled in when `auto` is resolved."""
+    """What launch.nproc_per_node was if that was a range. Not a key: filled in when `auto` is
+    resolved."""
     process_counts: list[int] = field(default_factory=list)
     """The numbers in that range with which the run may continue. Likewise."""
     host_range: str | None = None
@@ -296,14 +417,17 @@ class Config:
 
     @property
     def uses_trained(self) -> bool:
-        """Whether the model comes from a checkpoint, with task and data as they were, and nothing trains."""
+        """Whether the model comes from a checkpoint, with task and data as they were, and nothing
+        trains."""
         return self.mode in ("evaluate", "predict", "export")
 
     @property
     def words_to_resume(self) -> str:
         """What to type to resume the run. Code of your own has to be trusted again: SECURITY.md."""
         packages = ",".join(self.trusted_modules)
-        return shlex.quote(word("run_dir", self.run_dir)) + (f" trusted_modules=[{packages}]" if packages else "")
+        return shlex.quote(word("run_dir", self.run_dir)) + (
+            f" trusted_modules=[{packages}]" if packages else ""
+        )
 
 
 def _by_name(*schemas: type) -> dict[str, Any]:
@@ -323,7 +447,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 DIRECTIONS: dict[str, str] = {
     name: better for option in OPTIONS["task"].values() for name, better in option.metrics.items()
 }
-"""The better direction, `max` or `min`, of the built-in tasks' metrics. A task of your own may say otherwise."""
+"""The better direction, `max` or `min`, of the built-in tasks' metrics. A task of your own may say
+otherwise."""
 
 SECTIONS: dict[str, type] = {
     "launch": LaunchConfig,

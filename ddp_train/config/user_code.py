@@ -1,4 +1,5 @@
-"""Imports and calls the user's own classes and functions. `config.code_checks` has decided that they may be."""
+"""Imports and calls the user's own classes and functions. `config.code_checks` has decided that
+they may be."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.code_checks import HOOK_RULE, TRUSTED_HOOKS, TRUSTED_MODULES, is_trusted, trusted_for
+from ddp_train.config.code_checks import (
+    HOOK_RULE,
+    TRUSTED_HOOKS,
+    TRUSTED_MODULES,
+    is_trusted,
+    trusted_for,
+)
 from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
@@ -20,22 +27,32 @@ from ddp_train.text import did_you_mean
 def instantiate(section: str, custom: CustomConfig, *args: Any, **more: Any) -> Any:
     """Imports `custom.target` and calls it, with the values of `${oc.env:...}` among its arguments.
 
-    Raises ConfigError if it does not exist, is not callable, or does not take these arguments. Exceptions of the call
-    itself are passed on.
+    Raises ConfigError if it does not exist, is not callable, or does not take these arguments.
+    Exceptions of the call itself are passed on.
     """
     found, target = _target_of(section, custom)
     return _called(found, section, target, custom.arguments, *args, **more)
 
 
-def _called(found: str, section: str, target: Any, arguments: dict[str, Any], *args: Any, **more: Any) -> Any:
+def _called(
+    found: str, section: str, target: Any, arguments: dict[str, Any], *args: Any, **more: Any
+) -> Any:
     """found: key and value, for messages."""
     values = from_environment(arguments, section)
     try:
         inspect.signature(target).bind(*args, **values, **more)
-    except TypeError as error:  # shows the arguments as written: a value of the environment may be a secret
+    except (
+        TypeError
+    ) as error:  # shows the arguments as written: a value of the environment may be a secret
         written = ", ".join(f"{key}={value!r}" for key, value in {**arguments, **more}.items())
-        theirs = [key for key in list(inspect.signature(target).parameters)[len(args) :] if key not in more]
-        unknown = next((key for key in arguments if key not in theirs), "")  # the one that Python names, too
+        theirs = [
+            key
+            for key in list(inspect.signature(target).parameters)[len(args) :]
+            if key not in more
+        ]
+        unknown = next(
+            (key for key in arguments if key not in theirs), ""
+        )  # the one that Python names, too
         guess = did_you_mean(unknown, theirs)
         raise ConfigError([f"{found}: cannot be called with {written}: {error}{guess}"]) from error
     except ValueError:  # written in C, without a signature: the call itself fails
@@ -44,20 +61,25 @@ def _called(found: str, section: str, target: Any, arguments: dict[str, Any], *a
 
 
 def parameters_of(section: str, custom: CustomConfig) -> list[str]:
-    """The names of the parameters that `custom.target` takes; [] if it does not say. Raises ConfigError as above."""
+    """The names of the parameters that `custom.target` takes; [] if it does not say. Raises
+    ConfigError as above."""
     return list(_parameters(_target_of(section, custom)[1]))
 
 
 def call_of(section: str, custom: CustomConfig) -> dict[str, Any]:
-    """What `custom.target` is called with, the defaults of its signature included; if they do not fit it, or it does
-    not say, what is given. Raises ConfigError as above."""
+    """What `custom.target` is called with, the defaults of its signature included; if they do not
+    fit it, or it does not say, what is given. Raises ConfigError as above."""
     try:
         signature = inspect.signature(_target_of(section, custom)[1])
         bound = signature.bind(**custom.arguments)
     except (TypeError, ValueError):
         return dict(custom.arguments)
     bound.apply_defaults()
-    further = {name for name, one in signature.parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD}
+    further = {
+        name
+        for name, one in signature.parameters.items()
+        if one.kind is inspect.Parameter.VAR_KEYWORD
+    }
     found = {name: value for name, value in bound.arguments.items() if name not in further}
     return found | {name: value for one in further for name, value in bound.arguments[one].items()}
 
@@ -70,7 +92,8 @@ def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def build_transforms(key: str, items: list[Any]) -> list[Callable[..., Any]]:
-    """What `data.transform` or `data.test_transform` names, built in their order. Raises ConfigError as above."""
+    """What `data.transform` or `data.test_transform` names, built in their order. Raises
+    ConfigError as above."""
     return [_transform(f"{key}[{place}]", item) for place, item in enumerate(items)]
 
 
@@ -85,12 +108,18 @@ def _transform(key: str, item: Any) -> Callable[..., Any]:
             arguments[name] = kind(arguments[name])  # policy: cifar10, interpolation: bicubic
     made = instantiate(key, CustomConfig(target=path, arguments=arguments))
     if not callable(made):
-        raise ConfigError([f"{key}._target_={path}: made an object of {type(made).__name__}, which cannot be called"])
+        raise ConfigError(
+            [
+                f"{key}._target_={path}: made an object of {type(made).__name__}, which cannot be"
+                " called"
+            ]
+        )
     return made
 
 
 def _typed(key: str, value: Any) -> Any:
-    """An argument of a transform as what it stands for: a transform within it, or a type of numbers (torch.float32)."""
+    """An argument of a transform as what it stands for: a transform within it, or a type of numbers
+    (torch.float32)."""
     if isinstance(value, dict) and "_target_" in value:
         return _transform(key, value)
     if isinstance(value, dict):
@@ -117,20 +146,27 @@ def _target_of(section: str, custom: CustomConfig) -> tuple[str, Any]:
 
 
 def _harmless(found: str, path: str, trusted: tuple[str, ...] = TRUSTED_MODULES) -> Any:
-    """The class or function at a dotted path, if it may be called. found: its key and value, for messages. trusted:
-    modules from which only what is harmless may be named."""
+    """The class or function at a dotted path, if it may be called. found: its key and value, for
+    messages. trusted: modules from which only what is harmless may be named."""
     target = _imported(found, path)
     if is_trusted(path, trusted) and not _is_harmless(target, trusted):
         rule = f"neither a class of {', '.join(trusted)} nor a model of torchvision"
-        raise ConfigError([f"{found}: {rule}, and nothing else may be named there; call it in a class of your own"])
+        raise ConfigError(
+            [
+                f"{found}: {rule}, and nothing else may be named there; call it in a class of"
+                " your own"
+            ]
+        )
     if not callable(target):
-        raise ConfigError([f"{found}: must be a class or function, and is of type {type(target).__name__}"])
+        raise ConfigError(
+            [f"{found}: must be a class or function, and is of type {type(target).__name__}"]
+        )
     return target
 
 
 def build_hooks(items: list[Any], *args: Any) -> list[Any]:
-    """Objects of the classes that `hooks` names, called with (job, run_dir, world) and their arguments. Raises
-    ConfigError as above."""
+    """Objects of the classes that `hooks` names, called with (job, run_dir, world) and their
+    arguments. Raises ConfigError as above."""
     return [_hook(found, hook, *args) for found, hook in hooks_of(items).items()]
 
 
@@ -155,15 +191,17 @@ def _imported(found: str, path: str) -> Any:
             raise  # it exists, and a module that it imports does not
         raise ConfigError([f"{found}: {error}"]) from error
     if not hasattr(module, name):
-        raise ConfigError([f"{found}: {module_path} has no {name}{did_you_mean(name, dir(module))}"])
+        raise ConfigError(
+            [f"{found}: {module_path} has no {name}{did_you_mean(name, dir(module))}"]
+        )
     return getattr(module, name)
 
 
 def _is_harmless(target: Any, trusted: tuple[str, ...]) -> bool:
     """Whether an attribute of a module trusted by default may be called with arbitrary arguments.
 
-    Modules also hold names of other modules (torchvision.datasets.utils.zipfile), and functions that write files or
-    fetch them (torchvision.datasets.utils.download_url).
+    Modules also hold names of other modules (torchvision.datasets.utils.zipfile), and functions
+    that write files or fetch them (torchvision.datasets.utils.download_url).
     """
     made_in = str(getattr(target, "__module__", ""))
     if isinstance(target, type):
@@ -172,12 +210,18 @@ def _is_harmless(target: Any, trusted: tuple[str, ...]) -> bool:
 
 
 def torch_optimizers(names: Iterable[str], options: Iterable[str]) -> list[str]:
-    """The classes of torch.optim that are called so, in letters of either case, but for those that are options.
+    """The classes of torch.optim that are called so, in letters of either case, but for those that
+    are options.
 
-    torch, whose import takes seconds, is not imported. LBFGS needs a closure, which no step here has.
+    torch, whose import takes seconds, is not imported. LBFGS needs a closure, which no step here
+    has.
     """
     asked = {name.lower() for name in names} - {*options, "lbfgs"}
     spec = importlib.util.find_spec("torch") if asked else None
     files = sorted((Path(spec.origin or "").parent / "optim").glob("*.py")) if spec else []
-    found = (name for file in files for name in re.findall(r"^class (\w+)\(Optimizer\)", file.read_text(), re.M))
+    found = (
+        name
+        for file in files
+        for name in re.findall(r"^class (\w+)\(Optimizer\)", file.read_text(), re.M)
+    )
     return [f"torch.optim.{name}" for name in found if name.lower() in asked]

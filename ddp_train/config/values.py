@@ -1,4 +1,5 @@
-"""Plain nested values: their leaves, the secrets among them, their references to the environment, their quotes."""
+"""Plain nested values: their leaves, the secrets among them, their references to the environment,
+their quotes."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ def from_environment(value: Any, key: str) -> Any:
 def plain(composed: DictConfig) -> dict[str, Any]:
     """The composed configuration as plain data, references resolved.
 
-    `${oc.env:NAME}` stays as it is in the arguments of the user's own code, whatever refers to it: the value may be a
-    secret, and this is written to files. It is looked up where the argument is used. `bind` looks up all others, and
-    shows what was typed where it is wrong.
+    `${oc.env:NAME}` stays as it is in the arguments of the user's own code, whatever refers to it:
+    the value may be a secret, and this is written to files. It is looked up where the argument is
+    used. `bind` looks up all others, and shows what was typed where it is wrong.
     """
 
     def kept(name: str, *default: str) -> str:
@@ -52,13 +53,18 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     for section, content in values.items():
-        from_environment(content, section)  # raises for a variable that is not set, before any worker starts
+        from_environment(
+            content, section
+        )  # raises for a variable that is not set, before any worker starts
     return values
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The plain values inside a nested value, with their dotted paths."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if isinstance(value, dict):
+        items = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, list) else None
     if items is None:
         yield path, value
         return
@@ -67,14 +73,16 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def quoted(argument: str) -> str:
-    """An override whose value has letters outside of ASCII, in quotes: Hydra's grammar knows them there alone."""
+    """An override whose value has letters outside of ASCII, in quotes: Hydra's grammar knows them
+    there alone."""
     key, equals, value = argument.partition("=")
     plain = not value.isascii() and key.isascii() and re.fullmatch(r"[^'\"\[\]{}(),\\$]*", value)
     return f"{key}{equals}'{value}'" if plain else argument
 
 
 def in_quotes(argument: str) -> str:
-    """What to type where Hydra reads a value in quotes alone; "" for a list, or what is no override at all."""
+    """What to type where Hydra reads a value in quotes alone; "" for a list, or what is no override
+    at all."""
     parts = re.fullmatch(r"(\+{0,2}[\w./@-]+)=([^\s'\"\[\]{}(),].{0,200})", argument)
     if not parts:
         return ""
@@ -83,24 +91,35 @@ def in_quotes(argument: str) -> str:
         return f"no shell expands ~ there; use {key}=$HOME{value[1:]}"
     escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     plain = not re.search(r"['$`\"\\!]", value)
-    return "the value needs quotes; use " + (f"\"{key}='{value}'\"" if plain else shlex.quote(f'{key}="{escaped}"'))
+    return "the value needs quotes; use " + (
+        f"\"{key}='{value}'\"" if plain else shlex.quote(f'{key}="{escaped}"')
+    )
 
 
 def unclosed(argument: str) -> str:
-    """Which bracket or quote of a word, that Hydra cannot read, lacks its other half, for a message; "" if none."""
-    closing, quote = [""], ""
+    """Which bracket or quote of a word, that Hydra cannot read, lacks its other half, for a
+    message; "" if none."""
+    closing = [""]
+    quote = ""
     for letter in re.sub(r"\\.", "", argument):
         if quote or letter in "'\"":
             quote = "" if letter == quote else quote or letter
         elif letter in "[{(":
             closing.append("]})"["[{(".index(letter)])
         elif letter in "]})" and letter != (due := closing.pop()):
-            return f", '{due}' is missing before '{letter}'" if due else f", '{letter}' closes nothing"
+            if due:
+                return f", '{due}' is missing before '{letter}'"
+            return f", '{letter}' closes nothing"
     if quote:
         return ", a quote is never closed"
     missing = f"'{closing[-1]}'" if closing[-1] else ""
-    spaces = "; put quotes around a word with spaces, for the shell" if argument.endswith(",") else ""
-    return f", {missing} is missing at its end{spaces}" if missing else ""
+    if argument.endswith(","):
+        spaces = "; put quotes around a word with spaces, for the shell"
+    else:
+        spaces = ""
+    if missing:
+        return f", {missing} is missing at its end{spaces}"
+    return ""
 
 
 _SECRET = re.compile(
@@ -116,9 +135,14 @@ def is_secret(dotted: str) -> bool:
 
 
 def as_typed(problem: str, given: dict[str, Any]) -> str:
-    """A message about a section that there is not: of `tain.epochs=3` as it was typed, which became tain={epochs:3}."""
+    """A message about a section that there is not: of `tain.epochs=3` as it was typed, which became
+    tain={epochs:3}."""
     section, is_section, _ = problem.partition("={")
     _, unknown, rest = problem.partition(": no such key")
     below = [key for key in given if key.startswith(f"{section}.")]
-    words = " ".join(f"{key}={'(hidden)' if is_secret(key) else shown(given[key])}" for key in below)
-    return words + unknown + rest if is_section and unknown and below else problem
+    words = " ".join(
+        f"{key}={'(hidden)' if is_secret(key) else shown(given[key])}" for key in below
+    )
+    if is_section and unknown and below:
+        return words + unknown + rest
+    return problem

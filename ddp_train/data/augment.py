@@ -1,4 +1,5 @@
-"""Augmentation of whole batches by counter-based draws: a sample depends on its number, epoch and seed alone."""
+"""Augmentation of whole batches by counter-based draws: a sample depends on its number, epoch and
+seed alone."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ERASING_TRIES = 10
 def shift(images: Tensor, draws: Tensor, by: int) -> Tensor:
     """Translates each image by up to `by` pixels in both directions and fills with zeros.
 
-    images: [n, channels, height, width]; draws: [n, 2], uniform in [0, 1). Returns the shape of `images`.
+    images: [n, channels, height, width]; draws: [n, 2], uniform in [0, 1). Returns the shape of
+    `images`.
     """
     _, _, height, width = images.shape
     padded = functional.pad(images, (by, by, by, by))
@@ -44,10 +46,11 @@ def move(images: Tensor, draws: Tensor, by: int, flips: bool) -> Tensor:
 
 
 def random_crop(width: int, height: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random crop: 8 to 100 % of the area, aspect ratio 3/4 to 4/3.
+    """Top, left, height and width of a random crop: 8 to 100 % of the area, aspect ratio 3/4 to
+    4/3.
 
-    draws: four, uniform in [0, 1). The distribution is that of "Going deeper with convolutions" (arXiv:1409.4842); the
-    crop is clipped to the image.
+    draws: four, uniform in [0, 1). The distribution is that of "Going deeper with convolutions"
+    (arXiv:1409.4842); the crop is clipped to the image.
     """
     area = width * height * (0.08 + 0.92 * draws[0])
     ratio = math.exp((2 * draws[1] - 1) * math.log(4 / 3))
@@ -66,45 +69,56 @@ class Erasing:
     seed: int
 
     def __call__(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
-        """images: [n, channels, height, width], normalised. numbers: of the samples, int64 [n], where the draws are to
-        be made."""
+        """images: [n, channels, height, width], normalised. numbers: of the samples, int64 [n],
+        where the draws are to be made."""
         draws = uniform(hash_key(self.seed, "erase", epoch), numbers, 3 + 2 * ERASING_TRIES)
         boxes = erased_boxes(draws, images.shape[-2], images.shape[-1], self.probability)
         return erase(images, to_device(boxes, images.device))
 
 
 def erased_boxes(draws: Tensor, height: int, width: int, probability: float) -> Tensor:
-    """Top, bottom, left and right of what random erasing takes from each image: int64 [n, 4], empty for most.
+    """Top, bottom, left and right of what random erasing takes from each image: int64 [n, 4], empty
+    for most.
 
-    In the distribution of arXiv:1708.04896, as torchvision has it: 2 to 33 % of the area, an aspect ratio of 0.3 to
-    3.3; both are drawn up to ten times, until the box is smaller than the image, and if it never is nothing is erased.
+    In the distribution of arXiv:1708.04896, as torchvision has it: 2 to 33 % of the area, an aspect
+    ratio of 0.3 to
+    3.3; both are drawn up to ten times, until the box is smaller than the image, and if it never is
+    nothing is erased.
     draws: float64 [n, 23], uniform in [0, 1).
     """
     areas = height * width * (0.02 + 0.31 * draws[:, 3::2])
     ratios = (math.log(0.3) + math.log(3.3 / 0.3) * draws[:, 4::2]).exp()
-    rows, columns = (areas * ratios).sqrt().round(), (areas / ratios).sqrt().round()
+    rows = (areas * ratios).sqrt().round()
+    columns = (areas / ratios).sqrt().round()
     fits = (rows < height) & (columns < width)
     taken = fits & (draws[:, :1] < probability)
     first = taken.byte().argmax(1, keepdim=True)  # 0 if there is none, and then the box is empty
     rows, columns = ((size * taken).gather(1, first) for size in (rows, columns))
-    top, left = (draws[:, 1:2] * (height - rows + 1)).floor(), (draws[:, 2:3] * (width - columns + 1)).floor()
+    top = (draws[:, 1:2] * (height - rows + 1)).floor()
+    left = (draws[:, 2:3] * (width - columns + 1)).floor()
     return torch.cat([top, top + rows, left, left + columns], 1).long()
 
 
 def erase(images: Tensor, boxes: Tensor) -> Tensor:
-    """Sets a box of each image to zero, in place. images: [n, channels, height, width]; boxes: [n, 4], as
-    `erased_boxes` gives them. Returns `images`: torch's own copy would not keep their memory format."""
+    """Sets a box of each image to zero, in place. images: [n, channels, height, width]; boxes: [n,
+    4], as `erased_boxes` gives them. Returns `images`: torch's own copy would not keep their memory
+    format."""
     top, bottom, left, right = boxes[:, :, None].unbind(1)
     y, x = (torch.arange(size, device=images.device) for size in images.shape[-2:])
-    rows, columns = (y >= top) & (y < bottom), (x >= left) & (x < right)
+    rows = (y >= top) & (y < bottom)
+    columns = (x >= left) & (x < right)
     return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)
 
 
-def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """(x / 255 - mean) / std per channel, as one multiplication and one addition, on the images' own device.
+def normalise(
+    images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
+) -> Tensor:
+    """(x / 255 - mean) / std per channel, as one multiplication and one addition, on the images'
+    own device.
 
-    images: uint8 [n, channels, height, width]; the memory format is kept. The two operations are rounded separately: on
-    CPUs the bits of a fused one depend on the position of a pixel in the batch.
+    images: uint8 [n, channels, height, width]; the memory format is kept. The two operations are
+    rounded separately: on CPUs the bits of a fused one depend on the position of a pixel in the
+    batch.
     """
     factor, offset = factor_and_offset(mean, std, dtype, images.device)
     # On a CPU a multiplication of two dtypes takes 15 times as long.

@@ -1,4 +1,5 @@
-"""Which process computes which samples in which step. The global batches are the same for any number of processes."""
+"""Which process computes which samples in which step. The global batches are the same for any
+number of processes."""
 
 from __future__ import annotations
 
@@ -26,17 +27,19 @@ class MicroBatch:
     num_real: int
     """How many of `indices` count: all; 0 if they only stand in for an empty micro-batch."""
     scale: float
-    """The factor on the sum of the losses before backward. With it the mean over the ranks of the micro-batches'
-    gradients (with virtual shards, their sum) is the gradient of the mean loss over the global batch, however unevenly
-    that was split. Where a sample has many units, tokens or pixels, it is that of a nominal number of them, and the
-    optimizer step divides by what the same factor and mean make of their true number."""
+    """The factor on the sum of the losses before backward. With it the mean over the ranks of the
+    micro-batches' gradients (with virtual shards, their sum) is the gradient of the mean loss over
+    the global batch, however unevenly that was split. Where a sample has many units, tokens or
+    pixels, it is that of a nominal number of them, and the optimizer step divides by what the same
+    factor and mean make of their true number."""
     is_last: bool
-    """Whether it is the last of its optimizer step, in whose backward pass gradients are synchronised."""
+    """Whether it is the last of its optimizer step, in whose backward pass gradients are
+    synchronised."""
     shard_index: int = 0
     """The index of this part of the global batch, over all processes."""
     sample_before: int = -1
-    """The sample before the first of these in the global batch, or its last one: with it a part knows the predecessors
-    of all its samples, see data/mix.py. In evaluation there is none."""
+    """The sample before the first of these in the global batch, or its last one: with it a part
+    knows the predecessors of all its samples, see data/mix.py. In evaluation there is none."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,11 @@ class BatchPlan:
     rank: int = 0
     world_size: int = 1
     virtual_shards: int | None = None
-    """With `strategy=ordered`: the number of parts of a global batch, for any number of processes."""
+    """With `strategy=ordered`: the number of parts of a global batch, for any number of
+    processes."""
     units_per_sample: float = 1.0
-    """What the loss is a mean of, tokens or pixels, in a typical sample; 1 if that is the samples themselves."""
+    """What the loss is a mean of, tokens or pixels, in a typical sample; 1 if that is the samples
+    themselves."""
     weights: WeightedDraws | None = field(default=None, compare=False)
     """None: each sample once in an epoch."""
     lengths: LengthBatches | None = field(default=None, compare=False)
@@ -64,7 +69,9 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.lengths.steps if self.lengths else -(-self.samples // self.global_batch_size)
+        if self.lengths:
+            return self.lengths.steps
+        return -(-self.samples // self.global_batch_size)
 
     @property
     def micro_batch_size(self) -> int:
@@ -72,7 +79,8 @@ class BatchPlan:
         return -(-self.global_batch_size // (self.accumulation_steps * self.world_size))
 
     def epoch_end(self, step: int) -> int:
-        """The step at which the epoch of optimizer step `step` ends, or the run if that is earlier."""
+        """The step at which the epoch of optimizer step `step` ends, or the run if that is
+        earlier."""
         return min((step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.steps)
 
     def ends_epoch(self, step: int) -> bool:
@@ -80,7 +88,8 @@ class BatchPlan:
         return step % self.steps_per_epoch == 0 or step == self.steps
 
     def is_full(self, step: int) -> bool:
-        """Whether the global batch of an optimizer step has its full size, the same in all such steps."""
+        """Whether the global batch of an optimizer step has its full size, the same in all such
+        steps."""
         if self.lengths:
             return False
         ends = (step + 1) % self.steps_per_epoch == 0
@@ -95,8 +104,8 @@ class BatchPlan:
         return epochs * self.samples + min(before, self.samples)
 
     def global_batch(self, step: int) -> np.ndarray:
-        """The sample numbers of an optimizer step, over all processes: int64 [n]. With weights a sample may be there
-        several times, with lengths the longest is the first."""
+        """The sample numbers of an optimizer step, over all processes: int64 [n]. With weights a
+        sample may be there several times, with lengths the longest is the first."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         if self.lengths:
             return self.lengths.batch(_length_epoch(self.lengths, self.seed, epoch), step_in_epoch)
@@ -117,23 +126,36 @@ class BatchPlan:
         return PlannedMicroBatches(self, first_step)
 
     def digests(self) -> dict[str, str]:
-        """What identifies the weights, or lengths, that decide which samples a batch has: sha256."""
-        decisive = {"weights": self.weights and self.weights.sums, "lengths": self.lengths and self.lengths.lengths}
-        return {name: hashlib.sha256(of.tobytes()).hexdigest() for name, of in decisive.items() if of is not None}
+        """What identifies the weights, or lengths, that decide which samples a batch has:
+        sha256."""
+        decisive = {
+            "weights": self.weights and self.weights.sums,
+            "lengths": self.lengths and self.lengths.lengths,
+        }
+        return {
+            name: hashlib.sha256(of.tobytes()).hexdigest()
+            for name, of in decisive.items()
+            if of is not None
+        }
 
     def _split(self, step: int, indices: np.ndarray) -> Iterator[MicroBatch]:
-        """Splits a global batch as evenly as possible. A short last batch has fewer micro-batches."""
+        """Splits a global batch as evenly as possible. A short last batch has fewer
+        micro-batches."""
         size = len(indices)
         if self.virtual_shards:
-            count, each = self.virtual_shards, self.virtual_shards // self.world_size
-            numbers, sum_to_mean = range(self.rank * each, (self.rank + 1) * each), 1 / size
+            count = self.virtual_shards
+            each = self.virtual_shards // self.world_size
+            numbers = range(self.rank * each, (self.rank + 1) * each)
+            sum_to_mean = 1 / size
         else:  # DDP takes the mean over the processes
             count = self._passes(size) * self.world_size
-            numbers, sum_to_mean = range(self.rank, count, self.world_size), self.world_size / size
+            numbers = range(self.rank, count, self.world_size)
+            sum_to_mean = self.world_size / size
         cuts = self._cuts(indices, count)
         epoch = step // self.steps_per_epoch
-        # Every process must take part in the synchronised backward pass: one without samples computes another's with
-        # weight zero, the first of the batch or, if they differ in length, the shortest.
+        # Every process must take part in the synchronised backward pass: one without samples
+        # computes another's with weight zero, the first of the batch or, if they differ in length,
+        # the shortest.
         stand_in = indices[-1:] if self.lengths else indices[:1]
         for number in numbers:
             mine = indices[cuts(number) : cuts(number + 1)]
@@ -152,13 +174,15 @@ class BatchPlan:
             )
 
     def _passes(self, size: int) -> int:
-        """The micro-batches of each process in a global batch of so many samples: fewer than usual in a short one."""
+        """The micro-batches of each process in a global batch of so many samples: fewer than usual
+        in a short one."""
         if self.lengths:
             return min(self.accumulation_steps, -(-size // self.world_size))
         return -(-size // (self.micro_batch_size * self.world_size))
 
     def _cuts(self, indices: np.ndarray, parts: int) -> Callable[[int], int]:
-        """Where each part of a global batch begins: evenly in samples, as np.array_split cuts, or in tokens."""
+        """Where each part of a global batch begins: evenly in samples, as np.array_split cuts, or
+        in tokens."""
         if self.lengths:
             return even_cuts(self.lengths.lengths[indices], parts).__getitem__
         each, longer = divmod(len(indices), parts)
@@ -187,13 +211,18 @@ def _drawn(weights: WeightedDraws, seed: int, epoch: int) -> np.ndarray:
     return weights.epoch(seed, epoch)
 
 
-@functools.lru_cache(maxsize=2)  # loaders are ahead, in the next epoch perhaps, of who asks for samples_seen
+@functools.lru_cache(
+    maxsize=2
+)  # loaders are ahead, in the next epoch perhaps, of who asks for samples_seen
 def _length_epoch(lengths: LengthBatches, seed: int, epoch: int) -> LengthEpoch:
     return lengths.epoch(seed, epoch)
 
 
-def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> list[MicroBatch]:
-    """The evaluation batches of one rank. Each sample is in one; they are the same batches for any number of ranks."""
+def evaluation_batches(
+    samples: int, batch_size: int, rank: int, world_size: int
+) -> list[MicroBatch]:
+    """The evaluation batches of one rank. Each sample is in one; they are the same batches for any
+    number of ranks."""
     indices = np.arange(samples)
     starts = range(rank * batch_size, samples, world_size * batch_size)
     batches = [(start // batch_size, indices[start : start + batch_size]) for start in starts]

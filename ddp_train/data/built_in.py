@@ -20,8 +20,8 @@ from ddp_train.errors import DataError
 
 
 def build_datasets(name: str, seed: int, **arguments: Any) -> tuple[BatchSource, BatchSource]:
-    """The training and the test split of a built-in data set. arguments: those of its builder below, which are the keys
-    of `data=NAME`.
+    """The training and the test split of a built-in data set. arguments: those of its builder
+    below, which are the keys of `data=NAME`.
 
     Raises DataError if files are missing or corrupt.
     """
@@ -29,14 +29,23 @@ def build_datasets(name: str, seed: int, **arguments: Any) -> tuple[BatchSource,
 
 
 def _digits(augment: bool, seed: int) -> tuple[BatchSource, BatchSource]:
-    """scikit-learn's digits, from the file it ships: importing sklearn takes a second in every process."""
+    """scikit-learn's digits, from the file it ships: importing sklearn takes a second in every
+    process."""
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
-        raise DataError("data=digits: scikit-learn ships the images and is not installed", "pip install scikit-learn")
-    table = np.loadtxt(Path(spec.submodule_search_locations[0], "datasets/data/digits.csv.gz"), delimiter=",")
-    images = torch.from_numpy(table[:, :64]).float().view(-1, 1, 8, 8) / 8 - 1  # 0 ... 16 to -1 ... 1
+        raise DataError(
+            "data=digits: scikit-learn ships the images and is not installed",
+            "pip install scikit-learn",
+        )
+    table = np.loadtxt(
+        Path(spec.submodule_search_locations[0], "datasets/data/digits.csv.gz"), delimiter=","
+    )
+    images = (
+        torch.from_numpy(table[:, :64]).float().view(-1, 1, 8, 8) / 8 - 1
+    )  # 0 ... 16 to -1 ... 1
     labels = torch.from_numpy(table[:, 64]).long()
-    # Every fifth image of a class tests, so that each class has its share; the same split for every seed.
+    # Every fifth image of a class tests, so that each class has its share; the same split for every
+    # seed.
     test = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
         test[(labels == label).nonzero().flatten()[::5]] = True
@@ -46,7 +55,8 @@ def _digits(augment: bool, seed: int) -> tuple[BatchSource, BatchSource]:
         ArraySource(images[test], labels[test]),
     )
     for split in splits:
-        split.scaled, split.classes = ((0.5,), (0.5,)), list("0123456789")
+        split.scaled = ((0.5,), (0.5,))
+        split.classes = list("0123456789")
     return splits
 
 
@@ -62,8 +72,8 @@ def _torchvision(
     augment: bool,
     seed: int,
 ) -> tuple[BatchSource, BatchSource]:
-    """A data set of torchvision that is held in memory. name: as in `data=NAME`. cls: its class there. shift: the most
-    pixels to shift by."""
+    """A data set of torchvision that is held in memory. name: as in `data=NAME`. cls: its class
+    there. shift: the most pixels to shift by."""
     from torchvision import datasets
 
     splits = []
@@ -71,17 +81,27 @@ def _torchvision(
         try:
             split = getattr(datasets, cls)(root, train=train, download=download)
         except (RuntimeError, OSError, ValueError) as error:
-            remedy = "check the network, or copy the files there" if download else "add data.download=true"
-            raise DataError(f"data={name} in data.root={root}: {error}", f"check data.root; {remedy}") from error
+            if download:
+                remedy = "check the network, or copy the files there"
+            else:
+                remedy = "add data.download=true"
+            raise DataError(
+                f"data={name} in data.root={root}: {error}", f"check data.root; {remedy}"
+            ) from error
         images = torch.as_tensor(split.data)
         images = images[:, None] if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
-        moved = functools.partial(augmentation.move, by=shift, flips=flips) if augment and train else None
+        if augment and train:
+            moved = functools.partial(augmentation.move, by=shift, flips=flips)
+        else:
+            moved = None
         splits.append(ArraySource(images, torch.as_tensor(split.targets), mean, std, moved, seed))
         splits[-1].classes = list(getattr(split, "classes", ())) or None
     return splits[0], splits[1]
 
 
-def _image_folder(root: str, image_size: int, augment: bool, decode: str, seed: int) -> tuple[BatchSource, BatchSource]:
+def _image_folder(
+    root: str, image_size: int, augment: bool, decode: str, seed: int
+) -> tuple[BatchSource, BatchSource]:
     train = FolderSource(Path(root, "train"), image_size, augment, seed, decode)
     test = FolderSource(Path(root, "val"), image_size, False, seed, decode)
     if train.classes != test.classes:
@@ -116,15 +136,25 @@ def _linear_regression(
     weights = torch.randn(features, generator=generator)
     table = torch.randn(samples + test_samples, features, generator=generator)
     targets = table @ weights + 0.5 + torch.randn(len(table), generator=generator) * noise
-    return ArraySource(table[:samples], targets[:samples]), ArraySource(table[samples:], targets[samples:])
+    return ArraySource(table[:samples], targets[:samples]), ArraySource(
+        table[samples:], targets[samples:]
+    )
 
 
 _BUILDERS: dict[str, Callable[..., tuple[BatchSource, BatchSource]]] = {
     "digits": _digits,
     "mnist": functools.partial(_torchvision, "mnist", "MNIST", (0.1307,), (0.3081,), 2, False),
-    "fashion_mnist": functools.partial(_torchvision, "fashion_mnist", "FashionMNIST", (0.2860,), (0.3530,), 2, True),
+    "fashion_mnist": functools.partial(
+        _torchvision, "fashion_mnist", "FashionMNIST", (0.2860,), (0.3530,), 2, True
+    ),
     "cifar10": functools.partial(
-        _torchvision, "cifar10", "CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 4, True
+        _torchvision,
+        "cifar10",
+        "CIFAR10",
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
+        4,
+        True,
     ),
     "image_folder": _image_folder,
     "synthetic": _synthetic,

@@ -25,8 +25,8 @@ END_TOKEN = "<|endoftext|>"
 NOT_LIBRARY = re.compile(
     r"(test|tests|idle_test|(site|dist)-packages|__pycache__|config-.*|_sysconfigdata.*|encodings|pydoc_data)$"
 )
-"""Folders and files below Python's standard library that are no part of it, hold its tests, differ by machine, or are
-tables rather than code: character sets, and the manual as one string."""
+"""Folders and files below Python's standard library that are no part of it, hold its tests, differ
+by machine, or are tables rather than code: character sets, and the manual as one string."""
 TEST_WORDS = {"val", "valid", "validation", "test"}
 """A .bin file with one of these in its name is of the test split."""
 
@@ -41,51 +41,74 @@ class Document(NamedTuple):
 
 def standard_library() -> list[Path]:
     """The .py files of Python's own standard library without its tests, in order of their names."""
-    root, found = Path(sysconfig.get_paths()["stdlib"]), []
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
     for folder, inner, names in os.walk(root):
-        inner[:] = [name for name in inner if not NOT_LIBRARY.match(name)]  # never into 100,000 files of site-packages
-        found += [Path(folder, name) for name in names if name.endswith(".py") and not NOT_LIBRARY.match(name)]
+        inner[:] = [
+            name for name in inner if not NOT_LIBRARY.match(name)
+        ]  # never into 100,000 files of site-packages
+        found += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py") and not NOT_LIBRARY.match(name)
+        ]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
 def read_documents(path: str | None, glob: str) -> list[Document]:
-    """The files of a corpus in order of their names: one, those of a folder that match, or the standard library.
+    """The files of a corpus in order of their names: one, those of a folder that match, or the
+    standard library.
 
     Raises DataError if there are none, or if all are empty.
     """
     if path is not None and Path(path).is_file():
         return [Document(Path(path).name, mapped(Path(path), "uint8"))]
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
-    files = standard_library() if path is None else sorted(file for file in root.rglob(glob) if file.is_file())
+    if path is None:
+        files = standard_library()
+    else:
+        files = sorted(file for file in root.rglob(glob) if file.is_file())
     contents = ((file, np.fromfile(file, np.uint8)) for file in files)
     found = [
-        Document(file.relative_to(root).as_posix(), torch.from_numpy(text)) for file, text in contents if len(text)
+        Document(file.relative_to(root).as_posix(), torch.from_numpy(text))
+        for file, text in contents
+        if len(text)
     ]
     if not found:
-        raise DataError(f"data.path={path}: no file with content matches data.glob={glob}", "name other files")
+        raise DataError(
+            f"data.path={path}: no file with content matches data.glob={glob}", "name other files"
+        )
     return found
 
 
 def split(documents: Sequence[Document], test_part: float) -> tuple[list[Document], list[Document]]:
     """Training and test documents, in their order: the same for every seed, process and machine.
 
-    Whole documents are taken for the test split, in an order keyed by their names, as long as they fit into its part.
-    Where none fits, as with one file, the end of the corpus is cut off, behind an end of line if there is one.
+    Whole documents are taken for the test split, in an order keyed by their names, as long as they
+    fit into its part. Where none fits, as with one file, the end of the corpus is cut off, behind
+    an end of line if there is one.
     """
     wanted = test_part * sum(len(document.content) for document in documents)
-    chosen, room = set(), wanted
-    for document in sorted(documents, key=lambda document: hashlib.sha256(document.name.encode()).digest()):
+    chosen = set()
+    room = wanted
+    for document in sorted(
+        documents, key=lambda document: hashlib.sha256(document.name.encode()).digest()
+    ):
         if len(document.content) <= room:
             chosen.add(document.name)
             room -= len(document.content)
     if chosen:
-        return [d for d in documents if d.name not in chosen], [d for d in documents if d.name in chosen]
+        return [d for d in documents if d.name not in chosen], [
+            d for d in documents if d.name in chosen
+        ]
     *others, last = documents
     place = max(1, len(last.content) - int(wanted))
     cut = _behind_a_line(last.content, place)
     if len(last.content) - cut < wanted / 2:  # lines are long: in the middle of one
         cut = place
-    return [*others, Document(last.name, last.content[:cut])], [Document(last.name, last.content[cut:])]
+    return [*others, Document(last.name, last.content[:cut])], [
+        Document(last.name, last.content[cut:])
+    ]
 
 
 def _behind_a_line(content: Tensor, place: int) -> int:
@@ -103,12 +126,15 @@ class Tokenizer:
             tokenizers = importlib.import_module("tokenizers")
         except ImportError as error:
             raise DataError(
-                f"data.tokenizer={path}: the package tokenizers is not installed", "pip install tokenizers"
+                f"data.tokenizer={path}: the package tokenizers is not installed",
+                "pip install tokenizers",
             ) from error
         try:
             self.tokenizer: Any = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the package raises plain Exception
-            raise DataError(f"data.tokenizer={path}: {error}", "name a tokenizer.json of tokenizers") from error
+            raise DataError(
+                f"data.tokenizer={path}: {error}", "name a tokenizer.json of tokenizers"
+            ) from error
 
     @property
     def vocabulary(self) -> int:
@@ -124,9 +150,13 @@ class Tokenizer:
     def encode_all(self, documents: Sequence[Document]) -> Tensor:
         """int32 [tokens]; each document ends with END_TOKEN if there is one."""
         end = self.tokenizer.token_to_id(END_TOKEN)
-        texts = [bytes(document.content.numpy()).decode("utf-8", "replace") for document in documents]
+        texts = [
+            bytes(document.content.numpy()).decode("utf-8", "replace") for document in documents
+        ]
         encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        ids = [torch.tensor([*encoding.ids, *([] if end is None else [end])]) for encoding in encodings]
+        ids = [
+            torch.tensor([*encoding.ids, *([] if end is None else [end])]) for encoding in encodings
+        ]
         return torch.cat(ids).to(HELD_AS["uint32"])
 
 
@@ -152,7 +182,12 @@ def _as_bytes(documents: Sequence[Document]) -> Tensor:
 
 
 def text_sources(
-    path: str | None, glob: str | None, length: int, test_part: float, tokenizer: str | None, seed: int
+    path: str | None,
+    glob: str | None,
+    length: int,
+    test_part: float,
+    tokenizer: str | None,
+    seed: int,
 ) -> tuple[TokenSource, TokenSource]:
     """The splits of `data=text`; see TextConfig for the keys. Raises DataError."""
     where = f"data.path={path or 'null (the standard library)'}"
@@ -163,7 +198,10 @@ def text_sources(
     else:
         words = made = Tokenizer(tokenizer)
         train, test = map(made.encode_all, splits)
-    bytes_per_token = sum(len(document.content) for document in splits[1]) / max(1, len(test)) if tokenizer else 1.0
+    if tokenizer:
+        bytes_per_token = sum(len(document.content) for document in splits[1]) / max(1, len(test))
+    else:
+        bytes_per_token = 1.0
     return _sources([train], [test], length, words.vocabulary, seed, bytes_per_token, words, where)
 
 
@@ -184,7 +222,9 @@ def token_sources(
         raise DataError(f"{where}: no .bin file to train on", "name a file, or a folder with *.bin")
     train, test = ([read_bin(file, dtype) for file in files] for files in (train_files, test_files))
     if len({part.dtype for part in train + test}) > 1:
-        raise DataError(f"{where}: its files hold tokens of 16 and of 32 bits", "keep one kind there")
+        raise DataError(
+            f"{where}: its files hold tokens of 16 and of 32 bits", "keep one kind there"
+        )
     if not test:
         cut = max(1, len(train[-1]) - int(test_part * sum(map(len, train))))
         test = [train[-1][cut:]]
@@ -194,7 +234,8 @@ def token_sources(
 
 
 def bin_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files to train on and to test with: of a folder, those with `val` or `test` in their names test."""
+    """The files to train on and to test with: of a folder, those with `val` or `test` in their
+    names test."""
     if path.is_file():
         return [path], []
     files = sorted(path.rglob("*.bin"))

@@ -1,7 +1,8 @@
-"""Crops and resizes images, uint8 to uint8: one at a time with torch's kernel, or many at once with matrix products.
+"""Crops and resizes images, uint8 to uint8: one at a time with torch's kernel, or many at once with
+matrix products.
 
-Both are bilinear with antialiasing, horizontally first, and round to uint8 after each direction, as torchvision's
-resized_crop on uint8 tensors does.
+Both are bilinear with antialiasing, horizontally first, and round to uint8 after each direction, as
+torchvision's resized_crop on uint8 tensors does.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ MAX_PIXELS = 2**26
 
 
 class CropBox(NamedTuple):
-    """A box of an image that is resized to rows x columns, and of the result the square that begins at (first_row,
-    first_column)."""
+    """A box of an image that is resized to rows x columns, and of the result the square that begins
+    at (first_row, first_column)."""
 
     top: int
     left: int
@@ -36,15 +37,17 @@ class CropBox(NamedTuple):
 def crop_box_for(height: int, width: int, size: int, draws: Sequence[float] | None) -> CropBox:
     """The CropBox of a sample, for a result of size x size pixels.
 
-    draws: four, uniform in [0, 1), for a random crop. None for the usual evaluation crop: the centre of the image
-    resized to a short side of 8/7 of `size`.
+    draws: four, uniform in [0, 1), for a random crop. None for the usual evaluation crop: the
+    centre of the image resized to a short side of 8/7 of `size`.
     """
     if draws is not None:
         return CropBox(*random_crop(width, height, draws), size, size)
     short = round(size * 8 / 7)
     rows = short if height <= width else int(short * height / width)
     columns = short if width <= height else int(short * width / height)
-    return CropBox(0, 0, height, width, rows, columns, round((rows - size) / 2), round((columns - size) / 2))
+    return CropBox(
+        0, 0, height, width, rows, columns, round((rows - size) / 2), round((columns - size) / 2)
+    )
 
 
 def resized(image: Tensor, box: CropBox, size: int) -> Tensor:
@@ -52,8 +55,12 @@ def resized(image: Tensor, box: CropBox, size: int) -> Tensor:
 
     image: uint8 [3, height, width]. Returns uint8 [3, size, size].
     """
-    whole = functional.interpolate(_cut(image, box)[None], (box.rows, box.columns), mode="bilinear", antialias=True)
-    return whole[0, :, box.first_row : box.first_row + size, box.first_column : box.first_column + size]
+    whole = functional.interpolate(
+        _cut(image, box)[None], (box.rows, box.columns), mode="bilinear", antialias=True
+    )
+    return whole[
+        0, :, box.first_row : box.first_row + size, box.first_column : box.first_column + size
+    ]
 
 
 def _cut(image: Tensor, box: CropBox) -> Tensor:
@@ -65,12 +72,14 @@ def resized_together(images: Sequence[Tensor], boxes: Sequence[CropBox], size: i
 
     images: each uint8 [3, height, width]. Returns uint8 [n, 3, size, size].
 
-    Resizing is linear and separable: a product with a matrix of weights from the left and one from the right. That
-    takes about twenty kernels for all images, torch's own resizing several for each. To the last bit, the result for an
-    image does not depend on the other images or on the device: weights are multiples of 2^-15 with 11 significant bits,
-    so that float32 and TF32 both sum the products with uint8 pixels without rounding, in any order.
+    Resizing is linear and separable: a product with a matrix of weights from the left and one from
+    the right. That takes about twenty kernels for all images, torch's own resizing several for
+    each. To the last bit, the result for an image does not depend on the other images or on the
+    device: weights are multiples of 2^-15 with 11 significant bits, so that float32 and TF32 both
+    sum the products with uint8 pixels without rounding, in any order.
     """
-    groups, largest = [[]], (0, 0)
+    groups = [[]]
+    largest = (0, 0)
     for index, box in enumerate(boxes):
         padded = max(largest[0], box.height), max(largest[1], box.width)
         if groups[-1] and 3 * (len(groups[-1]) + 1) * padded[0] * padded[1] > MAX_PIXELS:
@@ -78,13 +87,21 @@ def resized_together(images: Sequence[Tensor], boxes: Sequence[CropBox], size: i
             padded = box.height, box.width
         groups[-1].append(index)
         largest = padded
-    return torch.cat([_resized_group([images[n] for n in group], [boxes[n] for n in group], size) for group in groups])
+    return torch.cat(
+        [
+            _resized_group([images[n] for n in group], [boxes[n] for n in group], size)
+            for group in groups
+        ]
+    )
 
 
 def _resized_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Tensor:
-    """The crops of images that fit into memory together. They are padded with zeros to the largest box."""
-    count, device = len(images), images[0].device
-    height, width = max(box.height for box in boxes), max(box.width for box in boxes)
+    """The crops of images that fit into memory together. They are padded with zeros to the largest
+    box."""
+    count = len(images)
+    device = images[0].device
+    height = max(box.height for box in boxes)
+    width = max(box.width for box in boxes)
     padded = torch.zeros(count, 3, height, width, dtype=torch.uint8, device=device)
     targets = [padded[row, :, : box.height, : box.width] for row, box in enumerate(boxes)]
     crops = [_cut(image, box) for image, box in zip(images, boxes, strict=True)]
@@ -98,14 +115,16 @@ def _resized_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Ten
 
 
 def _weights(lengths: Tensor, resized_to: Tensor, first: Tensor, size: int, length: int) -> Tensor:
-    """Antialiasing weights [n, size, length], each row of which sums to 1: triangles as wide as the source pixels that
-    one target pixel covers.
+    """Antialiasing weights [n, size, length], each row of which sums to 1: triangles as wide as the
+    source pixels that one target pixel covers.
 
-    lengths: [n], source pixels of each image in one direction, at most `length`. resized_to: [n], target pixels in that
-    direction, of which `size` from `first` [n] on are computed.
+    lengths: [n], source pixels of each image in one direction, at most `length`. resized_to: [n],
+    target pixels in that direction, of which `size` from `first` [n] on are computed.
     """
     scale = (lengths / resized_to)[:, None, None]
-    centres = (torch.arange(size, device=lengths.device)[None, :, None] + first[:, None, None] + 0.5) * scale
+    centres = (
+        torch.arange(size, device=lengths.device)[None, :, None] + first[:, None, None] + 0.5
+    ) * scale
     pixels = torch.arange(length, device=lengths.device)
     triangles = (1 - (pixels + 0.5 - centres).abs() / scale.clamp(min=1)).clamp_(min=0) * (
         pixels < lengths[:, None, None]

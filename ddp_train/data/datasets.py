@@ -1,4 +1,5 @@
-"""What a data set is here. A source answers one question: which inputs and targets are these samples, in this epoch?"""
+"""What a data set is here. A source answers one question: which inputs and targets are these
+samples, in this epoch?"""
 
 from __future__ import annotations
 
@@ -33,12 +34,13 @@ class BatchSource(Protocol):
 
     @property
     def outputs(self) -> int:
-        """What a model must produce for one sample: a number per class, or for each number of a regression."""
+        """What a model must produce for one sample: a number per class, or for each number of a
+        regression."""
         ...
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
-        """These samples as a batch: of most data sets (inputs, targets). epoch: whose augmentation is applied; None: no
-        augmentation."""
+        """These samples as a batch: of most data sets (inputs, targets). epoch: whose augmentation
+        is applied; None: no augmentation."""
         ...
 
     def select(self, numbers: np.ndarray) -> BatchSource:
@@ -48,9 +50,11 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class HeldSource(Protocol):
-    """A BatchSource that can be held where it is needed, whole: `data.placement=device`. A batch is (inputs, targets).
+    """A BatchSource that can be held where it is needed, whole: `data.placement=device`. A batch is
+    (inputs, targets).
 
-    `isinstance` looks these attributes up: it must not ask for `outputs`, which a data set of the user's may refuse.
+    `isinstance` looks these attributes up: it must not ask for `outputs`, which a data set of the
+    user's may refuse.
     """
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
@@ -67,16 +71,16 @@ class HeldSource(Protocol):
         ...
 
     def to(self, device: torch.device, channels_last: bool = False) -> Self:
-        """The same split on a device, where `get_batch` then works and gives the same batches. channels_last: the
-        memory format of images there, and of what is fetched."""
+        """The same split on a device, where `get_batch` then works and gives the same batches.
+        channels_last: the memory format of images there, and of what is fetched."""
         ...
 
 
 class ArraySource:
     """A split that is held in memory: the host's, or a GPU's.
 
-    inputs: [n, ...], uint8 images (scaled to [0, 1], then normalised with mean and std per channel) or float32 as they
-    are. targets: [n] int64 class labels, or float32 numbers.
+    inputs: [n, ...], uint8 images (scaled to [0, 1], then normalised with mean and std per channel)
+    or float32 as they are. targets: [n] int64 class labels, or float32 numbers.
     """
 
     def __init__(
@@ -90,12 +94,17 @@ class ArraySource:
         classes: int | None = None,
     ) -> None:
         """classes: how many there are, where the labels may not show it."""
-        self.inputs, self.targets, self.augmentation, self.seed = inputs, targets, augmentation, seed
-        self.mean, self.std = mean, std
+        self.inputs = inputs
+        self.targets = targets
+        self.augmentation = augmentation
+        self.seed = seed
+        self.mean = mean
+        self.std = std
         self.classes: list[str] | None = None
         """Their names."""
         self.scaled: tuple[tuple[float, ...], tuple[float, ...]] | None = None
-        """Mean and standard deviation with which pixels from 0 to 1 became `inputs`, if they are not scaled here."""
+        """Mean and standard deviation with which pixels from 0 to 1 became `inputs`, if they are
+        not scaled here."""
         self.normalised = normalised_rows
         """How images are fetched and normalised; on GPUs by one kernel, see `fetch_kernel`."""
         self.erasing: augmentation.Erasing | None = None
@@ -108,7 +117,9 @@ class ArraySource:
     def image_facts(self) -> dict[str, Any]:
         """What `data.raw.ImageInput` needs; {} if its inputs are no pixels."""
         mean, std = self.scaled or (self.mean, self.std)
-        return {"shape": list(self.inputs.shape[1:]), "mean": mean, "std": std} if std else {}
+        if std:
+            return {"shape": list(self.inputs.shape[1:]), "mean": mean, "std": std}
+        return {}
 
     @property
     def sample_bytes(self) -> int:
@@ -136,16 +147,22 @@ class ArraySource:
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         index = to_device(torch.from_numpy(indices), self.inputs.device)
-        inputs = self.normalised(self.inputs, index, self.mean, self.std) if self.std else rows(self.inputs, index)
+        if self.std:
+            inputs = self.normalised(self.inputs, index, self.mean, self.std)
+        else:
+            inputs = rows(self.inputs, index)
         if self.augmentation and epoch is not None:
-            inputs = self.augmentation(inputs, uniform(hash_key(self.seed, "augment", epoch), index, 3))
+            inputs = self.augmentation(
+                inputs, uniform(hash_key(self.seed, "augment", epoch), index, 3)
+            )
         if self.erasing and epoch is not None:
             inputs = self.erasing(inputs, index, epoch)
         return inputs, self.targets[index]
 
 
 def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:
-    """What identifies a data set: the number of its samples, and sha256 of some of them by their number."""
+    """What identifies a data set: the number of its samples, and sha256 of some of them by their
+    number."""
     numbers = [place * (len(source) - 1) // max(samples - 1, 1) for place in range(samples)]
     found = {"count": str(len(source))}
     for number in dict.fromkeys(numbers):
@@ -157,16 +174,21 @@ def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:
 
 
 def check_same_data(name: str, root: str | None, then: dict[str, str], now: dict[str, str]) -> None:
-    """Raises DataError if the data are not those of a checkpoint. then, now: as `digests` gave them."""
+    """Raises DataError if the data are not those of a checkpoint. then, now: as `digests` gave
+    them."""
     if then == now:
         return
     where = f" in data.root={root}" if root else ""
     changed = next(key for key in {**then, **now} if then.get(key) != now.get(key))
-    what = f"sample {changed} differs" if changed.isdigit() else f"the {changed} of its samples differ"
+    if changed.isdigit():
+        what = f"sample {changed} differs"
+    else:
+        what = f"the {changed} of its samples differ"
     if changed == "count":
         what = f"{now['count']} samples, not {then.get('count', 'known how many')}"
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
-        "restore the old data, or start a new run with checkpoint.resume=never; if nobody has changed them, the data "
-        "set draws numbers of its own, or goes through a set of texts, when it is made: seed the one, sort the other",
+        "restore the old data, or start a new run with checkpoint.resume=never; if nobody has"
+        " changed them, the data set draws numbers of its own, or goes through a set of texts, when"
+        " it is made: seed the one, sort the other",
     )

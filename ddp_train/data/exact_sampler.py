@@ -1,4 +1,5 @@
-"""The samples of one process in a loop of the user's own: each of a data set once, on one process."""
+"""The samples of one process in a loop of the user's own: each of a data set once, on one
+process."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from ddp_train.distributed.process_group import place_among_ranks
 
 
 class ExactSampler(Sampler[int]):
-    """In place of torch's DistributedSampler, with its arguments: it neither repeats samples to fill up nor, unless
-    `drop_last`, leaves any out. Process r of p has every p-th sample of the order, beginning with number r.
+    """In place of torch's DistributedSampler, with its arguments: it neither repeats samples to
+    fill up nor, unless `drop_last`, leaves any out. Process r of p has every p-th sample of the
+    order, beginning with number r.
 
-    So the processes' numbers of samples differ by one at most, and an evaluation that adds up sums and counts is
-    exact. To train under DDP, which waits for all processes in every step, give all as many batches: with
-    `drop_last=True`, or inside of `torch.distributed.algorithms.Join`.
+    So the processes' numbers of samples differ by one at most, and an evaluation that adds up sums
+    and counts is exact. To train under DDP, which waits for all processes in every step, give all
+    as many batches: with `drop_last=True`, or inside of `torch.distributed.algorithms.Join`.
 
-    The order of an epoch depends on `seed` and epoch alone; it is that of a run of the launcher with this seed.
+    The order of an epoch depends on `seed` and epoch alone; it is that of a run of the launcher
+    with this seed.
     """
 
     def __init__(
@@ -30,19 +33,28 @@ class ExactSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """num_replicas, rank: None for those of the process group, or 1 and 0 without one. drop_last: leaves out what
-        is left of the samples when all processes have as many. Raises ValueError for a rank that there is not."""
+        """num_replicas, rank: None for those of the process group, or 1 and 0 without one.
+        drop_last: leaves out what is left of the samples when all processes have as many. Raises
+        ValueError for a rank that there is not."""
         its_rank, ranks = place_among_ranks()
-        self.dataset, self.shuffle, self.seed, self.drop_last = dataset, shuffle, seed, drop_last
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
         self.num_replicas = ranks if num_replicas is None else num_replicas
         self.rank = its_rank if rank is None else rank
         self.epoch = 0
         if not 0 <= self.rank < self.num_replicas:
-            raise ValueError(f"rank={self.rank}: must be at least 0 and below num_replicas={self.num_replicas}")
+            raise ValueError(
+                f"rank={self.rank}: must be at least 0 and below num_replicas={self.num_replicas}"
+            )
 
     def __iter__(self) -> Iterator[int]:
         count = len(self.dataset)
-        order = epoch_order(self.seed, self.epoch, count).tolist() if self.shuffle else list(range(count))
+        if self.shuffle:
+            order = epoch_order(self.seed, self.epoch, count).tolist()
+        else:
+            order = list(range(count))
         return iter(order[: self._used()][self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
@@ -54,4 +66,6 @@ class ExactSampler(Sampler[int]):
 
     def _used(self) -> int:
         count = len(self.dataset)
-        return count - count % self.num_replicas if self.drop_last else count
+        if self.drop_last:
+            return count - count % self.num_replicas
+        return count

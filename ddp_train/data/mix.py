@@ -1,9 +1,10 @@
 """Mixup and CutMix: each sample of a global batch is mixed with the one before it in that batch.
 
-The order of an epoch is random, so the sample before is a random partner; torchvision's `MixUp` and `CutMix` take the
-same one (`roll(1, 0)`). A part of a global batch, whichever process computes it, then needs one sample beside its own:
-the one before its first. It is fetched as any other, with its own augmentation. Nothing is exchanged, and neither the
-number of processes nor of accumulation steps changes an input or a target.
+The order of an epoch is random, so the sample before is a random partner; torchvision's `MixUp` and
+`CutMix` take the same one (`roll(1, 0)`). A part of a global batch, whichever process computes it,
+then needs one sample beside its own: the one before its first. It is fetched as any other, with its
+own augmentation. Nothing is exchanged, and neither the number of processes nor of accumulation
+steps changes an input or a target.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Mixture(NamedTuple):
     """What is drawn for a global batch."""
 
     share: float
-    """Of a sample itself; the rest is its partner's. Where a box is cut, before it is clipped to the image."""
+    """Of a sample itself; the rest is its partner's. Where a box is cut, before it is clipped to
+    the image."""
     centre: tuple[float, float] | None
     """Of the box that CutMix takes from the partner, as parts of height and width; None: mixup."""
 
@@ -38,28 +40,37 @@ class Mix:
     """Mixes whole batches. One per run: what is drawn depends on the seed and the step alone."""
 
     def __init__(self, seed: int, classes: int, mixup: float, cutmix: float) -> None:
-        """classes: of labels that are numbers. mixup, cutmix: alpha of the Beta distribution; 0: not this one. With
-        both, each step takes one of them with probability 1/2."""
-        self.seed, self.classes, self.mixup, self.cutmix = seed, classes, mixup, cutmix
+        """classes: of labels that are numbers. mixup, cutmix: alpha of the Beta distribution; 0:
+        not this one. With both, each step takes one of them with probability 1/2."""
+        self.seed = seed
+        self.classes = classes
+        self.mixup = mixup
+        self.cutmix = cutmix
 
     def drawn(self, step: int) -> Mixture:
-        """For the global batch of an optimizer step. The draws are those of arXiv:1710.09412 and arXiv:1905.04899."""
-        draw = random.Random(hash_key(self.seed, "mix", step))  # a new one each time: there is no stream
-        coin, row, column = draw.random(), draw.random(), draw.random()
+        """For the global batch of an optimizer step. The draws are those of arXiv:1710.09412 and
+        arXiv:1905.04899."""
+        draw = random.Random(
+            hash_key(self.seed, "mix", step)
+        )  # a new one each time: there is no stream
+        coin = draw.random()
+        row = draw.random()
+        column = draw.random()
         cuts = not self.mixup or (self.cutmix > 0 and coin < 0.5)
         alpha = self.cutmix if cuts else self.mixup
         return Mixture(draw.betavariate(alpha, alpha), (row, column) if cuts else None)
 
     def with_partners(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """What must be fetched: before the samples of each micro-batch the one before them. Iterated again it starts
-        over."""
+        """What must be fetched: before the samples of each micro-batch the one before them.
+        Iterated again it starts over."""
         return _WithPartners(micro_batches)
 
     def __call__(self, data: Any, fetched: MicroBatch) -> tuple[Any, MicroBatch]:
         """The mixed samples of a batch, and their micro-batch.
 
-        data: (inputs, targets) of a micro-batch of `with_partners`: [1 + n, ...] floating-point inputs and class labels
-        [1 + n] or soft labels [1 + n, k]. Returns inputs [n, ...] and soft labels [n, k].
+        data: (inputs, targets) of a micro-batch of `with_partners`: [1 + n, ...] floating-point
+        inputs and class labels [1 + n] or soft labels [1 + n, k]. Returns inputs [n, ...] and soft
+        labels [n, k].
         """
         micro_batch = dataclasses.replace(fetched, indices=fetched.indices[1:])
         inputs, targets = self._pair(data)
@@ -78,30 +89,53 @@ class Mix:
         try:
             return functional.one_hot(labels, self.classes)
         except RuntimeError as error:
-            lowest, highest = int(labels.min()), int(labels.max())
-            why = f"the data say that there are {self.classes} classes, and the labels go from {lowest} to {highest}"
-            raise DataError(why, "name every class in the attribute `classes` of the data set") from error
+            lowest = int(labels.min())
+            highest = int(labels.max())
+            why = (
+                f"the data say that there are {self.classes} classes, and the labels go from"
+                f" {lowest} to {highest}"
+            )
+            raise DataError(
+                why, "name every class in the attribute `classes` of the data set"
+            ) from error
 
     def _pair(self, data: Any) -> tuple[Tensor, Tensor]:
-        if isinstance(data, tuple | list) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        if (
+            isinstance(data, tuple | list)
+            and len(data) == 2
+            and all(isinstance(part, Tensor) for part in data)
+        ):
             inputs, targets = data
             least = 4 if self.cutmix else 2
             labels = targets.ndim == 1 and targets.dtype == torch.int64
-            if inputs.is_floating_point() and inputs.ndim >= least and (labels or _is_soft(targets)):
+            if (
+                inputs.is_floating_point()
+                and inputs.ndim >= least
+                and (labels or _is_soft(targets))
+            ):
                 return inputs, targets
         key = f"data.cutmix={self.cutmix:g}" if self.cutmix else f"data.mixup={self.mixup:g}"
-        inputs = "floating-point images [channels, height, width]" if self.cutmix else "floating-point tensors"
+        if self.cutmix:
+            inputs = "floating-point images [channels, height, width]"
+        else:
+            inputs = "floating-point tensors"
         raise DataError(
-            f"{key}: a sample is {_in_words(data)}", f"return {inputs} with a class label each, or leave {key} out"
+            f"{key}: a sample is {_in_words(data)}",
+            f"return {inputs} with a class label each, or leave {key} out",
         )
 
 
-def mix_of(source: BatchSource, seed: int, mixup: float, cutmix: float, classifies: bool) -> Mix | None:
-    """What mixes the samples of a training set; None if nothing does. classifies: whether the task takes soft labels.
+def mix_of(
+    source: BatchSource, seed: int, mixup: float, cutmix: float, classifies: bool
+) -> Mix | None:
+    """What mixes the samples of a training set; None if nothing does. classifies: whether the task
+    takes soft labels.
 
     Raises ConfigError if it does not, or if nobody knows how many classes there are.
     """
-    asked = [f"data.{name}={alpha:g}" for name, alpha in (("mixup", mixup), ("cutmix", cutmix)) if alpha]
+    asked = [
+        f"data.{name}={alpha:g}" for name, alpha in (("mixup", mixup), ("cutmix", cutmix)) if alpha
+    ]
     if not asked:
         return None
     if not classifies:
@@ -116,26 +150,34 @@ class _WithPartners:
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for one in self.micro_batches:
-            yield dataclasses.replace(one, indices=np.concatenate([[one.sample_before], one.indices]))
+            yield dataclasses.replace(
+                one, indices=np.concatenate([[one.sample_before], one.indices])
+            )
 
 
 def mixed(rows: Tensor, share: float) -> Tensor:
-    """share times each row but the first, and the rest of the one before it. [1 + n, ...] -> [n, ...].
+    """share times each row but the first, and the rest of the one before it. [1 + n, ...] -> [n,
+    ...].
 
-    The operations are rounded separately, so that the bits of a number do not depend on its place in the batch.
+    The operations are rounded separately, so that the bits of a number do not depend on its place
+    in the batch.
     """
     return rows[1:].mul(share).add_(rows[:-1].mul(1 - share))
 
 
-def box(share: float, centre: tuple[float, float], height: int, width: int) -> tuple[int, int, int, int]:
-    """Top, bottom, left and right of the box that CutMix takes from the partner: 1 - share of the image, clipped to it.
+def box(
+    share: float, centre: tuple[float, float], height: int, width: int
+) -> tuple[int, int, int, int]:
+    """Top, bottom, left and right of the box that CutMix takes from the partner: 1 - share of the
+    image, clipped to it.
 
     As in Algorithm 1 of arXiv:1905.04899, rounded as by torchvision.
     """
     half = 0.5 * math.sqrt(1 - share)
     edges = []
     for size, at in zip((height, width), centre, strict=True):
-        middle, reach = int(at * size), int(half * size)
+        middle = int(at * size)
+        reach = int(half * size)
         edges += [max(0, middle - reach), min(size, middle + reach)]
     top, bottom, left, right = edges
     return top, bottom, left, right

@@ -1,6 +1,8 @@
-"""Batches of an image folder that the GPU decodes: threads read the files ahead, one more feeds the device.
+"""Batches of an image folder that the GPU decodes: threads read the files ahead, one more feeds the
+device.
 
-No loader process is involved. Reading a file releases Python's lock. docs/benchmarks/jpeg.md has the measurements.
+No loader process is involved. Reading a file releases Python's lock. docs/benchmarks/jpeg.md has
+the measurements.
 """
 
 from __future__ import annotations
@@ -18,13 +20,15 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.image_folder import FolderSource, require_decoder
 
 CHUNK = 16
-"""The most files that one thread reads at once: all threads work on one batch, so that few batches are in memory."""
+"""The most files that one thread reads at once: all threads work on one batch, so that few batches
+are in memory."""
 PendingCrops = Callable[[], Tensor]
 """Waits for the crops of a micro-batch and returns them. Raises what their threads raised."""
 
 
 class GpuDecoder:
-    """(micro-batch, crops on the device, labels) in order; iterated again it starts over. Its threads end with it."""
+    """(micro-batch, crops on the device, labels) in order; iterated again it starts over. Its
+    threads end with it."""
 
     def __init__(
         self,
@@ -34,7 +38,8 @@ class GpuDecoder:
         batches_ahead: int,
         device: torch.device,
     ) -> None:
-        """threads: that read files. batches_ahead: micro-batches that are prepared while the model computes."""
+        """threads: that read files. batches_ahead: micro-batches that are prepared while the model
+        computes."""
         self.source = source
         self.micro_batches = micro_batches
         self.threads = threads
@@ -43,7 +48,8 @@ class GpuDecoder:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
-        """Raises ConfigError if torchvision cannot decode on the device, DataError if a file cannot be decoded."""
+        """Raises ConfigError if torchvision cannot decode on the device, DataError if a file cannot
+        be decoded."""
         require_decoder(self.device)
         pending: deque[tuple[MicroBatch, PendingCrops]] = deque()
         with contextlib.ExitStack() as stack:
@@ -56,14 +62,21 @@ class GpuDecoder:
             while pending:
                 yield self._next(pending)
 
-    def _start(self, micro_batch: MicroBatch, readers: ThreadPoolExecutor, feeder: ThreadPoolExecutor) -> PendingCrops:
+    def _start(
+        self, micro_batch: MicroBatch, readers: ThreadPoolExecutor, feeder: ThreadPoolExecutor
+    ) -> PendingCrops:
         """Queues the reading and decoding of a micro-batch."""
         indices = micro_batch.indices
-        files = [readers.submit(self.source.read, indices[rows]) for rows in _chunks(len(indices), self.threads)]
+        files = [
+            readers.submit(self.source.read, indices[rows])
+            for rows in _chunks(len(indices), self.threads)
+        ]
         crops = feeder.submit(self._decode, files, micro_batch)
         return lambda: self._hand_over(crops.result())
 
-    def _next(self, pending: deque[tuple[MicroBatch, PendingCrops]]) -> tuple[MicroBatch, Tensor, Tensor]:
+    def _next(
+        self, pending: deque[tuple[MicroBatch, PendingCrops]]
+    ) -> tuple[MicroBatch, Tensor, Tensor]:
         micro_batch, crops = pending.popleft()
         return micro_batch, crops(), self.source.targets[torch.from_numpy(micro_batch.indices)]
 
@@ -74,7 +87,8 @@ class GpuDecoder:
             return self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             crops = self.source.crops_on(self.device, files, micro_batch.indices, micro_batch.epoch)
-        # torchvision decodes in a third stream, which would overwrite buffers that this one has not read yet.
+        # torchvision decodes in a third stream, which would overwrite buffers that this one has not
+        # read yet.
         self.stream.synchronize()
         return crops
 

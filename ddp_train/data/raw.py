@@ -1,4 +1,5 @@
-"""From a raw sample, a photograph for instance, to what a trained model takes: outside of a run, without its data."""
+"""From a raw sample, a photograph for instance, to what a trained model takes: outside of a run,
+without its data."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ ToInput = Callable[[Any], Tensor]
 
 @dataclass(frozen=True)
 class ImageInput:
-    """Images as a data set of ours gives them to a model. Its fields are written into checkpoints."""
+    """Images as a data set of ours gives them to a model. Its fields are written into
+    checkpoints."""
 
     shape: Sequence[int]
     """[channels, height, width]."""
@@ -36,8 +38,8 @@ class ImageInput:
     """Whether the middle is cut out, as of photographs; else all of it is resized."""
 
     def __call__(self, image: Any) -> Tensor:
-        """float32 [channels, height, width]. image: a path, an image of PIL, or pixels [h, w], [h, w, c] or [c, h, w]:
-        uint8 from 0 to 255, or floating point from 0 to 1."""
+        """float32 [channels, height, width]. image: a path, an image of PIL, or pixels [h, w], [h,
+        w, c] or [c, h, w]: uint8 from 0 to 255, or floating point from 0 to 1."""
         pixels = self.pixels(image)
         channels, height, width = self.shape
         if len(pixels) != channels:
@@ -49,7 +51,9 @@ class ImageInput:
             pixels = resized(pixels, crop_box_for(*pixels.shape[-2:], height, None), height)
         elif pixels.shape[-2:] != (height, width):
             floats = pixels.float() / (255 if pixels.dtype == torch.uint8 else 1)
-            pixels = functional.interpolate(floats[None], (height, width), mode="bilinear", antialias=True)[0]
+            pixels = functional.interpolate(
+                floats[None], (height, width), mode="bilinear", antialias=True
+            )[0]
         if pixels.dtype == torch.uint8:
             return normalise(pixels[None], tuple(self.mean), tuple(self.std), torch.float32)[0]
         column = [torch.tensor(values)[:, None, None] for values in (self.mean, self.std)]
@@ -64,16 +68,21 @@ class ImageInput:
             image = image if image.ndim == 2 else image.transpose(2, 0, 1)
         pixels = torch.as_tensor(image)
         if pixels.dtype != torch.uint8:
-            low, high = float(pixels.min()), float(pixels.max())
+            low = float(pixels.min())
+            high = float(pixels.max())
             if not (pixels.is_floating_point() and low >= 0 and high <= 1):
                 raise DataError(
-                    f"pixels of {pixels.dtype} from {low:g} to {high:g}", "pass uint8, or numbers from 0 to 1"
+                    f"pixels of {pixels.dtype} from {low:g} to {high:g}",
+                    "pass uint8, or numbers from 0 to 1",
                 )
             pixels = pixels.float()
         if pixels.ndim == 2:
             return pixels[None]
         if pixels.ndim != 3:
-            raise DataError(f"pixels of shape {list(pixels.shape)}", "pass one image: [h, w], [h, w, c] or [c, h, w]")
+            raise DataError(
+                f"pixels of shape {list(pixels.shape)}",
+                "pass one image: [h, w], [h, w, c] or [c, h, w]",
+            )
         if is_pil:
             return pixels
         first, last = (pixels.shape[end] == self.shape[0] for end in (0, 2))
@@ -86,7 +95,8 @@ class ImageInput:
 
 @dataclass(frozen=True)
 class TransformedInput:
-    """Inputs of a data set of the user's own: through the transforms that its scored samples go through."""
+    """Inputs of a data set of the user's own: through the transforms that its scored samples go
+    through."""
 
     transforms: Sequence[Transform]
 
@@ -123,4 +133,6 @@ def opened(path: Path) -> Any:
     try:
         return Image.open(io.BytesIO(path.read_bytes()))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path} cannot be read as an image: {error}", "name a file that PIL knows") from error
+        raise DataError(
+            f"{path} cannot be read as an image: {error}", "name a file that PIL knows"
+        ) from error

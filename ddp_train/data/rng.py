@@ -1,7 +1,9 @@
-"""A counter-based random number generator: a draw is a hash of its key (seed, purpose, epoch) and counter (sample).
+"""A counter-based random number generator: a draw is a hash of its key (seed, purpose, epoch) and
+counter (sample).
 
-A draw therefore depends neither on earlier draws nor on the process or loader worker that makes it. The hash is
-SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in integer arithmetic that is exact on CPU and GPU.
+A draw therefore depends neither on earlier draws nor on the process or loader worker that makes it.
+The hash is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in integer arithmetic that is exact on
+CPU and GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import torch
 from torch import Tensor
 
 _MASK = (1 << 64) - 1
-_GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
 
 
 def hash_key(*parts: int | str) -> int:
@@ -32,7 +36,8 @@ def hash_key(*parts: int | str) -> int:
 
 
 def hash_bits(key: int, counters: Tensor) -> Tensor:
-    """A random non-negative int64 for each counter (int64, any shape), on the device of `counters`."""
+    """A random non-negative int64 for each counter (int64, any shape), on the device of
+    `counters`."""
     state = counters * _signed(_GAMMA) + _signed(hash_key(key))
     state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
@@ -40,7 +45,8 @@ def hash_bits(key: int, counters: Tensor) -> Tensor:
 
 
 def uniform(key: int, counters: Tensor, draws: int) -> Tensor:
-    """Uniform numbers in [0, 1): float64 [n, draws]. counters: int64 [n]. Row i depends on key and counters[i] only."""
+    """Uniform numbers in [0, 1): float64 [n, draws]. counters: int64 [n]. Row i depends on key and
+    counters[i] only."""
     each = counters[:, None] * draws + torch.arange(draws, device=counters.device)
     return _shift(hash_bits(key, each), 10).double() * 2.0**-53
 
@@ -61,8 +67,9 @@ def _shift(state: Tensor, count: int) -> Tensor:
 
 @contextlib.contextmanager
 def keyed_generators() -> Iterator[Callable[[int], None]]:
-    """Gives a function that seeds the global generators that code of others draws from: torch's on the host, numpy's
-    and Python's. At the end they are as before, so that training's own draws do not move."""
+    """Gives a function that seeds the global generators that code of others draws from: torch's on
+    the host, numpy's and Python's. At the end they are as before, so that training's own draws do
+    not move."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield _seed_global_generators
@@ -82,12 +89,15 @@ def _seed_global_generators(key: int) -> None:
 def global_states() -> tuple[bytes, ...]:
     """Of torch, numpy and Python, in this order, to see whether something draws."""
     _, words, *rest = cast("tuple[Any, ...]", np.random.get_state())
-    numpys = words.tobytes() + repr(rest).encode()  # the words change once in 624 draws, the position in `rest` always
+    numpys = (
+        words.tobytes() + repr(rest).encode()
+    )  # the words change once in 624 draws, the position in `rest` always
     return torch.get_rng_state().numpy().tobytes(), numpys, repr(random.getstate()).encode()
 
 
 class StepSeed:
-    """Seeds torch's default generators, which dropout uses, before each step: by seed, shard index and step.
+    """Seeds torch's default generators, which dropout uses, before each step: by seed, shard index
+    and step.
 
     shard_index: the part of the global batch: a rank, or a virtual shard.
     """
@@ -100,6 +110,8 @@ class StepSeed:
             self.generators.append(torch.cuda.default_generators[torch.device(device).index])
 
     def __call__(self, step: int) -> None:
-        key = self.key + step & _MASK >> 1  # Mersenne Twister's seeding decorrelates neighbouring keys
+        key = (
+            self.key + step & _MASK >> 1
+        )  # Mersenne Twister's seeding decorrelates neighbouring keys
         for generator in self.generators:
             generator.manual_seed(key)

@@ -10,17 +10,22 @@ from ddp_train.data.augment import normalise
 WORD = torch.int64
 
 
-def normalised_rows(held: Tensor, index: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """float32 [len(index), c, h, w]: images of `held`, uint8, normalised, in their memory format. index: int64."""
+def normalised_rows(
+    held: Tensor, index: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
+) -> Tensor:
+    """float32 [len(index), c, h, w]: images of `held`, uint8, normalised, in their memory format.
+    index: int64."""
     return normalise(rows(held, index), mean, std, torch.float32)
 
 
 def rows(held: Tensor, index: Tensor) -> Tensor:
-    """held[index] in the same memory format, copied in words of eight bytes where samples consist of such, not byte by
-    byte: 640 images of MNIST in 140 us, not 409, on one core."""
+    """held[index] in the same memory format, copied in words of eight bytes where samples consist
+    of such, not byte by byte: 640 images of MNIST in 140 us, not 409, on one core."""
     if not held.is_contiguous():  # images that are channels_last, as `ArraySource.to` makes them
         as_held = held.permute(0, 2, 3, 1) if held.ndim == 4 else held
-        return rows(as_held, index).permute(0, 3, 1, 2) if as_held.is_contiguous() else held[index]
+        if as_held.is_contiguous():
+            return rows(as_held, index).permute(0, 3, 1, 2)
+        return held[index]
     samples = held.view(len(held), -1)
     if samples.shape[1] * held.itemsize % WORD.itemsize:
         return samples[index].view(-1, *held.shape[1:])

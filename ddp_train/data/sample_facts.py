@@ -17,11 +17,13 @@ BALANCED = "balanced"
 """The value of `data.weights` that weights every class alike."""
 
 
-def training_weights(asked: str, source: BatchSource, numbers: np.ndarray, samples: int) -> np.ndarray:
+def training_weights(
+    asked: str, source: BatchSource, numbers: np.ndarray, samples: int
+) -> np.ndarray:
     """The weight of each sample of the training set, float64 [n]. Raises ConfigError.
 
-    asked: `data.weights`, balanced or a file. numbers: which of the `samples` of the whole training set are in
-    `source`; the others validate, or are cut off by `data.limit`.
+    asked: `data.weights`, balanced or a file. numbers: which of the `samples` of the whole training
+    set are in `source`; the others validate, or are cut off by `data.limit`.
     """
     if asked == BALANCED:
         _, classes, counts = np.unique(labels_of(source), return_inverse=True, return_counts=True)
@@ -29,49 +31,61 @@ def training_weights(asked: str, source: BatchSource, numbers: np.ndarray, sampl
     weights = _read(asked)
     if weights.shape != (samples,):
         _refuse(
-            f"data.weights={asked}: has {_shape(weights)}, and the whole training set {samples:,} samples",
+            f"data.weights={asked}: has {_shape(weights)}, and the whole training set {samples:,}"
+            " samples",
             "write one weight for each sample",
         )
     wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
     if len(wrong):
-        number, weight = wrong[0], weights[wrong[0]]
+        number = wrong[0]
+        weight = weights[wrong[0]]
         _refuse(
-            f"data.weights={asked}: the weight of sample {number:,} is {weight:g}", "use finite numbers, 0 or above"
+            f"data.weights={asked}: the weight of sample {number:,} is {weight:g}",
+            "use finite numbers, 0 or above",
         )
     weights = weights[numbers]
     if not 0 < weights.sum() < np.inf:
         total = weights.sum()
-        _refuse(f"data.weights={asked}: the weights of the samples that train add up to {total:g}", "use a sum above 0")
+        _refuse(
+            f"data.weights={asked}: the weights of the samples that train add up to {total:g}",
+            "use a sum above 0",
+        )
     return weights
 
 
 def labels_of(source: BatchSource) -> np.ndarray:
-    """The class label of each sample, int64 [n]. Raises ConfigError if the data set does not tell, or has none."""
+    """The class label of each sample, int64 [n]. Raises ConfigError if the data set does not tell,
+    or has none."""
     labels = _told_by(source, ("targets", "labels"), f"data.weights={BALANCED}")
     if labels is None:
         _refuse(
             f"data.weights={BALANCED}: {_name(source)} does not tell the labels of its samples",
-            "give it an attribute `targets`, a list of the class label of each sample, or use data.weights=FILE",
+            "give it an attribute `targets`, a list of the class label of each sample, or use"
+            " data.weights=FILE",
         )
     return labels
 
 
 def class_names(source: BatchSource) -> list[str] | None:
     """The names of the classes, in the order of their labels; None if the data set has none."""
-    names = getattr(source, "classes", None) or getattr(getattr(source, "dataset", None), "classes", None)
-    return [str(name) for name in names] if isinstance(names, list | tuple) else None
+    names = getattr(source, "classes", None) or getattr(
+        getattr(source, "dataset", None), "classes", None
+    )
+    if isinstance(names, list | tuple):
+        return [str(name) for name in names]
+    return None
 
 
 def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
-    """The length of each sample, int64 [n]. Raises ConfigError if the data set does not tell, or if one is longer than
-    `longest`, the tokens of a global batch."""
+    """The length of each sample, int64 [n]. Raises ConfigError if the data set does not tell, or if
+    one is longer than `longest`, the tokens of a global batch."""
     key = "data.batch_by=tokens"
     lengths = _told_by(source, ("lengths",), key)
     if lengths is None:
         _refuse(
             f"{key}: {_name(source)} does not tell the lengths of its samples",
-            "give it an attribute or a method `lengths`, a list of the number of tokens of each sample, or use "
-            "data.batch_by=samples",
+            "give it an attribute or a method `lengths`, a list of the number of tokens of each"
+            " sample, or use data.batch_by=samples",
         )
     if lengths.min() < 1:
         number = int(lengths.argmin())
@@ -79,18 +93,22 @@ def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
         _refuse(f"{key}: {which}", "leave it out of the data set: a length is at least 1")
     too_long = np.flatnonzero(lengths > longest)
     if len(too_long):
-        number, others = int(too_long[0]), len(too_long) - 1
+        number = int(too_long[0])
+        others = len(too_long) - 1
         more = f", and {counted(others, 'other sample')} more than that many" if others else ""
         which = f"{_number(source, number):,} has {lengths[number]:,}{more}"
         _refuse(
-            f"train.global_batch_size={longest}: counts tokens with data.batch_by=tokens, and sample {which}",
-            f"use train.global_batch_size={lengths.max()} or more, or leave such samples out of the data set",
+            f"train.global_batch_size={longest}: counts tokens with data.batch_by=tokens, and"
+            f" sample {which}",
+            f"use train.global_batch_size={lengths.max()} or more, or leave such samples out of the"
+            " data set",
         )
     return lengths
 
 
 def _told_by(source: BatchSource, names: tuple[str, ...], key: str) -> np.ndarray | None:
-    """Whole numbers, one for each sample, that a data set has under one of these names; None if it has none of them."""
+    """Whole numbers, one for each sample, that a data set has under one of these names; None if it
+    has none of them."""
     holder: Any = source.dataset if isinstance(source, UserDataset) else source
     name = next((name for name in names if getattr(holder, name, None) is not None), None)
     if name is None:
@@ -100,7 +118,10 @@ def _told_by(source: BatchSource, names: tuple[str, ...], key: str) -> np.ndarra
     found = told.cpu().numpy() if isinstance(told, Tensor) else _array(told)
     expected = len(holder)
     if found.shape != (expected,) or found.dtype.kind not in "iub":
-        kind = "whole numbers" if found.dtype.kind in "iub" else f"values of the type {found.dtype}"
+        if found.dtype.kind in "iub":
+            kind = "whole numbers"
+        else:
+            kind = f"values of the type {found.dtype}"
         _refuse(
             f"{key}: `{name}` of {_name(source)} has {_shape(found)}, {kind}",
             f"it must have {expected:,} whole numbers, one for each sample",
@@ -122,8 +143,16 @@ def _read(path: str) -> np.ndarray:
         if Path(path).suffix == ".npy":
             return np.load(path, allow_pickle=False).astype(np.float64)
         return np.array([float(line) for line in Path(path).read_text().split()])
-    except (OSError, ValueError, TypeError, AttributeError) as error:  # the last: .npz by another name
-        remedy = f"use {BALANCED}, a .npy file with an array of numbers, or a text with one number per line"
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the last: .npz by another name
+        remedy = (
+            f"use {BALANCED}, a .npy file with an array of numbers, or a text with one number per"
+            " line"
+        )
         _refuse(f"data.weights={path}: cannot be read: {first_line(error)}", remedy)
 
 
@@ -132,11 +161,15 @@ def _refuse(problem: str, remedy: str) -> NoReturn:
 
 
 def _shape(array: np.ndarray) -> str:
-    return f"{array.size:,} numbers" if array.ndim == 1 else f"the shape {list(array.shape)}"
+    if array.ndim == 1:
+        return f"{array.size:,} numbers"
+    return f"the shape {list(array.shape)}"
 
 
 def _name(source: BatchSource) -> str:
-    return source.name if isinstance(source, UserDataset) else type(source).__name__
+    if isinstance(source, UserDataset):
+        return source.name
+    return type(source).__name__
 
 
 def _number(source: BatchSource, number: int) -> int:

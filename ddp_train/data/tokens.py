@@ -1,10 +1,12 @@
-"""Tokens: a corpus as one long row of numbers, cut into windows; and the .bin files that hold such rows.
+"""Tokens: a corpus as one long row of numbers, cut into windows; and the .bin files that hold such
+rows.
 
-A sample is a window of `length` tokens, and its targets are the tokens one further on. In training the windows of an
-epoch lie end to end, so that every token is seen once, and begin at an offset that is drawn anew for each epoch, so
-that no token always stands at the same position or first in its window. Which tokens a window holds is a function of
-its number, the seed and the epoch: the same on any number of processes, and after a resume. What is left out at the
-ends of the corpus is less than two windows.
+A sample is a window of `length` tokens, and its targets are the tokens one further on. In training
+the windows of an epoch lie end to end, so that every token is seen once, and begin at an offset
+that is drawn anew for each epoch, so that no token always stands at the same position or first in
+its window. Which tokens a window holds is a function of its number, the seed and the epoch: the
+same on any number of processes, and after a resume. What is left out at the ends of the corpus is
+less than two windows.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from ddp_train.text import counted
 IGNORED = -100
 """As a target: not counted, as in torch's cross entropy."""
 HELD_AS = {"uint8": torch.uint8, "uint16": torch.int16, "uint32": torch.int32}
-"""torch gathers no uint16 and uint32 on GPUs. The same bits, widened to int64 and masked, are the number."""
+"""torch gathers no uint16 and uint32 on GPUs. The same bits, widened to int64 and masked, are the
+number."""
 HEADERS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}
-"""First number of llm.c's files: the version that follows, and the type of the tokens (GPT-2's, Llama 3's)."""
+"""First number of llm.c's files: the version that follows, and the type of the tokens (GPT-2's,
+Llama 3's)."""
 HEADER_NUMBERS = 256
 """int32 each: magic, version, number of tokens, zeros."""
 CHECKED_AT_ONCE = 2**26
@@ -52,8 +56,8 @@ class Words(Protocol):
 class TokenSource:
     """Windows of a row of tokens. A batch is (ids, targets), int64 [n, length] each.
 
-    The row may consist of several parts, files for example; no window spans two. It lies in memory, in mapped files, or
-    on a GPU.
+    The row may consist of several parts, files for example; no window spans two. It lies in memory,
+    in mapped files, or on a GPU.
     """
 
     def __init__(
@@ -66,14 +70,20 @@ class TokenSource:
         words: Words | None = None,
         where: str = "data",
     ) -> None:
-        """parts: of one type of `HELD_AS`, [tokens] each. seed: of the offsets; None, for a test split: windows begin
-        at the start, the last one ends with its part, and what it has in common with the one before is not counted
-        twice. words: what the tokens stand for, where that is known. where: key and value, for messages.
+        """parts: of one type of `HELD_AS`, [tokens] each. seed: of the offsets; None, for a test
+        split: windows begin at the start, the last one ends with its part, and what it has in
+        common with the one before is not counted twice. words: what the tokens stand for, where
+        that is known. where: key and value, for messages.
 
         Raises DataError if there is no whole window.
         """
-        self.parts, self.length, self.vocabulary, self.seed = list(parts), length, vocabulary, seed
-        self.bytes_per_token, self.words, self.where = bytes_per_token, words, where
+        self.parts = list(parts)
+        self.length = length
+        self.vocabulary = vocabulary
+        self.seed = seed
+        self.bytes_per_token = bytes_per_token
+        self.words = words
+        self.where = where
         self.whole = self.parts[0] if len(self.parts) == 1 else None
         """All parts as one tensor, where there is one."""
         sizes = np.array([len(part) for part in self.parts], dtype=np.int64)
@@ -89,8 +99,8 @@ class TokenSource:
         if not self.windows:
             split, needed = ("test", length + 1) if seed is None else ("training", 2 * length)
             raise DataError(
-                f"{where}: the {split} split has {counted(int(sizes.sum()), 'token')}, and data.length={length} needs "
-                f"{needed:,}",
+                f"{where}: the {split} split has {counted(int(sizes.sum()), 'token')}, and"
+                f" data.length={length} needs {needed:,}",
                 "use a smaller data.length, or more text",
             )
 
@@ -117,17 +127,19 @@ class TokenSource:
         return self.windows
 
     def select(self, numbers: np.ndarray) -> TokenSource:
-        """Some of the windows. In training they overlap, of one epoch and another, those that are left out."""
+        """Some of the windows. In training they overlap, of one epoch and another, those that are
+        left out."""
         other = copy.copy(self)
         other.numbers = numbers if self.numbers is None else self.numbers[numbers]
         other.windows = len(numbers)
         return other
 
     def to(self, device: torch.device, channels_last: bool = False) -> TokenSource:
-        """The same split on a device; on the CPU it stays where it is, in mapped files perhaps. channels_last: has no
-        meaning here.
+        """The same split on a device; on the CPU it stays where it is, in mapped files perhaps.
+        channels_last: has no meaning here.
 
-        Raises DataError if a token is out of the vocabulary, which a GPU would only report as a failed assertion.
+        Raises DataError if a token is out of the vocabulary, which a GPU would only report as a
+        failed assertion.
         """
         if device.type == "cpu":
             return self
@@ -151,25 +163,33 @@ class TokenSource:
             offset = hash_key(self.seed, "windows", epoch) % self.length
         starts = np.minimum(begins + offset, self.last_starts[part])
         rows = self._rows(part, starts)
-        ids, targets = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        ids = rows[:, :-1].contiguous()
+        targets = rows[:, 1:].contiguous()
         repeated = begins - starts
         if self.seed is None and (repeated > 0).any():
             seen = to_device(torch.from_numpy(repeated), targets.device)
-            targets.masked_fill_(torch.arange(self.length, device=targets.device) < seen[:, None], IGNORED)
+            targets.masked_fill_(
+                torch.arange(self.length, device=targets.device) < seen[:, None], IGNORED
+            )
         return ids, targets
 
     def _rows(self, part: np.ndarray, starts: np.ndarray) -> Tensor:
-        """int64 [n, length + 1]. part, starts: the part of each window, and where it begins in there."""
+        """int64 [n, length + 1]. part, starts: the part of each window, and where it begins in
+        there."""
         size = self.length + 1
         if self.whole is not None:
             index = torch.from_numpy(self.part_begins[part] + starts)
-            rows = self.whole.unfold(0, size, 1).index_select(0, to_device(index, self.whole.device))
+            rows = self.whole.unfold(0, size, 1).index_select(
+                0, to_device(index, self.whole.device)
+            )
         else:
             rows = torch.empty(len(starts), size, dtype=self.parts[0].dtype)
             for number in np.unique(part).tolist():
                 of_part = np.flatnonzero(part == number)
                 windows = self.parts[number].unfold(0, size, 1)
-                rows[torch.from_numpy(of_part)] = windows.index_select(0, torch.from_numpy(starts[of_part]))
+                rows[torch.from_numpy(of_part)] = windows.index_select(
+                    0, torch.from_numpy(starts[of_part])
+                )
         wide = rows.long() if rows.dtype == torch.uint8 else rows.long() & _mask(rows)
         if wide.is_cpu and self.vocabulary <= _mask(rows):
             self._check(wide)
@@ -179,9 +199,10 @@ class TokenSource:
         largest = int(tokens.max())
         if largest >= self.vocabulary:
             raise DataError(
-                f"{self.where}: holds the token {largest:,}, and the vocabulary ends with {self.vocabulary - 1:,}",
-                f"use data.vocabulary={largest + 1} or the tokenizer's own size; if the number makes no sense, "
-                "data.dtype is another",
+                f"{self.where}: holds the token {largest:,}, and the vocabulary ends with"
+                f" {self.vocabulary - 1:,}",
+                f"use data.vocabulary={largest + 1} or the tokenizer's own size; if the number"
+                " makes no sense, data.dtype is another",
             )
 
 
@@ -191,23 +212,29 @@ def _mask(tokens: Tensor) -> int:
 
 
 def mapped(path: Path, dtype: str, skip_bytes: int = 0) -> Tensor:
-    """A file as a tensor of the type that holds `dtype` (`HELD_AS`), [tokens], mapped into memory: nothing is read
-    before it is used, and all processes of a host share the pages.
+    """A file as a tensor of the type that holds `dtype` (`HELD_AS`), [tokens], mapped into memory:
+    nothing is read before it is used, and all processes of a host share the pages.
 
     Raises DataError if the file is empty or cannot be opened.
     """
     try:
-        content = np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r", offset=skip_bytes)
+        content = np.memmap(
+            path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r", offset=skip_bytes
+        )
     except (OSError, ValueError) as error:
-        raise DataError(f"data.path: {path} cannot be mapped: {error}", "see that it is a file with tokens") from error
+        raise DataError(
+            f"data.path: {path} cannot be mapped: {error}", "see that it is a file with tokens"
+        ) from error
     with warnings.catch_warnings():  # torch warns that the memory is read-only; nobody writes there
         warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(content.view(content.dtype.str.replace("u", "i")) if dtype != "uint8" else content)
+        return torch.from_numpy(
+            content.view(content.dtype.str.replace("u", "i")) if dtype != "uint8" else content
+        )
 
 
 def read_bin(path: Path, dtype: str) -> Tensor:
-    """The tokens of a .bin file, mapped. With llm.c's header its type is known; without one, as nanoGPT writes it, the
-    file is a plain array of `dtype` (uint16 or uint32), little-endian.
+    """The tokens of a .bin file, mapped. With llm.c's header its type is known; without one, as
+    nanoGPT writes it, the file is a plain array of `dtype` (uint16 or uint32), little-endian.
 
     Raises DataError if header and size contradict each other.
     """
@@ -215,15 +242,23 @@ def read_bin(path: Path, dtype: str) -> Tensor:
     header = np.fromfile(path, dtype="<i4", count=HEADER_NUMBERS)
     if len(header) < HEADER_NUMBERS or int(header[0]) not in HEADERS:
         if size % np.dtype(dtype).itemsize:
-            what = f"{path} has {size:,} bytes, which is no whole number of tokens of data.dtype={dtype}"
+            what = (
+                f"{path} has {size:,} bytes, which is no whole number of tokens of"
+                f" data.dtype={dtype}"
+            )
             raise DataError(what, "use the type that it was written with, or write it again")
         return mapped(path, dtype)
     version, dtype = HEADERS[int(header[0])]
     if header[1] != version:
-        raise DataError(f"{path} has llm.c's header, version {header[1]}, not {version}", "write it with a newer llm.c")
-    tokens, there = int(header[2]), (size - 4 * HEADER_NUMBERS) // np.dtype(dtype).itemsize
+        raise DataError(
+            f"{path} has llm.c's header, version {header[1]}, not {version}",
+            "write it with a newer llm.c",
+        )
+    tokens = int(header[2])
+    there = (size - 4 * HEADER_NUMBERS) // np.dtype(dtype).itemsize
     if tokens != there:
         raise DataError(
-            f"{path} holds {there:,} tokens, and its header says {tokens:,}", "fetch or write the file again"
+            f"{path} holds {there:,} tokens, and its header says {tokens:,}",
+            "fetch or write the file again",
         )
     return mapped(path, dtype, 4 * HEADER_NUMBERS)

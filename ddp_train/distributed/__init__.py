@@ -1,1 +1,2 @@
-"""Ranks, world size, environment variables, backends and collectives. No other package reads them by itself."""
+"""Ranks, world size, environment variables, backends and collectives. No other package reads them
+by itself."""

@@ -15,9 +15,12 @@ from ddp_train.linux import end_with_parent
 
 
 def end_with_agent(world: World) -> None:
-    """Ends this worker with the agent that started it, whenever that dies; at once if it has died already."""
+    """Ends this worker with the agent that started it, whenever that dies; at once if it has died
+    already."""
     end_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback per rank when torchrun hands Ctrl-C on
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # no traceback per rank when torchrun hands Ctrl-C on
     try:
         check_agent_lives(world)
     except PeerError as error:
@@ -26,18 +29,20 @@ def end_with_agent(world: World) -> None:
 
 
 def check_agent_lives(world: World) -> None:
-    """torchrun's agent listens before it starts workers: if its host answers that nobody does, it has died before
-    they could ask to be ended with it, and torch would try for as long as its store's timeout. Raises PeerError."""
+    """torchrun's agent listens before it starts workers: if its host answers that nobody does, it
+    has died before they could ask to be ended with it, and torch would try for as long as its
+    store's timeout. Raises PeerError."""
     if not has_agent_store():
         return
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     for pause in (0, 0.3, 0.3):
         time.sleep(pause)
         if not _is_refused(address, port):
             return
     raise PeerError(
-        f"rank {world.rank} cannot reach the store at {address}:{port}: nothing is listening on that port, "
-        "so torchrun's agent, which served it, has ended",
+        f"rank {world.rank} cannot reach the store at {address}:{port}: nothing is listening on"
+        " that port, so torchrun's agent, which served it, has ended",
         "see the output of torchrun, and start the same command again",
     )
 

@@ -1,4 +1,5 @@
-"""The rows of all processes, with gradients: for losses that compare samples, as CLIP's and SimCLR's do."""
+"""The rows of all processes, with gradients: for losses that compare samples, as CLIP's and
+SimCLR's do."""
 
 from __future__ import annotations
 
@@ -19,20 +20,23 @@ from ddp_train.errors import ConfigError, DataError, LaunchError
 def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of all processes, and which of them are those of this process.
 
-    tensor: [n, ...]; n may differ between processes, what follows it and the dtype may not. Returns rows [all, ...] in
-    the order of the global batch, and `own`, int64 [n]: `rows[own]` equals `tensor`. Gradients flow to the rows of all
-    processes, so for a loss that sums over own rows the gradient is that of the sum over all rows. Every process must
-    call it in the same place and use what it returns: its backward pass is a collective too.
+    tensor: [n, ...]; n may differ between processes, what follows it and the dtype may not. Returns
+    rows [all, ...] in the order of the global batch, and `own`, int64 [n]: `rows[own]` equals
+    `tensor`. Gradients flow to the rows of all processes, so for a loss that sums over own rows the
+    gradient is that of the sum over all rows. Every process must call it in the same place and use
+    what it returns: its backward pass is a collective too.
 
-    Outside of a training step, in an evaluation above all, and on one process the rows are those of this process: the
-    batches of an evaluation are the same on any number of processes already.
+    Outside of a training step, in an evaluation above all, and on one process the rows are those of
+    this process: the batches of an evaluation are the same on any number of processes already.
 
-    Raises ConfigError where the rows would not be the global batch: with accumulation, with strategy=ordered, on
-    several GPUs with strategy=dp. Raises LaunchError in a step that is being captured as a CUDA graph, and DataError
-    if processes give tensors that do not fit together.
+    Raises ConfigError where the rows would not be the global batch: with accumulation, with
+    strategy=ordered, on several GPUs with strategy=dp. Raises LaunchError in a step that is being
+    captured as a CUDA graph, and DataError if processes give tensors that do not fit together.
     """
     if tensor.ndim == 0:
-        raise DataError("ddp_train.all_gather was given a tensor without dimensions", "give it rows, [n, ...]")
+        raise DataError(
+            "ddp_train.all_gather was given a tensor without dimensions", "give it rows, [n, ...]"
+        )
     check_peers()  # there is no group any more once it was aborted
     step = CURRENT.step
     if step and step.refused:
@@ -40,23 +44,31 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     if not step or not dist.is_initialized() or dist.get_world_size() == 1:
         return tensor, torch.arange(len(tensor), device=tensor.device)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise LaunchError("ddp_train.all_gather reads sizes from the device", "use tuning.cuda_graph=false")
-    # In a backward pass DDP sends a bucket of gradients once its last gradient is there. Where processes use different
-    # parameters (strategy.find_unused_parameters), that is before this function's own collective on one of them and
-    # after it on another: in one group the two would be taken for each other. In two groups only the order of gathers
-    # matters, which is that of the program, and no process waits for a bucket before its backward pass ends.
+        raise LaunchError(
+            "ddp_train.all_gather reads sizes from the device", "use tuning.cuda_graph=false"
+        )
+    # In a backward pass DDP sends a bucket of gradients once its last gradient is there. Where
+    # processes use different parameters (strategy.find_unused_parameters), that is before this
+    # function's own collective on one of them and after it on another: in one group the two would
+    # be taken for each other. In two groups only the order of gathers matters, which is that of the
+    # program, and no process waits for a bucket before its backward pass ends.
     group = side_group()
     counted = tensor if step.counts else tensor[:0]
     sizes = _sizes(counted, group)
-    rank, rows = dist.get_rank(), _Gather.apply(counted, sizes, group)
+    rank = dist.get_rank()
+    rows = _Gather.apply(counted, sizes, group)
     start = sum(sizes[:rank])
-    if not step.counts:  # a stand-in finds its own row, whose loss has weight zero, after those that count
-        rows, start = torch.cat([rows, tensor]), sum(sizes)
+    if (
+        not step.counts
+    ):  # a stand-in finds its own row, whose loss has weight zero, after those that count
+        rows = torch.cat([rows, tensor])
+        start = sum(sizes)
     return rows, torch.arange(start, start + len(tensor), device=tensor.device)
 
 
 def _sizes(tensor: Tensor, group: Any) -> list[int]:
-    """The number of rows of each process. Waits for the device. Raises DataError if something else differs."""
+    """The number of rows of each process. Waits for the device. Raises DataError if something else
+    differs."""
     kind = f"{list(tensor.shape[1:])} of {tensor.dtype}"
     mark = int.from_bytes(kind.encode()[-200:], "big") % (2**61 - 1)
     mine = torch.tensor([len(tensor), mark], device=tensor.device)
@@ -72,12 +84,15 @@ def _sizes(tensor: Tensor, group: Any) -> list[int]:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all processes. A row is part of the result on every process: its gradient is the sum of all of theirs."""
+    """Rows of all processes. A row is part of the result on every process: its gradient is the sum
+    of all of theirs."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, sizes: list[int], group: Any) -> Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        most, row = max(sizes), tensor.shape[1:]
+        ctx.sizes = sizes
+        ctx.group = group
+        most = max(sizes)
+        row = tensor.shape[1:]
         padded = tensor.new_zeros(most, *row)
         padded[: len(tensor)] = tensor
         sent = padded.view(-1).view(torch.uint8)  # bytes: collectives do not know every dtype
@@ -91,7 +106,9 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         check_peers()
         rank = dist.get_rank()
-        wide = torch.promote_types(gradient.dtype, torch.float32)  # a sum in half precision would be rounded each time
+        wide = torch.promote_types(
+            gradient.dtype, torch.float32
+        )  # a sum in half precision would be rounded each time
         whole = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(whole, group=ctx.group)
         start = sum(ctx.sizes[:rank])

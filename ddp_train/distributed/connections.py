@@ -1,7 +1,8 @@
-"""The connections of a process to its peers, and how to break them: a collective that waits ends then.
+"""The connections of a process to its peers, and how to break them: a collective that waits ends
+then.
 
-gloo's ends with an error. NCCL's ends as if it had succeeded, with garbage, and so do all that are queued behind it: a
-flag that is set before says so, to kernels and to the host.
+gloo's ends with an error. NCCL's ends as if it had succeeded, with garbage, and so do all that are
+queued behind it: a flag that is set before says so, to kernels and to the host.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _stop_flag: list[StopFlag] = []
 
 
 class _InHostMemory:
-    """float32 numbers in pinned host memory, at their address there: kernels may read them (unified addressing)."""
+    """float32 numbers in pinned host memory, at their address there: kernels may read them (unified
+    addressing)."""
 
     def __init__(self, host: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -39,10 +41,12 @@ class _InHostMemory:
 
 
 class StopFlag:
-    """Keeps what an aborted collective left out of the weights: 1 once peers are lost, and before the abort.
+    """Keeps what an aborted collective left out of the weights: 1 once peers are lost, and before
+    the abort.
 
-    It lies in host memory, where a kernel reads it when it runs. A copy to the device would not get there: it waits
-    until the queue of launches has room, and that is full behind the collective that never ends (two H200, torch 2.11).
+    It lies in host memory, where a kernel reads it when it runs. A copy to the device would not get
+    there: it waits until the queue of launches has room, and that is full behind the collective
+    that never ends (two H200, torch 2.11).
     """
 
     def __init__(self, device: str) -> None:
@@ -55,8 +59,9 @@ class StopFlag:
 
 
 def watch_for_losses(device: str) -> StopFlag | None:
-    """From here on the host asks a flag after each collective of this package that it reads. Returns the flag, for the
-    kernels that update weights; None if they could not read it. One for each process."""
+    """From here on the host asks a flag after each collective of this package that it reads.
+    Returns the flag, for the kernels that update weights; None if they could not read it. One for
+    each process."""
     if not _stop_flag:
         flag = StopFlag(device)
         if flag.on_device.data_ptr() != flag.host.data_ptr():  # a copy, which would be 0 for ever
@@ -66,14 +71,15 @@ def watch_for_losses(device: str) -> StopFlag | None:
 
 
 def check_peers() -> None:
-    """Raises PeersLostError once connections are broken on purpose. On a GPU without such a flag it does nothing."""
+    """Raises PeersLostError once connections are broken on purpose. On a GPU without such a flag it
+    does nothing."""
     if _stop_flag and _stop_flag[0].is_set:
         raise PeersLostError
 
 
 def trusted(tensor: Tensor) -> Tensor:
-    """What a collective gave. Where losses are watched for, this waits for the device, and raises PeersLostError if
-    the collective may have been aborted."""
+    """What a collective gave. Where losses are watched for, this waits for the device, and raises
+    PeersLostError if the collective may have been aborted."""
     if _stop_flag and tensor.is_cuda:
         torch.cuda.current_stream().synchronize()
         check_peers()
@@ -82,7 +88,8 @@ def trusted(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def noting_sockets() -> Iterator[None]:
-    """Around the making of a process group. The store's connection, trackers' and loaders' are not among them."""
+    """Around the making of a process group. The store's connection, trackers' and loaders' are not
+    among them."""
     before = _sockets()
     yield
     _of_groups.update(_sockets() - before)
@@ -99,12 +106,14 @@ def _sockets() -> set[int]:
 def break_connections() -> None:
     """Ends every collective of this process, from any thread, and lets those of its peers fail too.
 
-    gloo fails only the pair whose socket broke: who waits for a living peer that has given up itself waits until the
-    timeout. `ProcessGroup.abort` does nothing for gloo (torch 2.13 and 2.15). The listening socket must stay open:
-    without it gloo's own thread ends the process by SIGABRT.
+    gloo fails only the pair whose socket broke: who waits for a living peer that has given up
+    itself waits until the timeout. `ProcessGroup.abort` does nothing for gloo (torch 2.13 and
+    2.15). The listening socket must stay open: without it gloo's own thread ends the process by
+    SIGABRT.
 
-    NCCL is aborted by a thread that nobody waits for: it comes to an end only when the last captured graph with a
-    collective is gone (two H200, torch 2.11). Kernels end within milliseconds each.
+    NCCL is aborted by a thread that nobody waits for: it comes to an end only when the last
+    captured graph with a collective is gone (two H200, torch 2.11). Kernels end within milliseconds
+    each.
     """
     if not _stop_flag:
         _shut_sockets()
@@ -113,12 +122,20 @@ def break_connections() -> None:
         if _stop_flag[0].is_set:
             return
         _stop_flag[0].host.fill_(1)
-    # All groups at once: one after the other they would wait for each other (pytorch#119797, nccl#1013).
-    threading.Thread(target=dist.distributed_c10d._abort_process_group, name="abort", daemon=True).start()
+    # All groups at once: one after the other they would wait for each other (pytorch#119797,
+    # nccl#1013).
+    threading.Thread(
+        target=dist.distributed_c10d._abort_process_group, name="abort", daemon=True
+    ).start()
 
 
 def _shut_sockets() -> None:
     for number in _of_groups:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:  # no socket, or closed
-            if one.type == socket.SOCK_STREAM and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(number)) as one,
+        ):  # no socket, or closed
+            if one.type == socket.SOCK_STREAM and not one.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 one.shutdown(socket.SHUT_RDWR)  # never close: gloo owns the number

@@ -1,4 +1,5 @@
-"""Every environment variable that this package reads or sets: torchrun's, SLURM's, torch's, the trackers'.
+"""Every environment variable that this package reads or sets: torchrun's, SLURM's, torch's, the
+trackers'.
 
 Torch-free: launch.py reads some before it imports torch.
 """
@@ -27,10 +28,12 @@ LISTEN_SOCKET = "DDP_TRAIN_LISTEN_FD"
 LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
 """Process id of our launcher; not set under torchrun."""
 EXIT_CODE_FILE = "DDP_TRAIN_EXIT_CODE_FILE"
-"""File to which workers append their exit codes; set only if our launcher started the torchrun agent."""
+"""File to which workers append their exit codes; set only if our launcher started the torchrun
+agent."""
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 BEGUN = "begun"
-"""Line of that file for a worker that has been started; those that its predecessor wrote count no more."""
+"""Line of that file for a worker that has been started; those that its predecessor wrote count no
+more."""
 REPORTED = "reported"
 """Line of that file for a worker that has reported its failure to the user."""
 STATUS_FD = "DDP_TRAIN_STATUS_FD"
@@ -57,17 +60,28 @@ def threads_asked() -> int | None:
 
 
 def world_from_environment() -> World | None:
-    """The World that torchrun or our launcher started this process in; None for a process that neither started."""
+    """The World that torchrun or our launcher started this process in; None for a process that
+    neither started."""
     env = os.environ
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     numbers = {name: env[name] for name in _NUMBERS if name in env}
-    wrong = [f"{name}={number}" for name, number in numbers.items() if not re.fullmatch(r"\d{1,9}", number)]
+    wrong = [
+        f"{name}={number}"
+        for name, number in numbers.items()
+        if not re.fullmatch(r"\d{1,9}", number)
+    ]
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
     if wrong or missing:
-        what = f"{wrong[0]} is no number" if wrong else f"RANK={env['RANK']} is set and {missing[0]} is not"
+        if wrong:
+            what = f"{wrong[0]} is no number"
+        else:
+            what = f"RANK={env['RANK']} is set and {missing[0]} is not"
         raise ConfigError(
-            [f"environment: {what}; start with torchrun, or `unset {' '.join(numbers)}` before the start"]
+            [
+                f"environment: {what}; start with torchrun, or `unset {' '.join(numbers)}` before"
+                " the start"
+            ]
         )
     return World(
         rank=int(env["RANK"]),
@@ -80,8 +94,8 @@ def world_from_environment() -> World | None:
 
 
 def restart_in_utf8() -> None:
-    """Starts this program anew, in the same process, if its locale cannot write every name: LC_ALL=C without Python's
-    own remedies. Children inherit what that takes."""
+    """Starts this program anew, in the same process, if its locale cannot write every name:
+    LC_ALL=C without Python's own remedies. Children inherit what that takes."""
     if sys.getfilesystemencoding().lower() != "utf-8":
         command = [sys.executable, "-X", "utf8", *sys.orig_argv[1:]]
         os.execve(sys.executable, command, {**os.environ, "PYTHONUTF8": "1"})
@@ -96,10 +110,11 @@ def worker_environment(
     resized: Sequence[dict[str, Any]] = (),
     devices: Sequence[str] = (),
 ) -> dict[str, str]:
-    """The environment of one worker that our launcher starts on this host, without `worker_descriptors`.
+    """The environment of one worker that our launcher starts on this host, without
+    `worker_descriptors`.
 
-    port: of the store. threads: OMP_NUM_THREADS. import_path: see `config.program`. lost: see `LOST`. resized: see
-    `RESIZED`. devices: CUDA_VISIBLE_DEVICES; none: as it is.
+    port: of the store. threads: OMP_NUM_THREADS. import_path: see `config.program`. lost: see
+    `LOST`. resized: see `RESIZED`. devices: CUDA_VISIBLE_DEVICES; none: as it is.
     """
     env = {
         **_importing_environment(import_path, threads),
@@ -115,24 +130,28 @@ def worker_environment(
         **({RESIZED: json.dumps(resized)} if resized else {}),
         **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
     }
-    # One host needs only loopback: nothing listens on other interfaces, and an unresolvable host name does no harm.
+    # One host needs only loopback: nothing listens on other interfaces, and an unresolvable host
+    # name does no harm.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback:
         env.setdefault("GLOO_SOCKET_IFNAME", loopback)
         env.setdefault("NCCL_SOCKET_IFNAME", loopback)
-    # If a rank dies, its peers must end no collective by themselves: what such a collective leaves is garbage, and they
-    # are told first (distributed/connections.py). A rank that hangs is found by the launcher.
+    # If a rank dies, its peers must end no collective by themselves: what such a collective leaves
+    # is garbage, and they are told first (distributed/connections.py). A rank that hangs is found
+    # by the launcher.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     return env
 
 
 def nccl_handles_errors() -> bool:
-    """Whether torch's watchdog of NCCL may abort collectives, or the process, when it sees an error."""
+    """Whether torch's watchdog of NCCL may abort collectives, or the process, when it sees an
+    error."""
     return os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
 
 
 def worker_descriptors(world: World, listen_fd: int, status_fd: int) -> dict[str, int]:
-    """The file descriptors that a worker inherits from our launcher: environment variable -> descriptor."""
+    """The file descriptors that a worker inherits from our launcher: environment variable ->
+    descriptor."""
     descriptors = {STATUS_FD: status_fd}
     if world.is_leader:
         descriptors[LISTEN_SOCKET] = listen_fd
@@ -140,42 +159,49 @@ def worker_descriptors(world: World, listen_fd: int, status_fd: int) -> dict[str
 
 
 def probe_environment(world: World, threads: int, import_path: Path | None) -> dict[str, str]:
-    """The environment of a probe that a torchrun worker starts in place of its rank: a client of the agent's store."""
+    """The environment of a probe that a torchrun worker starts in place of its rank: a client of
+    the agent's store."""
     return {
         **_importing_environment(import_path, threads),
         "RANK": str(world.rank),
         "LOCAL_RANK": str(world.local_rank),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # otherwise rank 0 would serve a second store on the same port
+        # otherwise rank 0 would serve a second store on the same port
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 def preload_environment(import_path: Path | None) -> dict[str, str]:
     """The environment of the fork server, which imports what workers need and must have one thread.
 
-    OPENBLAS_NUM_THREADS=1, since numpy's BLAS starts its threads on import. All else that libraries read while they are
-    imported is as in a worker.
+    OPENBLAS_NUM_THREADS=1, since numpy's BLAS starts its threads on import. All else that libraries
+    read while they are imported is as in a worker.
     """
     return {**_importing_environment(import_path, threads=1), "OPENBLAS_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager
 def preloading(import_path: Path | None) -> Iterator[dict[str, str]]:
-    """This process has `preload_environment` inside, and its own again after it. Yields, filled in at the end, the
-    variables that libraries have set meanwhile."""
-    before, changed = environment(), {}
+    """This process has `preload_environment` inside, and its own again after it. Yields, filled in
+    at the end, the variables that libraries have set meanwhile."""
+    before = environment()
+    changed = {}
     set_environment(preload_environment(import_path))
     inside = environment()
     try:
         yield changed
     finally:
-        changed |= {name: value for name, value in environment().items() if inside.get(name) != value}
+        changed |= {
+            name: value for name, value in environment().items() if inside.get(name) != value
+        }
         set_environment(before)
 
 
 def _importing_environment(import_path: Path | None, threads: int) -> dict[str, str]:
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if import_path:
-        env["PYTHONPATH"] = os.pathsep.join([str(import_path), *filter(None, [env.get("PYTHONPATH")])])
+        env["PYTHONPATH"] = os.pathsep.join(
+            [str(import_path), *filter(None, [env.get("PYTHONPATH")])]
+        )
     return env
 
 
@@ -193,11 +219,19 @@ def set_environment(variables: dict[str, str]) -> None:
 def agent_environment(interface: str | None, exit_code_file: Path) -> dict[str, str]:
     """The environment of a torchrun agent that our launcher starts.
 
-    interface: the one that leads to the other hosts; None if unknown. exit_code_file: see `write_exit_code`.
+    interface: the one that leads to the other hosts; None if unknown. exit_code_file: see
+    `write_exit_code`.
     """
-    # Without TORCH_DISABLE_SHARE... restarted workers read the addresses of their dead predecessors (pytorch#135712).
-    env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", EXIT_CODE_FILE: str(exit_code_file)}
-    if interface:  # otherwise gloo takes the address of this host's name, which on Debian is 127.0.1.1
+    # Without TORCH_DISABLE_SHARE... restarted workers read the addresses of their dead predecessors
+    # (pytorch#135712).
+    env = {
+        **os.environ,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        EXIT_CODE_FILE: str(exit_code_file),
+    }
+    if (
+        interface
+    ):  # otherwise gloo takes the address of this host's name, which on Debian is 127.0.1.1
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
     return env
@@ -205,16 +239,20 @@ def agent_environment(interface: str | None, exit_code_file: Path) -> dict[str, 
 
 def restarts_left() -> bool:
     """Whether torchrun's agent starts the workers of this host again if this one fails."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(
+        os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)
+    )
 
 
 def stopping_file(exit_code_file: Path) -> Path:
-    """Is there once our launcher of this host has been asked to stop, and before it tells torchrun's agent."""
+    """Is there once our launcher of this host has been asked to stop, and before it tells
+    torchrun's agent."""
     return exit_code_file.with_name("stopping")
 
 
 def hosts_follow() -> bool:
-    """Whether torchrun's agent stops the workers of this host only to start them again with other hosts."""
+    """Whether torchrun's agent stops the workers of this host only to start them again with other
+    hosts."""
     path = os.environ.get(EXIT_CODE_FILE)
     return path is not None and not stopping_file(Path(path)).exists()
 
@@ -225,14 +263,14 @@ def write_begun() -> None:
 
 
 def write_exit_code(code: int) -> None:
-    """Appends this worker's exit code to the exit-code file, if our launcher set one: torchrun's agent exits with 1
-    whatever its workers' codes are."""
+    """Appends this worker's exit code to the exit-code file, if our launcher set one: torchrun's
+    agent exits with 1 whatever its workers' codes are."""
     _append_to_exit_code_file(str(code))
 
 
 def write_reported(code: int) -> None:
-    """Appends to the exit-code file that this worker has reported a failure to the user, and that failure's exit code:
-    torchrun's agent may end the worker before it ends by itself."""
+    """Appends to the exit-code file that this worker has reported a failure to the user, and that
+    failure's exit code: torchrun's agent may end the worker before it ends by itself."""
     _append_to_exit_code_file(REPORTED)
     write_exit_code(code)
 
@@ -241,7 +279,9 @@ def _append_to_exit_code_file(entry: str) -> None:
     path = os.environ.get(EXIT_CODE_FILE)
     if path:
         with Path(path).open("a") as file:  # one short line is one write
-            file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {os.environ['LOCAL_RANK']} {entry}\n")
+            file.write(
+                f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {os.environ['LOCAL_RANK']} {entry}\n"
+            )
 
 
 def write_torchrun_error_file(failure: str) -> None:
@@ -259,7 +299,8 @@ def gloo_interface() -> str | None:
 
 
 def hosts_started(world: World) -> int:
-    """The number of torchrun agents in this run. The number of processes may differ between agents."""
+    """The number of torchrun agents in this run. The number of processes may differ between
+    agents."""
     return int(os.environ.get("GROUP_WORLD_SIZE", world.hosts))
 
 
@@ -269,18 +310,24 @@ def host_number(world: World) -> int:
 
 
 def hosts_requested() -> tuple[int, int] | None:
-    """The minimum and maximum of torchrun's --nnodes, from its command line or PET_NNODES; None if unknown.
+    """The minimum and maximum of torchrun's --nnodes, from its command line or PET_NNODES; None if
+    unknown.
 
-    torchrun does not pass it to its workers, and leaves out a host whose clock is behind: two hosts then train two
+    torchrun does not pass it to its workers, and leaves out a host whose clock is behind: two hosts
+    then train two
     models.
     """
     match = re.fullmatch(r"(\d+)(?::(\d+))?", _nnodes())
-    return (int(match[1]), int(match[2] or match[1])) if match else None
+    if match:
+        return (int(match[1]), int(match[2] or match[1]))
+    return None
 
 
 def range_of_hosts() -> str | None:
     """The same if it is a range, LOW:HIGH."""
-    return requested if re.fullmatch(r"\d+:\d+", requested := _nnodes()) else None
+    if re.fullmatch(r"\d+:\d+", requested := _nnodes()):
+        return requested
+    return None
 
 
 def _nnodes() -> str:
@@ -298,7 +345,9 @@ def _nnodes() -> str:
 
 def srun_tasks() -> int:
     """The number of tasks of this srun step; 1 outside of srun."""
-    return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1)) if "SLURM_PROCID" in os.environ else 1
+    if "SLURM_PROCID" in os.environ:
+        return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    return 1
 
 
 def launcher_pid() -> int | None:
@@ -313,14 +362,15 @@ def has_agent_store() -> bool:
 
 
 def status_descriptor() -> int | None:
-    """The file descriptor of the status board; None under torchrun. Removes the variable, so that children of this
-    process do not see it."""
+    """The file descriptor of the status board; None under torchrun. Removes the variable, so that
+    children of this process do not see it."""
     descriptor = os.environ.pop(STATUS_FD, None)
     return int(descriptor) if descriptor else None
 
 
 def lost_rank() -> dict[str, float] | None:
-    """The rank that the attempt before has lost; None if this is the first attempt, or it ended in another way."""
+    """The rank that the attempt before has lost; None if this is the first attempt, or it ended in
+    another way."""
     text = os.environ.get(LOST)
     return json.loads(text) if text else None
 
@@ -348,16 +398,18 @@ def c_compiler() -> str | None:
 
 
 def set_triton_cache() -> None:
-    """Triton keeps kernels in the home folder, which a container with another user may not have; torch's compiler keeps
-    its own in the folder for temporary files, too."""
+    """Triton keeps kernels in the home folder, which a container with another user may not have;
+    torch's compiler keeps its own in the folder for temporary files, too."""
     home = Path("~/.triton").expanduser()
     if not os.access(home if home.exists() else home.parent, os.W_OK):
-        os.environ.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), f"triton_{os.getuid()}")))
+        os.environ.setdefault(
+            "TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), f"triton_{os.getuid()}"))
+        )
 
 
 def disable_tracker_telemetry() -> None:
-    """Turns off MLflow's usage statistics and W&B's crash reports, and allows MLflow's file store, which it refuses by
-    default. Variables that the user has set are kept."""
+    """Turns off MLflow's usage statistics and W&B's crash reports, and allows MLflow's file store,
+    which it refuses by default. Variables that the user has set are kept."""
     for name, value in (
         ("MLFLOW_DISABLE_TELEMETRY", "true"),
         ("WANDB_ERROR_REPORTING", "false"),
@@ -367,7 +419,8 @@ def disable_tracker_telemetry() -> None:
 
 
 def wandb_mode() -> str:
-    """WANDB_MODE: online, offline or disabled. Offline by default, so that nothing leaves this host."""
+    """WANDB_MODE: online, offline or disabled. Offline by default, so that nothing leaves this
+    host."""
     return os.environ.get("WANDB_MODE", "offline")
 
 
@@ -377,15 +430,17 @@ def mlflow_uri() -> str | None:
 
 
 def set_cublas_workspace() -> None:
-    """Sets the fixed workspace that deterministic cuBLAS needs, before CUDA starts (cuBLAS manual, reproducibility)."""
+    """Sets the fixed workspace that deterministic cuBLAS needs, before CUDA starts (cuBLAS manual,
+    reproducibility)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def new_run_id(world: World | None) -> str:
     """The name of a run: start time and process id of its launcher.
 
-    Under torchrun the launcher is the agent, which lives on through restarts, so a restarted rank 0 gets the same name.
-    A `--rdzv-id` that the user chose is the name; torchrun's default id is a uuid or `none`.
+    Under torchrun the launcher is the agent, which lives on through restarts, so a restarted rank 0
+    gets the same name. A `--rdzv-id` that the user chose is the name; torchrun's default id is a
+    uuid or `none`.
     """
     if world and world.run_id not in ("", "none") and not _is_uuid(world.run_id):
         return world.run_id

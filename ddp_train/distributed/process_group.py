@@ -30,19 +30,26 @@ _of_session: dict[str, Any] = {}
 def open_store(world: World, timeout_seconds: float) -> Store:
     """Opens the key-value store of this run.
 
-    Under our launcher rank 0 serves it on a socket that the launcher has bound to loopback: no other process can take
-    the port, and nothing listens on other interfaces. Under torchrun it is the agent's store, which listens before any
-    worker starts: where nobody listens, the agent has died. Raises PeerError, then at once, or if the store cannot be
-    reached within `timeout_seconds`.
+    Under our launcher rank 0 serves it on a socket that the launcher has bound to loopback: no
+    other process can take the port, and nothing listens on other interfaces. Under torchrun it is
+    the agent's store, which listens before any worker starts: where nobody listens, the agent has
+    died. Raises PeerError, then at once, or if the store cannot be reached within
+    `timeout_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     listen_fd = os.environ.pop(LISTEN_SOCKET, None)
     check_agent_lives(world)
     try:
         if listen_fd is not None:
             store = TCPStore(
-                address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=int(listen_fd)
+                address,
+                port,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=int(listen_fd),
             )
         else:
             store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
@@ -51,13 +58,17 @@ def open_store(world: World, timeout_seconds: float) -> Store:
             f"rank {world.rank} cannot reach the store at {address}:{port}: {first_line(error)}",
             "check that rank 0 is running and that its host name and port can be reached from here",
         ) from error
-    # torchrun keeps one store over restarts: without a prefix of its own an attempt reads the addresses of its dead
-    # predecessors (pytorch#135712). Hosts count attempts differently, so the prefix is used on a single host only.
-    return PrefixStore(f"attempt_{world.attempt}", store) if world.hosts == 1 else store
+    # torchrun keeps one store over restarts: without a prefix of its own an attempt reads the
+    # addresses of its dead predecessors (pytorch#135712). Hosts count attempts differently, so the
+    # prefix is used on a single host only.
+    if world.hosts == 1:
+        return PrefixStore(f"attempt_{world.attempt}", store)
+    return store
 
 
 def share_config(store: Store, world: World, text: str | None) -> str:
-    """Sends the frozen config from rank 0 to all ranks. Returns it; an empty text means that rank 0 has none.
+    """Sends the frozen config from rank 0 to all ranks. Returns it; an empty text means that rank 0
+    has none.
 
     Raises PeerError if rank 0 does not send it within the store's timeout.
     """
@@ -72,16 +83,21 @@ def share_config(store: Store, world: World, text: str | None) -> str:
         return text
     except dist.DistError as error:
         raise PeerError(
-            f"rank {world.rank} got no config from rank 0: {first_line(error)}", "see the output of rank 0"
+            f"rank {world.rank} got no config from rank 0: {first_line(error)}",
+            "see the output of rank 0",
         ) from error
 
 
 @contextlib.contextmanager
-def session(world: World, device: str, backend: str, store: Store, timeout_seconds: float) -> Iterator[None]:
-    """The process group of a run. Objects that use it, DDP's above all, must not outlive the context.
+def session(
+    world: World, device: str, backend: str, store: Store, timeout_seconds: float
+) -> Iterator[None]:
+    """The process group of a run. Objects that use it, DDP's above all, must not outlive the
+    context.
 
-    It is closed on success only: after a failure closing can wait forever for peers (torchtitan#1342). A gloo process
-    whose DDP object was still alive at that time aborted or hung at exit in 5 to 28 % of runs (torch 2.13).
+    It is closed on success only: after a failure closing can wait forever for peers
+    (torchtitan#1342). A gloo process whose DDP object was still alive at that time aborted or hung
+    at exit in 5 to 28 % of runs (torch 2.13).
     """
     with noting_sockets():
         dist.init_process_group(
@@ -96,7 +112,8 @@ def session(world: World, device: str, backend: str, store: Store, timeout_secon
     yield
     gc.collect()  # DDP objects are in reference cycles: `del` alone does not free them
     _of_session.clear()
-    dist.barrier()  # rank 0 serves the store: it must not leave while other ranks still read from it
+    # rank 0 serves the store: it must not leave while other ranks still read from it
+    dist.barrier()
     dist.destroy_process_group()
 
 
@@ -117,8 +134,8 @@ def backend() -> str:
 
 
 def side_group(name: str = "side_group") -> Any:
-    """A further process group of all ranks, for collectives whose place among those of DDP may differ between ranks. It
-    is made when it is first asked for, by all ranks alike."""
+    """A further process group of all ranks, for collectives whose place among those of DDP may
+    differ between ranks. It is made when it is first asked for, by all ranks alike."""
     if name not in _of_session:
         with noting_sockets():
             _of_session[name] = dist.new_group(timeout=_of_session.get("timeout"))
@@ -126,7 +143,8 @@ def side_group(name: str = "side_group") -> Any:
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums `tensor` over all ranks, in place (all-reduce). Returns it; unchanged without a process group."""
+    """Sums `tensor` over all ranks, in place (all-reduce). Returns it; unchanged without a process
+    group."""
     if ranks() > 1:
         dist.all_reduce(tensor)
         trusted(tensor)
@@ -151,7 +169,8 @@ def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def from_leader(value: Any, device: str) -> Any:
-    """A value of rank 0, on all ranks (two broadcasts). It travels as JSON: tuples arrive as lists."""
+    """A value of rank 0, on all ranks (two broadcasts). It travels as JSON: tuples arrive as
+    lists."""
     if ranks() == 1:
         return value
     text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
@@ -164,8 +183,8 @@ def from_leader(value: Any, device: str) -> Any:
 
 
 def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begins to take the mean of `tensor` over all ranks, in place (all-reduce), while other work goes on. Returns a
-    function that waits for it (on a GPU its stream does) and returns it."""
+    """Begins to take the mean of `tensor` over all ranks, in place (all-reduce), while other work
+    goes on. Returns a function that waits for it (on a GPU its stream does) and returns it."""
     if ranks() == 1:
         return lambda: tensor
     work = dist.all_reduce(tensor, async_op=True)
@@ -179,10 +198,12 @@ def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def gather_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begins an all-gather of [n] in a group of its own, while other work goes on. Returns a function that waits for it
-    and returns [ranks, n]."""
+    """Begins an all-gather of [n] in a group of its own, while other work goes on. Returns a
+    function that waits for it and returns [ranks, n]."""
     gathered = tensor.new_empty(ranks() * tensor.numel())
-    work = dist.all_gather_into_tensor(gathered, tensor, group=side_group("gather_later"), async_op=True)
+    work = dist.all_gather_into_tensor(
+        gathered, tensor, group=side_group("gather_later"), async_op=True
+    )
 
     def finish() -> torch.Tensor:
         assert work is not None
@@ -196,20 +217,25 @@ SHARED_RUN_DIR = "run_dir must be on a file system that all hosts share"
 
 
 def same_everywhere(number: int, device: str, what: str, remedy: str = SHARED_RUN_DIR) -> None:
-    """Raises PeerError with the number of each rank if the ranks differ. what: its name, for the message."""
+    """Raises PeerError with the number of each rank if the ranks differ. what: its name, for the
+    message."""
     numbers = from_all_ranks(torch.tensor(number, device=device)).tolist()
     if len(set(numbers)) > 1:
-        short = [f"{number:x}"[:8] if number >> 32 else number for number in numbers]  # the first digits of a checksum
+        short = [
+            f"{number:x}"[:8] if number >> 32 else number for number in numbers
+        ]  # the first digits of a checksum
         table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(short))
         raise PeerError(f"{what} is not the same for all processes ({table})", remedy)
 
 
 @contextlib.contextmanager
 def averaged_buffers(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Replaces the floating-point buffers by their average over all ranks inside the context; restores them after it.
+    """Replaces the floating-point buffers by their average over all ranks inside the context;
+    restores them after it.
 
-    Batch-norm statistics differ between ranks, since each rank sees its own samples. Evaluations and checkpoints use
-    the average, and training continues with each rank's own. Yields the buffers of all ranks: [ranks, n], float64.
+    Batch-norm statistics differ between ranks, since each rank sees its own samples. Evaluations
+    and checkpoints use the average, and training continues with each rank's own. Yields the buffers
+    of all ranks: [ranks, n], float64.
     """
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     if not buffers:
@@ -231,16 +257,20 @@ def buffer_places(module: torch.nn.Module) -> list[tuple[dict[str, torch.Tensor 
 
 
 def set_buffers(module: torch.nn.Module, values: torch.Tensor) -> None:
-    """Sets all floating-point buffers of a module from `values` [n], in the order of `module.buffers()`."""
+    """Sets all floating-point buffers of a module from `values` [n], in the order of
+    `module.buffers()`."""
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     with torch.no_grad():
-        for buffer, part in zip(buffers, values.split([buffer.numel() for buffer in buffers]), strict=True):
+        for buffer, part in zip(
+            buffers, values.split([buffer.numel() for buffer in buffers]), strict=True
+        ):
             buffer.copy_(part.view_as(buffer))
 
 
 @contextlib.contextmanager
 def local_leader_first(world: World, device: str) -> Iterator[None]:
-    """Local rank 0 runs the body first, the other ranks of the host after it: a download happens once per host."""
+    """Local rank 0 runs the body first, the other ranks of the host after it: a download happens
+    once per host."""
     if not world.is_local_leader:
         barrier(device)
     yield

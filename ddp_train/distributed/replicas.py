@@ -1,4 +1,5 @@
-"""Whether all processes still have the same weights. DDP exchanges gradients, and would not notice."""
+"""Whether all processes still have the same weights. DDP exchanges gradients, and would not
+notice."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from ddp_train.distributed.process_group import from_all_ranks, ranks
 from ddp_train.errors import ModelError
 
 TOLERANCE = 1e-4
-"""Relative difference of a norm. Hosts with other processors may add up a gradient's norm in another order, by which
-weights drift apart by some 1e-7 a step."""
+"""Relative difference of a norm. Hosts with other processors may add up a gradient's norm in
+another order, by which weights drift apart by some 1e-7 a step."""
 
 
 @torch.no_grad()
@@ -19,19 +20,29 @@ def check_same_weights(module: nn.Module) -> None:
 
     Raises ModelError, on all processes alike, with the name of the parameter that differs most.
     """
-    named = {name: one for name, one in module.named_parameters() if one.is_floating_point() and one.itemsize > 1}
+    named = {
+        name: one
+        for name, one in module.named_parameters()
+        if one.is_floating_point() and one.itemsize > 1
+    }
     if ranks() == 1 or not named:
         return
     norms = torch._foreach_norm(list(named.values()), 2)  # pyright: ignore[reportPrivateImportUsage]
     found = from_all_ranks(torch.stack([norm.double() for norm in norms]))
     same = (found == found[0]) | (found.isnan() & found[0].isnan())
-    differences = ((found - found[0]).abs() / found[0].clamp(min=1e-30)).nan_to_num(nan=torch.inf).masked_fill(same, 0)
+    differences = (
+        ((found - found[0]).abs() / found[0].clamp(min=1e-30))
+        .nan_to_num(nan=torch.inf)
+        .masked_fill(same, 0)
+    )
     rank, place = divmod(int(differences.argmax()), len(named))
     if not float(differences[rank, place]) > TOLERANCE:
         return
     raise ModelError(
         f"the weights are not the same on all processes: the norm of {list(named)[place]} is "
-        f"{float(found[0, place]):.6g} on rank 0 and {float(found[rank, place]):.6g} on rank {rank}",
-        "look for what changes them beside the optimizer, on one process or by numbers without a common seed: a hook, "
-        "an assignment in forward, or a model that is made differently with strategy.init_sync=false",
+        f"{float(found[0, place]):.6g} on rank 0 and {float(found[rank, place]):.6g} on rank"
+        f" {rank}",
+        "look for what changes them beside the optimizer, on one process or by numbers without a"
+        " common seed: a hook, an assignment in forward, or a model that is made differently with"
+        " strategy.init_sync=false",
     )

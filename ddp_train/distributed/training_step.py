@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 ACCUMULATES = (
-    "train.accumulation_steps: ddp_train.all_gather sees the samples of one micro-batch, so the loss would depend on "
-    "accumulation; use train.accumulation_steps=1"
+    "train.accumulation_steps: ddp_train.all_gather sees the samples of one micro-batch, so the"
+    " loss would depend on accumulation; use train.accumulation_steps=1"
 )
 
 
@@ -14,10 +14,11 @@ class TrainingStep:
     """Around forward and backward of a micro-batch."""
 
     def __init__(self, counts: bool = True, is_last: bool = True, refused: str = "") -> None:
-        """counts: whether the rows of this process count; False for a stand-in, see `data.batch_plan.MicroBatch`.
-        is_last: whether the micro-batch is the last of its optimizer step. refused: why rows cannot be gathered here,
-        with the remedy."""
-        self.counts, self.refused = counts, refused or ("" if is_last else ACCUMULATES)
+        """counts: whether the rows of this process count; False for a stand-in, see
+        `data.batch_plan.MicroBatch`. is_last: whether the micro-batch is the last of its optimizer
+        step. refused: why rows cannot be gathered here, with the remedy."""
+        self.counts = counts
+        self.refused = refused or ("" if is_last else ACCUMULATES)
 
     def __enter__(self) -> None:
         CURRENT.step = self
@@ -27,8 +28,9 @@ class TrainingStep:
 
 
 class Current:
-    """What is going on belongs to the process, not to a thread: the replicas of DataParallel run in threads of their
-    own. An object holds it, since each assignment to a class empties Python's caches for that class."""
+    """What is going on belongs to the process, not to a thread: the replicas of DataParallel run in
+    threads of their own. An object holds it, since each assignment to a class empties Python's
+    caches for that class."""
 
     step: TrainingStep | None = None
 

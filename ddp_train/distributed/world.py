@@ -1,4 +1,5 @@
-"""Rank and world size of a process: read once from torchrun's environment variables, passed on as one frozen value.
+"""Rank and world size of a process: read once from torchrun's environment variables, passed on as
+one frozen value.
 
 Torch-free, so that launch.py can use it before it imports torch.
 """
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """One of `size` processes. `rank` is global, `local_rank` is the rank on this host, `attempt` counts restarts."""
+    """One of `size` processes. `rank` is global, `local_rank` is the rank on this host, `attempt`
+    counts restarts."""
 
     rank: int = 0
     size: int = 1

@@ -1,4 +1,5 @@
-"""The stages of a collective test and its command line, shared by the test process and its runner. Torch-free."""
+"""The stages of a collective test and its command line, shared by the test process and its runner.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ NUM_SIZES = 3
 REPORTS_PER_SIZE = 3
 """Progress lines that a rank prints for each of them."""
 NEIGHBOURS = 8
-"""Each rank sends to at most this many following ranks: with eight GPUs a host, to all others there and to the next
-host."""
+"""Each rank sends to at most this many following ranks: with eight GPUs a host, to all others there
+and to the next host."""
 
 
 class Stage(StrEnum):
@@ -45,4 +46,10 @@ class CollectiveTestSpec:
 
     def argv(self) -> list[str]:
         """The command line of the test process."""
-        return [sys.executable, "-P", "-m", "ddp_train.doctor.collective_test", json.dumps(asdict(self))]
+        return [
+            sys.executable,
+            "-P",
+            "-m",
+            "ddp_train.doctor.collective_test",
+            json.dumps(asdict(self)),
+        ]

@@ -1,8 +1,10 @@
-"""The test process of one rank: imports torch, computes, opens a process group, tries and measures collectives.
+"""The test process of one rank: imports torch, computes, opens a process group, tries and measures
+collectives.
 
-`python -m ddp_train.doctor.collective_test SPEC`, in the environment of a worker. A process of its own, so that a
-collective that hangs can be killed. It prints a line of JSON at the start of each stage, with the results of the stage
-before; `collective_runner` reads these lines, and so knows where each rank is.
+`python -m ddp_train.doctor.collective_test SPEC`, in the environment of a worker. A process of its
+own, so that a collective that hangs can be killed. It prints a line of JSON at the start of each
+stage, with the results of the stage before; `collective_runner` reads these lines, and so knows
+where each rank is.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def main() -> None:
         cuda_available=torch.cuda.is_available(),
         torch_cuda=torch.version.cuda,
     )
-    store = PrefixStore(f"doctor/collective_test/{spec.run_id}", open_store(world, spec.timeout_seconds))
+    store = PrefixStore(
+        f"doctor/collective_test/{spec.run_id}", open_store(world, spec.timeout_seconds)
+    )
     store.add("present_hosts", 1)
     while store.add("present_hosts", 0) < world.size:  # all compute at once, as in training
         time.sleep(0.01)
@@ -75,14 +79,17 @@ def report_stage(stage: str, **results: Any) -> None:
 
 
 def compute(device: str) -> dict[str, Any]:
-    """Times a matrix product, repeated. Returns the device's name and the seconds of one product; for a GPU also its
-    clock during the computation and the GPUs that it has no peer access to."""
+    """Times a matrix product, repeated. Returns the device's name and the seconds of one product;
+    for a GPU also its clock during the computation and the GPUs that it has no peer access to."""
     if device == "cpu":
         a = torch.ones(512, 512)
         seconds = _repeat(lambda: a @ a, lambda: None, COMPUTE_SECONDS)
         return {"name": "cpu", "seconds": statistics.median(seconds)}
     properties = torch.cuda.get_device_properties(device)
-    dtype = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float16
     a = torch.ones(8192, 8192, dtype=dtype, device=device)
     started = torch.cuda.Event(enable_timing=True)
     ended = torch.cuda.Event(enable_timing=True)
@@ -106,11 +113,17 @@ def compute(device: str) -> dict[str, Any]:
         for other in range(torch.cuda.device_count())
         if own.index != other and not torch.cuda.can_device_access_peer(own, other)
     ]
-    return {"name": properties.name, "seconds": seconds, "load": load, "no_peer_access": no_peer_access}
+    return {
+        "name": properties.name,
+        "seconds": seconds,
+        "load": load,
+        "no_peer_access": no_peer_access,
+    }
 
 
 def _repeat(work: Callable[[], Any], wait: Callable[[], None], seconds: float) -> list[float]:
-    """Calls `work` for about so many seconds, after two calls to warm up. Returns the seconds of each call.
+    """Calls `work` for about so many seconds, after two calls to warm up. Returns the seconds of
+    each call.
 
     wait: returns when the device has finished the call.
     """
@@ -130,8 +143,8 @@ def _repeat(work: Callable[[], Any], wait: Callable[[], None], seconds: float) -
 def exchange(world: World, device: str) -> dict[str, Any]:
     """Every rank sends its number to the ranks that follow it, then all sum up their numbers.
 
-    Returns `wrong`, the [sender, receiver] pairs whose message arrived here with other content, and `summed`, whether
-    the sum was right.
+    Returns `wrong`, the [sender, receiver] pairs whose message arrived here with other content, and
+    `summed`, whether the sum was right.
     """
     wrong = []
     mine = torch.full((MESSAGE_NUMBERS,), float(world.rank), device=device)
@@ -139,7 +152,10 @@ def exchange(world: World, device: str) -> dict[str, Any]:
         sender = (world.rank - distance) % world.size
         receiver = (world.rank + distance) % world.size
         received = torch.full_like(mine, -1.0)
-        operations = [dist.P2POp(dist.isend, mine, receiver), dist.P2POp(dist.irecv, received, sender)]
+        operations = [
+            dist.P2POp(dist.isend, mine, receiver),
+            dist.P2POp(dist.irecv, received, sender),
+        ]
         for request in dist.batch_isend_irecv(operations):
             request.wait()
         if not bool((received == sender).all()):
@@ -150,7 +166,8 @@ def exchange(world: World, device: str) -> dict[str, Any]:
 
 
 def measure(size: int, device: str) -> dict[str, float]:
-    """Times an all-reduce of `size` bytes. Returns the bytes and the seconds of one on the slowest rank.
+    """Times an all-reduce of `size` bytes. Returns the bytes and the seconds of one on the slowest
+    rank.
 
     Prints REPORTS_PER_SIZE progress lines.
     """
@@ -165,7 +182,9 @@ def measure(size: int, device: str) -> dict[str, float]:
             dist.all_reduce(tensor)
         if tensor.is_cuda:
             torch.cuda.synchronize(device)
-        slowest = torch.tensor((time.perf_counter() - began) / count, dtype=torch.float64, device=device)
+        slowest = torch.tensor(
+            (time.perf_counter() - began) / count, dtype=torch.float64, device=device
+        )
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds = slowest.item()
         report_stage(Stage.MEASURE)
@@ -173,7 +192,10 @@ def measure(size: int, device: str) -> dict[str, float]:
 
     repeated(1)  # warm-up
     once = repeated(1)  # the same value on all ranks, so that all repeat equally often
-    seconds = repeated(min(50, int(MEASURE_SECONDS / once))) if once < MEASURE_SECONDS else once
+    if once < MEASURE_SECONDS:
+        seconds = repeated(min(50, int(MEASURE_SECONDS / once)))
+    else:
+        seconds = once
     return {"bytes": size, "seconds": seconds}
 
 

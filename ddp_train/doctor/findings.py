@@ -1,4 +1,5 @@
-"""Findings of checks, and the report made of them: the table, doctor.json, the exit code. Torch-free."""
+"""Findings of checks, and the report made of them: the table, doctor.json, the exit code.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from ddp_train.resilience.whole_files import write_json
 from ddp_train.text import counted, first_line
 
 FILE = "doctor.json"
-OK, WARNING, FAILURE, SKIPPED = "ok", "warning", "failure", "skipped"
+OK = "ok"
+WARNING = "warning"
+FAILURE = "failure"
+SKIPPED = "skipped"
 FILE_WIDTH = 160
 """Characters in a line of the table if it is not printed to a terminal; rich's default is 80."""
 REPORT_SECONDS = 10.0
@@ -55,7 +59,9 @@ def warning(check: str, detail: str, remedy: str, **numbers: Any) -> Finding:
     return Finding(check, WARNING, detail, remedy, numbers=numbers)
 
 
-def failure(check: str, detail: str, remedy: str, code: int = LaunchError.exit_code, **numbers: Any) -> Finding:
+def failure(
+    check: str, detail: str, remedy: str, code: int = LaunchError.exit_code, **numbers: Any
+) -> Finding:
     """A run would fail. code: its exit code."""
     return Finding(check, FAILURE, detail, remedy, exit_code=code, numbers=numbers)
 
@@ -66,7 +72,8 @@ def skipped(check: str, why: str) -> Finding:
 
 
 def run_check(check: str, function: Callable[..., Finding], *arguments: Any) -> Finding:
-    """function(*arguments). An exception in it becomes a failure of this check, so that all other checks still run."""
+    """function(*arguments). An exception in it becomes a failure of this check, so that all other
+    checks still run."""
     try:
         return function(*arguments)
     except Exception as error:  # noqa: BLE001  whatever it is, it is shown
@@ -81,10 +88,15 @@ def isolated_finding(isolated: IsolatedCheck, deadline: float) -> Finding:
 def failed_check(check: str, error: Exception) -> Finding:
     """The failure of a check that did not answer in time, or raised an exception."""
     if isinstance(error, NoAnswerError):
-        remedy = "run `dmesg` to see what it waits for: a disk, a file server or a driver that does not respond?"
+        remedy = (
+            "run `dmesg` to see what it waits for: a disk, a file server or a driver that does not"
+            " respond?"
+        )
         return failure(check, str(error), remedy, EXIT_CODES.get(check, LaunchError.exit_code))
     detail = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
-    return failure(check, detail, "this is a bug: report this message and what is unusual about this host")
+    return failure(
+        check, detail, "this is a bug: report this message and what is unusual about this host"
+    )
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
@@ -100,7 +112,8 @@ def exit_code(findings: Iterable[Finding]) -> int:
 def report(findings: list[Finding], hosts: list[str], run_dir: Path, began: float) -> int:
     """Prints the table, writes doctor.json. Returns the exit code.
 
-    began: in time.monotonic() seconds. If doctor.json cannot be written, a line says so; the exit code does not change.
+    began: in time.monotonic() seconds. If doctor.json cannot be written, a line says so; the exit
+    code does not change.
     """
     code = exit_code(findings)
     console = Console(highlight=False)
@@ -109,19 +122,33 @@ def report(findings: list[Finding], hosts: list[str], run_dir: Path, began: floa
     console.print(table(findings, hosts))
     counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}
     seconds = round(time.monotonic() - began, 1)
-    summary = [f"{counts[OK]} ok", counted(counts[WARNING], "warning"), counted(counts[FAILURE], "failure")]
+    summary = [
+        f"{counts[OK]} ok",
+        counted(counts[WARNING], "warning"),
+        counted(counts[FAILURE], "failure"),
+    ]
     if counts[SKIPPED]:
         summary.append(f"{counts[SKIPPED]} skipped")
     console.print(f"{', '.join(summary)}, {seconds} s", soft_wrap=True)
     worst = next((status for status in (FAILURE, WARNING) if counts[status]), OK)
-    values = {"status": worst, "exit_code": code, "hosts": hosts, "seconds": seconds, "counts": counts}
+    values = {
+        "status": worst,
+        "exit_code": code,
+        "hosts": hosts,
+        "seconds": seconds,
+        "counts": counts,
+    }
     path = run_dir / FILE
-    writing = IsolatedCheck(_write, path, values | {"findings": [asdict(finding) for finding in findings]})
+    writing = IsolatedCheck(
+        _write, path, values | {"findings": [asdict(finding) for finding in findings]}
+    )
     try:
         problem = writing.answer(time.monotonic() + REPORT_SECONDS)
     except NoAnswerError as error:
         problem = str(error)
-    console.print(f"{path} could not be written: {problem}" if problem else f"report {path}", soft_wrap=True)
+    console.print(
+        f"{path} could not be written: {problem}" if problem else f"report {path}", soft_wrap=True
+    )
     return code
 
 
@@ -136,7 +163,8 @@ def _write(path: Path, values: dict[str, Any]) -> str:
 
 
 def table(findings: list[Finding], hosts: list[str]) -> Table:
-    """One row for each distinct finding. Hosts share a row if their findings are equal, or if all are ok."""
+    """One row for each distinct finding. Hosts share a row if their findings are equal, or if all
+    are ok."""
     several = len(hosts) > 1
     names = ", ".join(hosts) if len(hosts) <= 4 else counted(len(hosts), "host")
     made = Table(title=f"doctor: {names}")
@@ -148,9 +176,14 @@ def table(findings: list[Finding], hosts: list[str]) -> Table:
         rows.setdefault((finding.check, finding.status, *same), []).append(finding)
     for (check, status, *_), group in rows.items():
         names = [finding.host for finding in group if finding.host]
-        where = "" if not names else "all" if len(names) == len(hosts) else ", ".join(names)
+        if not names:
+            where = ""
+        else:
+            where = "all" if len(names) == len(hosts) else ", ".join(names)
         details = list(dict.fromkeys(finding.detail for finding in group))
-        detail = details[0] + (f" (on {names[0]}; similar on the others)" if len(details) > 1 else "")
+        detail = details[0] + (
+            f" (on {names[0]}; similar on the others)" if len(details) > 1 else ""
+        )
         styled = [Text(status, STYLES[status]), Text(detail), Text(group[0].remedy)]
         made.add_row(check, *([where] if several else []), *styled)
     return made

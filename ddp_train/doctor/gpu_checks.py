@@ -1,4 +1,5 @@
-"""Checks of the GPUs by what NVML reports: number, models, memory, ECC errors, clocks, links. Torch-free."""
+"""Checks of the GPUs by what NVML reports: number, models, memory, ECC errors, clocks, links.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from ddp_train.text import counted
 
 GIB = 2**30
 USED_SHARE = 0.05
-"""Share of a GPU's memory that may be in use before a run: the driver itself takes less than 1 %."""
+"""Share of a GPU's memory that may be in use before a run: the driver itself takes less than 1
+%."""
 SLOWER_SHARE = 0.9
 """A clock below this share of the median is slow, under the same load."""
 PCIE_LANE_BYTES_PER_SECOND = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
@@ -27,7 +29,8 @@ SLOWDOWNS = {
     pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake of the server",
     pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slow-down",
 }
-"""Reasons for a low clock that need attention. The power cap is not one: matrix products reach it."""
+"""Reasons for a low clock that need attention. The power cap is not one: matrix products reach
+it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Gpu:
     total_bytes: int = 0
     used_bytes: int = 0
     processes: tuple[tuple[int, int], ...] = ()
-    """Process id and bytes of each process on it. Inside a container, processes outside are not shown."""
+    """Process id and bytes of each process on it. Inside a container, processes outside are not
+    shown."""
     uncorrected_errors: int | None = None
     """Memory errors since the driver was loaded; None without ECC."""
     remap_pending: bool = False
@@ -58,7 +62,8 @@ class Gpu:
 
     @property
     def link(self) -> tuple[float, str]:
-        """Bandwidth to other GPUs of this host in one direction, in bytes per second, and the name of the link."""
+        """Bandwidth to other GPUs of this host in one direction, in bytes per second, and the name
+        of the link."""
         if self.nvlinks and self.nvlink_bytes_per_second:
             return self.nvlinks * self.nvlink_bytes_per_second, f"NVLink, {self.nvlinks} links"
         lane = PCIE_LANE_BYTES_PER_SECOND.get(self.pcie_generation, 0.0)
@@ -77,7 +82,9 @@ class Gpus:
 
 def from_values(values: dict[str, Any]) -> Gpus:
     """From the values of `dataclasses.asdict`, also after a round trip through JSON."""
-    return Gpus(values["driver"], tuple(values["cuda"]), tuple(Gpu(**gpu) for gpu in values["gpus"]))
+    return Gpus(
+        values["driver"], tuple(values["cuda"]), tuple(Gpu(**gpu) for gpu in values["gpus"])
+    )
 
 
 class NoDriverError(Exception):
@@ -85,13 +92,18 @@ class NoDriverError(Exception):
 
 
 def read_gpus(visible_devices: str | None) -> Gpus:
-    """Reads the visible GPUs. visible_devices: CUDA_VISIBLE_DEVICES, indices or UUIDs. Raises NoDriverError."""
+    """Reads the visible GPUs. visible_devices: CUDA_VISIBLE_DEVICES, indices or UUIDs. Raises
+    NoDriverError."""
     try:
         pynvml.nvmlInit()
         try:
             version = pynvml.nvmlSystemGetCudaDriverVersion()
-            gpus = tuple(_read(index) for index in _visible(visible_devices, pynvml.nvmlDeviceGetCount()))
-            return Gpus(pynvml.nvmlSystemGetDriverVersion(), (version // 1000, version % 1000 // 10), gpus)
+            gpus = tuple(
+                _read(index) for index in _visible(visible_devices, pynvml.nvmlDeviceGetCount())
+            )
+            return Gpus(
+                pynvml.nvmlSystemGetDriverVersion(), (version // 1000, version % 1000 // 10), gpus
+            )
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
@@ -99,8 +111,8 @@ def read_gpus(visible_devices: str | None) -> Gpus:
 
 
 def _visible(visible_devices: str | None, present: int) -> list[int]:
-    """Indices of the visible GPUs. Like CUDA it stops at the first invalid entry. A UUID that no GPU reports is
-    taken for that of a GPU that does not answer."""
+    """Indices of the visible GPUs. Like CUDA it stops at the first invalid entry. A UUID that no
+    GPU reports is taken for that of a GPU that does not answer."""
     if visible_devices is None:
         return list(range(present))
     found: list[int] = []
@@ -153,7 +165,11 @@ def _read(index: int) -> Gpu:
 
 def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
     """The answer of NVML, None if this GPU or driver does not support the question."""
-    unknown = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    unknown = (
+        pynvml.NVML_ERROR_NOT_SUPPORTED,
+        pynvml.NVML_ERROR_NO_PERMISSION,
+        pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
+    )
     try:
         return question(*arguments)
     except pynvml.NVMLError as error:
@@ -169,7 +185,8 @@ def slowdowns(handle: Any) -> tuple[str, ...]:
 
 
 def read_load(uuid: str) -> dict[str, Any]:
-    """Clock and maximum clock in MHz, and slow-downs of a GPU at this moment; {} if the driver does not report them.
+    """Clock and maximum clock in MHz, and slow-downs of a GPU at this moment; {} if the driver does
+    not report them.
 
     uuid: as torch gives it, without NVML's prefix.
     """
@@ -202,16 +219,24 @@ def _nvlinks(handle: Any) -> tuple[int, float]:
 
 
 def no_driver(error: NoDriverError, device_folder: Path = Path("/sys/bus/pci/devices")) -> Finding:
-    """The finding without NVML: skipped if there is no GPU, a failure if there is one whose driver does not work."""
-    check, cards = "gpus", []
+    """The finding without NVML: skipped if there is no GPU, a failure if there is one whose driver
+    does not work."""
+    check = "gpus"
+    cards = []
     for vendor in device_folder.glob("*/vendor"):
         display = vendor.with_name("class").read_text().startswith("0x03")
         if display and vendor.read_text().strip() == "0x10de":
             cards.append(vendor.parent.name)
     if not cards:
         return skipped(check, "this host has no NVIDIA GPU")
-    detail = f"{counted(len(cards), 'NVIDIA GPU')} on the PCI bus, but the driver does not respond: {error}"
-    remedy = "install or load the driver (nvidia-smi says more); after a driver update, reboot; start a container with "
+    detail = (
+        f"{counted(len(cards), 'NVIDIA GPU')} on the PCI bus, but the driver does not respond:"
+        f" {error}"
+    )
+    remedy = (
+        "install or load the driver (nvidia-smi says more); after a driver update, reboot; start a"
+        " container with "
+    )
     return failure(check, detail, remedy + "--gpus all")
 
 
@@ -220,23 +245,31 @@ def count(found: Gpus, wanted: int) -> Finding:
 
     wanted: processes on this host that need one each, 0 on the CPU.
     """
-    check, alive = "gpus", [gpu for gpu in found.gpus if not gpu.error]
+    check = "gpus"
+    alive = [gpu for gpu in found.gpus if not gpu.error]
     lost = [f"GPU {gpu.index}: {gpu.error}" for gpu in found.gpus if gpu.error]
     if lost:
-        return failure(check, "; ".join(lost), "see `dmesg | grep -i xid`; reset the GPU or reboot the host")
+        return failure(
+            check, "; ".join(lost), "see `dmesg | grep -i xid`; reset the GPU or reboot the host"
+        )
     if not alive:
         return skipped(check, "CUDA_VISIBLE_DEVICES hides all GPUs of this host")
     if len(alive) < wanted:
         detail = f"{counted(len(alive), 'GPU')} visible, {counted(wanted, 'process')} need one each"
-        return failure(check, detail, f"use launch.nproc_per_node={len(alive)}, or check CUDA_VISIBLE_DEVICES")
+        return failure(
+            check, detail, f"use launch.nproc_per_node={len(alive)}, or check CUDA_VISIBLE_DEVICES"
+        )
     names = {gpu.name: sum(other.name == gpu.name for other in alive) for gpu in alive}
     detail = ", ".join(f"{number} x {name}" for name, number in names.items())
     return ok(check, f"{detail}, driver {found.driver}", names=names, driver=found.driver)
 
 
 def models(found: Gpus) -> Finding:
-    """Whether all GPUs are of one kind: all ranks get micro-batches of the same size, and wait for the slowest GPU."""
-    kinds = dict.fromkeys((gpu.name, round(gpu.total_bytes / GIB)) for gpu in found.gpus if not gpu.error)
+    """Whether all GPUs are of one kind: all ranks get micro-batches of the same size, and wait for
+    the slowest GPU."""
+    kinds = dict.fromkeys(
+        (gpu.name, round(gpu.total_bytes / GIB)) for gpu in found.gpus if not gpu.error
+    )
     detail = ", ".join(f"{name} of {gib} GiB" for name, gib in kinds)
     if len(kinds) > 1:
         remedy = "choose GPUs of one kind with CUDA_VISIBLE_DEVICES: all ranks wait for the slowest"
@@ -247,11 +280,17 @@ def models(found: Gpus) -> Finding:
 def memory(found: Gpus) -> Finding:
     """Memory in use before a run starts."""
     used = {gpu.index: (gpu.used_bytes, gpu.total_bytes) for gpu in found.gpus if not gpu.error}
-    taken = [f"GPU {index}: {part / GIB:.1f} of {whole / GIB:.1f} GiB are in use"
-             for index, (part, whole) in used.items() if part > USED_SHARE * whole]  # fmt: skip
+    taken = [
+        f"GPU {index}: {part / GIB:.1f} of {whole / GIB:.1f} GiB are in use"
+        for index, (part, whole) in used.items()
+        if part > USED_SHARE * whole
+    ]
     numbers = {"used_bytes": [part for part, _ in used.values()]}
     if taken:
-        remedy = "end the processes that use it (nvidia-smi; `fuser -v /dev/nvidia*` for processes without a name)"
+        remedy = (
+            "end the processes that use it (nvidia-smi; `fuser -v /dev/nvidia*` for processes"
+            " without a name)"
+        )
         return warning("gpu memory", "; ".join(taken), remedy, **numbers)
     free = min((whole - part for part, whole in used.values()), default=0)
     return ok("gpu memory", f"at least {free / GIB:.1f} GiB free on each", **numbers)
@@ -259,27 +298,43 @@ def memory(found: Gpus) -> Finding:
 
 def other_processes(found: Gpus) -> Finding:
     """Processes that already compute on the GPUs: they take memory and time."""
-    busy = [f"GPU {gpu.index}: process {pid} ({used / GIB:.1f} GiB)"
-            for gpu in found.gpus for pid, used in gpu.processes]  # fmt: skip
+    busy = [
+        f"GPU {gpu.index}: process {pid} ({used / GIB:.1f} GiB)"
+        for gpu in found.gpus
+        for pid, used in gpu.processes
+    ]
     if busy:
-        return warning("gpu processes", "; ".join(busy), "wait for them, end them, or use other GPUs")
+        return warning(
+            "gpu processes", "; ".join(busy), "wait for them, end them, or use other GPUs"
+        )
     return ok("gpu processes", "no other process")
 
 
 def ecc(found: Gpus) -> Finding:
     """Memory errors that ECC could not correct, and memory rows that must be replaced."""
-    check, gpus = "gpu ecc", [gpu for gpu in found.gpus if not gpu.error]
-    failed = [f"GPU {gpu.index}: a memory row could not be replaced" for gpu in gpus if gpu.remap_failed]
-    failed += [f"GPU {gpu.index}: {counted(gpu.uncorrected_errors, 'uncorrected error')} since the driver was loaded"
-               for gpu in gpus if gpu.uncorrected_errors]  # fmt: skip
+    check = "gpu ecc"
+    gpus = [gpu for gpu in found.gpus if not gpu.error]
+    failed = [
+        f"GPU {gpu.index}: a memory row could not be replaced" for gpu in gpus if gpu.remap_failed
+    ]
+    failed += [
+        f"GPU {gpu.index}: {counted(gpu.uncorrected_errors, 'uncorrected error')} since the driver"
+        " was loaded"
+        for gpu in gpus
+        if gpu.uncorrected_errors
+    ]
     numbers: dict[str, Any] = {"uncorrected": [gpu.uncorrected_errors for gpu in gpus]}
     if failed:
-        remedy = "reset the GPU (nvidia-smi -r) or reboot; if errors come again, have the GPU replaced"
+        remedy = (
+            "reset the GPU (nvidia-smi -r) or reboot; if errors come again, have the GPU replaced"
+        )
         return failure(check, "; ".join(failed), remedy, **numbers)
     pending = [str(gpu.index) for gpu in gpus if gpu.remap_pending]
     if pending:
         detail = f"GPU {', '.join(pending)}: a memory row is due for replacement"
-        return warning(check, detail, "reset the GPU (nvidia-smi -r) or reboot before a long run", **numbers)
+        return warning(
+            check, detail, "reset the GPU (nvidia-smi -r) or reboot before a long run", **numbers
+        )
     without = [str(gpu.index) for gpu in gpus if gpu.uncorrected_errors is None]
     if without:
         return skipped(check, f"GPU {', '.join(without)}: no ECC, or it is off")
@@ -288,33 +343,51 @@ def ecc(found: Gpus) -> Finding:
 
 def links(found: Gpus) -> Finding:
     """Whether PCIe uses all lanes, and each GPU as many NVLinks as the others."""
-    check, gpus = "gpu links", [gpu for gpu in found.gpus if not gpu.error]
-    narrow = [f"GPU {gpu.index}: PCIe x{gpu.pcie_width} of x{gpu.pcie_full_width}"
-              for gpu in gpus if 0 < gpu.pcie_width < gpu.pcie_full_width]  # fmt: skip
+    check = "gpu links"
+    gpus = [gpu for gpu in found.gpus if not gpu.error]
+    narrow = [
+        f"GPU {gpu.index}: PCIe x{gpu.pcie_width} of x{gpu.pcie_full_width}"
+        for gpu in gpus
+        if 0 < gpu.pcie_width < gpu.pcie_full_width
+    ]
     most = max((gpu.nvlinks for gpu in gpus), default=0)
-    narrow += [f"GPU {gpu.index}: {gpu.nvlinks} of {most} NVLinks" for gpu in gpus if gpu.nvlinks < most]
+    narrow += [
+        f"GPU {gpu.index}: {gpu.nvlinks} of {most} NVLinks" for gpu in gpus if gpu.nvlinks < most
+    ]
     numbers = {"bytes_per_second": [gpu.link[0] for gpu in gpus]}
     if narrow:
-        remedy = "reseat the card, check its slot and `nvidia-smi nvlink -s`; a virtual machine may hide lanes"
+        remedy = (
+            "reseat the card, check its slot and `nvidia-smi nvlink -s`; a virtual machine may hide"
+            " lanes"
+        )
         return warning(check, "; ".join(narrow), remedy, **numbers)
-    speeds = dict.fromkeys(f"{name}, {speed / 1e9:.0f} GB/s each way" for speed, name in (gpu.link for gpu in gpus))
+    speeds = dict.fromkeys(
+        f"{name}, {speed / 1e9:.0f} GB/s each way" for speed, name in (gpu.link for gpu in gpus)
+    )
     return ok(check, "; ".join(speeds), **numbers)
 
 
 def clocks(loads: dict[str, dict[str, Any]]) -> Finding:
-    """Clocks during the matrix products of the straggler test. loads: of `read_load`, by rank; {} if unknown."""
+    """Clocks during the matrix products of the straggler test. loads: of `read_load`, by rank; {}
+    if unknown."""
     check = "gpu clocks"
     known = {who: load for who, load in loads.items() if load}
     if not known:
         return skipped(check, "the driver does not report clocks")
-    slowed = [f"{who}: {', '.join(load['slowdowns'])}" for who, load in known.items() if load["slowdowns"]]
+    slowed = [
+        f"{who}: {', '.join(load['slowdowns'])}" for who, load in known.items() if load["slowdowns"]
+    ]
     median = statistics.median(load["clock_mhz"] for load in known.values())
-    slowed += [f"{who}: {load['clock_mhz']} MHz, the others {median:.0f}" for who, load in known.items()
-               if load["clock_mhz"] < SLOWER_SHARE * median and not load["slowdowns"]]  # fmt: skip
+    slowed += [
+        f"{who}: {load['clock_mhz']} MHz, the others {median:.0f}"
+        for who, load in known.items()
+        if load["clock_mhz"] < SLOWER_SHARE * median and not load["slowdowns"]
+    ]
     numbers = {"clock_mhz": {who: load["clock_mhz"] for who, load in known.items()}}
     if slowed:
         remedy = (
-            "check fans, inlets and power (nvidia-smi -q -d PERFORMANCE,CLOCK); reset locked clocks: nvidia-smi -rgc"
+            "check fans, inlets and power (nvidia-smi -q -d PERFORMANCE,CLOCK); reset locked"
+            " clocks: nvidia-smi -rgc"
         )
         return warning(check, "; ".join(slowed), remedy, **numbers)
     full = max(load["full_clock_mhz"] for load in known.values())
@@ -341,4 +414,6 @@ def all_checks(found: Gpus, wanted: int) -> list[tuple[str, Any, tuple[Any, ...]
         ("gpu throttling", throttling, (found,)),
         ("gpu links", links, (found,)),
     ]
-    return checks if any(not gpu.error for gpu in found.gpus) else checks[:1]
+    if any(not gpu.error for gpu in found.gpus):
+        return checks
+    return checks[:1]

@@ -1,6 +1,8 @@
-"""A function run in a forked child process, for checks that may block for ever on a file server or a driver.
+"""A function run in a forked child process, for checks that may block for ever on a file server or
+a driver.
 
-Torch-free. A thread would not do: a process cannot exit while one of its threads waits in the kernel.
+Torch-free. A thread would not do: a process cannot exit while one of its threads waits in the
+kernel.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from ddp_train.linux import end_with_parent, state_of
 from ddp_train.text import first_line
 
 END_SECONDS = 2.0
-"""Time limit for a process to exit after SIGKILL. One that waits in the kernel for a device (state D) does not exit."""
+"""Time limit for a process to exit after SIGKILL. One that waits in the kernel for a device (state
+D) does not exit."""
 
 
 class NoAnswerError(Exception):
-    """The check did not finish in time. `str(error)` gives the time and says whether its process is still there."""
+    """The check did not finish in time. `str(error)` gives the time and says whether its process is
+    still there."""
 
 
 class IsolatedCheck:
-    """Starts check(*arguments) in a child process. Its return value comes back as JSON, dataclasses as dicts."""
+    """Starts check(*arguments) in a child process. Its return value comes back as JSON, dataclasses
+    as dicts."""
 
     def __init__(self, check: Callable[..., Any], *arguments: Any) -> None:
         self.began = time.monotonic()
@@ -38,10 +43,11 @@ class IsolatedCheck:
         os.close(writer)
 
     def answer(self, deadline: float) -> Any:
-        """The return value. May be called once; a result written before the deadline can be read after it.
+        """The return value. May be called once; a result written before the deadline can be read
+        after it.
 
-        deadline: in time.monotonic() seconds. Raises NoAnswerError if there is no result by then, RuntimeError if the
-        check raised an exception or its process died.
+        deadline: in time.monotonic() seconds. Raises NoAnswerError if there is no result by then,
+        RuntimeError if the check raised an exception or its process died.
         """
         text = self._read(deadline)
         waited = f"no answer within {time.monotonic() - self.began:.0f} s"
@@ -57,7 +63,8 @@ class IsolatedCheck:
         return value
 
     def _read(self, deadline: float) -> bytes | None:
-        """Everything the child wrote until it closed the pipe, None if it did not close it by the deadline."""
+        """Everything the child wrote until it closed the pipe, None if it did not close it by the
+        deadline."""
         ready = select.poll()
         ready.register(self.reader, select.POLLIN)
         text = b""
@@ -72,7 +79,8 @@ class IsolatedCheck:
             os.close(self.reader)
 
     def _kill(self) -> str:
-        """Sends SIGKILL. Returns the process state (one letter) if it survives END_SECONDS, else an empty string."""
+        """Sends SIGKILL. Returns the process state (one letter) if it survives END_SECONDS, else an
+        empty string."""
         os.kill(self.pid, signal.SIGKILL)
         deadline = time.monotonic() + END_SECONDS
         while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
@@ -83,7 +91,8 @@ class IsolatedCheck:
 
 
 def _run_in_child(writer: int, check: Callable[..., Any], arguments: tuple[Any, ...]) -> NoReturn:
-    """Runs the check, writes [succeeded, value] as JSON, exits. Closes every other descriptor of the parent."""
+    """Runs the check, writes [succeeded, value] as JSON, exits. Closes every other descriptor of
+    the parent."""
     try:
         end_with_parent()
         null = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,5 @@
-"""`mode=doctor`: runs all checks in their order, on this host alone or on each of several hosts under torchrun."""
+"""`mode=doctor`: runs all checks in their order, on this host alone or on each of several hosts
+under torchrun."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_train.config.schema import Config
-from ddp_train.distributed.environment import host_number, hosts_started, visible_devices, write_reported
+from ddp_train.distributed.environment import (
+    host_number,
+    hosts_started,
+    visible_devices,
+    write_reported,
+)
 from ddp_train.distributed.world import World
 from ddp_train.doctor import collective_checks, collective_runner, gpu_checks, host_checks
 from ddp_train.doctor.collective_runner import RankResult
@@ -44,7 +50,8 @@ FACTS_SECONDS = 90.0
 CLOCK_SECONDS = 10.0
 """Time limit for reading the clocks of all hosts, which are asked at once."""
 SHARED_SECONDS = 15.0
-"""Time limit for host 0 to write the file that the others must see, and to remove it; `seen_here` waits for 10 s."""
+"""Time limit for host 0 to write the file that the others must see, and to remove it; `seen_here`
+waits for 10 s."""
 MARGIN_SECONDS = 30.0
 """The others wait for host 0 this much longer than it may wait for them."""
 TOKEN = "ddp_train doctor"
@@ -58,7 +65,8 @@ def check_this_host(config: Config, import_path: Path | None) -> int:
     import_path: the folder from which the test processes import this package.
     """
     began = time.monotonic()
-    host, backend = socket.gethostname(), config.launch.backend
+    host = socket.gethostname()
+    backend = config.launch.backend
     gpus, findings = check_at_rest(config, several=False, under_torchrun=False)
     results = collective_runner.run_on_this_host(config, import_path)
     without_peer_access = None
@@ -66,14 +74,18 @@ def check_this_host(config: Config, import_path: Path | None) -> int:
         variables = {"NCCL_P2P_DISABLE": "1"}
         without_peer_access = collective_runner.run_on_this_host(config, import_path, variables)
     findings.append(_torch_finding(results, config, gpus))
-    findings += collective_findings(results, backend, slowest_link(config, gpus, None), without_peer_access)
+    findings += collective_findings(
+        results, backend, slowest_link(config, gpus, None), without_peer_access
+    )
     findings.append(skipped("other hosts", "one host"))
     return report(on_host(host, findings), [host], Path(str(config.run_dir)), began)
 
 
-def check_all_hosts(store: Store, world: World, argv: list[str], config: Config, import_path: Path | None) -> int:
-    """Checks the hosts of a torchrun job. Called by all its processes: the first of each host checks that host, the
-    others wait for the result.
+def check_all_hosts(
+    store: Store, world: World, argv: list[str], config: Config, import_path: Path | None
+) -> int:
+    """Checks the hosts of a torchrun job. Called by all its processes: the first of each host
+    checks that host, the others wait for the result.
 
     argv: the command line. Returns the exit code, the same on all processes.
     """
@@ -92,9 +104,15 @@ def check_all_hosts(store: Store, world: World, argv: list[str], config: Config,
             peers.publish("verdict", code)
         else:
             code = _check_as_follower(peers, world, argv, config, import_path, limit)
-            print(f"doctor: {socket.gethostname()} is checked; host 0 prints the table (exit code {code})")
+            print(
+                f"doctor: {socket.gethostname()} is checked; host 0 prints the table (exit code"
+                f" {code})"
+            )
     except PeerError as error:
-        print(f"FATAL {error.kind} (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
+        print(
+            f"FATAL {error.kind} (rank {world.rank}): {error}\n  remedy: {error.remedy}",
+            file=sys.stderr,
+        )
         code = error.exit_code
     if code:
         write_reported(code)
@@ -103,25 +121,35 @@ def check_all_hosts(store: Store, world: World, argv: list[str], config: Config,
 
 
 def longest_seconds(config: Config, world: World) -> float:
-    """Upper bound on the time until host 0 publishes the verdict, however many hosts are silent: the sum of all waits
-    of host 0."""
+    """Upper bound on the time until host 0 publishes the verdict, however many hosts are silent:
+    the sum of all waits of host 0."""
     limits = collective_runner.silence_limits(config, world.size, several=world.hosts > 1)
     tests = collective_runner.longest_seconds(limits)
     shared_file = 3 * SHARED_SECONDS  # written, seen by the others, removed
-    return FACTS_SECONDS + CLOCK_SECONDS + tests + _reports_seconds(limits) + shared_file + REPORT_SECONDS
+    return (
+        FACTS_SECONDS
+        + CLOCK_SECONDS
+        + tests
+        + _reports_seconds(limits)
+        + shared_file
+        + REPORT_SECONDS
+    )
 
 
 def _reports_seconds(limits: dict[str, float]) -> float:
-    """How much later than this host's own report that of another host may come: its collective test may end one
-    silence limit later."""
+    """How much later than this host's own report that of another host may come: its collective test
+    may end one silence limit later."""
     return max(limits.values()) + SHARED_SECONDS
 
 
 def _exit_after(seconds: float) -> None:
-    """Ends this process after a time limit, whatever the store does: a host that is cut off would wait for ever."""
+    """Ends this process after a time limit, whatever the store does: a host that is cut off would
+    wait for ever."""
 
     def leave() -> None:
-        print(f"FATAL peer: no message from host 0 for {seconds:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"FATAL peer: no message from host 0 for {seconds:.0f} s", file=sys.stderr, flush=True
+        )
         os._exit(PeerError.exit_code)
 
     timer = threading.Timer(seconds, leave)
@@ -129,11 +157,15 @@ def _exit_after(seconds: float) -> None:
     timer.start()
 
 
-def _check_as_leader(peers: Peers, world: World, argv: list[str], config: Config, import_path: Path | None) -> int:
-    """Host 0: checks itself, collects the findings of the others, prints the report. Returns the exit code."""
+def _check_as_leader(
+    peers: Peers, world: World, argv: list[str], config: Config, import_path: Path | None
+) -> int:
+    """Host 0: checks itself, collects the findings of the others, prints the report. Returns the
+    exit code."""
     from ddp_train.doctor import multihost_checks
 
-    began, run_dir = time.monotonic(), Path(str(config.run_dir))
+    began = time.monotonic()
+    run_dir = Path(str(config.run_dir))
     reports: dict[int, Facts] = {}
     with multihost_checks.listening() as endpoint:
         gpus, facts = _local_facts(endpoint, world, argv, config, peers.count > 1)
@@ -159,7 +191,13 @@ def _check_as_leader(peers: Peers, world: World, argv: list[str], config: Config
             run_check("clocks", multihost_checks.clocks, offsets, facts_by_host, peers.count),
             run_check("config", multihost_checks.same_overrides, facts_by_host, peers.count),
             run_check("versions", multihost_checks.same_versions, facts_by_host, peers.count),
-            run_check("same data", multihost_checks.same_data, facts_by_host, peers.count, config.data.name),
+            run_check(
+                "same data",
+                multihost_checks.same_data,
+                facts_by_host,
+                peers.count,
+                config.data.name,
+            ),
         ]
     parts = [*facts_by_host.values(), *reports.values()]
     of_hosts = [Finding(**values) for part in parts for values in part["findings"]]
@@ -168,7 +206,9 @@ def _check_as_leader(peers: Peers, world: World, argv: list[str], config: Config
     if len(reports) == peers.count:
         results = [RankResult(**values) for part in reports.values() for values in part["results"]]
         results.sort(key=lambda result: result.rank)
-        links = [(float(speed), str(name)) for speed, name in (part["link"] for part in reports.values())]
+        links = [
+            (float(speed), str(name)) for speed, name in (part["link"] for part in reports.values())
+        ]
         of_all += collective_findings(results, config.launch.backend, _slowest(links), None)
     else:
         of_all.append(skipped("exchange", "not all hosts answer"))
@@ -177,9 +217,15 @@ def _check_as_leader(peers: Peers, world: World, argv: list[str], config: Config
 
 
 def _check_as_follower(
-    peers: Peers, world: World, argv: list[str], config: Config, import_path: Path | None, limit: float
+    peers: Peers,
+    world: World,
+    argv: list[str],
+    config: Config,
+    import_path: Path | None,
+    limit: float,
 ) -> int:
-    """Every other host: checks itself, sends its findings to host 0. Returns the exit code from host 0.
+    """Every other host: checks itself, sends its findings to host 0. Returns the exit code from
+    host 0.
 
     limit: seconds to wait for host 0.
     """
@@ -192,7 +238,9 @@ def _check_as_follower(
         message = peers.wait_for("all facts", limit)
         if message:
             facts_by_host = {int(number): facts for number, facts in message["hosts"].items()}
-            own = _check_together(peers, facts_by_host, message["token"], gpus, world, config, import_path)
+            own = _check_together(
+                peers, facts_by_host, message["token"], gpus, world, config, import_path
+            )
             peers.gather("report", own, 0)
     return peers.wait_for("verdict", limit)
 
@@ -200,13 +248,16 @@ def _check_as_follower(
 def _local_facts(
     endpoint: Facts, world: World, argv: list[str], config: Config, several: bool
 ) -> tuple[gpu_checks.Gpus | None, Facts]:
-    """The GPUs of this host, and what it sends to host 0 before the hosts test anything together."""
+    """The GPUs of this host, and what it sends to host 0 before the hosts test anything
+    together."""
     from ddp_train.distributed.preflight import versions_here
 
     began = time.monotonic()
     digest_check = IsolatedCheck(host_checks.data_digest, config)
     gpus, findings = check_at_rest(config, several, under_torchrun=True)
-    versions_check = IsolatedCheck(versions_here)  # not earlier: it may start CUDA on GPUs that are checked at rest
+    versions_check = IsolatedCheck(
+        versions_here
+    )  # not earlier: it may start CUDA on GPUs that are checked at rest
     versions = {"processes": str(world.local_size), "driver": gpus.driver if gpus else "none"}
     try:
         versions |= versions_check.answer(time.monotonic() + VERSIONS_SECONDS)
@@ -251,7 +302,9 @@ def _check_together(
         )
     results = collective_runner.run_with_other_hosts(config, world, import_path)
     deadline = time.monotonic() + SHARED_SECONDS
-    findings = [run_check(name, isolated_finding, check, deadline) for name, check in running.items()]
+    findings = [
+        run_check(name, isolated_finding, check, deadline) for name, check in running.items()
+    ]
     findings.append(_torch_finding(results, config, gpus))
     interface = None
     if peers.count > 1:
@@ -264,15 +317,16 @@ def _check_together(
 
 
 def _within_limit(function: Callable[..., Any], *arguments: Any) -> Any:
-    """function(*arguments) in another process; None if it fails or takes longer than SHARED_SECONDS."""
+    """function(*arguments) in another process; None if it fails or takes longer than
+    SHARED_SECONDS."""
     with contextlib.suppress(NoAnswerError, RuntimeError):
         return IsolatedCheck(function, *arguments).answer(time.monotonic() + SHARED_SECONDS)
     return None
 
 
 def _write_token(run_dir: Path) -> str:
-    """Writes the file that the other hosts must see. Returns its path; empty if it cannot be written, which the check
-    of run_dir reports."""
+    """Writes the file that the other hosts must see. Returns its path; empty if it cannot be
+    written, which the check of run_dir reports."""
     path = run_dir.absolute() / f".doctor_{os.getpid()}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -282,8 +336,11 @@ def _write_token(run_dir: Path) -> str:
     return str(path)
 
 
-def check_at_rest(config: Config, several: bool, under_torchrun: bool) -> tuple[gpu_checks.Gpus | None, list[Finding]]:
-    """Checks this host before it is under load. Returns its GPUs, None without a driver, and the findings."""
+def check_at_rest(
+    config: Config, several: bool, under_torchrun: bool
+) -> tuple[gpu_checks.Gpus | None, list[Finding]]:
+    """Checks this host before it is under load. Returns its GPUs, None without a driver, and the
+    findings."""
     wanted = int(config.launch.nproc_per_node) if config.device == "cuda" else 0
     gpus_check = IsolatedCheck(_check_gpus, visible_devices(), wanted)
     running = [
@@ -298,7 +355,9 @@ def check_at_rest(config: Config, several: bool, under_torchrun: bool) -> tuple[
         findings = [Finding(**one) for one in found]
     except (NoAnswerError, RuntimeError) as error:
         findings = [failed_check("gpus", error)]
-    return gpus, findings + [run_check(name, isolated_finding, check, deadline) for name, check in running]
+    return gpus, findings + [
+        run_check(name, isolated_finding, check, deadline) for name, check in running
+    ]
 
 
 def _check_gpus(visible: str | None, wanted: int) -> tuple[gpu_checks.Gpus | None, list[Finding]]:
@@ -310,15 +369,21 @@ def _check_gpus(visible: str | None, wanted: int) -> tuple[gpu_checks.Gpus | Non
     return gpus, [run_check(name, function, *arguments) for name, function, arguments in checks]
 
 
-def _torch_finding(results: list[RankResult], config: Config, gpus: gpu_checks.Gpus | None) -> Finding:
+def _torch_finding(
+    results: list[RankResult], config: Config, gpus: gpu_checks.Gpus | None
+) -> Finding:
     driver_cuda = gpus.cuda if gpus else None
     return run_check("torch", collective_checks.torch_installation, results, config, driver_cuda)
 
 
 def collective_findings(
-    results: list[RankResult], backend: str, link: tuple[float, str], without_peer_access: list[RankResult] | None
+    results: list[RankResult],
+    backend: str,
+    link: tuple[float, str],
+    without_peer_access: list[RankResult] | None,
 ) -> list[Finding]:
-    """The findings from the collective test of all ranks. without_peer_access: results of a second test."""
+    """The findings from the collective test of all ranks. without_peer_access: results of a second
+    test."""
     findings = [
         run_check("exchange", collective_checks.exchange, results, backend, without_peer_access),
         run_check("all-reduce", collective_checks.bandwidth, results, link),
@@ -330,8 +395,11 @@ def collective_findings(
     return findings
 
 
-def slowest_link(config: Config, gpus: gpu_checks.Gpus | None, interface: str | None) -> tuple[float, str]:
-    """The slowest link that gradients take from this host: bytes per second, 0 if unknown, and its name.
+def slowest_link(
+    config: Config, gpus: gpu_checks.Gpus | None, interface: str | None
+) -> tuple[float, str]:
+    """The slowest link that gradients take from this host: bytes per second, 0 if unknown, and its
+    name.
 
     interface: the one that leads to other hosts; None if there are none.
     """
@@ -344,5 +412,6 @@ def slowest_link(config: Config, gpus: gpu_checks.Gpus | None, interface: str | 
 
 
 def _slowest(links: list[tuple[float, str]]) -> tuple[float, str]:
-    """A link of unknown bandwidth (0) counts as the slowest, so that no bandwidth is judged by another link."""
+    """A link of unknown bandwidth (0) counts as the slowest, so that no bandwidth is judged by
+    another link."""
     return min(links, default=(0.0, ""))

@@ -1,5 +1,5 @@
-"""Checks that need several hosts. One doctor process per host takes part; they exchange JSON through torchrun's store,
-and every wait has a time limit."""
+"""Checks that need several hosts. One doctor process per host takes part; they exchange JSON
+through torchrun's store, and every wait has a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import (
+    DistError,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from ddp_train.distributed.environment import gloo_interface
 from ddp_train.distributed.preflight import CLOCK_TOLERANCE_SECONDS, differing_overrides, seen_here
@@ -32,10 +36,12 @@ Facts = dict[str, Any]
 
 
 class Peers:
-    """The doctor processes of all hosts of a job, one per host. Host 0 collects what the others send."""
+    """The doctor processes of all hosts of a job, one per host. Host 0 collects what the others
+    send."""
 
     def __init__(self, store: Store, number: int, count: int, attempt: int) -> None:
-        """number: of this host, 0 to count - 1. count: of all hosts. attempt: of torchrun's restarts."""
+        """number: of this host, 0 to count - 1. count: of all hosts. attempt: of torchrun's
+        restarts."""
         self.store = PrefixStore(f"doctor/{attempt}", store)
         self.number = number
         self.count = count
@@ -45,13 +51,16 @@ class Peers:
         return self.number == 0
 
     def gather(self, name: str, mine: Facts, seconds: float) -> dict[int, Facts]:
-        """Sends `mine` to host 0. On host 0: the values of all hosts that sent one in time; elsewhere {}."""
+        """Sends `mine` to host 0. On host 0: the values of all hosts that sent one in time;
+        elsewhere {}."""
         self.store.set(f"{name}/{self.number}", json.dumps(mine))
         if not self.is_leader:
             return {}
         missing = set(range(self.count))
         deadline = time.monotonic() + seconds
-        while missing := {number for number in missing if not self.store.check([f"{name}/{number}"])}:
+        while missing := {
+            number for number in missing if not self.store.check([f"{name}/{number}"])
+        }:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.02)
@@ -74,9 +83,11 @@ class Peers:
             ) from error
 
     def clock_offsets(self, others: list[int], seconds: float) -> dict[int, float]:
-        """On host 0: how far the clock of each host is ahead of this one's, in seconds; hosts without answer left out.
+        """On host 0: how far the clock of each host is ahead of this one's, in seconds; hosts
+        without answer left out.
 
-        All are asked at once. An answer that lies between the times of question and answer has offset 0.
+        All are asked at once. An answer that lies between the times of question and answer has
+        offset 0.
         """
         found: dict[int, float] = {}
         missing = set(others)
@@ -93,7 +104,8 @@ class Peers:
         return found
 
     def answer_clock(self, seconds: float) -> None:
-        """On the other hosts: waits for the question and answers it. Raises PeerError if it does not come in time."""
+        """On the other hosts: waits for the question and answers it. Raises PeerError if it does
+        not come in time."""
         self.store.set_timeout(timedelta(seconds=seconds))
         try:
             self.store.get(f"clock/ask/{self.number}")
@@ -106,26 +118,33 @@ class Peers:
 
 @contextlib.contextmanager
 def listening() -> Iterator[Facts]:
-    """Inside, this host listens as gloo's workers do: on its own address and a port that the kernel chose.
+    """Inside, this host listens as gloo's workers do: on its own address and a port that the kernel
+    chose.
 
     Yields both; the address is empty if there is none.
     """
-    interface, host = gloo_interface(), socket.gethostname()
+    interface = gloo_interface()
+    host = socket.gethostname()
     address = ""
     if interface:
         address = addresses_of_interfaces().get(interface.split(",")[0], "")
     else:
-        addresses, _ = resolve(host)  # a name that does not resolve is reported by the check of the host name
+        addresses, _ = resolve(
+            host
+        )  # a name that does not resolve is reported by the check of the host name
         address = addresses[0] if addresses else ""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:  # the kernel completes connections: no accept needed
+    with socket.socket(
+        family, socket.SOCK_STREAM
+    ) as listener:  # the kernel completes connections: no accept needed
         listener.bind(("", 0))
         listener.listen(socket.SOMAXCONN)
         yield {"address": address, "port": listener.getsockname()[1]}
 
 
 def interface_to_peers(address: str) -> str:
-    """The network interface that leads to the other hosts: GLOO_SOCKET_IFNAME, else the one with this address."""
+    """The network interface that leads to the other hosts: GLOO_SOCKET_IFNAME, else the one with
+    this address."""
     names = {held: name for name, held in addresses_of_interfaces().items()}
     return gloo_interface() or names.get(address, address)
 
@@ -143,8 +162,8 @@ def connections(facts_by_host: dict[int, Facts], number: int) -> Finding:
         return failure(
             check,
             f"cannot connect to {'; '.join(failed)}",
-            "open all ports between the hosts (net.ipv4.ip_local_port_range), give each host's name an address that "
-            "the others can reach, or set GLOO_SOCKET_IFNAME",
+            "open all ports between the hosts (net.ipv4.ip_local_port_range), give each host's name"
+            " an address that the others can reach, or set GLOO_SOCKET_IFNAME",
             PeerError.exit_code,
         )
     return ok(check, f"{counted(len(others), 'other host')} can be reached")
@@ -172,7 +191,9 @@ def shared_run_dir(token: str, content: str) -> Finding:
     if seen_here(Path(token), content) == "shared":
         return ok(check, "this host sees what host 0 writes")
     detail = f"{token}, written by host 0, is not visible here"
-    return failure(check, detail, "name a run_dir on a file system that all hosts share", PeerError.exit_code)
+    return failure(
+        check, detail, "name a run_dir on a file system that all hosts share", PeerError.exit_code
+    )
 
 
 def all_present(facts_by_host: dict[int, Facts], count: int, seconds: float) -> Finding:
@@ -180,7 +201,10 @@ def all_present(facts_by_host: dict[int, Facts], count: int, seconds: float) -> 
     names = ", ".join(facts["host"] for facts in facts_by_host.values())
     missing = [str(number) for number in range(count) if number not in facts_by_host]
     if missing:
-        detail = f"host {' and '.join(missing)} of {count} did not answer within {seconds:.0f} s; present: {names}"
+        detail = (
+            f"host {' and '.join(missing)} of {count} did not answer within {seconds:.0f} s;"
+            f" present: {names}"
+        )
         remedy = "check that host: is its process stopped, does it run the same command?"
         return failure("hosts", detail, remedy, PeerError.exit_code)
     return ok("hosts", f"all {count} answer: {names}")
@@ -189,7 +213,8 @@ def all_present(facts_by_host: dict[int, Facts], count: int, seconds: float) -> 
 def clocks(offsets: dict[int, float], facts_by_host: dict[int, Facts], count: int) -> Finding:
     """torchrun drops a host whose clock is 15 s behind, and trains without it.
 
-    offsets: of `Peers.clock_offsets`. facts_by_host: of the hosts that answered at all. count: of all hosts.
+    offsets: of `Peers.clock_offsets`. facts_by_host: of the hosts that answered at all. count: of
+    all hosts.
     """
     check = "clocks"
     others = {number: facts["host"] for number, facts in facts_by_host.items() if number}
@@ -197,9 +222,13 @@ def clocks(offsets: dict[int, float], facts_by_host: dict[int, Facts], count: in
         return skipped(check, ONE_HOST)
     named = {facts_by_host[number]["host"]: round(offset, 3) for number, offset in offsets.items()}
     off = {host: offset for host, offset in named.items() if abs(offset) > CLOCK_WARNING_SECONDS}
-    detail = "compared with host 0: " + ", ".join(f"{host} {offset:+.1f} s" for host, offset in off.items())
+    detail = "compared with host 0: " + ", ".join(
+        f"{host} {offset:+.1f} s" for host, offset in off.items()
+    )
     if any(abs(offset) > CLOCK_TOLERANCE_SECONDS for offset in off.values()):
-        remedy = "synchronise the clocks (chrony, ntpd): torchrun leaves out a host that is 15 s behind"
+        remedy = (
+            "synchronise the clocks (chrony, ntpd): torchrun leaves out a host that is 15 s behind"
+        )
         return failure(check, detail, remedy, PeerError.exit_code, offsets=named)
     if off:
         return warning(check, detail, "synchronise the clocks (chrony, ntpd)", offsets=named)
@@ -207,7 +236,11 @@ def clocks(offsets: dict[int, float], facts_by_host: dict[int, Facts], count: in
     if unknown:
         detail = f"no answer about the clock from {', '.join(unknown)}"
         return warning(check, detail, "check that host: is its process stopped?", offsets=named)
-    return ok(check, f"{_compared(facts_by_host, count)} within {CLOCK_WARNING_SECONDS:g} s of host 0", offsets=named)
+    return ok(
+        check,
+        f"{_compared(facts_by_host, count)} within {CLOCK_WARNING_SECONDS:g} s of host 0",
+        offsets=named,
+    )
 
 
 def same_overrides(facts_by_host: dict[int, Facts], count: int) -> Finding:
@@ -217,7 +250,9 @@ def same_overrides(facts_by_host: dict[int, Facts], count: int) -> Finding:
     if len(argv) < 2:
         return skipped(check, ONE_HOST)
     if any(sorted(other) != sorted(argv[0]) for other in argv):
-        differing = "; ".join(differing_overrides(argv, [facts["host"] for facts in facts_by_host.values()]))
+        differing = "; ".join(
+            differing_overrides(argv, [facts["host"] for facts in facts_by_host.values()])
+        )
         return failure(check, differing, "run the same command on all hosts", ConfigError.exit_code)
     return ok(check, f"the same overrides on {_compared(facts_by_host, count)}")
 
@@ -234,7 +269,8 @@ def same_versions(facts_by_host: dict[int, Facts], count: int) -> Finding:
     if not differing:
         return ok(check, f"the same on {_compared(facts_by_host, count)}", **values[0])
     detail = "; ".join(
-        f"{name}: " + ", ".join(f"{host} {one.get(name)}" for host, one in zip(hosts, values, strict=True))
+        f"{name}: "
+        + ", ".join(f"{host} {one.get(name)}" for host, one in zip(hosts, values, strict=True))
         for name in differing
     )
     remedy = "install the same on all hosts, and check out the same version of this code"
@@ -242,9 +278,14 @@ def same_versions(facts_by_host: dict[int, Facts], count: int) -> Finding:
 
 
 def same_data(facts_by_host: dict[int, Facts], count: int, name: str) -> Finding:
-    """Compares `data_digest` of the hosts, None where the files could not be read. name: of the data set."""
+    """Compares `data_digest` of the hosts, None where the files could not be read. name: of the
+    data set."""
     check = "same data"
-    digests = {facts["host"]: facts["data"] for facts in facts_by_host.values() if facts["data"] is not None}
+    digests = {
+        facts["host"]: facts["data"]
+        for facts in facts_by_host.values()
+        if facts["data"] is not None
+    }
     if len(digests) < 2:
         return skipped(check, ONE_HOST if len(facts_by_host) < 2 else "the files could not be read")
     if not any(digests.values()):
@@ -259,4 +300,6 @@ def same_data(facts_by_host: dict[int, Facts], count: int, name: str) -> Finding
 
 def _compared(compared: Sized, count: int) -> str:
     """`all 3 hosts`, or `2 of 3 hosts`: how many hosts a comparison covers."""
-    return f"{len(compared)} of {counted(count, 'host')}" if len(compared) < count else f"all {count} hosts"
+    if len(compared) < count:
+        return f"{len(compared)} of {counted(count, 'host')}"
+    return f"all {count} hosts"

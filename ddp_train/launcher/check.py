@@ -1,4 +1,5 @@
-"""`ddp-train check key=value ...`: is this a command that can run here? Starts nothing, writes nothing. Torch-free."""
+"""`ddp-train check key=value ...`: is this a command that can run here? Starts nothing, writes
+nothing. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ CHECK = "check"
 
 
 def check(program: Program, words: list[str]) -> int:
-    """Prints what the command would run. words: of that command, those of a sweep too. Returns the exit code. Raises
-    ConfigError with all problems, as the command itself would."""
+    """Prints what the command would run. words: of that command, those of a sweep too. Returns the
+    exit code. Raises ConfigError with all problems, as the command itself would."""
     for note in program.notes:
         print(f"note: {note}", file=sys.stderr)
     sweep = any(word in SWEEP for word in words)
@@ -29,7 +30,10 @@ def check(program: Program, words: list[str]) -> int:
         trials = Trials(program, None)
         trials.check(words, True)
         count = counted(trials.total, "trial") if trials.total else "a sweep"
-        over = f" over {', '.join(sorted(trials.swept))}" if trials.swept else " without a swept key"
+        if trials.swept:
+            over = f" over {', '.join(sorted(trials.swept))}"
+        else:
+            over = " without a swept key"
         print(f"valid: {count}{over}; nothing was started")
         return 0
     config, problems = read_run(program, read_overrides(program, words))
@@ -38,6 +42,9 @@ def check(program: Program, words: list[str]) -> int:
         raise ConfigError(list(dict.fromkeys(problems + more)))
     for notice in notices(config, resolved):
         print(f"note: {notice}", file=sys.stderr)
-    print(f"valid: mode={resolved.mode}, {resolved.launch.nproc_per_node} x {resolved.device}; nothing was started")
+    print(
+        f"valid: mode={resolved.mode}, {resolved.launch.nproc_per_node} x {resolved.device};"
+        " nothing was started"
+    )
     print("\n".join(f"{key}={shown(value)}" for key, value in not_default(resolved).items()))
     return 0

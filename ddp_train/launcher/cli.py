@@ -1,4 +1,5 @@
-"""Command lines with flags: help, version, and what Hydra handles (-m, --cfg, --info, shell completion)."""
+"""Command lines with flags: help, version, and what Hydra handles (-m, --cfg, --info, shell
+completion)."""
 
 from __future__ import annotations
 
@@ -39,18 +40,18 @@ USES = {
     "{} [key=value ...]": "train",
     "torchrun --nproc_per_node=N {torchrun} [key=value ...]": "the same run under torchrun",
     "{} mode=evaluate checkpoint.resume=PATH": "score the test set with a checkpoint",
-    "{} mode=predict checkpoint.resume=PATH": "write what a trained model predicts for each sample",
-    "{} mode=export checkpoint.resume=PATH": "write a trained model for torch.export, or as ONNX",
-    "{} mode=doctor [key=value ...]": "is this host, or under torchrun are these hosts, fit to train?",
-    "{} mode=prove [key=value ...]": "is this job's result the same however it is divided?",
-    "{} -m optimizer.lr=0.1,0.2 [...]": "a sweep: fresh processes for each trial, one table",
-    "{} mode=study study=NAME [...]": "runs of several variants, compared in one report",
+    "{} mode=predict checkpoint.resume=PATH": "write the predictions of a trained model",
+    "{} mode=export checkpoint.resume=PATH": "write a trained model as .pt2 or ONNX",
+    "{} mode=doctor [key=value ...]": "is this host fit to train? or these hosts?",
+    "{} mode=prove [key=value ...]": "the same result however it is divided?",
+    "{} -m optimizer.lr=0.1,0.2 [...]": "a sweep: one table of all trials",
+    "{} mode=study study=NAME [...]": "compare several variants in one report",
     "{} --cfg job [key=value ...]": "show the config, run nothing",
-    "{} check [key=value ...]": "is that a command that can run here? nothing is started",
-    "{} watch RUNS": "all runs of a folder as they go, the failed ones too",
-    "{} compare RUN RUN [...]": "what differs between runs, and whether it is more than noise",
-    "{} resize RUN N": "change a run's number of processes while it trains",
-    "{} init FOLDER": "a project of your own: model, data, task, experiment, test",
+    "{} check [key=value ...]": "check a command, start nothing",
+    "{} watch RUNS": "all runs of a folder, as they go",
+    "{} compare RUN RUN [...]": "what differs; is it more than noise?",
+    "{} resize RUN N": "change the number of processes",
+    "{} init FOLDER": "start a project of your own",
 }
 
 
@@ -59,8 +60,14 @@ def usage(typed: str) -> str:
     by_torchrun = typed.removeprefix("python ") if typed.startswith("python ") else "-m ddp_train"
     lines = [line.format(typed, torchrun=by_torchrun) for line in USES]
     width = max(map(len, lines)) + 4
-    about = "Trains a model on every GPU of this host, one process each; without GPUs, in two processes over gloo."
-    return "\n".join([about, "", *(f"{line:<{width}}{use}" for line, use in zip(lines, USES.values(), strict=True))])
+    about = "Trains a model on every GPU of this host, one process each; without GPUs, in two."
+    return "\n".join(
+        [
+            about,
+            "",
+            *(f"{line:<{width}}{use}" for line, use in zip(lines, USES.values(), strict=True)),
+        ]
+    )
 
 
 def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
@@ -86,7 +93,12 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
     if not sweep and set(flags) <= {"--resolve", "-p", "--package"}:
         raise ConfigError([f"{flags[0]}: needs --cfg job; add that, or leave it out"])
     if not sweep and (words := [word for word in argv if word.startswith(f"{KEY}=")]):
-        raise ConfigError([f"{words[0]}: flags show what the presets compose; for what that run had, read the file"])
+        raise ConfigError(
+            [
+                f"{words[0]}: flags show what the presets compose; for what that run had, read the"
+                " file"
+            ]
+        )
     if {"-sc", "--shell-completion", "--hydra-help"}.isdisjoint(flags):
         argv = trials.check(argv, sweep)
     register_schema(trials.program)
@@ -98,28 +110,36 @@ def through_hydra(trials: Trials, argv: list[str], world: World | None) -> int:
     only_shows = not {"-c", "--cfg", "-i", "--info"}.isdisjoint(flags)
     with trials.alone() if sweep and not only_shows else contextlib.nullcontext():
         try:
-            hydra.main(config_path=str(trials.program.presets), config_name="config", version_base="1.3")(trials.run)()
+            hydra.main(
+                config_path=str(trials.program.presets), config_name="config", version_base="1.3"
+            )(trials.run)()
         except BaseException as error:
             if trials.sweep_dir != Path():  # show the results of the trials so far
                 trials.finish()
-            if isinstance(error.__context__, HydraException):  # Hydra has printed it, and exits with 1
+            if isinstance(
+                error.__context__, HydraException
+            ):  # Hydra has printed it, and exits with 1
                 raise SystemExit(ConfigError.exit_code) from None
             raise
         return trials.finish()
 
 
 def _meant(flag: str) -> str:
-    """What was probably meant by an unknown flag: another flag, or a key typed like one (`--lr 0.1`)."""
+    """What was probably meant by an unknown flag: another flag, or a key typed like one (`--lr
+    0.1`)."""
     if len(flag) <= len("-x"):
         return ""
     name = flag.lstrip("-").replace("-", "_")
     key = name if name in PRESETS else key_named_like(name)
     alike = difflib.get_close_matches(flag, FLAGS, n=1, cutoff=0.75)
-    return f"; did you mean {key}=VALUE?" if key and not alike else did_you_mean(flag, list(FLAGS))
+    if key and not alike:
+        return f"; did you mean {key}=VALUE?"
+    return did_you_mean(flag, list(FLAGS))
 
 
 def help_text(program: Program) -> str:
-    """Usage, the config groups with their options, and each key with its default, choices and meaning."""
+    """Usage, the config groups with their options, and each key with its default, choices and
+    meaning."""
     lines = [
         usage(program.typed),
         "",
@@ -129,9 +149,12 @@ def help_text(program: Program) -> str:
         files = program.files(name)
         default = f" (default: {getattr(Config(), name).name})" if name in OPTIONS else ""
         lines.append(f"  {name:<15} {', '.join(path.stem for path in files)}{default}")
-        if "# @package" in files[0].read_text():  # a whole experiment: its first comment describes it
+        if (
+            "# @package" in files[0].read_text()
+        ):  # a whole experiment: its first comment describes it
             lines += [
-                f"    {path.stem:<19} {[*path.read_text(errors='replace').splitlines(), '', ''][1].lstrip('# ')}"
+                f"    {path.stem:<19}"
+                f" {[*path.read_text(errors='replace').splitlines(), '', ''][1].lstrip('# ')}"
                 for path in files
             ]
     lines += ["", "Keys (key=value):", f"  {KEY + '=RUN':<44} {OF_A_RUN}", *_keys("", Config)]
@@ -141,18 +164,32 @@ def help_text(program: Program) -> str:
         common = next(iter(options.values())).__bases__[0]
         keys = _keys(section + ".", common) if is_section(common) else []
         if keys:
-            lines += ["", f"{section}=... (keys of every option{' but custom' if 'custom' in options else ''}):", *keys]
+            lines += [
+                "",
+                (
+                    f"{section}=... (keys of every"
+                    f" option{' but custom' if 'custom' in options else ''}):"
+                ),
+                *keys,
+            ]
         for name, schema in options.items():
-            about = "" if (schema.__doc__ or "").startswith(schema.__name__ + "(") else schema.__doc__ or ""
+            if (schema.__doc__ or "").startswith(schema.__name__ + "("):
+                about = ""
+            else:
+                about = schema.__doc__ or ""
             heading = f"{section}={name}: {about.splitlines()[0] if about else ''}".rstrip(": ")
             known = [] if issubclass(schema, CustomConfig) else keys
-            lines += ["", heading, *(line for line in _keys(section + ".", schema) if line not in known)]
+            lines += [
+                "",
+                heading,
+                *(line for line in _keys(section + ".", schema) if line not in known),
+            ]
     return "\n".join(lines).replace("python launch.py", program.typed)  # in the comments of presets
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wraps long lines. Continuation lines are indented to the last column of the line (after two spaces or more), with
-    at least 22 columns of text."""
+    """Wraps long lines. Continuation lines are indented to the last column of the line (after two
+    spaces or more), with at least 22 columns of text."""
     lines = []
     for line in text.splitlines():
         parts = re.match(r".*  (?=\S)", line.rstrip())
@@ -163,7 +200,8 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _keys(prefix: str, schema: type) -> list[str]:
-    lines, fields = [], list(dataclasses.fields(schema))
+    lines = []
+    fields = list(dataclasses.fields(schema))
     if issubclass(schema, CustomConfig):
         named = {"_target_=package.Name": "target", "ANY=value": "arguments"}
         meanings = {f.name: f.metadata.get("meaning") for f in fields}
@@ -175,5 +213,7 @@ def _keys(prefix: str, schema: type) -> list[str]:
         if "meaning" in f.metadata:
             default = getattr(schema(), f.name)
             choices = f" ({', '.join(f.metadata['choices'])})" if "choices" in f.metadata else ""
-            lines.append(f"  {prefix + f.name + '=' + shown(default):<44} {f.metadata['meaning']}{choices}")
+            lines.append(
+                f"  {prefix + f.name + '=' + shown(default):<44} {f.metadata['meaning']}{choices}"
+            )
     return lines

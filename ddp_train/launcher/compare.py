@@ -1,4 +1,5 @@
-"""`ddp-train compare RUN RUN ...`: what differs between runs, and whether that is more than noise. Torch-free."""
+"""`ddp-train compare RUN RUN ...`: what differs between runs, and whether that is more than noise.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from ddp_train.telemetry.pages.run_files import CONFIG, read_run, runs_in
 from ddp_train.telemetry.pages.tables import show, tell
 from ddp_train.text import did_you_mean
 
-COMPARE, OUTPUT = "compare", "--output"
+COMPARE = "compare"
+OUTPUT = "--output"
 
 
 def compare(words: list[str]) -> int:
-    """Prints the comparison, and writes its page. words: those behind `compare`. Returns the exit code. Raises
-    ConfigError."""
+    """Prints the comparison, and writes its page. words: those behind `compare`. Returns the exit
+    code. Raises ConfigError."""
     paths, page = _read(words)
     found = {path: found_runs(COMPARE, path) for path in paths}
     problems = [problem for runs in found.values() if isinstance(problem := runs, str)]
@@ -31,7 +33,9 @@ def compare(words: list[str]) -> int:
     try:
         runs = [read_run(Path(run)) for run in run_dirs]
     except OSError as error:
-        raise ConfigError([f"{COMPARE}: {error.filename} cannot be read ({error.strerror})"]) from None
+        raise ConfigError(
+            [f"{COMPARE}: {error.filename} cannot be read ({error.strerror})"]
+        ) from None
     report = compare_page(runs, shlex.join([*typed().split(), COMPARE, *words]))
     for table in report.tables:
         show(table, in_blocks=True)
@@ -41,7 +45,9 @@ def compare(words: list[str]) -> int:
         try:
             write_text(page, as_page(report))
         except OSError as error:
-            raise ConfigError([f"{OUTPUT} {page}: cannot be written ({error.strerror}); name another file"]) from None
+            raise ConfigError(
+                [f"{OUTPUT} {page}: cannot be written ({error.strerror}); name another file"]
+            ) from None
         print(f"page {page}")
     else:
         tell([f"The page with the curves: add {OUTPUT} compare.html"], style="dim")
@@ -50,7 +56,8 @@ def compare(words: list[str]) -> int:
 
 def _read(words: list[str]) -> tuple[list[Path], Path | None]:
     """The runs, and the file of the page if one is asked for."""
-    words, page = [*words], None
+    words = [*words]
+    page = None
     for at, word in enumerate(words):
         if word == OUTPUT and at + 1 < len(words):
             page = Path(words[at + 1])
@@ -68,7 +75,9 @@ def _read(words: list[str]) -> tuple[list[Path], Path | None]:
 
 
 def _example() -> str:
-    return f"use {typed()} {COMPARE} RUN RUN [{OUTPUT} PAGE.html]; a folder stands for all runs in it"
+    return (
+        f"use {typed()} {COMPARE} RUN RUN [{OUTPUT} PAGE.html]; a folder stands for all runs in it"
+    )
 
 
 def found_runs(command: str, path: Path) -> list[str] | str:
@@ -78,7 +87,11 @@ def found_runs(command: str, path: Path) -> list[str] | str:
             return found
     except OSError as error:
         beside = [str(run) for run in runs_in(path.parent, 1)] if path.parent.is_dir() else []
-        return f"{command} {path}: {error.strerror}{did_you_mean(str(path), beside) or '; name the directory of a run'}"
+        return (
+            f"{command} {path}:"
+            f" {error.strerror}{did_you_mean(str(path), beside) or '; name the directory of a run'}"
+        )
     return (
-        f"{command} {path}: no run is there: neither it nor a folder in it has a {CONFIG}; name the directory of a run"
+        f"{command} {path}: no run is there: neither it nor a folder in it has a {CONFIG}; name the"
+        " directory of a run"
     )

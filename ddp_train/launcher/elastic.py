@@ -1,4 +1,5 @@
-"""The number of processes of a run: asked for by `ddp-train resize`, or what failures leave of it. Torch-free."""
+"""The number of processes of a run: asked for by `ddp-train resize`, or what failures leave of it.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -22,11 +23,14 @@ CHANGES_TOLD = 20
 
 
 class Elastic:
-    """What the launcher asks before each start: the config for the number of processes that comes next."""
+    """What the launcher asks before each start: the config for the number of processes that comes
+    next."""
 
     def __init__(self, config: Config, at_another_number: Callable[[int], Config] | None) -> None:
-        """at_another_number: the config for it; None, or a config without a range: the number stays."""
-        self.config, self.at_another_number = config, at_another_number
+        """at_another_number: the config for it; None, or a config without a range: the number
+        stays."""
+        self.config = config
+        self.at_another_number = at_another_number
         counts = config.process_counts if at_another_number else []
         gpus = gpu_names(visible_devices()) if counts and config.device == "cuda" else []
         self.size = Size(int(config.launch.nproc_per_node) if counts else 0, counts, gpus)
@@ -38,7 +42,9 @@ class Elastic:
     @property
     def is_asked(self) -> bool:
         """Whether somebody has asked for another number, and it is not there yet."""
-        return self.requests is not None and self.requests.asked is not None and self.from_step is None
+        return (
+            self.requests is not None and self.requests.asked is not None and self.from_step is None
+        )
 
     def last_changes(self) -> list[dict[str, Any]]:
         """For each start: one may have been followed by the next before it was noted."""
@@ -53,35 +59,46 @@ class Elastic:
 
     def see(self, board: StatusBoard) -> None:
         """Answers who has asked once all ranks have done a step."""
-        if self.from_step is not None and all(status.step > self.from_step for status in board.ranks):
+        if self.from_step is not None and all(
+            status.step > self.from_step for status in board.ranks
+        ):
             self._answer_done()
 
     def _answer_done(self) -> None:
         if self.requests and self.requests.asked and self.changes:
             change = self.changes[-1]
-            numbers = f"{change.before} to {counted(change.after, 'process')} after step {self.from_step:,}"
+            numbers = (
+                f"{change.before} to {counted(change.after, 'process')} after step"
+                f" {self.from_step:,}"
+            )
             seconds = time.monotonic() - self.requests.asked.at
             self.requests.answer(True, f"{numbers}; {seconds:.2f} s until they had done a step")
         self.from_step = None
 
     def shrink(self, rank: int | None, progressed: bool, at: float) -> str:
-        """After a failure, see `Size.shrink`. at: when a rank was lost. Returns why, empty if the number stays."""
+        """After a failure, see `Size.shrink`. at: when a rank was lost. Returns why, empty if the
+        number stays."""
         if not self.size.counts:
             return ""
-        before, gone = self.size.count, unreachable_gpus(self.size.devices())
+        before = self.size.count
+        gone = unreachable_gpus(self.size.devices())
         if why := self.size.shrink(rank, progressed, gone):
             if not self._become(before, why, at, time.time() - (time.monotonic() - at)):
                 return ""
             if self.requests and self.from_step is not None:
-                self.requests.answer(False, f"{why}; the run continues with {counted(self.size.count, 'process')}")
+                self.requests.answer(
+                    False, f"{why}; the run continues with {counted(self.size.count, 'process')}"
+                )
                 self.from_step = None
         return why
 
     def become_what_is_asked(self, from_step: int) -> bool:
-        """Once the processes of before have ended. from_step: where those of the next start will begin."""
+        """Once the processes of before have ended. from_step: where those of the next start will
+        begin."""
         if not self.is_asked or not self.requests or not self.requests.asked:
             return False
-        asked, before = self.requests.asked, self.size.count
+        asked = self.requests.asked
+        before = self.size.count
         self.size.become(asked.count)
         if not self._become(before, "asked for", asked.at, asked.time):
             return False

@@ -1,10 +1,11 @@
 """Forks the workers of a run from a process that has imported torch already.
 
-Importing torch, and torch._dynamo for DistributedDataParallel, takes most of the time to the first step, and workers
-that start as new interpreters each spend it. The fork server imports both once, while the launcher still reads the
-config. It serves only the launcher that started it, over an unnamed socket pair. The workers that it forks become
-children of the launcher and no longer depend on the server. A server that cannot fork safely answers with the reason;
-the launcher then starts each worker as a new interpreter. Only the server imports torch, not the launcher.
+Importing torch, and torch._dynamo for DistributedDataParallel, takes most of the time to the first
+step, and workers that start as new interpreters each spend it. The fork server imports both once,
+while the launcher still reads the config. It serves only the launcher that started it, over an
+unnamed socket pair. The workers that it forks become children of the launcher and no longer depend
+on the server. A server that cannot fork safely answers with the reason; the launcher then starts
+each worker as a new interpreter. Only the server imports torch, not the launcher.
 
 multiprocessing's forkserver was tried in its place: docs/log.md, 2026-11-22.
 """
@@ -32,12 +33,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_train.distributed.environment import environment, preload_environment, preloading, set_environment
+from ddp_train.distributed.environment import (
+    environment,
+    preload_environment,
+    preloading,
+    set_environment,
+)
 from ddp_train.linux import children_of, end_children, end_with_parent, set_title
 from ddp_train.resilience.heartbeat import START_SECONDS
 
 MODULE = ("-P", "-m")
-"""How Python runs a module here. -P: the working folder does not come first; a worker puts it last."""
+"""How Python runs a module here. -P: the working folder does not come first; a worker puts it
+last."""
 WORKER = "ddp_train.training.worker"
 POLL_SECONDS = 0.02
 MAX_DESCRIPTORS = 8
@@ -55,19 +62,25 @@ class WorkerSpec:
     descriptors: dict[str, int]
     """Open files that the worker inherits, by the environment variable that holds their number."""
     program: list[str] = field(default_factory=lambda: [*MODULE, WORKER])
-    """What Python runs, as on its command line: our worker, or the script of a loop of the user's own."""
+    """What Python runs, as on its command line: our worker, or the script of a loop of the user's
+    own."""
 
     def command(self) -> list[str]:
         return [sys.executable, *self.program, *self.arguments]
 
     def start_interpreter(self) -> subprocess.Popen[bytes]:
         """Starts the worker as a new Python process."""
-        env = self.environment | {name: str(descriptor) for name, descriptor in self.descriptors.items()}
-        return subprocess.Popen(self.command(), env=env, pass_fds=self.descriptors.values(), start_new_session=True)
+        env = self.environment | {
+            name: str(descriptor) for name, descriptor in self.descriptors.items()
+        }
+        return subprocess.Popen(
+            self.command(), env=env, pass_fds=self.descriptors.values(), start_new_session=True
+        )
 
 
 class ForkedWorker:
-    """A child of this process that another process forked: the part of subprocess.Popen that the launcher needs."""
+    """A child of this process that another process forked: the part of subprocess.Popen that the
+    launcher needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -99,22 +112,34 @@ def can_fork(program: list[str]) -> bool:
 
 
 class ForkServer:
-    """The launcher's side. If the server could not be started, or has ended, `fork` returns no workers."""
+    """The launcher's side. If the server could not be started, or has ended, `fork` returns no
+    workers."""
 
     def __init__(self, import_path: Path | None, changed: dict[str, str] | None = None) -> None:
-        """Starts the server without waiting for it. import_path: see `config.program`. changed: of `preload`, in a
-        process that has done that, or was forked from one: the server is forked from it, in milliseconds."""
+        """Starts the server without waiting for it. import_path: see `config.program`. changed: of
+        `preload`, in a process that has done that, or was forked from one: the server is forked
+        from it, in milliseconds."""
         self._started_in = (Path.cwd(), environment())
         self._process: subprocess.Popen[bytes] | ForkedWorker | None = None
         self._socket, theirs = socket.socketpair()
         if changed is not None:
             self._process = self._fork_server(theirs, changed)
             return
-        command = [sys.executable, *MODULE, __name__, str(theirs.fileno()), str(os.getpid()), " " * TITLE_BYTES]
+        command = [
+            sys.executable,
+            *MODULE,
+            __name__,
+            str(theirs.fileno()),
+            str(os.getpid()),
+            " " * TITLE_BYTES,
+        ]
         try:
             if sys.platform == "linux":
                 self._process = subprocess.Popen(
-                    command, env=preload_environment(import_path), pass_fds=(theirs.fileno(),), start_new_session=True
+                    command,
+                    env=preload_environment(import_path),
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
                 )
         except OSError as error:
             log.debug("the fork server could not be started: %s", error)
@@ -123,7 +148,8 @@ class ForkServer:
 
     def _fork_server(self, theirs: socket.socket, changed: dict[str, str]) -> ForkedWorker:
         """Only after `preload`."""
-        parent, pid = os.getpid(), os.fork()
+        parent = os.getpid()
+        pid = os.fork()
         if not pid:
             try:
                 os.setsid()
@@ -139,17 +165,21 @@ class ForkServer:
     def fork(self, specs: list[WorkerSpec], given_up: Callable[[], bool]) -> list[ForkedWorker]:
         """Forks one worker per spec, each in its own session, as soon as torch is imported.
 
-        Call it inside `adopting_orphans`. given_up: polled while waiting for the server; True ends the wait. Returns
-        all workers, or an empty list if any of them could not be forked; the server is closed then.
+        Call it inside `adopting_orphans`. given_up: polled while waiting for the server; True ends
+        the wait. Returns all workers, or an empty list if any of them could not be forked; the
+        server is closed then.
         """
         before = set(children_of(os.getpid()))
         try:
             if self._process is None:
                 raise _CannotForkError("it is not running")
-            # Libraries may read both while they are imported. A trial may have its own: hydra.job.chdir, env_set.
+            # Libraries may read both while they are imported. A trial may have its own:
+            # hydra.job.chdir, env_set.
             if (Path.cwd(), environment()) != self._started_in:
                 raise _CannotForkError("it was started in another working directory or environment")
-            descriptors = sorted({descriptor for spec in specs for descriptor in spec.descriptors.values()})
+            descriptors = sorted(
+                {descriptor for spec in specs for descriptor in spec.descriptors.values()}
+            )
             self._socket.settimeout(START_SECONDS)
             _send(self._socket, [descriptors, [vars(spec) for spec in specs]], descriptors)
             deadline = time.monotonic() + START_SECONDS
@@ -158,8 +188,14 @@ class ForkServer:
                     raise _CannotForkError("no answer in time, or a stop was requested")
             answer, _ = _receive(self._socket)
             return _adopt(answer, len(specs))
-        except (_CannotForkError, OSError, ValueError) as error:  # ValueError: an answer that is cut off
-            log.debug("workers start as new interpreters, because the fork server failed: %s", error)
+        except (
+            _CannotForkError,
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: an answer that is cut off
+            log.debug(
+                "workers start as new interpreters, because the fork server failed: %s", error
+            )
             self.close()
             end_children(before)  # the server may have forked workers that it could not report
             return []
@@ -178,8 +214,8 @@ class _CannotForkError(Exception):
 
 
 def _adopt(answer: Any, count: int) -> list[ForkedWorker]:
-    """The workers of an answer: their process ids, or a reason. Raises _CannotForkError if any is missing or is not a
-    child of this process."""
+    """The workers of an answer: their process ids, or a reason. Raises _CannotForkError if any is
+    missing or is not a child of this process."""
     if isinstance(answer, str):
         raise _CannotForkError(answer)
     workers = [ForkedWorker(pid) for pid in answer]
@@ -189,7 +225,9 @@ def _adopt(answer: Any, count: int) -> list[ForkedWorker]:
     except ChildProcessError:
         for worker in workers:
             os.kill(worker.pid, signal.SIGKILL)
-        raise _CannotForkError("the processes that it forks do not become children of the launcher") from None
+        raise _CannotForkError(
+            "the processes that it forks do not become children of the launcher"
+        ) from None
     if len(workers) < count:
         raise _CannotForkError(f"it forked {len(workers)} of {count} workers")
     return workers
@@ -202,7 +240,8 @@ def _send(connection: socket.socket, message: Any, descriptors: list[int]) -> No
 
 
 def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """A message and the descriptors that came with it. Raises OSError or ValueError if the other side ends before."""
+    """A message and the descriptors that came with it. Raises OSError or ValueError if the other
+    side ends before."""
     mark, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
     if not mark:
         raise ConnectionError("the process at the other end has exited")
@@ -210,13 +249,16 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
         return json.loads(stream.readline()), descriptors
 
 
-# --- the server's side ------------------------------------------------------------------------------------------------
+# --- the server's side ----------------------------------------------------------------------------
 
 
 def main() -> NoReturn:
-    """`python -m ddp_train.launcher.fork_server SOCKET LAUNCHER_PID SPACE`: imports torch, then serves requests."""
+    """`python -m ddp_train.launcher.fork_server SOCKET LAUNCHER_PID SPACE`: imports torch, then
+    serves requests."""
     end_with_parent()
-    if os.getppid() == int(sys.argv[2]):  # else the launcher died before end_with_parent took effect
+    if os.getppid() == int(
+        sys.argv[2]
+    ):  # else the launcher died before end_with_parent took effect
         set_title([sys.executable, *MODULE, "ddp_train.launcher.fork_server"])
         _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # no finalizers of libraries: there is nothing to save
@@ -226,14 +268,18 @@ def _serve(connection: socket.socket) -> None:
     connection.set_inheritable(False)
     before = environment()
     if _import():
-        changed = {name: value for name, value in environment().items() if before.get(name) != value}
+        changed = {
+            name: value for name, value in environment().items() if before.get(name) != value
+        }
         _answer(connection, changed)
 
 
 def preload(import_path: Path | None) -> dict[str, str] | None:
-    """Imports here what workers need, so that this process and those that it forks can fork servers, and they workers.
+    """Imports here what workers need, so that this process and those that it forks can fork
+    servers, and they workers.
 
-    Returns what libraries have set in the environment, for `ForkServer`; None if they could not be imported.
+    Returns what libraries have set in the environment, for `ForkServer`; None if they could not be
+    imported.
     """
     with preloading(import_path) as changed:
         done = _import()
@@ -262,14 +308,17 @@ def _answer(connection: socket.socket, changed: dict[str, str]) -> None:
             specs = [WorkerSpec(**request) for request in requests]
             for spec in specs:
                 spec.environment.update(changed)
-                spec.descriptors.update({name: own_number[number] for name, number in spec.descriptors.items()})
+                spec.descriptors.update(
+                    {name: own_number[number] for name, number in spec.descriptors.items()}
+                )
             _send(connection, unfit() or _fork(specs, {connection.fileno(), *received}), [])
             for descriptor in received:
                 os.close(descriptor)
 
 
 def unfit() -> str:
-    """Why this process must not fork, or an empty string. A child would lack its threads, and CUDA does not survive."""
+    """Why this process must not fork, or an empty string. A child would lack its threads, and CUDA
+    does not survive."""
     import torch
 
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -285,8 +334,8 @@ def unfit() -> str:
 def _fork(specs: list[WorkerSpec], descriptors: set[int]) -> list[int]:
     """The process ids of the workers, in the order of specs; fewer if a fork failed.
 
-    A process in between forks the workers and exits. They become children of the launcher, which adopts orphans.
-    descriptors: open files of the server, of which a worker keeps only its own.
+    A process in between forks the workers and exits. They become children of the launcher, which
+    adopts orphans. descriptors: open files of the server, of which a worker keeps only its own.
     """
     reading, writing = os.pipe()
     between = os.fork()
@@ -303,22 +352,29 @@ def _fork(specs: list[WorkerSpec], descriptors: set[int]) -> list[int]:
             os.write(writing, json.dumps(pids).encode())
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading, "rb") as pipe:  # ends when every worker leads its session and the one in between has exited
+    with os.fdopen(
+        reading, "rb"
+    ) as pipe:  # ends when every worker leads its session and the one in between has exited
         pids = json.loads(pipe.read())
     os.waitpid(between, 0)
     return pids
 
 
 def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -> NoReturn:
-    """Runs a worker. It finds what a new interpreter would; Python itself reseeds `random` and `tempfile` in a fork."""
+    """Runs a worker. It finds what a new interpreter would; Python itself reseeds `random` and
+    `tempfile` in a fork."""
     try:
         os.setsid()
         os.close(writing)
         for descriptor in descriptors.difference(spec.descriptors.values()):
             os.close(descriptor)
-        set_environment(spec.environment | {name: str(number) for name, number in spec.descriptors.items()})
+        set_environment(
+            spec.environment | {name: str(number) for name, number in spec.descriptors.items()}
+        )
         import numpy
-        from threadpoolctl import threadpool_limits  # after set_environment: it sets KMP_DUPLICATE_LIB_OK
+        from threadpoolctl import (
+            threadpool_limits,
+        )  # after set_environment: it sets KMP_DUPLICATE_LIB_OK
 
         set_title(spec.command())
         importlib.invalidate_caches()
@@ -327,7 +383,9 @@ def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -
         if threads > 1:  # numpy's BLAS read OMP_NUM_THREADS in the server; the worker tells torch
             threadpool_limits(threads, user_api="blas")
         gc.enable()
-        while os.getppid() == between:  # `main` asks to be ended with its parent, which must be the launcher by then
+        while (
+            os.getppid() == between
+        ):  # `main` asks to be ended with its parent, which must be the launcher by then
             time.sleep(0.001)
         if spec.program != [*MODULE, WORKER]:
             os._exit(_run_script(spec))
@@ -348,18 +406,24 @@ def _run_script(spec: WorkerSpec) -> int:
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=str(Path(path).absolute()), __builtins__=__builtins__)
     sys.modules["__main__"] = main
-    sys.argv, sys.orig_argv = [path, *spec.arguments], spec.command()
+    sys.argv = [path, *spec.arguments]
+    sys.orig_argv = spec.command()
     sys.path.insert(0, str(Path(path).resolve().parent))
     code = 0
     try:
-        exec(compile(Path(path).read_bytes(), main.__dict__["__file__"], "exec", dont_inherit=True), main.__dict__)
+        exec(
+            compile(Path(path).read_bytes(), main.__dict__["__file__"], "exec", dont_inherit=True),
+            main.__dict__,
+        )
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001  as at the end of any program
         code = 1
-        traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
+        traceback.print_exception(
+            type(error), error, error.__traceback__ and error.__traceback__.tb_next
+        )
     threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  as multiprocessing ends its processes
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,4 +1,5 @@
-"""Starts one worker per GPU on this host, watches them, and leaves no process behind. Does not import torch."""
+"""Starts one worker per GPU on this host, watches them, and leaves no process behind. Does not
+import torch."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ LEAST_SAVE_SECONDS = 5.0
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
 """Exit codes of failures that a restart would only repeat."""
 STOPPED = (UNSAVED, INTERRUPTED, *(-number for number in SIGNALS))
-"""Exit codes of stopped workers: gave up waiting for peers, or had not installed signal handlers yet."""
+"""Exit codes of stopped workers: gave up waiting for peers, or had not installed signal handlers
+yet."""
 SELF_REPORTED = tuple(cls.exit_code for cls in (LaunchError, *LaunchError.__subclasses__()))
 """Exit codes of workers that report their failure themselves."""
 
@@ -56,17 +58,23 @@ def launch(
     at_another_number: Callable[[int], Config] | None = None,
     started: Started = Started(),  # noqa: B008  it is frozen
 ) -> int:
-    """Runs a frozen config in new processes, and again after a failure if restarts are left. Returns the exit code.
+    """Runs a frozen config in new processes, and again after a failure if restarts are left.
+    Returns the exit code.
 
     import_path: the folder of a checkout, from which workers import first. stop: records the stop
-    requests for the caller, even if the run was completed all the same. server: forks the workers, if it can and
-    `launch.fork_server` is true; otherwise each worker is started as a new interpreter. at_another_number: the config
-    for another number of processes, where it has a range. started: what runs in the processes.
+    requests for the caller, even if the run was completed all the same. server: forks the workers,
+    if it can and `launch.fork_server` is true; otherwise each worker is started as a new
+    interpreter. at_another_number: the config for another number of processes, where it has a
+    range. started: what runs in the processes.
     """
-    stop, elastic, code = stop or StopRequests(), Elastic(config, at_another_number), UNSAVED
+    stop = stop or StopRequests()
+    elastic = Elastic(config, at_another_number)
+    code = UNSAVED
     try:
         with stop.listening(), adopting_orphans():
-            code = loopback.reported(config, started) or _attempts(config, import_path, stop, server, elastic, started)
+            code = loopback.reported(config, started) or _attempts(
+                config, import_path, stop, server, elastic, started
+            )
     finally:
         elastic.close(completed=code == 0)
         started.page.write()
@@ -81,9 +89,12 @@ def _attempts(
     elastic: Elastic,
     started: Started,
 ) -> int:
-    restarts, lost = RestartPolicy(config.launch.max_restarts, Path(str(config.run_dir))), None
+    restarts = RestartPolicy(config.launch.max_restarts, Path(str(config.run_dir)))
+    lost = None
     for number in itertools.count():
-        attempt = Attempt(elastic.config, import_path, number, stop, server, lost, restarts, elastic, started)
+        attempt = Attempt(
+            elastic.config, import_path, number, stop, server, lost, restarts, elastic, started
+        )
         with contextlib.closing(attempt):
             code = attempt.run()
         started.page.attempt_ended(saved=code == SAVED)
@@ -101,9 +112,15 @@ def _attempts(
             if restarts.allowed:
                 print(f"not restarted: {started.words(attempt.refusal)}", file=sys.stderr)
             return code
-        whence = f", from step {attempt.saved_step}: no step is lost" if attempt.saved_step is not None else ""
+        if attempt.saved_step is not None:
+            whence = f", from step {attempt.saved_step}: no step is lost"
+        else:
+            whence = ""
         if attempt.gives_up:
-            on = f"continuing with {counted(elastic.size.count, 'process')}{whence}; {attempt.gives_up}"
+            on = (
+                f"continuing with {counted(elastic.size.count, 'process')}{whence};"
+                f" {attempt.gives_up}"
+            )
         else:
             on = f"restarting ({restarts.used} of {restarts.allowed} restarts){whence}"
         print(on, file=sys.stderr)
@@ -121,7 +138,8 @@ def _go_on(elastic: Elastic, restarts: RestartPolicy) -> None:
 
 
 class Attempt:
-    """One start of all workers of a run, from their start to their end. Close it to kill what is left of them."""
+    """One start of all workers of a run, from their start to their end. Close it to kill what is
+    left of them."""
 
     def __init__(
         self,
@@ -135,8 +153,8 @@ class Attempt:
         elastic: Elastic | None = None,
         started: Started | None = None,
     ) -> None:
-        """number: attempts before this one. lost: by the one before. restarts: None allows none. elastic: None: the
-        number of processes stays. The other parameters are those of `launch`."""
+        """number: attempts before this one. lost: by the one before. restarts: None allows none.
+        elastic: None: the number of processes stays. The other parameters are those of `launch`."""
         self.started = started or Started()
         self.elastic = elastic or Elastic(config, None)
         self.is_asked_to_stop = False
@@ -146,7 +164,8 @@ class Attempt:
         """Why the next attempt has fewer processes, or other GPUs."""
         self.restarts = restarts
         self.is_made_good = False
-        """Whether the user was told that the run continues without loss: a stop from then on is the next attempt's."""
+        """Whether the user was told that the run continues without loss: a stop from then on is the
+        next attempt's."""
         self.lost_before = lost
         self.lost: Loss | None = None
         """The rank that this attempt has lost."""
@@ -170,7 +189,9 @@ class Attempt:
         refusal = self.restarts.refusal()
         if self.restarts.allowed:
             at = self.lost.at if self.lost else time.monotonic()
-            self.gives_up = self.elastic.shrink(self._rank_that_may_lack_its_gpu(), self.restarts.has_progressed, at)
+            self.gives_up = self.elastic.shrink(
+                self._rank_that_may_lack_its_gpu(), self.restarts.has_progressed, at
+            )
         if self.gives_up:
             self.restarts.begin_anew()
             return ""
@@ -181,18 +202,29 @@ class Attempt:
         try:
             failure = json.loads((self.run_dir / failure_report.FILE).read_text())
             rank = int(failure["rank"])
-        except (OSError, ValueError, KeyError, TypeError):  # it could not be written, or was damaged since
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # it could not be written, or was damaged since
             return None
-        return rank if is_of_device(failure, (self.workers[rank].poll() or 0) < 0) else None
+        if is_of_device(failure, (self.workers[rank].poll() or 0) < 0):
+            return rank
+        return None
 
     def run(self) -> int:
-        """Starts the workers and watches them. Returns 0, SAVED, UNSAVED, or the exit code of a failure."""
+        """Starts the workers and watches them. Returns 0, SAVED, UNSAVED, or the exit code of a
+        failure."""
         (self.run_dir / failure_report.FILE).unlink(missing_ok=True)
         self.start()
-        return self.watch() if self.workers else UNSAVED  # no workers: a stop was requested before their start
+        return (
+            self.watch() if self.workers else UNSAVED
+        )  # no workers: a stop was requested before their start
 
     def start(self) -> None:
-        """Starts one process per rank, each in a session of its own, so that it can be killed with its children.
+        """Starts one process per rank, each in a session of its own, so that it can be killed with
+        its children.
 
         Starts none if a stop is requested before the fork server can fork.
         """
@@ -223,11 +255,17 @@ class Attempt:
                 self.workers += [spec.start_interpreter() for spec in specs]
 
     def watch(self) -> int:
-        """Waits for the end of all workers, for a failure, a hang or a stop. Returns the exit code, as `run` does."""
-        detector = HangDetector(self.board, [worker.pid for worker in self.workers], self.config.launch.timeout_seconds)
+        """Waits for the end of all workers, for a failure, a hang or a stop. Returns the exit code,
+        as `run` does."""
+        detector = HangDetector(
+            self.board, [worker.pid for worker in self.workers], self.config.launch.timeout_seconds
+        )
         deadline = math.inf  # set by a stop
         while True:
-            codes = [self.board.ranks[rank].believed(worker.poll()) for rank, worker in enumerate(self.workers)]
+            codes = [
+                self.board.ranks[rank].believed(worker.poll())
+                for rank, worker in enumerate(self.workers)
+            ]
             if any(code in STOPPED for code in codes):
                 return UNSAVED  # with one rank gone the others cannot agree on a step
             if None in codes and (self.stop.repeated or time.monotonic() > deadline):
@@ -241,7 +279,9 @@ class Attempt:
                 return code
             if None not in codes:
                 return SAVED if SAVED in codes else 0
-            if deadline == math.inf and (self.stop.received or (SAVED in codes and not self.is_for_change)):
+            if deadline == math.inf and (
+                self.stop.received or (SAVED in codes and not self.is_for_change)
+            ):
                 deadline = time.monotonic() + self.config.launch.grace_seconds
                 if self.stop.received:
                     self._ask_to_stop()
@@ -258,29 +298,36 @@ class Attempt:
         return [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
 
     def _save_by_survivor(self, failed: list[int], deadline: float) -> None:
-        """Only if a rank was killed: an exception, or an exit by the rank itself, would come again at the same step."""
+        """Only if a rank was killed: an exception, or an exit by the rank itself, would come again
+        at the same step."""
         if all((self.workers[rank].poll() or 0) >= 0 for rank in failed):
             return
-        at, statuses = time.monotonic(), self.board.ranks
+        at = time.monotonic()
+        statuses = self.board.ranks
         self.saved_step = save_by_survivor(
             self.board,
             lambda rank: self.workers[rank].poll() is None,
             seconds=max(LEAST_SAVE_SECONDS, min(self.config.launch.grace_seconds, deadline - at)),
             given_up=lambda: self.stop.repeated,
             before_saving=lambda: self._wait_for_checkpoint(deadline),
-            on_late=lambda late: note_late(self.run_dir, {rank: self.workers[rank].pid for rank in late}, statuses),
+            on_late=lambda late: note_late(
+                self.run_dir, {rank: self.workers[rank].pid for rank in late}, statuses
+            ),
         )
         reached = [status.step for rank, status in enumerate(statuses) if rank not in failed]
-        step, before = max(reached, default=statuses[failed[0]].step), self.lost_before
+        step = max(reached, default=statuses[failed[0]].step)
+        before = self.lost_before
         trained = any(status.state != STARTING for status in statuses)
         if before and not trained:  # it had no state of its own yet
-            step, at = before.step, before.at
+            step = before.step
+            at = before.at
         if trained and self.saved_step is None:
             print("no other rank could save its state: see their logs", file=sys.stderr)
         self.lost = Loss(failed[0], step, at)
 
     def _report_exit(self, failed: list[int], codes: list[int | None]) -> int:
-        """Reports the first failed worker that did not report by itself. Returns the exit code of the attempt."""
+        """Reports the first failed worker that did not report by itself. Returns the exit code of
+        the attempt."""
         unreported = [rank for rank in failed if codes[rank] not in SELF_REPORTED]
         if unreported:
             rank = unreported[0]
@@ -294,32 +341,48 @@ class Attempt:
             )
             # A fault (SIGSEGV, SIGABRT ...) writes the stack where it happened.
             stack = failure_report.stack_of(rank, working_stack(self.run_dir, rank))
-            failure, facts = self.started.worded(failure), self.started.facts(self.config)
+            failure = self.started.worded(failure)
+            facts = self.started.facts(self.config)
             with self.board.locked():
-                if not self.board.reported_code():  # a worker has, and could write no file: that is all there is to say
-                    failure_report.report(self.run_dir, failure, facts, stack, goes_on=self._goes_on)
+                if (
+                    not self.board.reported_code()
+                ):  # a worker has, and could write no file: that is all there is to say
+                    failure_report.report(
+                        self.run_dir, failure, facts, stack, goes_on=self._goes_on
+                    )
         else:
             self.board.wait_for_report(REPORT_SECONDS)
         # The others end with 70, perhaps before the one that reports.
-        of_workers = (code for code in codes if code in SELF_REPORTED and code != LaunchError.exit_code)
+        of_workers = (
+            code for code in codes if code in SELF_REPORTED and code != LaunchError.exit_code
+        )
         return next(of_workers, self.board.reported_code() or LaunchError.exit_code)
 
     def _goes_on(self) -> bool:
-        """Whether a restart costs no step. Where no survivor has saved, rank 0's own writing may still allow one."""
-        self.is_made_good = self.saved_step is not None and not self.stop.received and not self.refusal
+        """Whether a restart costs no step. Where no survivor has saved, rank 0's own writing may
+        still allow one."""
+        self.is_made_good = (
+            self.saved_step is not None and not self.stop.received and not self.refusal
+        )
         return self.is_made_good
 
     def _wait_for_checkpoint(self, deadline: float) -> None:
-        """Lets rank 0 complete a checkpoint that it is writing, for launch.grace_seconds at most."""
+        """Lets rank 0 complete a checkpoint that it is writing, for launch.grace_seconds at
+        most."""
         seconds = min(self.config.launch.grace_seconds, deadline - time.monotonic())
-        self.board.ranks[0].wait_until_saved(seconds, lambda: self.workers[0].poll() is not None or self.stop.repeated)
+        self.board.ranks[0].wait_until_saved(
+            seconds, lambda: self.workers[0].poll() is not None or self.stop.repeated
+        )
 
     def _report_hang(self, detector: HangDetector) -> int:
-        """Reports the rank that blocks the run, to the user and in that rank's log. Returns the exit code."""
+        """Reports the rank that blocks the run, to the user and in that rank's log. Returns the
+        exit code."""
         hang = detector.diagnose(self.run_dir)
         log_file = self._log_file(hang.rank)
         timeout_seconds = self.config.launch.timeout_seconds
-        failure = self.started.worded(failure_report.failure_from_hang(hang, log_file, timeout_seconds))
+        failure = self.started.worded(
+            failure_report.failure_from_hang(hang, log_file, timeout_seconds)
+        )
         lines = [failure_report.headline(failure), "stack (most recent call last):", *hang.stack]
         failure_report.append_to_log(log_file, lines)
         stack = failure_report.stack_of(hang.rank, hang.stack)
@@ -330,8 +393,11 @@ class Attempt:
         return self.run_dir / "logs" / f"rank_{rank}.log"
 
     def _ask_to_stop(self) -> None:
-        """Sends SIGTERM, whatever signal came: a worker that still imports would die of SIGINT with a traceback."""
-        if self.is_asked_to_stop:  # for a change of their number, and now for good: a second signal would hurry them
+        """Sends SIGTERM, whatever signal came: a worker that still imports would die of SIGINT with
+        a traceback."""
+        if (
+            self.is_asked_to_stop
+        ):  # for a change of their number, and now for good: a second signal would hurry them
             for status in self.board.ranks:
                 status.goes_on = 0
             return
@@ -340,7 +406,8 @@ class Attempt:
             worker.send_signal(signal.SIGTERM)
 
     def _stop_for_change(self) -> None:
-        """All ranks stop after the same step and save; another number of processes resumes there."""
+        """All ranks stop after the same step and save; another number of processes resumes
+        there."""
         if not self.is_asked_to_stop:
             self.is_for_change = True
             for status in self.board.ranks:
@@ -348,12 +415,15 @@ class Attempt:
             self._ask_to_stop()
 
     def close(self) -> None:
-        """Kills the process group of each worker, waits for the workers, and closes the status board."""
+        """Kills the process group of each worker, waits for the workers, and closes the status
+        board."""
         for worker in self.workers:
             with contextlib.suppress(ProcessLookupError):  # the whole group has ended
                 os.killpg(worker.pid, signal.SIGKILL)
         for rank, worker in enumerate(self.workers):
             worker.wait()
             with contextlib.suppress(OSError):
-                collectives.unfinished(collectives.record_file(self.run_dir, rank)).unlink(missing_ok=True)
+                collectives.unfinished(collectives.record_file(self.run_dir, rank)).unlink(
+                    missing_ok=True
+                )
         self.board.close()

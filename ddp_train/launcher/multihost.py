@@ -1,8 +1,10 @@
-"""This host's part of a run on several hosts: starts, watches and ends torchrun's agent. Does not import torch.
+"""This host's part of a run on several hosts: starts, watches and ends torchrun's agent. Does not
+import torch.
 
-The agents of all hosts meet at `launch.rdzv_endpoint`. This module decides what torchrun would guess: which host serves
-the store, the address and the interface by which the others reach this host, and all time limits. An agent that is cut
-off can hang in a read from the store forever and ignore SIGTERM; it is killed after its workers have ended.
+The agents of all hosts meet at `launch.rdzv_endpoint`. This module decides what torchrun would
+guess: which host serves the store, the address and the interface by which the others reach this
+host, and all time limits. An agent that is cut off can hang in a read from the store forever and
+ignore SIGTERM; it is killed after its workers have ended.
 """
 
 from __future__ import annotations
@@ -38,17 +40,19 @@ from ddp_train.resilience.preemption import SAVED, UNSAVED
 AGENT = "torch.distributed.run"
 POLL_SECONDS = 0.2
 AGENT_PATIENCE_SECONDS = 5.0
-"""Limit from the end of the last worker to the end of the agent, which itself waits 300 s for hosts that are gone."""
+"""Limit from the end of the last worker to the end of the agent, which itself waits 300 s for hosts
+that are gone."""
 
 
 OF_A_RANGE = ("keep_alive_interval=1", "keep_alive_max_attempt=5", "last_call_timeout=3")
-"""How fast hosts go on without a lost one. torchrun's defaults, 5 s x 3 and 30 s, would make it 45 s in place of 8. A
-heartbeat is compared with other hosts' clocks, so that it must not be believed dead sooner than clocks may differ
-(distributed/preflight.py)."""
+"""How fast hosts go on without a lost one. torchrun's defaults, 5 s x 3 and 30 s, would make it 45
+s in place of 8. A heartbeat is compared with other hosts' clocks, so that it must not be believed
+dead sooner than clocks may differ (distributed/preflight.py)."""
 OF_PEERS = {70, 71}
 """Exit codes of workers that end because others have: at once, or after launch.timeout_seconds."""
 STOPPED = (SAVED, UNSAVED)
-"""Exit codes of workers that were asked to stop; in a range of hosts, perhaps since another host joins."""
+"""Exit codes of workers that were asked to stop; in a range of hosts, perhaps since another host
+joins."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +71,13 @@ def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
 
     argv: the words of the command line.
     """
-    run_dir, stop = Path(str(config.run_dir)), StopRequests()
+    run_dir = Path(str(config.run_dir))
+    stop = StopRequests()
     try:
         with stop.listening(), registered(run_dir), tempfile.TemporaryDirectory() as folder:
-            if present_hosts(run_dir) == [socket.gethostname()]:  # the first host: the file is of an earlier run
+            if present_hosts(run_dir) == [
+                socket.gethostname()
+            ]:  # the first host: the file is of an earlier run
                 (run_dir / failure_report.FILE).unlink(missing_ok=True)
             if config.host_range and (endpoint := meeting_point.chosen(run_dir)):
                 config = _meeting_at(config, endpoint)
@@ -79,7 +86,8 @@ def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
                 exit_code_file.touch()
                 location = find_location(str(config.launch.rdzv_endpoint))
                 env = agent_environment(location.interface, exit_code_file)
-                agent = subprocess.Popen(  # if this launcher is killed, so is the agent, and with it its workers
+                # if this launcher is killed, so is the agent, and with it its workers
+                agent = subprocess.Popen(
                     command(config, location, program, argv),
                     env=env,
                     preexec_fn=end_with_parent,
@@ -88,11 +96,22 @@ def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
                 seen = _watch(config, agent, program.script, exit_code_file, stop)
                 if (elsewhere := _elsewhere(config, location, exit_code_file, stop, seen)) is None:
                     return _exit_code(config, seen, exit_code_file, stop)
-                print(f"the hosts meet at {elsewhere.launch.rdzv_endpoint} from now on", file=sys.stderr)
+                print(
+                    f"the hosts meet at {elsewhere.launch.rdzv_endpoint} from now on",
+                    file=sys.stderr,
+                )
                 config = elsewhere
     except LaunchError as error:
         failure = failure_report.Failure(
-            error.kind, None, socket.gethostname(), None, "hosts", str(error), error.remedy, "", error.exit_code
+            error.kind,
+            None,
+            socket.gethostname(),
+            None,
+            "hosts",
+            str(error),
+            error.remedy,
+            "",
+            error.exit_code,
         )
         if not failure_report.report(
             run_dir, failure, described(config)
@@ -101,10 +120,15 @@ def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
         return error.exit_code
 
 
-def command(config: Config, location: NetworkLocation, program: Program, argv: list[str]) -> list[str]:
+def command(
+    config: Config, location: NetworkLocation, program: Program, argv: list[str]
+) -> list[str]:
     """The command line of the torchrun agent."""
     launch = config.launch
-    rendezvous = [f"join_timeout={launch.join_timeout_seconds}", f"read_timeout={launch.join_timeout_seconds}"]
+    rendezvous = [
+        f"join_timeout={launch.join_timeout_seconds}",
+        f"read_timeout={launch.join_timeout_seconds}",
+    ]
     if location.is_head is not None:
         rendezvous.append(f"is_host={int(location.is_head)}")
     if config.host_range:
@@ -138,7 +162,8 @@ def find_location(endpoint: str) -> NetworkLocation:
         family, _, _, _, target = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise PeerError(
-            f"launch.rdzv_endpoint={endpoint}: {name} does not resolve on {here} ({error.args[-1]})",
+            f"launch.rdzv_endpoint={endpoint}: {name} does not resolve on {here}"
+            f" ({error.args[-1]})",
             "add the name to /etc/hosts, or use an IP address",
         ) from error
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -146,7 +171,8 @@ def find_location(endpoint: str) -> NetworkLocation:
             probe.connect(target)
         except OSError as error:
             raise PeerError(
-                f"launch.rdzv_endpoint={endpoint}: no route from {here} to {target[0]} ({error.strerror})",
+                f"launch.rdzv_endpoint={endpoint}: no route from {here} to {target[0]}"
+                f" ({error.strerror})",
                 "check the address, and the routes of this host: `ip route`",
             ) from error
         address = str(probe.getsockname()[0])
@@ -156,9 +182,10 @@ def find_location(endpoint: str) -> NetworkLocation:
         ):  # all "hosts" are this one: torchrun finds out which agent serves the store
             return NetworkLocation(address, None, None)
         raise PeerError(
-            f"launch.rdzv_endpoint={endpoint}: {name} resolves to {target[0]} on {here}, a loopback address that no "
-            "other host can reach",
-            f"give {name} its own address in /etc/hosts (Debian writes 127.0.1.1), or use that IP address",
+            f"launch.rdzv_endpoint={endpoint}: {name} resolves to {target[0]} on {here}, a loopback"
+            " address that no other host can reach",
+            f"give {name} its own address in /etc/hosts (Debian writes 127.0.1.1), or use that IP"
+            " address",
         )
     is_head = address == target[0]
     if is_head:
@@ -168,7 +195,8 @@ def find_location(endpoint: str) -> NetworkLocation:
 
 
 def _check_free(endpoint: str, family: int, port: int) -> None:
-    """Raises PeerError if the port is in use: torchrun would take any listener for the store and wait for it."""
+    """Raises PeerError if the port is in use: torchrun would take any listener for the store and
+    wait for it."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -177,14 +205,21 @@ def _check_free(endpoint: str, family: int, port: int) -> None:
             taken = error.errno == errno.EADDRINUSE
             raise PeerError(
                 f"launch.rdzv_endpoint={endpoint}: port {port} of {socket.gethostname()} "
-                + ("is in use by another process" if taken else f"cannot be used ({error.strerror})"),
+                + (
+                    "is in use by another process"
+                    if taken
+                    else f"cannot be used ({error.strerror})"
+                ),
                 f"use another port; `ss -ltnp sport = :{port}` shows which process has it",
             ) from error
 
 
 def addresses_of_interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one. With IPv6, gloo and NCCL choose an interface."""
-    SIOCGIFADDR = 0x8915  # linux/sockios.h: the address of an interface is at byte 20 of struct ifreq
+    """The IPv4 address of each network interface that has one. With IPv6, gloo and NCCL choose an
+    interface."""
+    SIOCGIFADDR = (
+        0x8915  # linux/sockios.h: the address of an interface is at byte 20 of struct ifreq
+    )
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -196,18 +231,21 @@ def addresses_of_interfaces() -> dict[str, str]:
 
 @contextlib.contextmanager
 def registered(run_dir: Path) -> Iterator[None]:
-    """Registers this host inside: `present_hosts` lists it on every host that sees the same run directory."""
+    """Registers this host inside: `present_hosts` lists it on every host that sees the same run
+    directory."""
     path = run_dir / "hosts" / socket.gethostname()
     try:
         lock = run_lock.acquire(path)
     except run_lock.LockHeldError as error:
         raise PeerError(
-            f"{path} is held by {error}: this host takes part already, or another host has the same name",
+            f"{path} is held by {error}: this host takes part already, or another host has the same"
+            " name",
             "start one launcher per host, and give each host a name of its own",
         ) from None
     except OSError as error:
         raise PeerError(
-            f"run_dir={run_dir} cannot be written: {error.strerror}", "set run_dir to a folder that all hosts share"
+            f"run_dir={run_dir} cannot be written: {error.strerror}",
+            "set run_dir to a folder that all hosts share",
         ) from error
     try:
         yield
@@ -241,25 +279,38 @@ def _meeting_at(config: Config, endpoint: str, fewer_restarts: int = 0) -> Confi
 def _elsewhere(
     config: Config, location: NetworkLocation, exit_code_file: Path, stop: StopRequests, seen: _Seen
 ) -> Config | None:
-    """The config with which the run goes on although the host of the endpoint is lost; None if it does not: that host
-    is there, the workers ended in another way, or no restart is left. A host that is cut off and not dead cannot train
-    on beside the others: it has the lock of the run directory, or they have."""
+    """The config with which the run goes on although the host of the endpoint is lost; None if it
+    does not: that host is there, the workers ended in another way, or no restart is left. A host
+    that is cut off and not dead cannot train on beside the others: it has the lock of the run
+    directory, or they have."""
     launch, (attempt, codes, _) = config.launch, _read_exit_codes(exit_code_file)
-    may = config.host_range and seen.hosts_at_start and not stop.received and attempt < launch.max_restarts
+    may = (
+        config.host_range
+        and seen.hosts_at_start
+        and not stop.received
+        and attempt < launch.max_restarts
+    )
     if not may or location.is_head or 0 in codes or _is_final(config, codes):
         return None
     endpoint = str(launch.rdzv_endpoint)
     if meeting_point.is_reachable(endpoint):
         return None
     here = f"{location.address}:{endpoint.rpartition(':')[2]}"
-    return _meeting_at(config, meeting_point.choose(Path(str(config.run_dir)), endpoint, here), attempt + 1)
+    return _meeting_at(
+        config, meeting_point.choose(Path(str(config.run_dir)), endpoint, here), attempt + 1
+    )
 
 
 def _watch(
-    config: Config, agent: subprocess.Popen[bytes], script: Path, exit_code_file: Path, stop: StopRequests
+    config: Config,
+    agent: subprocess.Popen[bytes],
+    script: Path,
+    exit_code_file: Path,
+    stop: StopRequests,
 ) -> _Seen:
     """Waits for the agent, with limits, and kills it."""
-    launch, run_dir = config.launch, Path(str(config.run_dir))
+    launch = config.launch
+    run_dir = Path(str(config.run_dir))
     began = last_seen = time.monotonic()
     hosts_at_start: list[str] = []  # when the workers started
     stop_by = final_by = math.inf
@@ -276,15 +327,24 @@ def _watch(
                 last_seen = now
             attempt, codes, _ = _read_exit_codes(exit_code_file)
             if final_by == math.inf and _is_final(config, codes):
-                final_by, attempt_that_failed = now + launch.grace_seconds, attempt
-            if final_by < math.inf and (now > min(final_by, last_seen) or attempt > attempt_that_failed):
-                break  # at once: the agent would restart the workers, and make those of other hosts do so
+                final_by = now + launch.grace_seconds
+                attempt_that_failed = attempt
+            if final_by < math.inf and (
+                now > min(final_by, last_seen) or attempt > attempt_that_failed
+            ):
+                # at once: the agent would restart the workers, and make those of other hosts do so
+                break
             is_last = _is_last(config, attempt, codes, stop)
-            patience = AGENT_PATIENCE_SECONDS + (0 if hosts_at_start and is_last else launch.join_timeout_seconds)
+            patience = AGENT_PATIENCE_SECONDS + (
+                0 if hosts_at_start and is_last else launch.join_timeout_seconds
+            )
             if now > min(stop_by, last_seen + patience):
                 break
             # An agent whose head is cut off can wait for it without an end.
-            is_alone = bool(config.host_range and hosts_at_start) and now > last_seen + AGENT_PATIENCE_SECONDS
+            is_alone = (
+                bool(config.host_range and hosts_at_start)
+                and now > last_seen + AGENT_PATIENCE_SECONDS
+            )
             if is_alone and not meeting_point.is_reachable(str(launch.rdzv_endpoint)):
                 break
             time.sleep(POLL_SECONDS)
@@ -297,40 +357,54 @@ def _watch(
 
 def _exit_code(config: Config, seen: _Seen, exit_code_file: Path, stop: StopRequests) -> int:
     """This host's exit code, from those of its workers. Raises LaunchError if they tell nothing."""
-    launch, run_dir, present = config.launch, Path(str(config.run_dir)), seen.present
+    launch = config.launch
+    run_dir = Path(str(config.run_dir))
+    present = seen.present
     _, codes, reported = _read_exit_codes(exit_code_file)
-    if codes == [0] * int(launch.nproc_per_node):  # the agent may have failed to end its rendezvous all the same
+    if codes == [0] * int(
+        launch.nproc_per_node
+    ):  # the agent may have failed to end its rendezvous all the same
         return 0
     if codes and set(codes) <= {0, SAVED}:
         return stop.exit_code(SAVED)
     if stop.received:
         name = signal.Signals(stop.received[0]).name
-        print(f"stopped by {name} before it could save; the same command resumes the run", file=sys.stderr)
+        print(
+            f"stopped by {name} before it could save; the same command resumes the run",
+            file=sys.stderr,
+        )
         return stop.exit_code(UNSAVED)
     if not seen.hosts_at_start and not codes:
         asked = config.host_range or launch.nnodes
         raise PeerError(
-            f"{len(present)} of {asked} hosts joined within {seen.seconds:.0f} s: " + ", ".join(present),
-            f"start the same command on all of them, within launch.join_timeout_seconds={launch.join_timeout_seconds}; "
-            f"each must reach {launch.rdzv_endpoint}",
+            f"{len(present)} of {asked} hosts joined within {seen.seconds:.0f} s: "
+            + ", ".join(present),
+            "start the same command on all of them, within"
+            f" launch.join_timeout_seconds={launch.join_timeout_seconds}; each must reach"
+            f" {launch.rdzv_endpoint}",
         )
     other_code = LaunchError.exit_code if reported else _print_report_of_other_host(run_dir)
     if not other_code:
         ended = f"torchrun's agent exited with {seen.returncode}, and no worker reported a failure"
         gone = ", ".join(sorted(set(seen.hosts_at_start) - set(present)))
         raise (
-            PeerError(f"{gone} is gone; {ended}", "look at that host") if gone else LaunchError(ended, "see its output")
+            PeerError(f"{gone} is gone; {ended}", "look at that host")
+            if gone
+            else LaunchError(ended, "see its output")
         )
     return next((code for code in codes if code not in (0, LaunchError.exit_code)), other_code)
 
 
 def _is_final(config: Config, codes: list[int]) -> bool:
-    """Whether a restart would only repeat the failure after which workers of this host have ended with these codes.
-    That of another host makes them end with one of `OF_PEERS`."""
+    """Whether a restart would only repeat the failure after which workers of this host have ended
+    with these codes. That of another host makes them end with one of `OF_PEERS`."""
     if any(code in FINAL for code in codes):
         return True
     with contextlib.suppress(OSError, ValueError, TypeError):  # none is reported
-        return bool(OF_PEERS & {*codes}) and failure_report.reported(Path(str(config.run_dir))).exit_code in FINAL
+        return (
+            bool(OF_PEERS & {*codes})
+            and failure_report.reported(Path(str(config.run_dir))).exit_code in FINAL
+        )
     return False
 
 
@@ -344,7 +418,8 @@ def _is_last(config: Config, attempt: int, codes: list[int], stop: StopRequests)
 
 
 def _print_report_of_other_host(run_dir: Path) -> int:
-    """Prints the failure that a worker on another host reported there. Returns its exit code, 0 if there is none."""
+    """Prints the failure that a worker on another host reported there. Returns its exit code, 0 if
+    there is none."""
     if not failure_report.wait_for_report(run_dir, AGENT_PATIENCE_SECONDS):
         return 0
     failure = failure_report.reported(run_dir)
@@ -357,15 +432,19 @@ def _has_workers(agent: int, script: Path) -> bool:
     for pid in children_of(agent):
         with contextlib.suppress(OSError):  # it has just ended
             command = Path(f"/proc/{pid}/cmdline").read_bytes()  # empty for a zombie
-            if str(script).encode() in command and AGENT.encode() not in command:  # between fork and exec it has both
+            if (
+                str(script).encode() in command and AGENT.encode() not in command
+            ):  # between fork and exec it has both
                 return True
     return False
 
 
 def _read_exit_codes(exit_code_file: Path) -> tuple[int, list[int], bool]:
-    """The restarts of torchrun's agent here, the exit codes of the workers that it started last, and whether one of
-    them has reported a failure. It starts workers anew without counting when hosts join."""
-    attempts, entries = [0], dict[str, list[str]]()
+    """The restarts of torchrun's agent here, the exit codes of the workers that it started last,
+    and whether one of them has reported a failure. It starts workers anew without counting when
+    hosts join."""
+    attempts = [0]
+    entries = dict[str, list[str]]()
     for line in exit_code_file.read_text().splitlines():
         attempt, local_rank, entry = line.split()
         attempts.append(int(attempt))

@@ -1,7 +1,9 @@
-"""`ddp-train resize RUN 3`: another number of processes for a running run. Both sides of it. Torch-free.
+"""`ddp-train resize RUN 3`: another number of processes for a running run. Both sides of it.
+Torch-free.
 
-The launcher listens on a socket whose name is the random id of its lock, in the abstract namespace of this host: the
-kernel removes it with the process, and knows who is at the other end. Nothing is written to the run directory for it.
+The launcher listens on a socket whose name is the random id of its lock, in the abstract namespace
+of this host: the kernel removes it with the process, and knows who is at the other end. Nothing is
+written to the run directory for it.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ LONGEST = 4096
 _CREDENTIALS = struct.Struct("3i")
 
 
-# --- the launcher's side ----------------------------------------------------------------------------------------------
+# --- the launcher's side --------------------------------------------------------------------------
 
 
 @dataclass
@@ -74,12 +76,20 @@ class Requests:
             if _other_end(connection)[1] not in (os.geteuid(), 0):
                 raise PermissionError("another user")
             count = int(_received(connection)["processes"])
-        except (OSError, ValueError, KeyError, TypeError):  # another user, a lost connection, other words
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # another user, a lost connection, other words
             connection.close()
             return
         why = self.refusal(count)
         if self.asked:
-            why = f"it is just changing to {counted(self.asked.count, 'process')}; ask again when that is done"
+            why = (
+                f"it is just changing to {counted(self.asked.count, 'process')}; ask again when"
+                " that is done"
+            )
         if why:
             _answer(connection, False, why)
         else:
@@ -119,20 +129,25 @@ def _address(owner: dict[str, str]) -> str:
 def _other_end(connection: socket.socket) -> tuple[int, int]:
     """Its process and its user."""
     size = _CREDENTIALS.size
-    pid, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    pid, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    )
     return pid, user
 
 
-# --- the command's side -----------------------------------------------------------------------------------------------
+# --- the command's side ---------------------------------------------------------------------------
 
 
 def resize(words: list[str]) -> int:
-    """Asks, and waits until the run has done its first step with that number. Returns the exit code. Raises ConfigError
-    for what cannot be asked."""
+    """Asks, and waits until the run has done its first step with that number. Returns the exit
+    code. Raises ConfigError for what cannot be asked."""
     example = f"{typed()} {RESIZE} RUN 3"
     if len(words) != 2 or words[0].startswith("-"):
-        raise ConfigError([f"{RESIZE}: needs the directory of a run and a number of processes; use {example}"])
-    run_dir, number = Path(words[0]), words[1]
+        raise ConfigError(
+            [f"{RESIZE}: needs the directory of a run and a number of processes; use {example}"]
+        )
+    run_dir = Path(words[0])
+    number = words[1]
     named = f"{RESIZE} {run_dir} {number}"
     if not re.fullmatch(r"[1-9]\d{0,8}", number):
         raise ConfigError([f"{named}: {number} is no number of processes; use {example}"])
@@ -152,10 +167,16 @@ def resize(words: list[str]) -> int:
             connection.sendall(json.dumps({"processes": int(number)}).encode() + b"\n")
             answer = _received(connection, None)
     except ConnectionRefusedError:
-        answer = {"done": False, "text": "the launcher takes no requests at this moment; try again in a second"}
+        answer = {
+            "done": False,
+            "text": "the launcher takes no requests at this moment; try again in a second",
+        }
     except (OSError, ValueError):
         again = f"{typed()} {shlex.quote(word('run_dir', run_dir))}"
-        answer = {"done": False, "text": f"the launcher ended before the change; `{again}` resumes the run"}
+        answer = {
+            "done": False,
+            "text": f"the launcher ended before the change; `{again}` resumes the run",
+        }
     except KeyboardInterrupt:
         print(f"{named}: no longer waited for; the run changes all the same", file=sys.stderr)
         raise
@@ -164,31 +185,46 @@ def resize(words: list[str]) -> int:
 
 
 def _running(run_dir: Path, number: str) -> tuple[Config, dict[str, str]]:
-    """The config and the lock's owner of a run that is running here. Raises ConfigError if there is none, or if its
-    number of processes is fixed."""
-    named, again = f"{RESIZE} {run_dir} {number}", f"{typed()} {shlex.quote(word('run_dir', run_dir))}"
+    """The config and the lock's owner of a run that is running here. Raises ConfigError if there is
+    none, or if its number of processes is fixed."""
+    named = f"{RESIZE} {run_dir} {number}"
+    again = f"{typed()} {shlex.quote(word('run_dir', run_dir))}"
     try:
         if not (run_dir / FILE).is_file():
             beside = [path.parent.name for path in run_dir.parent.glob(f"*/{FILE}")]
             guess = did_you_mean(run_dir.name, beside)
-            raise ConfigError([f"{named}: {run_dir} is not the directory of a run{guess or '; name its run_dir'}"])
-        config, owner = load_frozen((run_dir / FILE).read_text()), run_lock.owner(run_dir / run_lock.FILE)
+            raise ConfigError(
+                [f"{named}: {run_dir} is not the directory of a run{guess or '; name its run_dir'}"]
+            )
+        config = load_frozen((run_dir / FILE).read_text())
+        owner = run_lock.owner(run_dir / run_lock.FILE)
         held = run_lock.is_held(run_dir / run_lock.FILE)
         if owner and owner.get("host") != socket.gethostname():
-            raise ConfigError([f"{named}: it was started on {owner.get('host')}; give the command there"])
+            raise ConfigError(
+                [f"{named}: it was started on {owner.get('host')}; give the command there"]
+            )
         if not held:
             if _status(run_dir) == "completed":
                 raise ConfigError([f"{named}: the run is completed; nothing is left to train"])
             # With a range a batch need not divide evenly; on the CPU a run starts with its end.
             had = range_of(config.process_range)
-            how = f"`{again} launch.nproc_per_node={f'{min(had.low, int(number))}:{number}' if had else number}`"
+            asked = f"{min(had.low, int(number))}:{number}" if had else number
+            how = f"`{again} launch.nproc_per_node={asked}`"
             raise ConfigError([f"{named}: the run is not running; start it with {how}"])
         if not config.process_counts:
-            fixed, value = config.launch.nproc_per_node, "a fixed number"
-            how = f"stop it, and resume it with a range: `{again} launch.nproc_per_node=1:{max(int(fixed), 2)}`"
-            raise ConfigError([f"{named}: the run was started with launch.nproc_per_node={fixed}, {value}; {how}"])
+            fixed = config.launch.nproc_per_node
+            value = "a fixed number"
+            how = (
+                f"stop it, and resume it with a range: `{again}"
+                f" launch.nproc_per_node=1:{max(int(fixed), 2)}`"
+            )
+            raise ConfigError(
+                [f"{named}: the run was started with launch.nproc_per_node={fixed}, {value}; {how}"]
+            )
     except OSError as error:
-        raise ConfigError([f"{named}: cannot be read ({error.strerror}); give the command as its user"]) from None
+        raise ConfigError(
+            [f"{named}: cannot be read ({error.strerror}); give the command as its user"]
+        ) from None
     return config, owner
 
 

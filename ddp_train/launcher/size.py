@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 GIVEN_UP_AFTER = 2
-"""Failures of one rank, or its GPU, without a new checkpoint between them: it was replaced once, and failed again."""
+"""Failures of one rank, or its GPU, without a new checkpoint between them: it was replaced once,
+and failed again."""
 OF_CUDA = ("CUDA error", "CUDA driver", "CUDA-capable")
 """What an error says that comes from a GPU, or its driver."""
 
@@ -26,7 +27,13 @@ class Change:
     """The same by `time.time`."""
 
     def as_dict(self) -> dict[str, Any]:
-        return {"from": self.before, "to": self.after, "why": self.why, "at": self.at, "time": self.time}
+        return {
+            "from": self.before,
+            "to": self.after,
+            "why": self.why,
+            "at": self.at,
+            "time": self.time,
+        }
 
 
 @dataclass
@@ -44,7 +51,8 @@ class Size:
     """Of a GPU, or on the CPU of a rank, since the last new checkpoint."""
 
     def devices(self) -> list[str]:
-        """The GPU of each rank; none on the CPU. One that was given up is tried again if the others are too few."""
+        """The GPU of each rank; none on the CPU. One that was given up is tried again if the others
+        are too few."""
         last = [*(gpu for gpu in self.gpus if gpu not in self.given_up), *self.given_up]
         chosen = last[: self.count]
         return [gpu for gpu in self.gpus if gpu in chosen]
@@ -65,11 +73,11 @@ class Size:
             self.given_up.clear()
 
     def shrink(self, rank: int | None, progressed: bool, gone: Collection[str] = ()) -> str:
-        """After a failure: becomes smaller, or takes other GPUs, if a rank has failed again in spite of a replacement,
-        or if its GPU is gone. Returns why; empty if all stays as it is.
+        """After a failure: becomes smaller, or takes other GPUs, if a rank has failed again in
+        spite of a replacement, or if its GPU is gone. Returns why; empty if all stays as it is.
 
-        rank: that failed for something that may be its GPU's. progressed: whether there is a new checkpoint since the
-        failure before. gone: GPUs that the driver does not reach any more.
+        rank: that failed for something that may be its GPU's. progressed: whether there is a new
+        checkpoint since the failure before. gone: GPUs that the driver does not reach any more.
         """
         if progressed:
             self.failures.clear()
@@ -82,7 +90,10 @@ class Size:
                 lost.append(devices[rank])
                 what = f"rank {rank}" + (f" (GPU {devices[rank]})" if self.gpus else "")
                 why = why or f"{what} failed {GIVEN_UP_AFTER} times at the same place"
-        there = len({*self.gpus} - {*self.given_up, *lost}) if self.gpus else self.count - len(lost)
+        if self.gpus:
+            there = len({*self.gpus} - {*self.given_up, *lost})
+        else:
+            there = self.count - len(lost)
         fitting = [count for count in self.counts if count <= min(self.count, there)]
         if not lost or not fitting:
             return ""
@@ -94,9 +105,11 @@ class Size:
 
 
 def is_of_device(failure: dict[str, Any], by_signal: bool) -> bool:
-    """Whether a failure may be that of the rank's GPU, or of what it shares its memory with: then a replacement may
-    fail too, and others need not. failure: failure.json. by_signal: whether the process was killed by one."""
-    kind, detail = failure.get("kind"), str(failure.get("detail", ""))
+    """Whether a failure may be that of the rank's GPU, or of what it shares its memory with: then a
+    replacement may fail too, and others need not. failure: failure.json. by_signal: whether the
+    process was killed by one."""
+    kind = failure.get("kind")
+    detail = str(failure.get("detail", ""))
     if kind == "exception":
         return failure.get("phase") == "start" or any(words in detail for words in OF_CUDA)
     return kind == "oom" or (kind == "died" and by_signal)
@@ -107,4 +120,6 @@ def shown_counts(counts: Sequence[int]) -> str:
     if list(counts) == list(range(counts[0], counts[-1] + 1)) and len(counts) > 2:
         return f"{counts[0]} to {counts[-1]} processes"
     *most, last = map(str, counts)
-    return f"{', '.join(most)} or {last} processes" if most else f"{last} processes"
+    if most:
+        return f"{', '.join(most)} or {last} processes"
+    return f"{last} processes"

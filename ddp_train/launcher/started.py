@@ -1,4 +1,5 @@
-"""What the launcher starts in each process of a run, and in which words it then speaks of it. Torch-free."""
+"""What the launcher starts in each process of a run, and in which words it then speaks of it.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class Started:
     """That the launcher writes of the run."""
 
     def worded(self, failure: Failure) -> Failure:
-        return dataclasses.replace(failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy))
+        return dataclasses.replace(
+            failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy)
+        )
 
 
 def with_page(config: Config) -> Started:

@@ -11,14 +11,20 @@ from pathlib import Path
 
 from ddp_train.config.schema import Config
 from ddp_train.resilience.checkpoint_files import places
-from ddp_train.resilience.preemption import INTERRUPTED, SAME_REQUEST_SECONDS, exit_code, stop_signals
+from ddp_train.resilience.preemption import (
+    INTERRUPTED,
+    SAME_REQUEST_SECONDS,
+    exit_code,
+    stop_signals,
+)
 
 
 class StopRequests:
     """The stop signals that the launcher has received. The handlers only record them."""
 
     def __init__(self, program_ends: bool = False) -> None:
-        """program_ends: after `listening`. A later signal, which has nothing to stop, must not hide the exit code."""
+        """program_ends: after `listening`. A later signal, which has nothing to stop, must not hide
+        the exit code."""
         self.program_ends = program_ends
         self.received: list[int] = []
         self.repeated = False
@@ -27,7 +33,8 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Records all stop signals inside; restores the previous handlers after it, if the program continues."""
+        """Records all stop signals inside; restores the previous handlers after it, if the program
+        continues."""
         before = {number: signal.signal(number, self._record) for number in stop_signals()}
         try:
             yield
@@ -36,7 +43,8 @@ class StopRequests:
                 signal.signal(number, signal.SIG_IGN if self.program_ends else handler)
 
     def forward(self) -> None:
-        """Raises the first signal again for the previous handler, if there was one. Call it after `listening`."""
+        """Raises the first signal again for the previous handler, if there was one. Call it after
+        `listening`."""
         handler = signal.getsignal(self.received[0]) if self.received else None
         if callable(handler) and handler is not signal.default_int_handler:
             signal.raise_signal(self.received[0])
@@ -47,11 +55,15 @@ class StopRequests:
         self.received.append(number)
 
     def exit_code(self, code: int) -> int:
-        """INTERRUPTED if the first signal came from a terminal (SIGINT, SIGHUP), else `code` (SAVED or UNSAVED)."""
-        return INTERRUPTED if self.received and exit_code(self.received[0]) == INTERRUPTED else code
+        """INTERRUPTED if the first signal came from a terminal (SIGINT, SIGHUP), else `code` (SAVED
+        or UNSAVED)."""
+        if self.received and exit_code(self.received[0]) == INTERRUPTED:
+            return INTERRUPTED
+        return code
 
     def print_stopped(self, config: Config, saved: bool, words: Callable[[str], str] = str) -> None:
-        """Says that the run was stopped, and how to continue, where no worker has. words: see `Started`."""
+        """Says that the run was stopped, and how to continue, where no worker has. words: see
+        `Started`."""
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
         by = f" by {signal.Signals(self.received[0]).name}" if self.received else ""

@@ -1,4 +1,5 @@
-"""What is wrong with the words of a sweep: its values, each in a trial, and what Hydra and Optuna would refuse."""
+"""What is wrong with the words of a sweep: its values, each in a trial, and what Hydra and Optuna
+would refuse."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def parsed(word: str) -> Override:
 
 
 def each_once(words: list[str]) -> list[str]:
-    """The last word about each key, as Hydra takes them. What a sweeper of our own draws by its parameters is given by
-    name: Hydra itself has no such keys on a command line."""
+    """The last word about each key, as Hydra takes them. What a sweeper of our own draws by its
+    parameters is given by name: Hydra itself has no such keys on a command line."""
     if last(words, SWEEPER) in OWN:
         words = [_by_name(word) if key(word).startswith(PARAMS) else word for word in words]
     return list({key(word): word for word in words}.values())
@@ -66,20 +67,30 @@ class Tried:
     problems: list[str] = field(default_factory=list)
 
 
-def try_values(program: Program, read: Overrides, sweep: bool, job_launcher: str, hardware: Hardware) -> Tried:
-    """Each value is tried together with the first values of the other keys; of an interval both ends."""
-    fixed = [word for word in read.arguments if key(word) not in read.swept and not _is_hydras(word)]
+def try_values(
+    program: Program, read: Overrides, sweep: bool, job_launcher: str, hardware: Hardware
+) -> Tried:
+    """Each value is tried together with the first values of the other keys; of an interval both
+    ends."""
+    fixed = [
+        word for word in read.arguments if key(word) not in read.swept and not _is_hydras(word)
+    ]
     told, found = trial_pool.told(read.arguments)
     tried = Tried(fixed, told, problems=[*read.problems, *found])
     ends = ends_of_intervals(read.arguments) if sweep else {}
     for name, values in read.swept.items():
         if name.startswith("sweep."):
-            tried.problems += [f"{name}: is what all trials share, and cannot be swept; give it one value"]
+            tried.problems += [
+                f"{name}: is what all trials share, and cannot be swept; give it one value"
+            ]
         if sweep and not values and name not in ends:
             tried.problems += [f"{name}: has no value to try: nothing matches"]
     swept = {name: values for name, values in (read.swept | ends).items() if values}
     first = {name: values[0] for name, values in swept.items()}
-    for trial in [first, *(first | {name: value} for name, values in swept.items() for value in values[1:])]:
+    for trial in [
+        first,
+        *(first | {name: value} for name, values in swept.items() for value in values[1:]),
+    ]:
         words = [*fixed, *(f"{name}={value}" for name, value in trial.items())]
         config, found = read_run(program, read_overrides(program, words))
         tried.config, more = trial_pool.with_told(config, told)
@@ -111,7 +122,11 @@ def _whole_numbers(problem: str, ends: dict[str, list[str]]) -> str:
     """What is wrong with the end of an interval, and what draws whole numbers instead."""
     name, _, value = problem.partition(":")[0].partition("=")
     found = [float(end) for end in ends.get(name, ())]
-    if value in ends.get(name, ()) and "whole number" in problem and all(end.is_integer() for end in found):
+    if (
+        value in ends.get(name, ())
+        and "whole number" in problem
+        and all(end.is_integer() for end in found)
+    ):
         low, high = map(int, found)
         return f"{problem}; for whole numbers use {name}=int(interval({low},{high}))"
     return problem
@@ -119,21 +134,26 @@ def _whole_numbers(problem: str, ends: dict[str, list[str]]) -> str:
 
 def problems(program: Program, arguments: list[str]) -> list[str]:
     """arguments: those for Hydra, which are right as far as one trial can tell."""
-    sweeper, own = last(arguments, SWEEPER), [word for word in arguments if _is_hydras(word)]
+    sweeper = last(arguments, SWEEPER)
+    own = [word for word in arguments if _is_hydras(word)]
     if swept := [word for word in own if parsed(word).is_sweep_override()]:
-        return [f"{word}: is about all trials, and cannot be swept; give it one value" for word in swept]
+        return [
+            f"{word}: is about all trials, and cannot be swept; give it one value" for word in swept
+        ]
     if sweeper not in OWN:
         return []
     if sweeper != OPTUNA:
         found = [
-            f"{word.lstrip('+')}: a grid needs values; name some, or let Optuna draw: add {SWEEPER}={OPTUNA}"
+            f"{word.lstrip('+')}: a grid needs values; name some, or let Optuna draw: add"
+            f" {SWEEPER}={OPTUNA}"
             for word in arguments
             if key(word) in ends_of_intervals([word])
         ]
         found += [
             f"{word}: is of a sweeper that draws; add {SWEEPER}={OPTUNA}, or leave it out"
             for word in own
-            if key(word).startswith(("hydra.sweeper.", f"{SWEEPER}/")) and not key(word).startswith(OF_GRID)
+            if key(word).startswith(("hydra.sweeper.", f"{SWEEPER}/"))
+            and not key(word).startswith(OF_GRID)
         ]
         if found:
             return found
@@ -147,7 +167,8 @@ def problems(program: Program, arguments: list[str]) -> list[str]:
             if sweeper == OPTUNA:
                 _try(composed.hydra.sweeper, [word for word in arguments if not _is_hydras(word)])
     except (HydraException, OmegaConfBaseException) as error:
-        text, cause = str(error).partition("Config search path")[0], error.__cause__
+        text = str(error).partition("Config search path")[0]
+        cause = error.__cause__
         return [" ".join(f"{text} {first_line(cause) if cause else ''}".split())]
     return []
 
@@ -163,4 +184,6 @@ def _try(given: Any, words: list[str]) -> None:
     storage = OmegaConf.to_container(given, resolve=False)["storage"]  # type: ignore  it may name hydra.sweep.dir
     others = {str(name): given[name] for name in given if name not in ("storage", "_target_")}
     sweeper = PoolOptunaSweeper(**others, storage=storage)
-    sweeper.checked(words, OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()))
+    sweeper.checked(
+        words, OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    )

@@ -24,7 +24,9 @@ def alone(sweep_dir: Path) -> Iterator[None]:
         held = run_lock.acquire(path, REMAINS_SECONDS if _is_left_behind(path) else 0.0)
     except run_lock.LockHeldError as error:
         remedy = "wait for it, stop it, or name another run_dir"
-        raise ConfigError([f"run_dir={sweep_dir}: another sweep is in it, {error}; {remedy}"]) from None
+        raise ConfigError(
+            [f"run_dir={sweep_dir}: another sweep is in it, {error}; {remedy}"]
+        ) from None
     except OSError as error:
         raise unwritten(sweep_dir, error) from None
     try:
@@ -34,6 +36,7 @@ def alone(sweep_dir: Path) -> Iterator[None]:
 
 
 def _is_left_behind(lock: Path) -> bool:
-    """Whether whoever took a lock on this host is dead: processes of a sweep that was killed hold it until they end."""
+    """Whether whoever took a lock on this host is dead: processes of a sweep that was killed hold
+    it until they end."""
     owner = run_lock.owner(lock)
     return owner.get("host") == socket.gethostname() and state_of(int(owner["pid"])) in ("", "Z")

@@ -1,7 +1,8 @@
-"""Which number, and so which folder, a trial has: the one of its words, through all starts of its sweep.
+"""Which number, and so which folder, a trial has: the one of its words, through all starts of its
+sweep.
 
-Hydra numbers the trials of each start anew. With another grid in the same directory number 2 is another trial, which
-would go on in the folder of the first, or show its results.
+Hydra numbers the trials of each start anew. With another grid in the same directory number 2 is
+another trial, which would go on in the folder of the first, or show its results.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ FILE = "trials.jsonl"
 
 @dataclass
 class Numbers:
-    """The numbers of one start of a sweep. A copy in another process, on another host too, gives the same."""
+    """The numbers of one start of a sweep. A copy in another process, on another host too, gives
+    the same."""
 
     sweep_dir: Path
     total: int
@@ -30,7 +32,8 @@ class Numbers:
     """What this process alone knows, because the file could not be written."""
 
     def of(self, asked: int, words: list[str]) -> int:
-        """The number of the trial with these words. asked: the one that Hydra gives it in this start.
+        """The number of the trial with these words. asked: the one that Hydra gives it in this
+        start.
 
         Words that come twice in one start are two trials.
         """
@@ -45,7 +48,9 @@ class Numbers:
         return number
 
     def _choose(self, own: dict[str, Any], entries: list[dict[str, Any]]) -> int:
-        rows = {row["trial"]: row for row in sweep_rows.read(self.sweep_dir)}  # what an older version has left
+        rows = {
+            row["trial"]: row for row in sweep_rows.read(self.sweep_dir)
+        }  # what an older version has left
         latest = rows | {entry["trial"]: entry for entry in [*entries, *self.entries]}
         for number, entry in latest.items():
             if (entry.get("start"), entry.get("asked")) == (self.start, own["asked"]):
@@ -59,7 +64,9 @@ class Numbers:
             return min(same)[1]
         folders = [path for path in self.sweep_dir.glob("[0-9]*") if path.name.isdigit()]
         taken = {*latest, *(int(path.name) for path in folders if _is_used(path))}
-        return own["asked"] if own["asked"] not in taken else max(self.total, 1 + max(taken))
+        if own["asked"] not in taken:
+            return own["asked"]
+        return max(self.total, 1 + max(taken))
 
 
 def _is_used(folder: Path) -> bool:

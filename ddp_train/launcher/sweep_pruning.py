@@ -1,6 +1,8 @@
-"""Trials that a sweeper may end before their time: what they have scored so far, and the sign that they are ended.
+"""Trials that a sweeper may end before their time: what they have scored so far, and the sign that
+they are ended.
 
-The sweeper is hydra/sweeper=pool_optuna, in hydra_plugins/ddp_train_pool, which knows nothing of runs.
+The sweeper is hydra/sweeper=pool_optuna, in hydra_plugins/ddp_train_pool, which knows nothing of
+runs.
 """
 
 from __future__ import annotations
@@ -21,21 +23,26 @@ FILE = "pruned.json"
 
 
 class Reports:
-    """The objective at each evaluation of a run so far. Asked ten times a second: it reads what is new."""
+    """The objective at each evaluation of a run so far. Asked ten times a second: it reads what is
+    new."""
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / METRICS
-        self.file, self.place = 0, 0
+        self.file = 0
+        self.place = 0
         """Which file it was, and how far it was read."""
         self.lines: list[dict[str, Any]] = []
 
     def read(self, objective: str) -> list[float]:
-        """A resumed run puts a new file in the place of the old one, without the steps that it computes again."""
+        """A resumed run puts a new file in the place of the old one, without the steps that it
+        computes again."""
         try:
             with self.path.open("rb") as file:
                 facts = os.fstat(file.fileno())
                 if facts.st_ino != self.file or facts.st_size < self.place:
-                    self.file, self.place, self.lines = facts.st_ino, 0, []
+                    self.file = facts.st_ino
+                    self.place = 0
+                    self.lines = []
                 file.seek(self.place)
                 text = file.read()
         except OSError:

@@ -18,7 +18,9 @@ from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import first_line
 
 
-def print_results(rows: list[dict[str, Any]], objective: str, better: str | None, at_once: int, note: str = "") -> None:
+def print_results(
+    rows: list[dict[str, Any]], objective: str, better: str | None, at_once: int, note: str = ""
+) -> None:
     """The table of the trials, the best of them, and the command that evaluates it."""
     from ddp_train.telemetry.pages.run_files import read_run
     from ddp_train.telemetry.pages.run_page import uses
@@ -30,7 +32,8 @@ def print_results(rows: list[dict[str, Any]], objective: str, better: str | None
     if best.get("objective") is None:
         return
     value = shown_metric(objective.rpartition(".")[2], best["objective"])
-    which, words = "best trial" if len(rows) > 1 else "trial", f"{' '.join(best['overrides'])}  ".lstrip()
+    which = "best trial" if len(rows) > 1 else "trial"
+    words = f"{' '.join(best['overrides'])}  ".lstrip()
     tell([f"{which} {best['trial']}: {words}{objective} {value}"])
     for command in uses(read_run(Path(best["run_dir"])))[:1] if "run_dir" in best else ():
         print(f"  {command}")
@@ -49,7 +52,8 @@ class Sweep(Protocol):
 
 
 class _Watched(NoPage):
-    """Of a trial that runs in the process of the sweep, where nobody else looks at the page meanwhile."""
+    """Of a trial that runs in the process of the sweep, where nobody else looks at the page
+    meanwhile."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         self.look_at_sweep = look
@@ -71,17 +75,19 @@ class SweepPage:
         """Below the table."""
         self.warned = False
         self.running: dict[int, dict[str, Any]] = {}
-        """The rows of the trials that have begun, by their numbers, until they are among those of the sweep."""
+        """The rows of the trials that have begun, by their numbers, until they are among those of
+        the sweep."""
 
     def begins(self, row: dict[str, Any], look: Callable[[], None] | None = None) -> Started:
-        """row: of a trial. look: what the launcher calls while it waits for this one; None: others do. Returns what
-        the launcher is given."""
+        """row: of a trial. look: what the launcher calls while it waits for this one; None: others
+        do. Returns what the launcher is given."""
         if MARK not in row:
             self.running[row["trial"]] = row
         return Started(page=_Watched(look)) if look else Started()
 
     def look(self, sweep: Sweep) -> None:
-        """Ten times a second, and fifty times while one trial runs: the page, if it is time for one."""
+        """Ten times a second, and fifty times while one trial runs: the page, if it is time for
+        one."""
         if time.monotonic() >= self.due:
             self._write(sweep, is_running=True)
 
@@ -91,7 +97,8 @@ class SweepPage:
             print(f"report {path}")
 
     def print_results(self, sweep: Sweep, at_once: int) -> None:
-        """The table, the best trial, and of a sweep that was stopped how far it came, and how to go on."""
+        """The table, the best trial, and of a sweep that was stopped how far it came, and how to go
+        on."""
         from ddp_train.telemetry.pages.run_files import STOPPED
         from ddp_train.telemetry.pages.sweep_page import goes_on, state_of
 
@@ -100,29 +107,44 @@ class SweepPage:
             print(f"{state}; to go on:\n  {goes_on(self.command, sweep.sweep_dir)}")
 
     def _write(self, sweep: Sweep, is_running: bool = False) -> Path | None:
-        """Returns the page's path. A failure is only a note, since the trials' results stand: then None."""
-        from ddp_train.telemetry.pages.page import write  # once trials run: a start imports none of it
+        """Returns the page's path. A failure is only a note, since the trials' results stand: then
+        None."""
+        from ddp_train.telemetry.pages.page import (
+            write,
+        )  # once trials run: a start imports none of it
         from ddp_train.telemetry.pages.run_files import RUNNING
         from ddp_train.telemetry.pages.sweep_page import sweep_page
 
-        began, path = time.monotonic(), None
+        began = time.monotonic()
+        path = None
         try:
             machine = hardware_description(detect_hardware(visible_devices()))
             known = ", ".join(f"{name} {version}" for name, version in versions().items())
             facts = {"Hardware": machine, "Versions": known}
             seconds = math.ceil(self.every) if is_running else 0
             ended = [id(row) for row in sweep.rows]
-            now = [row | {"status": RUNNING} for row in self.running.values() if id(row) not in ended] * is_running
+            now = [
+                row | {"status": RUNNING} for row in self.running.values() if id(row) not in ended
+            ] * is_running
             rows = [*{row["trial"]: row for row in [*sweep.rows, *now]}.values()]
             page = sweep_page(
-                sweep.sweep_dir, rows, sweep.objective, sweep.better, self.command, facts, seconds, sweep.total,
+                sweep.sweep_dir,
+                rows,
+                sweep.objective,
+                sweep.better,
+                self.command,
+                facts,
+                seconds,
+                sweep.total,
                 self.note,
-            )  # fmt: skip
+            )
             path = write(page, sweep.sweep_dir)
         except Exception as error:  # noqa: BLE001  whatever it is
             if not self.warned:
                 self.warned = True
-                print(f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+                print(
+                    f"note: no report: {type(error).__name__}: {first_line(error)}", file=sys.stderr
+                )
         now = time.monotonic()
         self.every = max(EVERY_SECONDS, (now - began) / SHARE)
         self.due = now + self.every

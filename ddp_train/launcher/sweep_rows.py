@@ -1,4 +1,5 @@
-"""The rows of a sweep's results.jsonl: appended by each trial as it ends, from any process or host, and found again."""
+"""The rows of a sweep's results.jsonl: appended by each trial as it ends, from any process or host,
+and found again."""
 
 from __future__ import annotations
 
@@ -30,19 +31,23 @@ from hydra_plugins.ddp_train_pool._jobs import Pruned
 def locked(path: Path) -> Iterator[BinaryIO]:
     """A file of lines, for this process alone. Raises OSError."""
     with path.open("ab+", buffering=0) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # trials in other processes, and on other hosts, append to the file too
+        fcntl.flock(
+            file, fcntl.LOCK_EX
+        )  # trials in other processes, and on other hosts, append to the file too
         yield file
 
 
 def add_line(file: BinaryIO, values: dict[str, Any]) -> None:
-    """Adds a line. What a process that was killed has left of one is ended first. Raises OSError; then nothing is
-    added."""
+    """Adds a line. What a process that was killed has left of one is ended first. Raises OSError;
+    then nothing is added."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 1))
     torn = size and file.read(1) != b"\n"
     line = b"\n" * bool(torn) + json.dumps(values, allow_nan=False).encode() + b"\n"
     try:
-        while line:  # a disk that becomes full within the line takes a part of it, and says why at the next
+        while (
+            line
+        ):  # a disk that becomes full within the line takes a part of it, and says why at the next
             line = line[file.write(line) :]
     except OSError:
         file.truncate(size)
@@ -75,7 +80,8 @@ def append(sweep_dir: Path, row: dict[str, Any]) -> None:
 
 
 class Writer:
-    """Adds rows. One that the disk has no room for is added with a later one: that ends no sweep."""
+    """Adds rows. One that the disk has no room for is added with a later one: that ends no
+    sweep."""
 
     def __init__(self, sweep_dir: Path) -> None:
         self.sweep_dir = sweep_dir
@@ -94,7 +100,9 @@ class Writer:
             if not self.told:
                 self.told = True
                 print(
-                    f"note: {self.path} cannot be written: {error}; it is tried again after each trial", file=sys.stderr
+                    f"note: {self.path} cannot be written: {error}; it is tried again after each"
+                    " trial",
+                    file=sys.stderr,
                 )
         return not self.waiting
 
@@ -110,7 +118,9 @@ def value_of(row: dict[str, Any]) -> float:
     """What a sweeper gets for a trial that has ended."""
     if row["status"] == "pruned":
         return Pruned(math.nan if row.get("last_value") is None else row["last_value"])
-    return math.nan if row.get("objective") is None else row["objective"]
+    if row.get("objective") is None:
+        return math.nan
+    return row["objective"]
 
 
 def size(sweep_dir: Path) -> int:
@@ -121,7 +131,9 @@ def size(sweep_dir: Path) -> int:
 
 def read(sweep_dir: Path, begin: int = 0) -> list[dict[str, Any]]:
     """The rows from a place on."""
-    return [row for row in read_lines(sweep_dir / RESULTS, begin) if {"trial", "status"} <= row.keys()]
+    return [
+        row for row in read_lines(sweep_dir / RESULTS, begin) if {"trial", "status"} <= row.keys()
+    ]
 
 
 def by_trial(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -130,7 +142,8 @@ def by_trial(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def of_sweep(swept: set[str], fixed: set[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that vary the same keys, and have the same other words; a run of `sweep.baseline` varies none."""
+    """Those that vary the same keys, and have the same other words; a run of `sweep.baseline`
+    varies none."""
     return by_trial(
         [
             row
@@ -143,7 +156,8 @@ def of_sweep(swept: set[str], fixed: set[str], rows: list[dict[str, Any]]) -> li
 
 
 def ended_before(sweep_dir: Path, words: list[str], pruned: bool) -> dict[str, Any] | None:
-    """The row of a trial with the same words that an earlier start of this sweep has completed. pruned: or pruned."""
+    """The row of a trial with the same words that an earlier start of this sweep has completed.
+    pruned: or pruned."""
     ends = ("completed", "pruned") if pruned else ("completed",)
     done = [row for row in read(sweep_dir) if row["status"] in ends and "alone" not in row]
     found = [row for row in done if row.get("words") == sorted(words)]
@@ -152,15 +166,29 @@ def ended_before(sweep_dir: Path, words: list[str], pruned: bool) -> dict[str, A
 
 def death(exit_code: int, value: Any = None) -> dict[str, Any]:
     """Of a trial whose launcher left no row. value: what it has returned, or raised."""
-    if isinstance(value, Exception) and exit_code == 1:  # it could not be composed, or has failed in our own code
+    if (
+        isinstance(value, Exception) and exit_code == 1
+    ):  # it could not be composed, or has failed in our own code
         reason = f"{type(value).__name__}: {first_line(value)}"
         return {"exit_code": LaunchError.exit_code, "kind": "died", "reason": reason}
     if exit_code >= 0:
-        return {"exit_code": exit_code or LaunchError.exit_code, "kind": "died", "reason": "it has ended without a row"}
+        return {
+            "exit_code": exit_code or LaunchError.exit_code,
+            "kind": "died",
+            "reason": "it has ended without a row",
+        }
     name = signal.Signals(-exit_code).name
     if -exit_code in SIGNALS:
-        return {"exit_code": UNSAVED, "kind": "stopped", "reason": f"stopped by {name} before it began"}
-    return {"exit_code": LaunchError.exit_code, "kind": "died", "reason": f"its launcher was killed by {name}"}
+        return {
+            "exit_code": UNSAVED,
+            "kind": "stopped",
+            "reason": f"stopped by {name} before it began",
+        }
+    return {
+        "exit_code": LaunchError.exit_code,
+        "kind": "died",
+        "reason": f"its launcher was killed by {name}",
+    }
 
 
 def fatal_line(log: Path) -> str:
@@ -176,7 +204,9 @@ def outcome(config: Config) -> dict[str, Any]:
         name, value, better = read_objective(config.objective, summary)
     except KeyError:
         known = [f"{split}.{metric}" for split in SPLITS for metric in summary.get(split) or {}]
-        problem = f"objective={config.objective}: the run has no such number; it has {', '.join(known)}"
+        problem = (
+            f"objective={config.objective}: the run has no such number; it has {', '.join(known)}"
+        )
         raise ConfigError([problem + did_you_mean(config.objective, known)]) from None
     validation = summary.get("validation")
     return {
@@ -193,15 +223,21 @@ def outcome(config: Config) -> dict[str, Any]:
 
 def failure(run_dir: str) -> dict[str, Any]:
     path = Path(run_dir) / FAILURE
-    failure = json.loads(path.read_text()) if path.exists() else {"kind": "stopped", "detail": "stopped"}
+    if path.exists():
+        failure = json.loads(path.read_text())
+    else:
+        failure = {"kind": "stopped", "detail": "stopped"}
     return {"kind": failure["kind"], "reason": failure["detail"]}
 
 
 def ended(row: dict[str, Any], log: Path) -> str:
     """The end of a trial in a line. log: what it has printed."""
     if row["status"] == "completed":
-        name, value = row.get("objective_name", ""), row.get("objective")
-        return "completed" if value is None else f"completed  {name} {shown_metric(name.rpartition('.')[2], value)}"
+        name = row.get("objective_name", "")
+        value = row.get("objective")
+        if value is None:
+            return "completed"
+        return f"completed  {name} {shown_metric(name.rpartition('.')[2], value)}"
     if row["status"] == "pruned":
         return f"pruned after {row['evaluations']} evaluations, at {row['last_value']}"
     if row.get("kind") == "stopped":

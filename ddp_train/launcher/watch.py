@@ -1,4 +1,5 @@
-"""`ddp-train watch RUNS`: all runs of a folder in the terminal, as they go. It only reads. Torch-free."""
+"""`ddp-train watch RUNS`: all runs of a folder in the terminal, as they go. It only reads.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -30,8 +31,11 @@ LEAST_LETTERS = 36
 def watch(words: list[str]) -> int:
     """Shows them until Ctrl-C; into a pipe once. Returns the exit code. Raises ConfigError."""
     if len(words) != 1 or words[0].startswith("-"):
-        raise ConfigError([f"{WATCH}: needs the folder of runs, or one run; use {typed()} {WATCH} runs"])
-    folder, console = Path(words[0]), Console(highlight=False)
+        raise ConfigError(
+            [f"{WATCH}: needs the folder of runs, or one run; use {typed()} {WATCH} runs"]
+        )
+    folder = Path(words[0])
+    console = Console(highlight=False)
     if not console.is_terminal:
         show(_table(folder, _runs(folder)), console)
         return 0
@@ -45,13 +49,21 @@ def watch(words: list[str]) -> int:
 
 
 def screen(folder: Path, runs: list[RunFiles], console: Console) -> Group:
-    """The newest runs that fit, a line each, the reasons of those that failed, and what is not shown."""
-    kept, room = len(runs), 1
+    """The newest runs that fit, a line each, the reasons of those that failed, and what is not
+    shown."""
+    kept = len(runs)
+    room = 1
     while True:
         drawn, left_out = _in_lines(_table(folder, runs[len(runs) - kept :]), console)
-        older = [f"{counted(len(runs) - kept, 'older run')} not shown"] if kept < len(runs) else []
+        if kept < len(runs):
+            older = [f"{counted(len(runs) - kept, 'older run')} not shown"]
+        else:
+            older = []
         hidden = [f"columns not shown: {', '.join(left_out)}"] if left_out else []
-        notes = [Text(note, "dim", no_wrap=True, overflow="ellipsis") for note in [*older, *hidden, "Ctrl-C ends"]]
+        notes = [
+            Text(note, "dim", no_wrap=True, overflow="ellipsis")
+            for note in [*older, *hidden, "Ctrl-C ends"]
+        ]
         shown = Group(drawn, *notes)
         room = console.height - 1 - len(console.render_lines(shown, pad=False))
         if room >= 0 or kept <= 1:
@@ -60,16 +72,24 @@ def screen(folder: Path, runs: list[RunFiles], console: Console) -> Group:
 
 
 def _in_lines(table: Table, console: Console) -> tuple[RichTable, list[str]]:
-    """The reasons are cut to the width that the other columns leave them; names of runs keep their ends."""
+    """The reasons are cut to the width that the other columns leave them; names of runs keep their
+    ends."""
     most = max(20, console.width // 3)
-    rows = [[f"...{row[0][3 - most :]}" if len(row[0]) > most else row[0], *row[1:]] for row in table.rows]
+    rows = [
+        [f"...{row[0][3 - most :]}" if len(row[0]) > most else row[0], *row[1:]]
+        for row in table.rows
+    ]
     if not any(row[-1] for row in rows):
         return fitted(
-            Table(table.title, table.columns[:-1], [row[:-1] for row in rows], kept=table.kept), console, True
+            Table(table.title, table.columns[:-1], [row[:-1] for row in rows], kept=table.kept),
+            console,
+            True,
         )
 
     def cut(letters: int) -> Table:
-        reasons = [row[-1] if len(row[-1]) <= letters else row[-1][: letters - 3] + "..." for row in rows]
+        reasons = [
+            row[-1] if len(row[-1]) <= letters else row[-1][: letters - 3] + "..." for row in rows
+        ]
         told = [[*row[:-1], reason] for row, reason in zip(rows, reasons, strict=True)]
         return Table(table.title, table.columns, told, kept=table.kept)
 
@@ -86,11 +106,28 @@ def _runs(folder: Path) -> list[RunFiles]:
 
 def _table(folder: Path, runs: list[RunFiles]) -> Table:
     """The newest last, beside the prompt."""
-    metric = next((name for name in FIRST_SCORES if any(name in run.scores for run in runs)), "loss")
+    metric = next(
+        (name for name in FIRST_SCORES if any(name in run.scores for run in runs)), "loss"
+    )
     split = "/".join(dict.fromkeys(run.split for run in runs if metric in run.scores))
     score = f"{split}.{metric}".lstrip(".") + (" %" if metric in PERCENT else "")
-    columns = ["run", "state", "step", "epoch", "training loss", score, "samples/s", "last line", "what"]
-    return Table(str(folder), columns, [_row(folder, run, metric) for run in runs], kept=("state", "what", score))
+    columns = [
+        "run",
+        "state",
+        "step",
+        "epoch",
+        "training loss",
+        score,
+        "samples/s",
+        "last line",
+        "what",
+    ]
+    return Table(
+        str(folder),
+        columns,
+        [_row(folder, run, metric) for run in runs],
+        kept=("state", "what", score),
+    )
 
 
 def _row(folder: Path, run: RunFiles, metric: str) -> list[object]:
@@ -98,13 +135,23 @@ def _row(folder: Path, run: RunFiles, metric: str) -> list[object]:
     last = run.metrics[-1] if run.metrics else {}
     score = scored[0].get(metric) if scored else None
     name = run.run_dir.relative_to(folder) if run.run_dir != folder else run.run_dir.name
-    age = f"{duration(max(0.0, time.time() - last['time']))} ago" if run.state == RUNNING and "time" in last else None
-    what = f"{run.failure.get('kind')}: {run.failure.get('detail')}" if run.state == FAILED and run.failure else ""
+    if run.state == RUNNING and "time" in last:
+        age = f"{duration(max(0.0, time.time() - last['time']))} ago"
+    else:
+        age = None
+    if run.state == FAILED and run.failure:
+        what = f"{run.failure.get('kind')}: {run.failure.get('detail')}"
+    else:
+        what = ""
     what = " ".join(what.split())
     return [
-        str(name), run.state, last.get("step"), last.get("epoch"),
+        str(name),
+        run.state,
+        last.get("step"),
+        last.get("epoch"),
         trained[0].get("loss") if trained else None,
         score and (100 * score if metric in PERCENT else score),
-        trained[0].get("samples_per_second") if trained else None, age,
+        trained[0].get("samples_per_second") if trained else None,
+        age,
         what if len(what) <= MOST_LETTERS else what[: MOST_LETTERS - 3] + "...",
-    ]  # fmt: skip
+    ]

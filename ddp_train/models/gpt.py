@@ -1,5 +1,6 @@
-"""GPT-2: a decoder-only transformer, as Radford et al. describe it ("Language Models are Unsupervised Multitask
-Learners", 2019): layer norm before attention and MLP, learned positions, GELU, one matrix for embedding and head."""
+"""GPT-2: a decoder-only transformer, as Radford et al. describe it ("Language Models are
+Unsupervised Multitask Learners", 2019): layer norm before attention and MLP, learned positions,
+GELU, one matrix for embedding and head."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.heads = heads
+        self.dropout = dropout
         self.query_key_value = nn.Linear(width, 3 * width)
         self.projection = nn.Linear(width, width)
 
@@ -30,7 +32,9 @@ class Attention(nn.Module):
         split = self.query_key_value(tokens).view(n, t, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)  # [n, heads, t, width / heads] each
         dropout = self.dropout if self.training else 0.0
-        seen = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        seen = functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True
+        )
         return self.projection(seen.transpose(1, 2).reshape(n, t, width))
 
     def extra_repr(self) -> str:
@@ -50,12 +54,15 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to what it was given. `tuning.activation_checkpointing=[Block]` recomputes it."""
+    """Attention and MLP, each added to what it was given. `tuning.activation_checkpointing=[Block]`
+    recomputes it."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.LayerNorm(width), Attention(width, heads, dropout)
-        self.mlp_norm, self.mlp = nn.LayerNorm(width), Mlp(width)
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = Mlp(width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -66,7 +73,8 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """ids, int64 [n, t], t up to the context -> logits [n, t, vocabulary].
 
-    The vocabulary is rounded up to a multiple. No token has the numbers that this adds; training makes them unlikely.
+    The vocabulary is rounded up to a multiple. No token has the numbers that this adds; training
+    makes them unlikely.
     """
 
     def __init__(
@@ -82,7 +90,8 @@ class Gpt(nn.Module):
         super().__init__()
         rounded = -(-vocabulary // vocabulary_multiple) * vocabulary_multiple
         self.context = context
-        self.tokens, self.positions = nn.Embedding(rounded, width), nn.Embedding(context, width)
+        self.tokens = nn.Embedding(rounded, width)
+        self.positions = nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
@@ -90,7 +99,8 @@ class Gpt(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 2:
-                # Each block adds twice to the stream: so its variance does not grow with their number.
+                # Each block adds twice to the stream: so its variance does not grow with their
+                # number.
                 scale = 1 / math.sqrt(2 * layers) if "projection" in name else 1.0
                 nn.init.normal_(parameter, std=INITIAL_STD * scale)
 

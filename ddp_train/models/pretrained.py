@@ -1,7 +1,8 @@
-"""Weights that a model begins with, from a file: read as data, never as code, and compared name by name.
+"""Weights that a model begins with, from a file: read as data, never as code, and compared name by
+name.
 
-Nothing is left out in silence: a name that only one side has, or that has another shape there, is an error unless
-`model.init_ignore` names it.
+Nothing is left out in silence: a name that only one side has, or that has another shape there, is
+an error unless `model.init_ignore` names it.
 """
 
 from __future__ import annotations
@@ -69,17 +70,25 @@ def read_weights(path: Path, source: str) -> Weights:
             content = torch.load(path, weights_only=True, map_location="cpu")
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    except Exception as error:  # damaged files raise a dozen kinds of errors; each is reported with its cause
+    except (
+        Exception
+    ) as error:  # damaged files raise a dozen kinds of errors; each is reported with its cause
         why = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(f"{source} cannot be read as plain tensors: {why}", remedy) from error
-    inside = [name for name in WRAPPERS if isinstance(content, Mapping) and _is_state_dict(content.get(name))]
+    inside = [
+        name
+        for name in WRAPPERS
+        if isinstance(content, Mapping) and _is_state_dict(content.get(name))
+    ]
     if not _is_state_dict(content) and len(inside) == 1:
         return Weights(dict(content[inside[0]]), source, sha256, [f"its entry {inside[0]}"])
     if not _is_state_dict(content):
         what = f"a {type(content).__name__}"
         if isinstance(content, Mapping):
             what += f" with {', '.join(map(str, list(content)[:SHOWN])) or 'nothing'}"
-        raise DataError(f"{source} is not a state dict, from names to tensors: it is {what}", remedy)
+        raise DataError(
+            f"{source} is not a state dict, from names to tensors: it is {what}", remedy
+        )
     return Weights(dict(content), source, sha256)
 
 
@@ -87,12 +96,15 @@ def _is_state_dict(content: Any) -> bool:
     return (
         isinstance(content, Mapping)
         and bool(content)
-        and all(isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items())
+        and all(
+            isinstance(name, str) and isinstance(value, Tensor) for name, value in content.items()
+        )
     )
 
 
 def torchvision_weights(arch: str, name: str) -> Weights:
-    """Those of a classifier of torchvision, from torch's cache, or downloaded into it. Raises DataError."""
+    """Those of a classifier of torchvision, from torch's cache, or downloaded into it. Raises
+    DataError."""
     from torchvision.models import get_model_weights
 
     found: Any = get_model_weights(arch)[name]
@@ -101,18 +113,22 @@ def torchvision_weights(arch: str, name: str) -> Weights:
         digest = re.search(r"-([0-9a-f]{8,})\.", file.name)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(found.url, str(file), digest and digest[1], progress=False)
+            torch.hub.download_url_to_file(
+                found.url, str(file), digest and digest[1], progress=False
+            )
         except (OSError, RuntimeError) as error:  # no network; another content than the name says
             why = f"model.weights={name}: {found.url} cannot be downloaded: {first_line(error)}"
             raise DataError(why, f"check the network, or copy the file to {file}") from error
     weights = read_weights(file, f"model.weights={name} ({file.name})")
-    ours = {name: tensor for name, tensor in weights.tensors.items() if not name.startswith(AUXILIARY)}
+    ours = {
+        name: tensor for name, tensor in weights.tensors.items() if not name.startswith(AUXILIARY)
+    }
     return replace(weights, tensors=ours, classes=len(found.meta["categories"]))
 
 
 def begin_with(model: nn.Module, weights: Weights, ignore: Sequence[str] = ()) -> Origin:
-    """Copies weights into a model, in the model's number type. ignore: globs over names that stay as they are; so does
-    a head for another number of classes, if that of the weights is known.
+    """Copies weights into a model, in the model's number type. ignore: globs over names that stay
+    as they are; so does a head for another number of classes, if that of the weights is known.
 
     Raises ConfigError if a glob matches no name, DataError with all names that do not fit.
     """
@@ -128,8 +144,14 @@ def begin_with(model: nn.Module, weights: Weights, ignore: Sequence[str] = ()) -
     }
     wanted = {name: tensor for name, tensor in own.items() if name not in ignored}
     given = {name: tensor for name, tensor in tensors.items() if name not in ignored}
-    taken = {name: tensor for name, tensor in given.items() if name in wanted and tensor.shape == wanted[name].shape}
-    places = {_place(own[name]) for name in taken}  # tied weights: a file may have them under one of their names
+    taken = {
+        name: tensor
+        for name, tensor in given.items()
+        if name in wanted and tensor.shape == wanted[name].shape
+    }
+    places = {
+        _place(own[name]) for name in taken
+    }  # tied weights: a file may have them under one of their names
     missing = [name for name in wanted if name not in given and _place(own[name]) not in places]
     if missing or taken.keys() != given.keys():
         raise _misfit(weights.source, wanted, given, missing)
@@ -139,12 +161,17 @@ def begin_with(model: nn.Module, weights: Weights, ignore: Sequence[str] = ()) -
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.data_ptr(), tensor.shape) if tensor.numel() else (id(tensor),)
+    if tensor.numel():
+        return (tensor.data_ptr(), tensor.shape)
+    return (id(tensor),)
 
 
-def _with_names_of(own: Mapping[str, Tensor], weights: Weights) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a file under the names that a model has for them: without the prefix that a wrapper has added
-    there (`module.` of DDP, `model.` of Lightning, `_orig_mod.` of torch.compile), or with that of one here."""
+def _with_names_of(
+    own: Mapping[str, Tensor], weights: Weights
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of a file under the names that a model has for them: without the prefix that a
+    wrapper has added there (`module.` of DDP, `model.` of Lightning, `_orig_mod.` of
+    torch.compile), or with that of one here."""
     tensors = weights.tensors
     if tensors.keys() & own.keys():
         return tensors, []
@@ -161,7 +188,8 @@ def _with_names_of(own: Mapping[str, Tensor], weights: Weights) -> tuple[dict[st
     if len(best) > 1:
         several = " and ".join(theirs + "*" for theirs, _ in best)
         raise DataError(
-            f"{weights.source} fits in several ways: {several} there are equally like the names of the model",
+            f"{weights.source} fits in several ways: {several} there are equally like the names of"
+            " the model",
             "save the part that is meant under its own names: torch.save(part.state_dict(), PATH)",
         )
     ((theirs, prefix),) = best
@@ -169,7 +197,10 @@ def _with_names_of(own: Mapping[str, Tensor], weights: Weights) -> tuple[dict[st
         prefix + name.removeprefix(theirs) if name.startswith(theirs) else name: tensor
         for name, tensor in tensors.items()
     }
-    note = f"prefix {theirs} taken off" if theirs else f"prefix {prefix} put before its names"
+    if theirs:
+        note = f"prefix {theirs} taken off"
+    else:
+        note = f"prefix {prefix} put before its names"
     return found, [note]
 
 
@@ -182,29 +213,50 @@ def _prefixes(names: Mapping[str, Tensor]) -> list[str]:
     return sorted(found, key=lambda prefix: (prefix.count("."), prefix))
 
 
-def _misfit(source: str, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], missing: list[str]) -> DataError:
+def _misfit(
+    source: str, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], missing: list[str]
+) -> DataError:
     left = [name for name in given if name not in wanted]
     shapes = [name for name in given if name in wanted and given[name].shape != wanted[name].shape]
     parts = [
-        _listed("the model has, and it has not:", [_with_guess(name, wanted, given, left) for name in missing]),
+        _listed(
+            "the model has, and it has not:",
+            [_with_guess(name, wanted, given, left) for name in missing],
+        ),
         _listed("it has, and the model has not:", left),
-        _listed("of another shape:", [f"{n} {list(given[n].shape)}, here {list(wanted[n].shape)}" for n in shapes]),
+        _listed(
+            "of another shape:",
+            [f"{n} {list(given[n].shape)}, here {list(wanted[n].shape)}" for n in shapes],
+        ),
     ]
-    globs = list(dict.fromkeys(name.rpartition(".")[0] + ".*" if "." in name else name
-                               for name in (*missing, *left, *shapes)))  # fmt: skip
+    globs = list(
+        dict.fromkeys(
+            name.rpartition(".")[0] + ".*" if "." in name else name
+            for name in (*missing, *left, *shapes)
+        )
+    )
     remedy = f"if that is as it should be, name it: model.init_ignore=[{','.join(globs[:SHOWN])}]"
     return DataError(
         f"{source} does not fit the model; {'; '.join(filter(None, parts))}",
-        remedy + (f" and {len(globs) - SHOWN} more, or fewer and wider globs" if len(globs) > SHOWN else ""),
+        remedy
+        + (
+            f" and {len(globs) - SHOWN} more, or fewer and wider globs"
+            if len(globs) > SHOWN
+            else ""
+        ),
     )
 
 
 def _listed(heading: str, names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{heading} {', '.join(names[:SHOWN])}{more}" if names else ""
+    if names:
+        return f"{heading} {', '.join(names[:SHOWN])}{more}"
+    return ""
 
 
-def _with_guess(name: str, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], left: list[str]) -> str:
+def _with_guess(
+    name: str, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor], left: list[str]
+) -> str:
     """A missing name, with one that is left over, has its shape and resembles it."""
     like = [other for other in left if given[other].shape == wanted[name].shape]
     close = difflib.get_close_matches(name, like, n=1, cutoff=0.5)
@@ -213,7 +265,14 @@ def _with_guess(name: str, wanted: Mapping[str, Tensor], given: Mapping[str, Ten
 
 def in_words(origin: Origin) -> str:
     """For the plan."""
-    fresh = f"left as drawn: {', '.join(origin.fresh[:SHOWN])}" if origin.fresh else "nothing is left as drawn"
+    if origin.fresh:
+        fresh = f"left as drawn: {', '.join(origin.fresh[:SHOWN])}"
+    else:
+        fresh = "nothing is left as drawn"
     more = f" and {len(origin.fresh) - SHOWN} more" if len(origin.fresh) > SHOWN else ""
-    parts = [f"{counted(origin.loaded, 'tensor')} of {origin.source}", f"sha256 {origin.sha256[:12]}", *origin.notes]
+    parts = [
+        f"{counted(origin.loaded, 'tensor')} of {origin.source}",
+        f"sha256 {origin.sha256[:12]}",
+        *origin.notes,
+    ]
     return ", ".join([*parts, fresh + more])

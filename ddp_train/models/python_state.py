@@ -1,4 +1,5 @@
-"""What code keeps beside parameters and buffers: in attributes, in its classes, in the globals of its modules."""
+"""What code keeps beside parameters and buffers: in attributes, in its classes, in the globals of
+its modules."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ MOST_NUMBERS = 2**20
 """Numbers of a tensor that are looked at; of a larger one, as many, evenly spread."""
 DEPTH = 5
 PLAIN = (int, float, complex, str, bytes, type(None))
-_OF_MODULES = ("_parameters", "_buffers", "_modules", "training", "_is_full_backward_hook", "_compiled_call_impl")
+_OF_MODULES = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "training",
+    "_is_full_backward_hook",
+    "_compiled_call_impl",
+)
 
 
 @functools.cache
@@ -36,7 +44,9 @@ def is_users(file: str) -> bool:
     if not file.endswith(".py") or file.startswith(PACKAGE):
         return False
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not any(part in file for part in ("site-packages", "dist-packages")) and not file.startswith(tuple(places))
+    return not any(
+        part in file for part in ("site-packages", "dist-packages")
+    ) and not file.startswith(tuple(places))
 
 
 def defined_by_user(module: str) -> bool:
@@ -44,9 +54,9 @@ def defined_by_user(module: str) -> bool:
 
 
 def state_of(roots: Mapping[str, Any]) -> dict[str, str]:
-    """What objects keep beside parameters and buffers: attributes of them and of what they hold, of their classes,
-    what their forward hooks hold, and the globals of the user's modules that they come from. Paths, as a person would
-    write them, and digests."""
+    """What objects keep beside parameters and buffers: attributes of them and of what they hold, of
+    their classes, what their forward hooks hold, and the globals of the user's modules that they
+    come from. Paths, as a person would write them, and digests."""
     return look_through(roots).found
 
 
@@ -57,7 +67,10 @@ def look_through(roots: Mapping[str, Any]) -> State:
         state.walk(name, root, DEPTH)
     for module in sorted(state.modules):
         for name, value in list(vars(sys.modules[module]).items()):
-            if not (name.startswith("__") or isinstance(value, ModuleType | type | FunctionType | nn.Module)):
+            if not (
+                name.startswith("__")
+                or isinstance(value, ModuleType | type | FunctionType | nn.Module)
+            ):
                 state.walk(f"{module}.{name}", value, 2)
     return state
 
@@ -77,7 +90,8 @@ class State:
         self.modules: set[str] = set()
         """The user's, whose objects or functions were met."""
         self.seen: dict[int, tuple[str, Any]] = {}
-        """By the ids of objects: where each was first met, and the object, so that its id does not come again."""
+        """By the ids of objects: where each was first met, and the object, so that its id does not
+        come again."""
 
     def walk(self, path: str, value: Any, depth: int) -> None:
         try:
@@ -94,7 +108,10 @@ class State:
     def _walk(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
             self.found[path] = _hash_of_tensor(value)
-            self.tensors[path] = value.device.type, value.data_ptr() if value.layout == torch.strided else 0
+            self.tensors[path] = (
+                value.device.type,
+                value.data_ptr() if value.layout == torch.strided else 0,
+            )
         elif (digest := _digest(value)) is not None:
             self.found[path] = digest
         elif isinstance(value, Mapping):
@@ -106,7 +123,10 @@ class State:
             for place, item in enumerate(itertools.islice(list(value), MOST_ITEMS)):
                 self.walk(f"{path}[{place}]", item, depth - 1)
         elif isinstance(value, set | frozenset):
-            self.found[path] = f"{len(value)} items {_hashed(b'', *sorted(repr(i) for i in value if _is_plain(i)))}"
+            self.found[path] = (
+                f"{len(value)} items"
+                f" {_hashed(b'', *sorted(repr(i) for i in value if _is_plain(i)))}"
+            )
         elif isinstance(value, MethodType):
             self.walk(path, value.__self__, depth)
         elif isinstance(value, functools.partial):
@@ -146,16 +166,22 @@ class State:
             if defined_by_user(kind.__module__):
                 self.modules.add(kind.__module__)
                 for name, item in list(vars(kind).items()):
-                    if not name.startswith("__") and isinstance(item, (*PLAIN, list, dict, set, deque)):
+                    if not name.startswith("__") and isinstance(
+                        item, (*PLAIN, list, dict, set, deque)
+                    ):
                         self.walk(f"{kind.__name__}.{name}", item, 1)
         torchs_own = is_module and type(value).__module__.startswith("torch.")
         for name, item in attributes.items():
             if is_module and (name in _OF_MODULES or name.endswith("_hooks") or "_hooks_" in name):
                 continue
-            if not (torchs_own and (name.startswith("_") or isinstance(item, Tensor))):  # as weight norm's weight
+            if not (
+                torchs_own and (name.startswith("_") or isinstance(item, Tensor))
+            ):  # as weight norm's weight
                 self.walk(f"{path}.{name}", item, depth - 1)
         if is_module:
-            for place, hook in enumerate((*value._forward_pre_hooks.values(), *value._forward_hooks.values())):
+            for place, hook in enumerate(
+                (*value._forward_pre_hooks.values(), *value._forward_hooks.values())
+            ):
                 self.walk(f"{path}'s hook {place}", hook, depth - 1)
             for name, child in value.named_children():
                 self.walk(f"{path}.{name}", child, DEPTH)
@@ -167,7 +193,9 @@ def _is_plain(value: Any) -> bool:
 
 def _tail(values: Iterable[Any]) -> str:
     """Of the items that are not looked at one by one, those that are plain."""
-    rest = [repr(item) for item in itertools.islice(values, MOST_ITEMS, MOST_NUMBERS) if _is_plain(item)]
+    rest = [
+        repr(item) for item in itertools.islice(values, MOST_ITEMS, MOST_NUMBERS) if _is_plain(item)
+    ]
     return f" {_hashed(b'', *rest)}" if rest else ""
 
 
@@ -198,7 +226,9 @@ def _digest(value: Any) -> str | None:
         return repr(value.get_state(legacy=False))
     if isinstance(value, random.Random):
         return repr(value.getstate())
-    return repr(value) if type(value).__module__ == "itertools" else None
+    if type(value).__module__ == "itertools":
+        return repr(value)
+    return None
 
 
 def _hashed(content: bytes, *more: Any) -> str:

@@ -1,9 +1,10 @@
 """An exponential moving average of the weights, updated in every optimizer step.
 
-The formula is that of `torch.optim.swa_utils.AveragedModel` with `use_buffers=True`: after the first step the average
-is a copy of the weights, after each further one decay * average + (1 - decay) * weights. Batch norm's running
-statistics are averaged with the weights. What is no floating-point number, or is not trained, is the model's own. So is
-a buffer that holds an infinity or NaN at the start, an attention mask for one: infinity minus infinity is NaN.
+The formula is that of `torch.optim.swa_utils.AveragedModel` with `use_buffers=True`: after the
+first step the average is a copy of the weights, after each further one decay * average + (1 -
+decay) * weights. Batch norm's running statistics are averaged with the weights. What is no
+floating-point number, or is not trained, is the model's own. So is a buffer that holds an infinity
+or NaN at the start, an attention mask for one: infinity minus infinity is NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ddp_train.errors import ConfigError
 
 
 class WeightAverage:
-    """The average of a model's trained parameters and floating-point buffers, on their device and of their type."""
+    """The average of a model's trained parameters and floating-point buffers, on their device and
+    of their type."""
 
     def __init__(
         self,
@@ -29,26 +31,41 @@ class WeightAverage:
         may_skip: bool = False,
         trained: Iterable[nn.Parameter] | None = None,
     ) -> None:
-        """It begins as the weights are now. warmup: the n-th update, from 1 on, has a decay of at most n / (9 + n), as
-        in TensorFlow's `ExponentialMovingAverage(num_updates)`: a short run's average soon forgets its first weights.
-        may_skip: only the device knows whether a step was taken, as with a GradScaler. trained: the parameters to
-        average; None: those that want gradients now. The average of one that is frozen is the parameter itself.
+        """It begins as the weights are now. warmup: the n-th update, from 1 on, has a decay of at
+        most n / (9 + n), as in TensorFlow's `ExponentialMovingAverage(num_updates)`: a short run's
+        average soon forgets its first weights. may_skip: only the device knows whether a step was
+        taken, as with a GradScaler. trained: the parameters to average; None: those that want
+        gradients now. The average of one that is frozen is the parameter itself.
 
-        Raises ConfigError for parameters of 16 bits: adding a thousandth of a difference would not change them.
+        Raises ConfigError for parameters of 16 bits: adding a thousandth of a difference would not
+        change them.
         """
-        self.trained = [p for p in model.parameters() if p.requires_grad] if trained is None else list(trained)
-        averaged = [path for path, b in model.named_buffers() if b.is_floating_point() and b.isfinite().all()]
+        if trained is None:
+            self.trained = [p for p in model.parameters() if p.requires_grad]
+        else:
+            self.trained = list(trained)
+        averaged = [
+            path
+            for path, b in model.named_buffers()
+            if b.is_floating_point() and b.isfinite().all()
+        ]
         paths = [path.rpartition(".") for path in averaged]
         self.buffers = [(model.get_submodule(owner), name) for owner, _, name in paths]
-        narrow = {str(p.dtype).removeprefix("torch.") for p in self.trained if torch.finfo(p.dtype).bits < 32}
+        narrow = {
+            str(p.dtype).removeprefix("torch.")
+            for p in self.trained
+            if torch.finfo(p.dtype).bits < 32
+        }
         if narrow:
             raise ConfigError(
                 [
-                    f"train.ema_decay={decay:g}: an average of {' and '.join(sorted(narrow))} parameters would not "
-                    "move; keep them in float32, of which tuning.precision=bf16 computes in bfloat16, or leave it out"
+                    f"train.ema_decay={decay:g}: an average of {' and '.join(sorted(narrow))}"
+                    " parameters would not move; keep them in float32, of which"
+                    " tuning.precision=bf16 computes in bfloat16, or leave it out"
                 ]
             )
-        self.decay, self.warmup = decay, warmup
+        self.decay = decay
+        self.warmup = warmup
         self.average = [tensor.clone() for tensor in self.live()]
         self.updates = torch.zeros((), dtype=torch.float64, device=self.average[0].device)
         """That were made. On the device, where a captured step counts."""
@@ -56,12 +73,16 @@ class WeightAverage:
         self.begun = False
 
     def live(self) -> list[Tensor]:
-        """What is averaged, in the model. Buffers are looked up: a model may put new tensors in their place."""
-        return [p.detach() for p in self.trained] + [getattr(owner, name).detach() for owner, name in self.buffers]
+        """What is averaged, in the model. Buffers are looked up: a model may put new tensors in
+        their place."""
+        return [p.detach() for p in self.trained] + [
+            getattr(owner, name).detach() for owner, name in self.buffers
+        ]
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
-        """After an optimizer step. skipped: 1 if it was not taken, on the device; None if it was. Waits for nothing."""
+        """After an optimizer step. skipped: 1 if it was not taken, on the device; None if it was.
+        Waits for nothing."""
         live = self.live()
         if self.rate_on_device:
             taken = torch.ones_like(self.updates) if skipped is None else 1 - skipped.double()
@@ -83,8 +104,9 @@ class WeightAverage:
         return torch.where(self.updates == 0, 1.0, rate)
 
     def _move(self, live: list[Tensor], rate: Tensor, may_skip: bool) -> None:
-        """As `lerp`, for which torch has no call that takes a rate on the device for many tensors. A rate of 0 changes
-        nothing: a step that is skipped leaves finite weights, but perhaps statistics that are not, and 0 * NaN is NaN.
+        """As `lerp`, for which torch has no call that takes a rate on the device for many tensors.
+        A rate of 0 changes nothing: a step that is skipped leaves finite weights, but perhaps
+        statistics that are not, and 0 * NaN is NaN.
         """
         difference = list(torch._foreach_sub(live, self.average))  # pyright: ignore[reportPrivateImportUsage]
         for dtype in {tensor.dtype for tensor in live}:
@@ -92,13 +114,15 @@ class WeightAverage:
             torch._foreach_mul_(of_type, rate.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
         if may_skip:
             place = len(self.trained)
-            difference[place:] = [torch.where(rate == 0, 0, of_buffer) for of_buffer in difference[place:]]
+            difference[place:] = [
+                torch.where(rate == 0, 0, of_buffer) for of_buffer in difference[place:]
+            ]
         torch._foreach_add_(self.average, difference)  # pyright: ignore[reportPrivateImportUsage]
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
-        """Inside, the model has the average, and this object the weights: their contents change places, so that what
-        refers to the tensors, a captured step above all, never notices."""
+        """Inside, the model has the average, and this object the weights: their contents change
+        places, so that what refers to the tensors, a captured step above all, never notices."""
         self._exchange()
         try:
             yield
@@ -118,7 +142,8 @@ class WeightAverage:
 
     @torch.no_grad()
     def begin(self, state: dict[str, Any] | None = None) -> None:
-        """Takes what is in the model for the average. state: of the run that it comes from; None begins anew."""
+        """Takes what is in the model for the average. state: of the run that it comes from; None
+        begins anew."""
         torch._foreach_copy_(self.average, self.live())  # pyright: ignore[reportPrivateImportUsage]
         self.updates.copy_(state["updates"] if state else torch.zeros(()))
         self.begun = bool(self.updates)

@@ -1,7 +1,8 @@
-"""Updates of lists of tensors that a flag on the device can leave out, so that no step waits for the host to look.
+"""Updates of lists of tensors that a flag on the device can leave out, so that no step waits for
+the host to look.
 
-torch's fused SGD is the one kernel for lists that reads such a flag, and a learning rate that is a tensor: both may
-change between replays of a CUDA graph.
+torch's fused SGD is the one kernel for lists that reads such a flag, and a learning rate that is a
+tensor: both may change between replays of a CUDA graph.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -23,8 +24,9 @@ def descend(
     rate: float | Tensor = 1.0,
     weight_decay: float = 0.0,
 ) -> None:
-    """params -= rate (updates + weight_decay params), the updates through momenta if there are any; nothing if
-    `found_inf`, a float32 scalar on the device, is 1. All are of one dtype. Without a flag `rate` is a number."""
+    """params -= rate (updates + weight_decay params), the updates through momenta if there are any;
+    nothing if `found_inf`, a float32 scalar on the device, is 1. All are of one dtype. Without a
+    flag `rate` is a number."""
     if found_inf is not None:
         _fused(params, updates, found_inf, momenta or [], momentum, rate, weight_decay)
         return
@@ -37,7 +39,10 @@ def descend(
 
 
 def move_towards(
-    means: list[Tensor], values: list[Tensor] | tuple[Tensor, ...], weight: float, found_inf: Tensor | None
+    means: list[Tensor],
+    values: list[Tensor] | tuple[Tensor, ...],
+    weight: float,
+    found_inf: Tensor | None,
 ) -> None:
     """means += weight (values - means); nothing if `found_inf` is 1."""
     if found_inf is None:

@@ -1,9 +1,10 @@
 """LARS and LAMB: optimizers whose rate is adapted to each layer, for global batches of thousands.
 
-Each update of a layer is scaled so that its length is in a fixed proportion to that of the layer's weights. What
-depends on values stays on the device: no step waits for it, and a step can be captured in a CUDA graph. For that the
-learning rate of a group may be a 0-dim tensor on the device, filled anew before each replay; and like torch's fused
-optimizers they leave out a step if the tensor `found_inf` of the optimizer, which a GradScaler sets, is 1.
+Each update of a layer is scaled so that its length is in a fixed proportion to that of the layer's
+weights. What depends on values stays on the device: no step waits for it, and a step can be
+captured in a CUDA graph. For that the learning rate of a group may be a 0-dim tensor on the device,
+filled anew before each replay; and like torch's fused optimizers they leave out a step if the
+tensor `found_inf` of the optimizer, which a GradScaler sets, is 1.
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -17,7 +18,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ddp_train.optim.flagged import descend, kept, move_towards, of_one_type, refuse_scaled_gradients
+from ddp_train.optim.flagged import (
+    descend,
+    kept,
+    move_towards,
+    of_one_type,
+    refuse_scaled_gradients,
+)
 
 Groups = Iterable[Tensor] | Iterable[dict[str, Any]]
 
@@ -35,8 +42,8 @@ class _LayerWise(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Parameters without a gradient stay as they are. Raises RuntimeError if the gradients are still
-        multiplied by the scale of a GradScaler."""
+        """One step. Parameters without a gradient stay as they are. Raises RuntimeError if the
+        gradients are still multiplied by the scale of a GradScaler."""
         refuse_scaled_gradients(self)
         loss = None
         if closure is not None:
@@ -46,7 +53,9 @@ class _LayerWise(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if parameters:
                 common = self._begin(group)
-                for together in of_one_type(parameters) if group["foreach"] else [[one] for one in parameters]:
+                for together in (
+                    of_one_type(parameters) if group["foreach"] else [[one] for one in parameters]
+                ):
                     gradients = [one.grad for one in together if one.grad is not None]
                     self._update(group, together, gradients, *common)
         return loss
@@ -55,15 +64,22 @@ class _LayerWise(Optimizer):
         """What all updates of a group in this step have in common."""
         return ()
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *common: Tensor):
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        *common: Tensor,
+    ):
         raise NotImplementedError
 
 
 class Lars(_LayerWise):
     """Layer-wise Adaptive Rate Scaling, SGD with momentum (arXiv:1708.03888, algorithm 1).
 
-    With weight decay b and trust coefficient c: v = momentum v + lr c |w| / (|g| + b |w| + eps) (g + b w); w = w - v.
-    The trust ratio is 1 where |w| or |g| is zero, as in MLPerf's reference. The rate is inside the momentum.
+    With weight decay b and trust coefficient c: v = momentum v + lr c |w| / (|g| + b |w| + eps) (g
+    + b w); w = w - v. The trust ratio is 1 where |w| or |g| is zero, as in MLPerf's reference. The
+    rate is inside the momentum.
     """
 
     def __init__(
@@ -76,7 +92,8 @@ class Lars(_LayerWise):
         eps: float = 0.0,
         foreach: bool = True,
     ) -> None:
-        """foreach: all layers of a group together, as torch calls it; False: one after the other."""
+        """foreach: all layers of a group together, as torch calls it; False: one after the
+        other."""
         super().__init__(
             params,
             lr=lr,
@@ -87,13 +104,25 @@ class Lars(_LayerWise):
             foreach=foreach,
         )
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *common: Tensor):
-        decay, rates = group["weight_decay"], group["lr"]
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        *common: Tensor,
+    ):
+        decay = group["weight_decay"]
+        rates = group["lr"]
         momenta = kept(self, parameters, "momentum_buffer") if group["momentum"] else []
         updates = torch._foreach_add(gradients, parameters, alpha=decay)
         if group["layer_adaptation"]:
-            weights, grads = _norms(parameters), _norms(gradients)
-            ratios = group["trust_coefficient"] * weights / torch.add(grads, weights, alpha=decay).add_(group["eps"])
+            weights = _norms(parameters)
+            grads = _norms(gradients)
+            ratios = (
+                group["trust_coefficient"]
+                * weights
+                / torch.add(grads, weights, alpha=decay).add_(group["eps"])
+            )
             rates = _scaled(rates, _or_one(ratios, weights, grads))
         torch._foreach_mul_(updates, rates)
         descend(parameters, updates, self.found_inf, momenta, group["momentum"])
@@ -102,9 +131,9 @@ class Lars(_LayerWise):
 class Lamb(_LayerWise):
     """Layer-wise Adaptive Moments (arXiv:1904.00962v5, algorithm 2), with phi(z) = z.
 
-    With m and s, Adam's moments after bias correction, and weight decay b: u = m / (sqrt(s) + eps) + b w;
-    w = w - lr |w| / |u| u. The trust ratio |w| / |u| is 1 where one of the norms is zero. Steps are counted for each
-    group together, also for a parameter that had no gradient in some.
+    With m and s, Adam's moments after bias correction, and weight decay b: u = m / (sqrt(s) + eps)
+    + b w; w = w - lr |w| / |u| u. The trust ratio |w| / |u| is 1 where one of the norms is zero.
+    Steps are counted for each group together, also for a parameter that had no gradient in some.
     """
 
     def __init__(
@@ -117,8 +146,8 @@ class Lamb(_LayerWise):
         max_trust_ratio: float | None = None,
         foreach: bool = True,
     ) -> None:
-        """max_trust_ratio: larger trust ratios are cut to it. foreach: all layers of a group together, as torch calls
-        it; False: one after the other."""
+        """max_trust_ratio: larger trust ratios are cut to it. foreach: all layers of a group
+        together, as torch calls it; False: one after the other."""
         super().__init__(
             params,
             lr=lr,
@@ -130,7 +159,8 @@ class Lamb(_LayerWise):
         )
 
     def _begin(self, group: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Bias correction, as what is left of it: m / (sqrt(s) + eps) is scale x moment / (sqrt(square) + eps').
+        """Bias correction, as what is left of it: m / (sqrt(s) + eps) is scale x moment /
+        (sqrt(square) + eps').
 
         Returns scale and eps', 0-dim float64: in float32, 1 - 0.999 is off by 2e-5 of it.
         """
@@ -142,10 +172,17 @@ class Lamb(_LayerWise):
         root = (1 - beta2**steps).sqrt_()
         return root / (1 - beta1**steps), root * group["eps"]
 
-    def _update(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor], *common: Tensor):
+    def _update(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        *common: Tensor,
+    ):
         scale, eps = (value.to(parameters[0].dtype) for value in common)
         (beta1, beta2), rates = group["betas"], group["lr"]
-        moments, squares = kept(self, parameters, "exp_avg"), kept(self, parameters, "exp_avg_sq")
+        moments = kept(self, parameters, "exp_avg")
+        squares = kept(self, parameters, "exp_avg_sq")
         move_towards(moments, gradients, 1 - beta1, self.found_inf)
         move_towards(squares, torch._foreach_mul(gradients, gradients), 1 - beta2, self.found_inf)
         roots = torch._foreach_sqrt(squares)
@@ -154,7 +191,8 @@ class Lamb(_LayerWise):
         torch._foreach_mul_(updates, scale)
         torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
         if group["layer_adaptation"]:
-            weights, lengths = _norms(parameters), _norms(updates)
+            weights = _norms(parameters)
+            lengths = _norms(updates)
             ratios = weights / lengths
             if group["max_trust_ratio"] is not None:
                 ratios.clamp_(max=group["max_trust_ratio"])
@@ -169,7 +207,8 @@ def _norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
 
 
 def _or_one(ratios: Tensor, norms: Tensor, other_norms: Tensor) -> Tensor:
-    """1 where one of the norms is zero. A norm that is NaN is not: the NaN must reach the weights."""
+    """1 where one of the norms is zero. A norm that is NaN is not: the NaN must reach the
+    weights."""
     return torch.where(torch.logical_and(norms, other_norms), ratios, 1.0)
 
 

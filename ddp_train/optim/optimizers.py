@@ -23,7 +23,8 @@ CLASSES: dict[str, type[Optimizer]] = {
     "lamb": Lamb,
     "muon": Muon,
 }
-"""Their arguments are the keys of `optimizer=NAME`, but for `betas`, which are `beta1` and `beta2`."""
+"""Their arguments are the keys of `optimizer=NAME`, but for `betas`, which are `beta1` and
+`beta2`."""
 
 
 def build_optimizer(
@@ -37,17 +38,22 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of parameters, or of groups of them. Those without a gradient stay as they are.
 
-    implementation: loop, foreach or fused, as torch calls them, or default for that of the class. captured: its steps
-    run from a CUDA graph, so that host time per step does not matter. decay_norm_and_bias: weight decay for parameters
-    of at most one dimension too. arguments: lr, weight_decay, and what else the class takes; a group may have its own.
+    implementation: loop, foreach or fused, as torch calls them, or default for that of the class.
+    captured: its steps run from a CUDA graph, so that host time per step does not matter.
+    decay_norm_and_bias: weight decay for parameters of at most one dimension too. arguments: lr,
+    weight_decay, and what else the class takes; a group may have its own.
     """
     given = list(parameters)
-    groups: list[dict[str, Any]] = [dict(group) for group in given if isinstance(group, dict)] or [{"params": given}]
+    groups: list[dict[str, Any]] = [dict(group) for group in given if isinstance(group, dict)] or [
+        {"params": given}
+    ]
     if not decay_norm_and_bias:
         groups = [part for group in groups for part in without_decay_of_vectors(group)]
     for taken in (*groups, arguments):  # the arguments last: a group may have but one of the two
         if taken.keys() & {"beta1", "beta2"}:
-            taken["betas"] = tuple(taken.pop(beta, arguments.get(beta)) for beta in ("beta1", "beta2"))
+            taken["betas"] = tuple(
+                taken.pop(beta, arguments.get(beta)) for beta in ("beta1", "beta2")
+            )
     if implementation == "fused":
         arguments |= {"foreach": None, "fused": True}
     elif implementation != "default":
@@ -59,17 +65,20 @@ def build_optimizer(
         cls = split_fused.CLASSES[cls]
     optimizer = cls(groups, **arguments)
     for group in optimizer.param_groups if implementation == "fused" and name == "sgd" else ():
-        # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel leaves the new buffers
-        # unwritten: ResNet-50 had a loss of NaN in step 2. From zeros the first step is the same.
+        # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel
+        # leaves the new buffers unwritten: ResNet-50 had a loss of NaN in step 2. From zeros the
+        # first step is the same.
         for parameter in group["params"] if group["momentum"] else ():
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
 
 
 def without_decay_of_vectors(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """A group as two, in the second of which those of at most one dimension, norms and biases, have no weight decay.
+    """A group as two, in the second of which those of at most one dimension, norms and biases, have
+    no weight decay.
 
-    LARS and LAMB do not adapt the learning rate of those either; torch's optimizers ignore `layer_adaptation`.
+    LARS and LAMB do not adapt the learning rate of those either; torch's optimizers ignore
+    `layer_adaptation`.
     """
     parts: list[dict[str, Any]] = [
         {**group, "params": [parameter for parameter in group["params"] if parameter.ndim > 1]},

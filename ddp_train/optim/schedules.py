@@ -13,13 +13,15 @@ Factor = Callable[[int], float]
 def build_schedule(name: str, total_steps: int, warmup_steps: int = 0, **arguments: Any) -> Factor:
     """The factor of the learning rate in optimizer step 0, 1, ... total_steps - 1.
 
-    Warm-up is linear and reaches the base learning rate after its steps; the schedule proper runs over the steps after
-    it. arguments: the keys of `schedule=NAME`.
+    Warm-up is linear and reaches the base learning rate after its steps; the schedule proper runs
+    over the steps after it. arguments: the keys of `schedule=NAME`.
     """
     main = _SCHEDULES[name](max(1, total_steps - warmup_steps), **arguments)
     if not warmup_steps:
         return main
-    return lambda step: (step + 1) / (warmup_steps + 1) if step < warmup_steps else main(step - warmup_steps)
+    return lambda step: (
+        (step + 1) / (warmup_steps + 1) if step < warmup_steps else main(step - warmup_steps)
+    )
 
 
 def _constant(steps: int) -> Factor:
@@ -31,8 +33,11 @@ def _step(steps: int, step_size: int, gamma: float) -> Factor:
 
 
 def _cosine(steps: int, final_factor: float) -> Factor:
-    """arXiv:1608.03983 without restarts; reaches final_factor one step after the last, as torch's does."""
-    return lambda step: final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    """arXiv:1608.03983 without restarts; reaches final_factor one step after the last, as torch's
+    does."""
+    return lambda step: (
+        final_factor + (1 - final_factor) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    )
 
 
 def _polynomial(steps: int, power: float, final_factor: float) -> Factor:

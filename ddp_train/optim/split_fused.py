@@ -1,10 +1,12 @@
-"""torch's fused SGD, Adam and AdamW for small models on a GPU: the same numbers, from more thread blocks.
+"""torch's fused SGD, Adam and AdamW for small models on a GPU: the same numbers, from more thread
+blocks.
 
-torch's kernels give every 65,536 numbers of a tensor to one thread block. A small model has few such chunks: AdamW's
-update of 150,000 weights, three chunks and some biases, takes an H200 50 us, a third of the whole training step, while
-most of its 132 multiprocessors have nothing to do. Here tensors are cut into parts, each a tensor of its own. Each
-number is updated as before, to the last bit. Cutting costs the host a microsecond for each part: this is for steps that
-are recorded once and replayed (`cuda_graph`).
+torch's kernels give every 65,536 numbers of a tensor to one thread block. A small model has few
+such chunks: AdamW's update of 150,000 weights, three chunks and some biases, takes an H200 50 us, a
+third of the whole training step, while most of its 132 multiprocessors have nothing to do. Here
+tensors are cut into parts, each a tensor of its own. Each number is updated as before, to the last
+bit. Cutting costs the host a microsecond for each part: this is for steps that are recorded once
+and replayed (`cuda_graph`).
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 aten = torch.ops.aten
-"""Overloads are named: where one must be found, torch prints the tensors that do not fit, and reads them for it."""
+"""Overloads are named: where one must be found, torch prints the tensors that do not fit, and reads
+them for it."""
 CHUNK = 65_536
 """Numbers for one thread block (ATen/native/cuda/MultiTensorApply.cuh)."""
 ROUND = 2_048
@@ -27,8 +30,8 @@ PARTS = 32
 def in_parts(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[int]]:
     """Parallel lists of tensors (weights, gradients, moments), cut alike.
 
-    Returns the lists of parts, which share the memory of the tensors, and for each part the index of its tensor. What
-    is not contiguous stays whole.
+    Returns the lists of parts, which share the memory of the tensors, and for each part the index
+    of its tensor. What is not contiguous stays whole.
     """
     total = sum(tensor.numel() for tensor in lists[0])
     size = -(-total // (PARTS * ROUND)) * ROUND
@@ -44,14 +47,19 @@ def in_parts(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[int]]:
 
 def for_rate(kernel: Any, rate: float | Tensor) -> Any:
     """The overload that leaves a rate on the device; the other would read a 0-dim tensor."""
-    return kernel.tensor_lr if isinstance(rate, Tensor) else kernel.default
+    if isinstance(rate, Tensor):
+        return kernel.tensor_lr
+    return kernel.default
 
 
 class _ReadsGradScaler:
     """What a GradScaler, or the guard, tells a fused optimizer: see torch.optim.Optimizer."""
 
     def grad_scaler_kwargs(self) -> dict[str, Tensor | None]:
-        return {"grad_scale": getattr(self, "grad_scale", None), "found_inf": getattr(self, "found_inf", None)}
+        return {
+            "grad_scale": getattr(self, "grad_scale", None),
+            "found_inf": getattr(self, "found_inf", None),
+        }
 
 
 class SGD(torch.optim.SGD, _ReadsGradScaler):
@@ -60,13 +68,18 @@ class SGD(torch.optim.SGD, _ReadsGradScaler):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            params, grads, momenta = [], [], []
+            params = []
+            grads = []
+            momenta = []
             self._init_group(group, params, grads, momenta)
             parts, _ = in_parts([params, grads, *([momenta] if momenta else [])])
             if params:
                 for_rate(aten._fused_sgd_, group["lr"])(
                     *(parts if momenta else [*parts, []]),
-                    **{name: group[name] for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov")},
+                    **{
+                        name: group[name]
+                        for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov")
+                    },
                     maximize=False,
                     is_first_step=False,
                     **self.grad_scaler_kwargs(),

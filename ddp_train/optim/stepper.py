@@ -32,8 +32,9 @@ class Stepper:
         average: WeightAverage | None = None,
         check_gradients: Callable[[], None] = lambda: None,
     ) -> None:
-        """mean_of_units, check_gradients: see `Strategy`. max_grad_norm: gradients are clipped to this norm.
-        allow_missing_grads, skip_non_finite: see `nan_guard.NonFiniteCheck`. average: of the weights, to be kept."""
+        """mean_of_units, check_gradients: see `Strategy`. max_grad_norm: gradients are clipped to
+        this norm. allow_missing_grads, skip_non_finite: see `nan_guard.NonFiniteCheck`. average: of
+        the weights, to be kept."""
         self.optimizer = optimizer
         self.factor = factor
         self.scaler = scaler
@@ -41,14 +42,22 @@ class Stepper:
         self.max_grad_norm = max_grad_norm
         self.average = average
         self.check_gradients = check_gradients
-        self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self.parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        self.base_lrs = [
+            group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups
+        ]
         self.device = str(self.parameters[0].device)
         self.losses = RunningLoss()
         self.scaled = scaler.is_enabled()
-        reads_flags = getattr(optimizer, "_step_supports_amp_scaling", False)  # torch's fused ones, and ours
+        reads_flags = getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        )  # torch's fused ones, and ours
         if reads_flags and self.device != "cpu" and not (allow_missing_grads or skip_non_finite):
-            self.check_finite: NonFiniteCheck = DeviceNonFiniteCheck(optimizer, self.losses, self.scaled)
+            self.check_finite: NonFiniteCheck = DeviceNonFiniteCheck(
+                optimizer, self.losses, self.scaled
+            )
         else:
             self.check_finite = NonFiniteCheck(
                 optimizer, self.losses, self.scaled, allow_missing_grads, skip_non_finite
@@ -61,23 +70,36 @@ class Stepper:
         self.continue_from(0)
 
     def continue_from(self, step: int) -> None:
-        """`step` optimizer steps are done already. Call it after `load_state`, if that is called."""
+        """`step` optimizer steps are done already. Call it after `load_state`, if that is
+        called."""
         self.steps_done = step
-        self.groups_and_base_lrs = list(zip(self.optimizer.param_groups, self.base_lrs, strict=True))
-        if step:  # for a checkpoint of this very step: it has the learning rates of the step that was done last
+        self.groups_and_base_lrs = list(
+            zip(self.optimizer.param_groups, self.base_lrs, strict=True)
+        )
+        # for a checkpoint of this very step: it has the learning rates of the step that was done
+        # last
+        if step:
             self.set_lr(self.factor(step - 1))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the weights."""
         scaler = self.scaler.state_dict()
-        return {"optimizer": self.optimizer.state_dict(), "scaler": scaler, "gradient_norm": self.norm}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": scaler,
+            "gradient_norm": self.norm,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Moments come from the checkpoint; learning rates, decay and implementation are those of this run's config."""
+        """Moments come from the checkpoint; learning rates, decay and implementation are those of
+        this run's config."""
         own = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
         for parameter, moments in self.optimizer.state.items():
-            for name, moment in moments.items():  # the run that saved them may have had another memory format
+            for (
+                name,
+                moment,
+            ) in moments.items():  # the run that saved them may have had another memory format
                 if torch.is_tensor(moment) and moment.shape == parameter.shape:
                     like = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device)
                     moments[name] = like.copy_(moment)
@@ -86,10 +108,11 @@ class Stepper:
         self.norm = None if norm is None else norm.to(self.device)
 
     def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
-        """loss: the sum of the losses of a micro-batch, a scalar, or [replicas] of them. units: their number, likewise,
-        float64; None if they are the samples, whose number the plan knows.
+        """loss: the sum of the losses of a micro-batch, a scalar, or [replicas] of them. units:
+        their number, likewise, float64; None if they are the samples, whose number the plan knows.
 
-        The backward pass starts from the micro-batch's scale, or from NaN if the loss is not finite.
+        The backward pass starts from the micro-batch's scale, or from NaN if the loss is not
+        finite.
         """
         number: float | Tensor = micro_batch.num_real
         if units is not None:
@@ -103,19 +126,23 @@ class Stepper:
                 start = self.constants[value] = torch.full_like(loss, value)
             self.check_finite.poison.zero = None if value == micro_batch.scale else start
         else:  # looking at the loss would wait for the GPU
-            seen = loss.detach().clone()  # a compiled model with CUDA graphs of its own writes the next loss there
+            seen = (
+                loss.detach().clone()
+            )  # a compiled model with CUDA graphs of its own writes the next loss there
             start = self.start(seen, micro_batch.scale)
         self.losses.add(seen, number, micro_batch)
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
 
     def start(self, loss: Tensor, scale: float | Tensor) -> Tensor:
-        """What a backward pass starts from on a GPU: `scale`, or NaN where the loss is not finite."""
+        """What a backward pass starts from on a GPU: `scale`, or NaN where the loss is not
+        finite."""
         zero = loss * 0
         self.check_finite.poison.zero = zero if zero.ndim == 0 else zero.sum()  # of replicas
         return zero + scale
 
     def count(self, units: Tensor | None, scale: float | Tensor, is_last: bool) -> None:
-        """Begins the exchange of a step's number of units, beside the backward pass that follows."""
+        """Begins the exchange of a step's number of units, beside the backward pass that
+        follows."""
         if units is not None:
             self.scaled_units.append(units.sum() * scale)
             if is_last:
@@ -125,12 +152,14 @@ class Stepper:
     def units_seen(self, units: Tensor | None, micro_batch: MicroBatch) -> float | Tensor:
         """For the mean loss that is reported; a stand-in has none."""
         if units is None or not micro_batch.num_real:
-            return micro_batch.num_real if units is None or units.is_cpu else torch.zeros_like(units)
+            if units is None or units.is_cpu:
+                return micro_batch.num_real
+            return torch.zeros_like(units)
         return units.item() if units.is_cpu else units.clone()
 
     def step(self) -> None:
-        """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not finite; on a GPU with a
-        fused optimizer it is `mean_loss` that raises it."""
+        """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not
+        finite; on a GPU with a fused optimizer it is `mean_loss` that raises it."""
         self.set_lr(self.factor(self.steps_done))
         self.update()
         self.steps_done += 1
@@ -144,14 +173,16 @@ class Stepper:
         """From the gradients to new weights: check, clip, step. No gradients are left."""
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
-        limit, self.norm = self.max_grad_norm, None
+        limit = self.max_grad_norm
+        self.norm = None
         if self.divisor:
             self._divide_gradients(self.divisor(), limit)
             self.divisor = None
         elif limit is not None:
             self.norm = nn.utils.clip_grad_norm_(self.parameters, limit)
         allowed = self.check_finite.allows(self.steps_done, self.norm)
-        self.check_gradients()  # not before: zeros that it fills in are finite though the loss is not
+        # not before: zeros that it fills in are finite though the loss is not
+        self.check_gradients()
         if self.scaled:
             self.scaler.step(self.optimizer)
             if self.average:
@@ -162,12 +193,14 @@ class Stepper:
             self.optimizer.step()
             if self.average:
                 self.average.update()
-        for parameter in self.parameters:  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
+        for parameter in (
+            self.parameters
+        ):  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
             parameter.grad = None
 
     def _divide_gradients(self, units: Tensor, limit: float | None) -> None:
-        """Makes gradients of sums those of means, and clips them to the norm `limit`, in one pass over them. A global
-        batch without units leaves zeros."""
+        """Makes gradients of sums those of means, and clips them to the norm `limit`, in one pass
+        over them. A global batch without units leaves zeros."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         factor = torch.where(units == 0, 0.0, 1 / units)
         if limit is not None:  # as clip_grad_norm_
@@ -178,15 +211,18 @@ class Stepper:
         )
 
     def mean_loss(self, extra: ExtraPayload | None = None) -> Mean:
-        """The mean loss since the last call, over all units of all processes; without units if all steps were skipped.
+        """The mean loss since the last call, over all units of all processes; without units if all
+        steps were skipped.
 
-        Raises NonFiniteLossError if a loss was not finite. Waits for the device. extra: is sent along with the losses.
+        Raises NonFiniteLossError if a loss was not finite. Waits for the device. extra: is sent
+        along with the losses.
         """
         extras = [self.check_finite.to_exchange(self.steps_done), extra]
         return self.losses.mean(self.device, [one for one in extras if one is not None])
 
     def check(self) -> None:
-        """Raises NonFiniteLossError if a loss was not finite, or a weight is not: before a checkpoint."""
+        """Raises NonFiniteLossError if a loss was not finite, or a weight is not: before a
+        checkpoint."""
         self.check_finite.check_losses(self.steps_done)
         self.check_finite.check_weights(self.steps_done)
 
@@ -206,5 +242,6 @@ class Stepper:
 
     @property
     def last_gradient_norm(self) -> float | None:
-        """Of the step that was done last, before clipping; None without clipping. Waits for the device."""
+        """Of the step that was done last, before clipping; None without clipping. Waits for the
+        device."""
         return None if self.norm is None else self.norm.item()

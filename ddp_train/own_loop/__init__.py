@@ -1,1 +1,2 @@
-"""`ddp_train.session`: the user's own training loop, on any number of processes. docs/own_loop.md."""
+"""`ddp_train.session`: the user's own training loop, on any number of processes.
+docs/own_loop.md."""

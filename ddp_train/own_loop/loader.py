@@ -1,4 +1,5 @@
-"""The batches of a session: the global batches are the same for any number of processes, each has its share."""
+"""The batches of a session: the global batches are the same for any number of processes, each has
+its share."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from ddp_train.training.phases import ReportedBatches
 
 Collate = Callable[[list[Any]], Any]
 SAME_DATA = (
-    "give random_split, and whatever shuffles before the `with`, a generator with a seed, or make the data set inside "
-    "of the `with`, where all processes draw the same"
+    "give random_split, and whatever shuffles before the `with`, a generator with a seed, or make"
+    " the data set inside of the `with`, where all processes draw the same"
 )
 
 
@@ -43,13 +44,19 @@ class Rows:
 
 
 def source_of(dataset: Any, seed: int, collate: Collate | None, what: str) -> Any:
-    """What gives samples by their numbers. Raises UsageError for what has no numbers. what: the method that was
-    called."""
+    """What gives samples by their numbers. Raises UsageError for what has no numbers. what: the
+    method that was called."""
     if isinstance(dataset, DataLoader):
-        raise UsageError(f"{what}: it was given a DataLoader", f"give it the data set itself: {what}(loader.dataset)")
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"{what}: {type(dataset).__name__} is iterable: its samples have no numbers, and cannot be shared exactly",
+            f"{what}: it was given a DataLoader",
+            f"give it the data set itself: {what}(loader.dataset)",
+        )
+    if isinstance(dataset, IterableDataset) or not (
+        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    ):
+        raise UsageError(
+            f"{what}: {type(dataset).__name__} is iterable: its samples have no numbers, and cannot"
+            " be shared exactly",
             "give it a map-style data set, with __getitem__ and __len__",
         )
     if not len(dataset):
@@ -66,20 +73,33 @@ def common_digests(source: Any, device: str, what: str) -> dict[str, str]:
     found = digests(source)
     same_everywhere(len(source), device, f"{what}: the number of samples", SAME_DATA)
     drawn = int(digests(source) != found)  # with a generator of its own, other samples each time
-    number = 0 if drawn else int.from_bytes("".join(found.values()).encode()[-15:], "big") % (2**61 - 1)
+    if drawn:
+        number = 0
+    else:
+        number = int.from_bytes("".join(found.values()).encode()[-15:], "big") % (2**61 - 1)
     same_everywhere(number, device, f"{what}: a digest of the samples", SAME_DATA)
     return {} if drawn else found
 
 
 class TrainingLoader:
-    """Gives each epoch's batches, or what is left of them, once: `for inputs, targets in loader`."""
+    """Gives each epoch's batches, or what is left of them, once: `for inputs, targets in
+    loader`."""
 
     def __init__(
-        self, steps: Steps, source: Any, global_batch_size: int, shuffle: bool, options: LoaderOptions
+        self,
+        steps: Steps,
+        source: Any,
+        global_batch_size: int,
+        shuffle: bool,
+        options: LoaderOptions,
     ) -> None:
-        world, kind = steps.world, BatchPlan if shuffle else _InOrder
-        plan = kind(len(source), global_batch_size, 1, 0, steps.settings.seed, world.rank, world.size)
-        self.steps, self.shares = steps, _Shares(plan)
+        world = steps.world
+        kind = BatchPlan if shuffle else _InOrder
+        plan = kind(
+            len(source), global_batch_size, 1, 0, steps.settings.seed, world.rank, world.size
+        )
+        self.steps = steps
+        self.shares = _Shares(plan)
         self.facts = {
             "samples": len(source),
             "global_batch_size": global_batch_size,
@@ -99,7 +119,8 @@ class TrainingLoader:
         epoch = steps.open_epoch("the loader of run.loader")
         if self.epoch_used == epoch:
             raise UsageError(
-                f"the loader was used twice in epoch {epoch}", "use it once in each epoch; score with run.test_loader"
+                f"the loader was used twice in epoch {epoch}",
+                "use it once in each epoch; score with run.test_loader",
             )
         self.epoch_used = epoch
         self.shares.begin(epoch, steps.position.batch)
@@ -119,10 +140,12 @@ class _InOrder(BatchPlan):
 
 
 class _Shares:
-    """This process's share of each global batch that is left of an epoch. Iterated once for each epoch."""
+    """This process's share of each global batch that is left of an epoch. Iterated once for each
+    epoch."""
 
     def __init__(self, plan: BatchPlan) -> None:
-        self.plan, self.first_step = plan, 0
+        self.plan = plan
+        self.first_step = 0
 
     def begin(self, epoch: int, batch: int) -> None:
         each = self.plan.steps_per_epoch
@@ -134,13 +157,14 @@ class _Shares:
 
 
 class TestLoader:
-    """Each sample once, on one process, in the order of the data set: process 0 has the first ones. Iterated as often
-    as one likes."""
+    """Each sample once, on one process, in the order of the data set: process 0 has the first ones.
+    Iterated as often as one likes."""
 
     __test__ = False  # no tests, for pytest
 
     def __init__(self, steps: Steps, source: Any, batch_size: int, options: LoaderOptions) -> None:
-        count, world = len(source), steps.world
+        count = len(source)
+        world = steps.world
         first, last = (count * rank // world.size for rank in (world.rank, world.rank + 1))
         self.shares = [
             MicroBatch(None, number, indices, len(indices), 0.0, True)
@@ -155,8 +179,8 @@ class TestLoader:
         return len(self.shares)
 
     def __iter__(self) -> Iterator[Any]:
-        """Buffers that differ between processes, batch norm's statistics without synchronising, are their mean
-        meanwhile."""
+        """Buffers that differ between processes, batch norm's statistics without synchronising, are
+        their mean meanwhile."""
         model = self.steps.model
         with averaged_buffers(model.module) if model else contextlib.nullcontext():
             self.steps.is_scoring = True
@@ -169,7 +193,11 @@ class TestLoader:
 
 
 def _reported(
-    steps: Steps, source: Any, shares: Iterable[MicroBatch], options: LoaderOptions, prefix: str = ""
+    steps: Steps,
+    source: Any,
+    shares: Iterable[MicroBatch],
+    options: LoaderOptions,
+    prefix: str = "",
 ) -> ReportedBatches:
     loader = Loader(source, shares, steps.device, options)
     steps.loaders.append(loader)
@@ -179,5 +207,8 @@ def _reported(
 def options_of(device: str, num_workers: int) -> LoaderOptions:
     on_gpu = device.startswith("cuda")
     return LoaderOptions(
-        num_workers=num_workers, persistent_workers=num_workers > 0, pin_memory=on_gpu, non_blocking=on_gpu
+        num_workers=num_workers,
+        persistent_workers=num_workers > 0,
+        pin_memory=on_gpu,
+        non_blocking=on_gpu,
     )

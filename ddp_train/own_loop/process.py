@@ -1,4 +1,5 @@
-"""One process of a session, from the beginning of the `with` to its end: joins the others, reports, leaves."""
+"""One process of a session, from the beginning of the `with` to its end: joins the others, reports,
+leaves."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from ddp_train.own_loop.steps import Steps, StoppedError
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
 from ddp_train.resilience import collectives, failure_report, heartbeat, peer_check, run_lock
 from ddp_train.resilience.heartbeat import RankStatus, status_on_board
-from ddp_train.resilience.preemption import INTERRUPTED, SAVED, StopController, exit_code, stop_signals
+from ddp_train.resilience.preemption import (
+    INTERRUPTED,
+    SAVED,
+    StopController,
+    exit_code,
+    stop_signals,
+)
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.telemetry.console import LogFile, redirect_streams
 from ddp_train.text import counted
@@ -38,8 +45,8 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
-    """Inside, this process is one of the run. alone: the only one, started by nobody else; it ends by SystemExit, and
-    the others at once, since a process group may be broken."""
+    """Inside, this process is one of the run. alone: the only one, started by nobody else; it ends
+    by SystemExit, and the others at once, since a process group may be broken."""
     if not alone:
         tolerate_closed_streams()
         die_with_parent()
@@ -73,7 +80,9 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
                 group = process_group.session(world, device, backend, store, timeout)
             stop = StopController()
             steps = Steps(settings, world, device, status, stop)
-            stack.callback(stop.close)  # after a failure too, where the process lives on: in a notebook
+            stack.callback(
+                stop.close
+            )  # after a failure too, where the process lives on: in a notebook
             stack.callback(steps.close)
             run = Run(steps)
             status.phase = "build"
@@ -83,7 +92,9 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
             is_stopped = False
             with _same_handlers_after():
                 clone = store.clone() if store else None
-                with stop.listening(status, world, clone, settings.grace_seconds / 2, _leave_by_itself(status)):
+                with stop.listening(
+                    status, world, clone, settings.grace_seconds / 2, _leave_by_itself(status)
+                ):
                     try:
                         yield run
                         steps.end()
@@ -106,10 +117,13 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
             if not alone:
                 leave(status.leaving(code))
             for child in multiprocessing.active_children():
-                if child.daemon:  # a loader process, for which the interpreter would wait: it ignores SIGTERM
+                if (
+                    child.daemon
+                ):  # a loader process, for which the interpreter would wait: it ignores SIGTERM
                     child.kill()
             raise SystemExit(code) from None
-    status.phase, status.is_done = heartbeat.END, 1
+    status.phase = heartbeat.END
+    status.is_done = 1
     if is_stopped:
         stopped_at_terminal = alone and exit_code(stop.signal_number) == INTERRUPTED
         end(INTERRUPTED if stopped_at_terminal else SAVED)
@@ -117,7 +131,8 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
 
 
 def _leave_by_itself(status: RankStatus) -> Callable[[int], Any]:
-    """For a stop on which the ranks cannot agree. From a thread, where SystemExit would end the thread alone."""
+    """For a stop on which the ranks cannot agree. From a thread, where SystemExit would end the
+    thread alone."""
     return lambda code: leave(status.leaving(code))
 
 
@@ -130,20 +145,27 @@ def _locked(run_dir: Path) -> run_lock.Lock:
             f"another run is in {run_dir}, {error}", "wait for it, stop it, or name another run_dir"
         ) from None
     except OSError as error:
-        raise WriteError(f"{run_dir} cannot be written: {error.strerror}", "name a folder that can") from error
+        raise WriteError(
+            f"{run_dir} cannot be written: {error.strerror}", "name a folder that can"
+        ) from error
 
 
 def _open_logs(log_file: Path, world: World, stack: contextlib.ExitStack) -> None:
-    """What this package and Python's warnings say goes to the log, beside whatever logging the user has set up; what
-    other processes than rank 0 print, too."""
+    """What this package and Python's warnings say goes to the log, beside whatever logging the user
+    has set up; what other processes than rank 0 print, too."""
     try:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handler = LogFile(log_file)
     except OSError as error:
         remedy = "free space, or give permission to write there, and start the same command again"
-        raise WriteError(f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy) from error
-    handler.setFormatter(logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(message)s"))
-    root, ours = logging.getLogger(), logging.getLogger("ddp_train")
+        raise WriteError(
+            f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy
+        ) from error
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(message)s")
+    )
+    root = logging.getLogger()
+    ours = logging.getLogger("ddp_train")
     root.addHandler(handler)
     stack.callback(handler.close)
     stack.callback(root.removeHandler, handler)
@@ -152,7 +174,9 @@ def _open_logs(log_file: Path, world: World, stack: contextlib.ExitStack) -> Non
     if world.is_leader:
         seen = logging.StreamHandler()
         seen.setLevel(logging.WARNING)
-        seen.addFilter(lambda record: record.levelno == logging.WARNING)  # failures have their own report
+        seen.addFilter(
+            lambda record: record.levelno == logging.WARNING
+        )  # failures have their own report
         seen.setFormatter(logging.Formatter("warning: %(message)s"))
         ours.addHandler(seen)
         stack.callback(ours.removeHandler, seen)
@@ -161,7 +185,8 @@ def _open_logs(log_file: Path, world: World, stack: contextlib.ExitStack) -> Non
 
 
 def _prepare(settings: Settings, world: World, device: str, is_ours: bool) -> None:
-    """Threads, device and seeds. is_ours: started by our launcher, which decides the number of threads."""
+    """Threads, device and seeds. is_ours: started by our launcher, which decides the number of
+    threads."""
     if is_ours and (threads := threads_asked()):
         torch.set_num_threads(threads)  # a forked process has imported torch with one
     if device.startswith("cuda"):
@@ -183,7 +208,9 @@ def _same_handlers_after() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _conclude(settings: Settings, world: World, steps: Steps, facts: dict[str, Any], is_stopped: bool) -> None:
+def _conclude(
+    settings: Settings, world: World, steps: Steps, facts: dict[str, Any], is_stopped: bool
+) -> None:
     if not world.is_leader:
         return
     position = steps.position
@@ -191,6 +218,11 @@ def _conclude(settings: Settings, world: World, steps: Steps, facts: dict[str, A
     done = {"status": status, **facts, "steps": position.step, "epochs": position.epoch}
     failure_report.write_json(settings.run_dir / failure_report.SUMMARY, done)
     if is_stopped:
-        after = f"epoch {position.epoch}" + (f", {counted(position.batch, 'step')} of it" if position.batch else "")
-        text = f"stopped after step {position.step} ({after}) and saved; the same command resumes there"
+        after = f"epoch {position.epoch}" + (
+            f", {counted(position.batch, 'step')} of it" if position.batch else ""
+        )
+        text = (
+            f"stopped after step {position.step} ({after}) and saved; the same command resumes"
+            " there"
+        )
         print(text, file=sys.stderr)

@@ -1,4 +1,5 @@
-"""What `ddp_train.session` is told, its errors, and the words in which a run of a session is spoken of. Torch-free."""
+"""What `ddp_train.session` is told, its errors, and the words in which a run of a session is spoken
+of. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,20 +13,30 @@ from ddp_train.errors import ConfigError
 from ddp_train.resilience.failure_report import is_foreign
 
 _WORDS = (
-    (r"lower train\.global_batch_size or raise train\.accumulation_steps", "lower global_batch_size"),
+    (
+        r"lower train\.global_batch_size or raise train\.accumulation_steps",
+        "lower global_batch_size",
+    ),
     (r"run_dir=\S+ resumes", "the same command resumes"),
-    (r"add strategy\.find_unused_parameters=true", "call run.wrap(model, find_unused_parameters=True)"),
-    (r"name another checkpoint\.resume=PATH(, or checkpoint\.resume=never)?", "move checkpoints/ away to start over"),
+    (
+        r"add strategy\.find_unused_parameters=true",
+        "call run.wrap(model, find_unused_parameters=True)",
+    ),
+    (
+        r"name another checkpoint\.resume=PATH(, or checkpoint\.resume=never)?",
+        "move checkpoints/ away to start over",
+    ),
     (r"use the model= and data= that it was trained with", "use that model, or another run_dir"),
     (r"continue in another run_dir with checkpoint\.resume=PATH", "use another run_dir"),
     (r" or tuning\.prefetch_factor", ""),
     (r"data\._target_: ", ""),
     (r"\b(?:launch|train|tuning)\.(\w+)", r"\1"),
-)  # fmt: skip
+)
 
 
 class UsageError(ConfigError):
-    """A session, or something of it, was called as it must not be. `str(error)` begins with the line that did."""
+    """A session, or something of it, was called as it must not be. `str(error)` begins with the
+    line that did."""
 
     def __init__(self, detail: str, remedy: str) -> None:
         super().__init__([f"{_caller()}{detail}"])
@@ -40,17 +51,21 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame and is_foreign(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}: " if frame else ""
+    if frame:
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}: "
+    return ""
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a prompt: there is no script, and ending the process would end that."""
+    """Whether this is a notebook or a prompt: there is no script, and ending the process would end
+    that."""
     ipython = sys.modules.get("IPython")
     return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
 
 def in_words(text: str) -> str:
-    """A message of the launcher or a worker, with the arguments of a session in place of the keys of a config."""
+    """A message of the launcher or a worker, with the arguments of a session in place of the keys
+    of a config."""
     for pattern, words in _WORDS:
         text = re.sub(pattern, words, text)
     return text
@@ -82,13 +97,24 @@ class Settings:
         for name, value, least in rules:
             if value < least:
                 raise UsageError(
-                    f"ddp_train.session: {name}={value!r} is less than {least:g}", f"use {least:g} or more"
+                    f"ddp_train.session: {name}={value!r} is less than {least:g}",
+                    f"use {least:g} or more",
                 )
         if self.run_dir.exists() and not self.run_dir.is_dir():
-            raise UsageError(f"ddp_train.session: {self.run_dir} is no folder", "name the folder of one run")
+            raise UsageError(
+                f"ddp_train.session: {self.run_dir} is no folder", "name the folder of one run"
+            )
 
     def facts(self, processes: int) -> dict[str, Any]:
         """For summary.json. processes: over all hosts."""
-        backend = "none" if processes == 1 else "nccl" if self.device == "cuda" else "gloo"
-        facts = {"mode": "session", "world_size": processes, "device": self.device, "backend": backend}
+        if processes == 1:
+            backend = "none"
+        else:
+            backend = "nccl" if self.device == "cuda" else "gloo"
+        facts = {
+            "mode": "session",
+            "world_size": processes,
+            "device": self.device,
+            "backend": backend,
+        }
         return {**facts, "seed": self.seed}

@@ -1,7 +1,9 @@
-"""`ddp_train.session`: joins the processes of a run, or starts them by running this script again in each. Torch-free.
+"""`ddp_train.session`: joins the processes of a run, or starts them by running this script again in
+each. Torch-free.
 
-The process that starts them only watches: it has no rank, and ends with the exit code of the run where the `with`
-begins. The launcher does it (`launcher/local.py`), as it does for `python launch.py`.
+The process that starts them only watches: it has no rank, and ends with the exit code of the run
+where the `with` begins. The launcher does it (`launcher/local.py`), as it does for `python
+launch.py`.
 """
 
 from __future__ import annotations
@@ -49,26 +51,35 @@ def session(
     timeout_seconds: float = 600.0,
     grace_seconds: float = 30.0,
 ) -> Iterator[Run]:
-    """One run of a training loop of your own, on any number of processes. docs/own_loop.md shows a whole script.
+    """One run of a training loop of your own, on any number of processes. docs/own_loop.md shows a
+    whole script.
 
-    Under torchrun this process joins the others. Started alone it starts them, by running the same command line again
-    in each, watches them, and ends where the `with` begins, with the exit code of the run: what stands before the
-    `with` runs here too, what follows it in the processes alone.
+    Under torchrun this process joins the others. Started alone it starts them, by running the same
+    command line again in each, watches them, and ends where the `with` begins, with the exit code
+    of the run: what stands before the `with` runs here too, what follows it in the processes alone.
 
-    run_dir: the folder of this run: checkpoints, logs, failure.json, summary.json; given again, the run is resumed.
-    processes: None for the number in DDP_TRAIN_PROCESSES, else one per visible GPU, or two on the CPU; 1, without
-    restarts: all happens in this process, without a process group. device: auto, cuda or cpu. seed: of everything that
-    is drawn. keep: the newest checkpoints that are kept. max_restarts: after a failure, from the newest checkpoint; the
-    count starts again at each checkpoint. timeout_seconds: a process without progress for so long is a hang.
+    run_dir: the folder of this run: checkpoints, logs, failure.json, summary.json; given again, the
+    run is resumed. processes: None for the number in DDP_TRAIN_PROCESSES, else one per visible GPU,
+    or two on the CPU; 1, without restarts: all happens in this process, without a process group.
+    device: auto, cuda or cpu. seed: of everything that is drawn. keep: the newest checkpoints that
+    are kept. max_restarts: after a failure, from the newest checkpoint; the count starts again at
+    each checkpoint. timeout_seconds: a process without progress for so long is a hang.
     grace_seconds: from a request to stop until the processes are killed.
 
-    Ends the process with the exit codes of docs/failures.md, after one line that says why. In a notebook it raises
-    instead.
+    Ends the process with the exit codes of docs/failures.md, after one line that says why. In a
+    notebook it raises instead.
     """
     try:
         world = world_from_environment()
         settings = _settings(
-            Path(run_dir).absolute(), processes, device, seed, keep, max_restarts, timeout_seconds, grace_seconds
+            Path(run_dir).absolute(),
+            processes,
+            device,
+            seed,
+            keep,
+            max_restarts,
+            timeout_seconds,
+            grace_seconds,
         )
         if world is None and (settings.processes > 1 or max_restarts):
             raise SystemExit(_start(settings))
@@ -79,7 +90,9 @@ def session(
             raise
         print(f"{error}\n  remedy: {error.remedy}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    from ddp_train.own_loop.process import joined  # it imports torch: the process that only watches does without
+    from ddp_train.own_loop.process import (
+        joined,
+    )  # it imports torch: the process that only watches does without
 
     with joined(settings, world or World(), alone=world is None) as run:
         yield run
@@ -96,7 +109,10 @@ def _settings(
     grace_seconds: float,
 ) -> Settings:
     if device not in ("auto", "cuda", "cpu"):
-        raise UsageError(f"ddp_train.session: device={device!r}", "use auto, cuda or cpu; which GPU is decided by rank")
+        raise UsageError(
+            f"ddp_train.session: device={device!r}",
+            "use auto, cuda or cpu; which GPU is decided by rank",
+        )
     asked = processes_asked()
     if processes is None and asked is not None:
         if not asked.isdigit():
@@ -104,10 +120,13 @@ def _settings(
         processes = int(asked)
     gpus = 0 if device == "cpu" else detect_hardware(visible_devices()).gpus
     if device == "cuda" and not gpus:
-        raise UsageError("ddp_train.session: device='cuda', and no GPU is visible", "use device='cpu' or 'auto'")
+        raise UsageError(
+            "ddp_train.session: device='cuda', and no GPU is visible", "use device='cpu' or 'auto'"
+        )
     if gpus and processes and processes > gpus:
         raise UsageError(
-            f"ddp_train.session: processes={processes}, and {gpus} GPUs are visible", f"use {gpus}, or device='cpu'"
+            f"ddp_train.session: processes={processes}, and {gpus} GPUs are visible",
+            f"use {gpus}, or device='cpu'",
         )
     count = processes if processes is not None else gpus or 2
     kind = "cuda" if gpus else "cpu"
@@ -115,10 +134,19 @@ def _settings(
 
 
 def _note_what_torchrun_decides(world: World, processes: int | None, max_restarts: int) -> None:
-    started = f"torchrun started {world.local_size}" if processes not in (None, world.local_size) else ""
-    for name, value, why in (("processes", processes, started), ("max_restarts", max_restarts, "use torchrun's own")):
+    if processes not in (None, world.local_size):
+        started = f"torchrun started {world.local_size}"
+    else:
+        started = ""
+    for name, value, why in (
+        ("processes", processes, started),
+        ("max_restarts", max_restarts, "use torchrun's own"),
+    ):
         if value and why:
-            print(f"note: ddp_train.session: {name}={value} has no effect here: {why}", file=sys.stderr)
+            print(
+                f"note: ddp_train.session: {name}={value} has no effect here: {why}",
+                file=sys.stderr,
+            )
 
 
 def _start(settings: Settings) -> int:
@@ -154,14 +182,19 @@ def _start(settings: Settings) -> int:
 
 
 def _this_command() -> tuple[list[str], list[str]]:
-    """What Python runs here, and its arguments: Python's options with the script or module, and sys.argv."""
+    """What Python runs here, and its arguments: Python's options with the script or module, and
+    sys.argv."""
     if is_interactive():
         raise UsageError(
-            "ddp_train.session: it starts processes by running the script again, and a notebook or a prompt has none",
-            "write the loop into a file and run that, use ddp_train.run for a run of ddp-train, or processes=1",
+            "ddp_train.session: it starts processes by running the script again, and a notebook or"
+            " a prompt has none",
+            "write the loop into a file and run that, use ddp_train.run for a run of ddp-train, or"
+            " processes=1",
         )
-    words, count = sys.orig_argv[1:], len(sys.argv) - 1
-    program, arguments = words[: len(words) - count], words[len(words) - count :]
+    words = sys.orig_argv[1:]
+    count = len(sys.argv) - 1
+    program = words[: len(words) - count]
+    arguments = words[len(words) - count :]
     if not program or program[-1] == "-" or arguments != sys.argv[1:]:
         raise UsageError(
             "ddp_train.session: the command that started this process cannot be given again"
@@ -176,8 +209,11 @@ def _locked(run_dir: Path) -> run_lock.Lock:
         return run_lock.acquire(run_dir / run_lock.FILE)
     except run_lock.LockHeldError as error:
         raise UsageError(
-            f"ddp_train.session: another run is in {run_dir}, {error}", "wait for it, stop it, or name another run_dir"
+            f"ddp_train.session: another run is in {run_dir}, {error}",
+            "wait for it, stop it, or name another run_dir",
         ) from None
     except OSError as error:
         why = error.strerror or str(error)
-        raise UsageError(f"ddp_train.session: {run_dir} cannot be written: {why}", "name a folder that can") from None
+        raise UsageError(
+            f"ddp_train.session: {run_dir} cannot be written: {why}", "name a folder that can"
+        ) from None

@@ -1,4 +1,5 @@
-"""What a session saves, and how it resumes: the launcher's checkpoints, with any objects of the user's."""
+"""What a session saves, and how it resumes: the launcher's checkpoints, with any objects of the
+user's."""
 
 from __future__ import annotations
 
@@ -38,10 +39,17 @@ class Position:
 
 
 class State:
-    """The objects that a run resumes with, in the order and under the names that `run.resume` got."""
+    """The objects that a run resumes with, in the order and under the names that `run.resume`
+    got."""
 
-    def __init__(self, run_dir: Path, model: Wrapped, others: dict[str, Any], keep: int, status: RankStatus) -> None:
-        self.run_dir, self.model, self.others, self.keep, self.status = run_dir, model, others, keep, status
+    def __init__(
+        self, run_dir: Path, model: Wrapped, others: dict[str, Any], keep: int, status: RankStatus
+    ) -> None:
+        self.run_dir = run_dir
+        self.model = model
+        self.others = others
+        self.keep = keep
+        self.status = status
         self.writer: Writer | None = None
         self.saved: Position | None = None
         self.found: Path | None = None
@@ -49,32 +57,38 @@ class State:
         self.loader_then: dict[str, Any] = {}
 
     def check_batches(self, now: dict[str, Any], position: Position) -> None:
-        """Inside of an epoch the batches must be those of before; at its beginning others may follow. now: what
-        identifies them. Raises DataError."""
+        """Inside of an epoch the batches must be those of before; at its beginning others may
+        follow. now: what identifies them. Raises DataError."""
         then = self.loader_then
         differing = [name for name in now if then.get(name) != now[name]]
         if self.found and differing and position.batch:
             name = differing[0]
-            changed = f"{name} was {then.get(name)} and is {now[name]}" if name != "data" else "its samples are others"
+            if name != "data":
+                changed = f"{name} was {then.get(name)} and is {now[name]}"
+            else:
+                changed = "its samples are others"
             raise DataError(
-                f"{self.found} lies inside of epoch {position.epoch}, and run.loader changed since: {changed}",
+                f"{self.found} lies inside of epoch {position.epoch}, and run.loader changed since:"
+                f" {changed}",
                 "finish the epoch with what it began with, or start over in another run_dir",
             )
 
     def restore(self, device: str, rank: int, processes: int) -> Position:
-        """From the newest checkpoint that is whole; from the beginning if there is none. Raises DataError if it is of
-        other objects."""
+        """From the newest checkpoint that is whole; from the beginning if there is none. Raises
+        DataError if it is of other objects."""
         found = saved.find("auto", self.run_dir)
         step = read_manifest(found)["step"] if found else -1
         same_everywhere(step, device, "the step of the newest checkpoint")
         if found is None:
             return Position()
         training = saved.load_training(found)
-        position, then = Position(**training["position"]), training["objects"]
+        position = Position(**training["position"])
+        then = training["objects"]
         if differing := sorted({*then} ^ {*self.others}):
             raise DataError(
-                f"{found} has {', '.join(sorted(then)) or 'nothing'} beside the model, and run.resume got "
-                f"{', '.join(sorted(self.others)) or 'nothing'}; they differ in {', '.join(differing)}",
+                f"{found} has {', '.join(sorted(then)) or 'nothing'} beside the model, and"
+                f" run.resume got {', '.join(sorted(self.others)) or 'nothing'}; they differ in"
+                f" {', '.join(differing)}",
                 "give run.resume what it got when that was saved, or start over in another run_dir",
             )
         saved.load_model(found, self.model.module)
@@ -82,21 +96,31 @@ class State:
             set_buffers(self.model.module, training["buffers"][rank])
         for name, holder in self.others.items():
             holder.load_state_dict(then[name])
-        self.saved, self.found, self.loader_then = replace(position), found, training["loader"]
-        where = f"epoch {position.epoch}" + (f", after {counted(position.batch, 'step')}" if position.batch else "")
+        self.saved = replace(position)
+        self.found = found
+        self.loader_then = training["loader"]
+        where = f"epoch {position.epoch}" + (
+            f", after {counted(position.batch, 'step')}" if position.batch else ""
+        )
         print(f"resumed from step {position.step} ({where}): {found}", file=sys.stderr)
         return position
 
-    def save(self, position: Position, loader: dict[str, Any], processes: int, is_leader: bool) -> None:
+    def save(
+        self, position: Position, loader: dict[str, Any], processes: int, is_leader: bool
+    ) -> None:
         """On all processes alike. Training continues while rank 0 writes."""
         self.saved = replace(position)
         check_same_weights(self.model.module)
         with averaged_buffers(self.model.module) as buffers:
             if is_leader:
-                self.writer = self.writer or Writer(self.run_dir, self.keep, None, self.status.set_saving)
+                self.writer = self.writer or Writer(
+                    self.run_dir, self.keep, None, self.status.set_saving
+                )
                 self.writer.submit(lambda: self._snapshot(position, loader, processes, buffers))
 
-    def _snapshot(self, position: Position, loader: dict[str, Any], processes: int, buffers: Tensor) -> Snapshot:
+    def _snapshot(
+        self, position: Position, loader: dict[str, Any], processes: int, buffers: Tensor
+    ) -> Snapshot:
         training = {
             "objects": {name: holder.state_dict() for name, holder in self.others.items()},
             "buffers": buffers,
@@ -116,27 +140,34 @@ class State:
 
 
 def check_objects(objects: dict[str, Any], model: Wrapped | None) -> dict[str, Any]:
-    """The objects beside the model, which must be among them. Raises UsageError for what cannot be saved."""
+    """The objects beside the model, which must be among them. Raises UsageError for what cannot be
+    saved."""
     if model is None:
-        raise UsageError("run.resume: there is no model yet", "call model = run.wrap(model) before it")
+        raise UsageError(
+            "run.resume: there is no model yet", "call model = run.wrap(model) before it"
+        )
     if not any(one is model or one is model.module for one in objects.values()):
         raise UsageError(
             "run.resume: the model of run.wrap is not among its arguments, and would not be saved",
             "run.resume(model=model, optimizer=optimizer)",
         )
-    others = {name: one for name, one in objects.items() if one is not model and one is not model.module}
+    others = {
+        name: one for name, one in objects.items() if one is not model and one is not model.module
+    }
     ours = {id(parameter) for parameter in model.parameters()}
     for name, one in others.items():
         if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
             raise UsageError(
-                f"run.resume: {name} is a {type(one).__name__}, without state_dict and load_state_dict",
+                f"run.resume: {name} is a {type(one).__name__}, without state_dict and"
+                " load_state_dict",
                 "give it objects that have both, as models, optimizers and schedulers have",
             )
         if isinstance(one, torch.optim.Optimizer):
             held = [parameter for group in one.param_groups for parameter in group["params"]]
             if not any(id(parameter) in ours for parameter in held):
                 raise UsageError(
-                    f"run.resume: {name} was built on parameters that are not those of the model of run.wrap",
+                    f"run.resume: {name} was built on parameters that are not those of the model of"
+                    " run.wrap",
                     "build it after model = run.wrap(model), on model.parameters()",
                 )
         content = io.BytesIO()
@@ -147,15 +178,17 @@ def check_objects(objects: dict[str, Any], model: Wrapped | None) -> dict[str, A
         except UnpicklingError as error:
             raise UsageError(
                 f"run.resume: the state_dict of {name} is not plain data: {first_line(error)}",
-                "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a checkpoint is read",
+                "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a"
+                " checkpoint is read",
             ) from None
     return others
 
 
 @contextlib.contextmanager
 def averaged_buffers(module: nn.Module) -> Iterator[Tensor]:
-    """As `process_group.averaged_buffers`; where they are the same on all ranks they keep their very bits, which a mean
-    over three would round. Yields the buffers of all ranks: [ranks, n], float64."""
+    """As `process_group.averaged_buffers`; where they are the same on all ranks they keep their
+    very bits, which a mean over three would round. Yields the buffers of all ranks: [ranks, n],
+    float64."""
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     if not buffers:
         yield torch.empty(0, 0)

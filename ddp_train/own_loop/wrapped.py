@@ -1,4 +1,5 @@
-"""The user's model while a session lasts: DDP where gradients are taken, the model itself everywhere else."""
+"""The user's model while a session lasts: DDP where gradients are taken, the model itself
+everywhere else."""
 
 from __future__ import annotations
 
@@ -15,27 +16,38 @@ from ddp_train.tensor_tree import tensors
 
 
 class Wrapped(nn.Module):
-    """The model, called, trained and evaluated like any other; what it lacks of attributes is that model's.
+    """The model, called, trained and evaluated like any other; what it lacks of attributes is that
+    model's.
 
-    `state_dict` has the model's own names. Without gradients (`torch.no_grad`) no process waits for another: an
-    evaluation may have another number of batches on each. When the session is over it is the model alone.
+    `state_dict` has the model's own names. Without gradients (`torch.no_grad`) no process waits for
+    another: an evaluation may have another number of batches on each. When the session is over it
+    is the model alone.
     """
 
     def __init__(
-        self, module: nn.Module, device: str, processes: int, sync_batch_norm: bool, options: dict[str, Any]
+        self,
+        module: nn.Module,
+        device: str,
+        processes: int,
+        sync_batch_norm: bool,
+        options: dict[str, Any],
     ) -> None:
         """options: of torch's DistributedDataParallel, by torch's names."""
         super().__init__()
         if processes > 1 and sync_batch_norm:
-            on_gpu = device.startswith("cuda")  # torch's has kernels for GPUs, and refuses CPU tensors
+            on_gpu = device.startswith(
+                "cuda"
+            )  # torch's has kernels for GPUs, and refuses CPU tensors
             module = (nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else synchronised)(module)
         self.module = module.to(device)
         self._counting = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
         ddp = None
         if processes > 1:
-            ddp = NamingDdp(self.module, **ddp_arguments(device, broadcast_buffers=False, **options))
-        # At three ranks and more DDP's buckets decide the order of additions: see `warm_up_ddp_buckets`. With
-        # find_unused_parameters torch lays them out once.
+            ddp = NamingDdp(
+                self.module, **ddp_arguments(device, broadcast_buffers=False, **options)
+            )
+        # At three ranks and more DDP's buckets decide the order of additions: see
+        # `warm_up_ddp_buckets`. With find_unused_parameters torch lays them out once.
         is_cold = processes > 2 and not options.get("find_unused_parameters")
         vars(self).update(_ddp=ddp, _is_cold=is_cold)  # not as a submodule: it would be there twice
 
@@ -78,14 +90,18 @@ class Wrapped(nn.Module):
     def load_state_dict(self, state_dict: Any, *arguments: Any, **keywords: Any) -> Any:
         return self.module.load_state_dict(state_dict, *arguments, **keywords)
 
-    def named_parameters(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, *arguments: Any, **keywords: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(*arguments, **keywords)
 
     def named_buffers(self, *arguments: Any, **keywords: Any) -> Iterator[tuple[str, Tensor]]:
         return self.module.named_buffers(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "module":  # nn.Module's own; `module` is not there yet while it is made
+        if (
+            name.startswith("_") or name == "module"
+        ):  # nn.Module's own; `module` is not there yet while it is made
             return super().__getattr__(name)
         try:
             return super().__getattr__(name)

@@ -1,1 +1,2 @@
-"""How the processes of a run share one model: strategies, their reductions, batch norm over all of them."""
+"""How the processes of a run share one model: strategies, their reductions, batch norm over all of
+them."""

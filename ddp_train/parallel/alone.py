@@ -17,16 +17,19 @@ from ddp_train.tasks.task import ModelWithTask
 
 
 class Alone(DistributedDataParallel):
-    """Where DDP would do no more than average gradients: it would copy each into a bucket, by a kernel of its own, and
-    nobody reads the bucket.
+    """Where DDP would do no more than average gradients: it would copy each into a bucket, by a
+    kernel of its own, and nobody reads the bucket.
 
-    It trains what DDP refuses for its hooks' sake: a layer that is used twice, once in a reentrant checkpoint.
+    It trains what DDP refuses for its hooks' sake: a layer that is used twice, once in a reentrant
+    checkpoint.
     """
 
     exchanges = False
     gradients: WantedGradients | None = None
 
-    def wrap(self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown) -> nn.Module:
+    def wrap(
+        self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown
+    ) -> nn.Module:
         """Raises ModelError for parameters of lazy layers, which DDP refuses too."""
         self.find_sync_batch_norms(module)
         if self.gradients:
@@ -51,11 +54,11 @@ class Alone(DistributedDataParallel):
 
 
 class WantedGradients:
-    """Refuses parameters that the last backward pass of a step does not reach, as DDP does a step later, and fills
-    in zeros where none brings a gradient, as DDP's buckets do.
+    """Refuses parameters that the last backward pass of a step does not reach, as DDP does a step
+    later, and fills in zeros where none brings a gradient, as DDP's buckets do.
 
-    A backward pass that reaches a parameter may bring nothing: a function may return None for its gradient. So hooks
-    tell, which take a microsecond each.
+    A backward pass that reaches a parameter may bring nothing: a function may return None for its
+    gradient. So hooks tell, which take a microsecond each.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -63,9 +66,12 @@ class WantedGradients:
         self.trained = requiring_grad(module)
         self.reached: set[str] = set()
         """In the last backward pass."""
-        # The hooks know the set and not this object: they live as long as their parameters, and may not keep them.
+        # The hooks know the set and not this object: they live as long as their parameters, and may
+        # not keep them.
         self.handles = [
-            one.register_post_accumulate_grad_hook(lambda _, add=self.reached.add, name=name: add(name))
+            one.register_post_accumulate_grad_hook(
+                lambda _, add=self.reached.add, name=name: add(name)
+            )
             for name, one in self.trained.items()
         ]
 

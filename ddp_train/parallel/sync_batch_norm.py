@@ -1,4 +1,5 @@
-"""Batch norm over the samples of all processes, on any device. torch's own SyncBatchNorm refuses CPU tensors."""
+"""Batch norm over the samples of all processes, on any device. torch's own SyncBatchNorm refuses
+CPU tensors."""
 
 from __future__ import annotations
 
@@ -11,22 +12,28 @@ from ddp_train.distributed.process_group import total
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """In training, mean and variance of a batch are those of all processes' samples, however many each one has.
+    """In training, mean and variance of a batch are those of all processes' samples, however many
+    each one has.
 
-    In evaluation it is torch's BatchNorm, and so are the names in its state_dict. The variance is taken around the mean
-    in a second pass: a sum of squares would lose digits where the mean is large. Everything but the two sums is left
-    to autograd.
+    In evaluation it is torch's BatchNorm, and so are the names in its state_dict. The variance is
+    taken around the mean in a second pass: a sum of squares would lose digits where the mean is
+    large. Everything but the two sums is left to autograd.
     """
 
     counts = True
-    """Whether the samples here count. False for a stand-in (see data.plan.MicroBatch), which every process needs to
-    take part in the exchange; it is normalised like the others, and leaves no trace."""
+    """Whether the samples here count. False for a stand-in (see data.plan.MicroBatch), which every
+    process needs to take part in the exchange; it is normalised like the others, and leaves no
+    trace."""
 
     def __init__(self, like: nn.modules.batchnorm._BatchNorm) -> None:
         """With the options, the mode and the very tensors of `like`."""
-        super().__init__(like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats)
-        self.weight, self.bias = like.weight, like.bias
-        self.running_mean, self.running_var = like.running_mean, like.running_var
+        super().__init__(
+            like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats
+        )
+        self.weight = like.weight
+        self.bias = like.bias
+        self.running_mean = like.running_mean
+        self.running_var = like.running_var
         self.num_batches_tracked = like.num_batches_tracked
         self.train(like.training)
         # Never inside a compiled graph: torch 2.11 got the gradients wrong there, without a word.
@@ -35,8 +42,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [n, features, ...]; returns the same shape. On all processes alike. Raises ValueError for fewer than 2
-        dimensions, and in training if there is but one value per feature on all processes together."""
+        """input: [n, features, ...]; returns the same shape. On all processes alike. Raises
+        ValueError for fewer than 2 dimensions, and in training if there is but one value per
+        feature on all processes together."""
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
@@ -44,12 +52,17 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         wide = input.float() if half else input
         places = [dimension for dimension in range(input.ndim) if dimension != 1]
         shape = [1, -1] + [1] * (input.ndim - 2)
-        mine = float(self.counts)  # a factor, not a branch: every rank's backward pass must reach the exchange
+        mine = float(
+            self.counts
+        )  # a factor, not a branch: every rank's backward pass must reach the exchange
         values_here = wide.new_full((1,), mine * (input.numel() // self.num_features))
         sums = self.total_over_ranks(torch.cat([wide.sum(places) * mine, values_here]))
         values = sums[-1]
         if values <= 1:
-            raise ValueError(f"Expected more than 1 value per channel when training, got input size {input.shape}")
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size"
+                f" {input.shape}"
+            )
         mean = sums[:-1] / values
         centred = wide - mean.view(shape)
         variance = self.total_over_ranks(centred.square().sum(places) * mine) / values
@@ -68,8 +81,13 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """As torch does: the unbiased variance; momentum None is the plain average over all batches."""
-        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        """As torch does: the unbiased variance; momentum None is the plain average over all
+        batches."""
+        assert (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.num_batches_tracked is not None
+        )
         self.num_batches_tracked.add_(1)
         factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
@@ -77,9 +95,11 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronised(module: nn.Module) -> nn.Module:
-    """The module with every batch norm in it replaced; parameters and buffers stay the same tensors.
+    """The module with every batch norm in it replaced; parameters and buffers stay the same
+    tensors.
 
-    Like torch's convert_sync_batchnorm it takes subclasses of torch's layers too, and what they add is lost.
+    Like torch's convert_sync_batchnorm it takes subclasses of torch's layers too, and what they add
+    is lost.
     """
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return SyncBatchNorm(module)
@@ -89,8 +109,8 @@ def synchronised(module: nn.Module) -> nn.Module:
 
 
 class _TotalOverRanks(torch.autograd.Function):
-    """The sum over all processes. Each local value is part of the result on every rank, so its gradient is the sum of
-    all ranks' gradients."""
+    """The sum over all processes. Each local value is part of the result on every rank, so its
+    gradient is the sum of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: object, local: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""Activation checkpointing: blocks of a model keep their inputs alone, and compute the rest again in the backward pass.
+"""Activation checkpointing: blocks of a model keep their inputs alone, and compute the rest again
+in the backward pass.
 
-For memory, not for speed: a third more arithmetic buys a larger batch or model (Chen et al., arXiv:1604.06174).
+For memory, not for speed: a third more arithmetic buys a larger batch or model (Chen et al.,
+arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ from ddp_train.text import shown
 
 
 def checkpoint_blocks(model: nn.Module, classes: list[str]) -> None:
-    """Makes the outermost modules of these classes compute their activations again; names in checkpoints stay.
+    """Makes the outermost modules of these classes compute their activations again; names in
+    checkpoints stay.
 
-    Gradients are the same, dropout included, and buffers change once. Raises ConfigError if the model has no module of
-    one of the classes.
+    Gradients are the same, dropout included, and buffers change once. Raises ConfigError if the
+    model has no module of one of the classes.
     """
     present = Counter(type(module).__name__ for module in model.modules())
     if missing := [name for name in classes if name not in present]:
         blocks = {type(module).__name__ for module in model.modules() if any(module.children())}
-        offered = ", ".join(f"{name} ({count})" for name, count in present.most_common() if name in blocks)
+        offered = ", ".join(
+            f"{name} ({count})" for name, count in present.most_common() if name in blocks
+        )
         rule = f"the model has no module of class {missing[0]}; it has {offered or 'no blocks'}"
         raise ConfigError([f"tuning.activation_checkpointing={shown(classes)}: {rule}"])
     for block in dict.fromkeys(_outermost(model, classes)):  # one may stand in two places
@@ -50,22 +55,28 @@ def _outermost(module: nn.Module, classes: list[str]) -> Iterator[nn.Module]:
 
 
 def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class with another `forward`. Not the object: DataParallel's replicas would all call that of the first."""
+    """The class with another `forward`. Not the object: DataParallel's replicas would all call that
+    of the first."""
 
     def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return cls.forward(self, *given, **named)
-        if torch.compiler.is_compiling():  # the compiler itself keeps what changes a buffer out of the backward pass
+        if (
+            torch.compiler.is_compiling()
+        ):  # the compiler itself keeps what changes a buffer out of the backward pass
             return checkpoint(cls.forward, self, *given, use_reentrant=False, **named)
         contexts = contextlib.nullcontext(), _WithBuffers(self)
-        return checkpoint(cls.forward, self, *given, use_reentrant=False, context_fn=lambda: contexts, **named)
+        return checkpoint(
+            cls.forward, self, *given, use_reentrant=False, context_fn=lambda: contexts, **named
+        )
 
     return type(cls.__name__, (cls,), {"forward": forward, "recomputes": True})
 
 
 class _WithBuffers:
-    """A context in which the modules of a block have other buffers, those of when it was made: in the second forward
-    pass those of before the first, as if it was that one. It may be entered for each backward pass.
+    """A context in which the modules of a block have other buffers, those of when it was made: in
+    the second forward pass those of before the first, as if it was that one. It may be entered for
+    each backward pass.
 
     In their own, batch norm would count the batch again (pytorch#96136).
     """

@@ -1,7 +1,7 @@
 """Biases that have no effect, because a norm layer directly behind subtracts them again.
 
-PyTorch tuning guide, "Disable bias for convolutions directly followed by a batch norm": such a bias costs memory, a
-kernel in the backward pass and its part of the gradient exchange.
+PyTorch tuning guide, "Disable bias for convolutions directly followed by a batch norm": such a bias
+costs memory, a kernel in the backward pass and its part of the gradient exchange.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ log = logging.getLogger(__name__)
 
 
 def biases_before_norm(model: nn.Module, inputs: Any) -> list[str] | None:
-    """The names of the biases in a model that a norm layer subtracts again, in the order of the model's parameters.
+    """The names of the biases in a model that a norm layer subtracts again, in the order of the
+    model's parameters.
 
-    The norm layer takes the mean of each channel in training (batch norm, instance norm, group norm with a channel in
-    each group), and nothing else uses what the bias is added to. inputs: a batch, of which only the shapes matter. A
-    copy of the model runs, if there are norm layers, on the meta device: nothing is computed and the model stays as it
-    is. None where that fails, as in a model that looks at values: the log says why.
+    The norm layer takes the mean of each channel in training (batch norm, instance norm, group norm
+    with a channel in each group), and nothing else uses what the bias is added to. inputs: a batch,
+    of which only the shapes matter. A copy of the model runs, if there are norm layers, on the meta
+    device: nothing is computed and the model stays as it is. None where that fails, as in a model
+    that looks at values: the log says why.
     """
     if not any(isinstance(module, NORMS) for module in model.modules()):
         return []
@@ -52,13 +54,23 @@ def biases_before_norm(model: nn.Module, inputs: Any) -> list[str] | None:
                 module.register_forward_pre_hook(watch.norm, with_kwargs=True)
         shapes.eval()  # no exchange in batch norms over all processes
         with torch.no_grad(), keyed_generators(), nothing_compiled(), watch:
-            results = shapes(map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs))
+            results = shapes(
+                map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
+            )
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only advice
         log.info("the model was not looked through for biases before norm layers: %r", error)
         return None
     watch.uses.update(id(tensor) for tensor in tensors(results))
-    idle = Counter(bias for result, bias in watch.biased.items() if result in watch.normed and watch.uses[result] == 1)
-    return [name for name, bias in shapes.named_parameters() if 0 < watch.uses[id(bias)] == idle[id(bias)]]
+    idle = Counter(
+        bias
+        for result, bias in watch.biased.items()
+        if result in watch.normed and watch.uses[result] == 1
+    )
+    return [
+        name
+        for name, bias in shapes.named_parameters()
+        if 0 < watch.uses[id(bias)] == idle[id(bias)]
+    ]
 
 
 def _subtracts_means(module: nn.Module) -> bool:
@@ -69,7 +81,8 @@ def _subtracts_means(module: nn.Module) -> bool:
 
 
 class _Watch(TorchFunctionMode):
-    """Which tensors are made by adding a bias, and how often each tensor is used. Tensors are known by their id."""
+    """Which tensors are made by adding a bias, and how often each tensor is used. Tensors are known
+    by their id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,8 +97,11 @@ class _Watch(TorchFunctionMode):
         """Called before a norm layer."""
         self.normed.update(id(tensor) for tensor in tensors([*given, *named.values()]))
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        given, result = [*args, *(kwargs or {}).values()], func(*args, **(kwargs or {}))
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        result = func(*args, **(kwargs or {}))
         self.kept += [given, result]
         if any(True for _ in tensors(result)):  # not its shape, for example
             self.uses.update(id(tensor) for tensor in tensors(given))

@@ -1,7 +1,9 @@
-"""The cross-entropy of large vocabularies: the logits are read once forward, and read and written once backward.
+"""The cross-entropy of large vocabularies: the logits are read once forward, and read and written
+once backward.
 
-The logits of 65,536 tokens over GPT-2's 50,304 classes are 6.6 GB in bf16. torch's compiler took 4.8 ms for the forward
-and 4.2 for the backward pass over them on an H200 (docs/benchmarks/gpt2.md), whose memory needs 1.5 and 3.1.
+The logits of 65,536 tokens over GPT-2's 50,304 classes are 6.6 GB in bf16. torch's compiler took
+4.8 ms for the forward and 4.2 for the backward pass over them on an H200 (docs/benchmarks/gpt2.md),
+whose memory needs 1.5 and 3.1.
 """
 
 # Triton's types are those that its compiler sees, not what a call is given.
@@ -24,15 +26,23 @@ IGNORED = -100
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FEWEST_CLASSES = 4096
 """With fewer, a row fits into one block of the compiler's kernels, which then read it once, too."""
-BLOCK, WARPS = 4096, 4
-"""Of the logits above on an H200, by themselves: forward 1.52 ms, with eight warps 1.81; backward 3.2 to 3.3."""
+BLOCK = 4096
+WARPS = 4
+"""Of the logits above on an H200, by themselves: forward 1.52 ms, with eight warps 1.81; backward
+3.2 to 3.3."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
-    """As torch's with reduction="sum", in float32. logits: [n, classes]; targets: int64 [n], -100 for none."""
-    if logits.is_cuda and logits.dtype in DTYPES and logits.shape[1] >= FEWEST_CLASSES and only_backward():
+    """As torch's with reduction="sum", in float32. logits: [n, classes]; targets: int64 [n], -100
+    for none."""
+    if (
+        logits.is_cuda
+        and logits.dtype in DTYPES
+        and logits.shape[1] >= FEWEST_CLASSES
+        and only_backward()
+    ):
         return cross_entropy(logits, targets)[0].sum()
     return functional.cross_entropy(logits, targets, reduction="sum")
 
@@ -41,8 +51,8 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
 def _forward(logits, targets, losses, norms, classes, ignored, BLOCK: tl.constexpr):
     """A row each. Powers of two, which the GPU has: exp(x) = 2 ** (x / ln 2).
 
-    norms: the largest logit, and the logarithm of the sum of exponentials over it, [n, 2]. In one number a large logit
-    would take the digits of the sum.
+    norms: the largest logit, and the logarithm of the sum of exponentials over it, [n, 2]. In one
+    number a large logit would take the digits of the sum.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * classes
@@ -53,7 +63,9 @@ def _forward(logits, targets, losses, norms, classes, ignored, BLOCK: tl.constex
         there = start + column < classes
         x = tl.load(logits + start + column, mask=there, other=float("-inf")).to(tl.float32)
         new = tl.maximum(largest, tl.max(x, 0))
-        base = tl.where(new == float("-inf"), 0.0, new)  # a class that is ruled out has a logit of -inf
+        base = tl.where(
+            new == float("-inf"), 0.0, new
+        )  # a class that is ruled out has a logit of -inf
         total = total * tl.exp2((largest - base) * LOG2_E) + tl.sum(tl.exp2((x - base) * LOG2_E), 0)
         largest = new
     norm = tl.log2(total)
@@ -71,7 +83,9 @@ def _backward(logits, targets, norms, dlosses, dlogits, classes, ignored, BLOCK:
     logits += row * classes
     dlogits += row * classes
     column = tl.arange(0, BLOCK)
-    target, largest, norm = tl.load(targets + row), tl.load(norms + 2 * row), tl.load(norms + 2 * row + 1)
+    target = tl.load(targets + row)
+    largest = tl.load(norms + 2 * row)
+    norm = tl.load(norms + 2 * row + 1)
     factor = tl.load(dlosses + row)
     for start in range(0, classes, BLOCK):
         there = start + column < classes
@@ -85,15 +99,23 @@ def _backward(logits, targets, norms, dlosses, dlogits, classes, ignored, BLOCK:
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each row, float32 [n], and what the backward pass needs, [n, 2]."""
     if targets.shape != logits.shape[:1]:
-        raise ValueError(f"logits {list(logits.shape)} and targets {list(targets.shape)}: one target a row is needed")
+        raise ValueError(
+            f"logits {list(logits.shape)} and targets {list(targets.shape)}: one target a row is"
+            " needed"
+        )
     targets = targets.long()
     losses, norms = _empty_rows(logits, targets)
     classes = logits.shape[1]
     known = ((targets >= 0) & (targets < classes)) | (targets == IGNORED)
-    torch.ops.aten._assert_async.msg(known.all(), f"a target is no number from 0 to {classes - 1}, nor {IGNORED}")
-    logits, targets = logits.contiguous(), targets.contiguous()
+    torch.ops.aten._assert_async.msg(
+        known.all(), f"a target is no number from 0 to {classes - 1}, nor {IGNORED}"
+    )
+    logits = logits.contiguous()
+    targets = targets.contiguous()
     with torch.cuda.device_of(logits):
-        _forward[(len(logits),)](logits, targets, losses, norms, classes, IGNORED, BLOCK, num_warps=WARPS)
+        _forward[(len(logits),)](
+            logits, targets, losses, norms, classes, IGNORED, BLOCK, num_warps=WARPS
+        )
     return losses, norms
 
 
@@ -104,12 +126,18 @@ def _empty_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("ddp_train::cross_entropy_backward", mutates_args=())
-def _cross_entropy_backward(logits: Tensor, targets: Tensor, norms: Tensor, dlosses: Tensor) -> Tensor:
-    logits, targets, dlosses = logits.contiguous(), targets.contiguous(), dlosses.contiguous()
+def _cross_entropy_backward(
+    logits: Tensor, targets: Tensor, norms: Tensor, dlosses: Tensor
+) -> Tensor:
+    logits = logits.contiguous()
+    targets = targets.contiguous()
+    dlosses = dlosses.contiguous()
     dlogits = torch.empty_like(logits)
     size = logits.shape[1], IGNORED, BLOCK
     with torch.cuda.device_of(logits):
-        _backward[(len(logits),)](logits, targets.long(), norms, dlosses, dlogits, *size, num_warps=WARPS)
+        _backward[(len(logits),)](
+            logits, targets.long(), norms, dlosses, dlogits, *size, num_warps=WARPS
+        )
     return dlogits
 
 

@@ -1,8 +1,9 @@
 """A whole training step as one CUDA graph: forward, loss, backward, exchange, check, optimizer.
 
-Launched one by one, the hundreds of kernels of a small model's step take the host longer than they take the GPU. A
-graph launches them all at once (CUDA semantics, "CUDA Graphs", whole-network capture). It is captured for one shape of
-batch; others, the short last batch of an epoch, take their step kernel by kernel.
+Launched one by one, the hundreds of kernels of a small model's step take the host longer than they
+take the GPU. A graph launches them all at once (CUDA semantics, "CUDA Graphs", whole-network
+capture). It is captured for one shape of batch; others, the short last batch of an epoch, take
+their step kernel by kernel.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 11
 """Taken kernel by kernel before the capture: DDP needs so many (CUDA semantics, "Usage with
-DistributedDataParallel"), cuDNN and the compiler choose their kernels in them, and the optimizer makes its state."""
+DistributedDataParallel"), cuDNN and the compiler choose their kernels in them, and the optimizer
+makes its state."""
 
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Inside, work is queued on another stream, after what is queued here; what is queued here later comes after it.
+    """Inside, work is queued on another stream, after what is queued here; what is queued here
+    later comes after it.
 
-    DDP must be built, warmed up and captured on one stream that is not the default one. None changes nothing.
+    DDP must be built, warmed up and captured on one stream that is not the default one. None
+    changes nothing.
     """
     if stream is None:
         yield
@@ -49,11 +53,12 @@ def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 class GraphedStepper(Stepper):
-    """A Stepper whose `forward`, in place of the wrapped model, and `backward` capture a step and replay it.
+    """A Stepper whose `forward`, in place of the wrapped model, and `backward` capture a step and
+    replay it.
 
-    `forward` only fills in the batch and returns the tensor in which the loss will be; `backward` replays the whole
-    step, so that the loop stays what it is. Needs a fused optimizer, whose learning rate may be a tensor, and one
-    micro-batch per step.
+    `forward` only fills in the batch and returns the tensor in which the loss will be; `backward`
+    replays the whole step, so that the loop stays what it is. Needs a fused optimizer, whose
+    learning rate may be a tensor, and one micro-batch per step.
     """
 
     def __init__(
@@ -65,9 +70,10 @@ class GraphedStepper(Stepper):
         trial: CaptureTrial,
         **options: Any,
     ) -> None:
-        """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step is a whole one: all
-        ranks must replay or none, as NCCL demands, whatever the shape of their own micro-batches. trial: decides after
-        the warm-up whether steps are captured. arguments, options: those of Stepper.
+        """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step
+        is a whole one: all ranks must replay or none, as NCCL demands, whatever the shape of their
+        own micro-batches. trial: decides after the warm-up whether steps are captured. arguments,
+        options: those of Stepper.
         """
         self.wrapped = wrapped
         self.stream = stream
@@ -85,7 +91,9 @@ class GraphedStepper(Stepper):
     def continue_from(self, step: int) -> None:
         super().continue_from(step)
         for group, _ in self.groups_and_base_lrs:
-            group["lr"] = torch.zeros((), device=self.device)  # a graph reads its learning rate where it was captured
+            group["lr"] = torch.zeros(
+                (), device=self.device
+            )  # a graph reads its learning rate where it was captured
         self.filled_with: dict[Tensor, float] = {}
         """The constants that the graph reads, as they were filled in last."""
 
@@ -94,11 +102,11 @@ class GraphedStepper(Stepper):
             self._fill(group["lr"], base_lr * factor)
 
     def forward(self, data: Any) -> tuple[Tensor, Tensor | None]:
-        """The loss of a batch, a scalar, and its number of units. In a captured step their values are there after
-        `backward`.
+        """The loss of a batch, a scalar, and its number of units. In a captured step their values
+        are there after `backward`.
 
-        Raises LaunchError if a step cannot be captured, or would repeat what Python did in the capture, or if whole
-        batches differ in shape. Out-of-memory errors are raised as they are.
+        Raises LaunchError if a step cannot be captured, or would repeat what Python did in the
+        capture, or if whole batches differ in shape. Out-of-memory errors are raised as they are.
         """
         full = self.is_full(self.steps_done)
         if full and self.graph is None and self.captures and not self.warm_up_left:
@@ -115,7 +123,10 @@ class GraphedStepper(Stepper):
     def _by_kernels(self, data: Any, full: bool) -> tuple[Tensor, Tensor | None]:
         if full and self.warm_up_left == 1 and self.trial.if_it_pays:
             self.trial.begin()
-        watched = self.trial.watched() if full and self.warm_up_left == 2 else contextlib.nullcontext()
+        if full and self.warm_up_left == 2:
+            watched = self.trial.watched()
+        else:
+            watched = contextlib.nullcontext()
         with watched, on_stream(self.stream):
             return self.wrapped(data)
 
@@ -147,13 +158,17 @@ class GraphedStepper(Stepper):
         self.warm_up_left -= 1
 
     def rehearse(
-        self, batch: Batch, module: nn.Module, sync_gradients: Callable[[MicroBatch], AbstractContextManager[Any]]
+        self,
+        batch: Batch,
+        module: nn.Module,
+        sync_gradients: Callable[[MicroBatch], AbstractContextManager[Any]],
     ) -> None:
-        """Warms up and captures before training begins, and undoes what these steps did. To be called when all that the
-        step looks at is built and loaded. module: with all parameters and buffers. sync_gradients: see `Strategy`.
+        """Warms up and captures before training begins, and undoes what these steps did. To be
+        called when all that the step looks at is built and loaded. module: with all parameters and
+        buffers. sync_gradients: see `Strategy`.
 
-        What the optimizer remembers of a parameter begins with zeros; it has no average of the weights beside it.
-        Raises LaunchError if these steps changed what they cannot undo.
+        What the optimizer remembers of a parameter begins with zeros; it has no average of the
+        weights beside it. Raises LaunchError if these steps changed what they cannot undo.
         """
         before = look_through(self.trial.roots)
         with self._undone(module):
@@ -165,19 +180,34 @@ class GraphedStepper(Stepper):
                     super().step()
                 self._warmed_up()
             self._capture_if_it_pays(batch.data)
-            if reason := self.trial.in_python or kept_in_python(before, look_through(self.trial.roots)):
+            if reason := self.trial.in_python or kept_in_python(
+                before, look_through(self.trial.roots)
+            ):
                 raise LaunchError(
                     f"{reason}, which tuning.rehearse=true cannot undo",
-                    "change numbers that are kept in place, in buffers, draw on the GPU, or use tuning.rehearse=false",
+                    "change numbers that are kept in place, in buffers, draw on the GPU, or use"
+                    " tuning.rehearse=false",
                 )
 
     @contextlib.contextmanager
     def _undone(self, module: nn.Module) -> Iterator[None]:
-        """Afterwards every tensor holds what it held before, in its place: the graph refers to it."""
+        """Afterwards every tensor holds what it held before, in its place: the graph refers to
+        it."""
         check = self.check_finite
-        flags = [one for name in ("stopped", "steps_skipped") if isinstance(one := getattr(check, name, None), Tensor)]
-        held = [*module.parameters(), *module.buffers(), *flags, *tensors(list(self.optimizer.state.values()))]
-        before, scaler, steps_done = [one.detach().clone() for one in held], self.scaler.state_dict(), self.steps_done
+        flags = [
+            one
+            for name in ("stopped", "steps_skipped")
+            if isinstance(one := getattr(check, name, None), Tensor)
+        ]
+        held = [
+            *module.parameters(),
+            *module.buffers(),
+            *flags,
+            *tensors(list(self.optimizer.state.values())),
+        ]
+        before = [one.detach().clone() for one in held]
+        scaler = self.scaler.state_dict()
+        steps_done = self.steps_done
         yield
         with torch.no_grad():
             for tensor in tensors(list(self.optimizer.state.values())):
@@ -185,7 +215,8 @@ class GraphedStepper(Stepper):
             for tensor, value in zip(held, before, strict=True):
                 tensor.copy_(value)
         self.scaler.load_state_dict(scaler)
-        self.steps_done, self.norm = steps_done, None
+        self.steps_done = steps_done
+        self.norm = None
         self.losses.__init__()
 
     def _capture_if_it_pays(self, data: Any) -> None:
@@ -215,22 +246,25 @@ class GraphedStepper(Stepper):
         self.scale = torch.zeros((), device=self.device)
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        # Only this thread's calls are checked: NCCL's watchdog and pin_memory make some that a capture forbids.
+        # Only this thread's calls are checked: NCCL's watchdog and pin_memory make some that a
+        # capture forbids.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             loss, units = self.wrapped(static)
             self.count(units, self.scale, is_last=True)
             start = self.start(loss.detach(), self.scale)
             torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
             self.update()
-        self.loss, self.units = loss.detach(), units
+        self.loss = loss.detach()
+        self.units = units
         self.graph = graph
 
     def close(self) -> None:
-        """NCCL closes no communicator before the last graph with a collective of its is gone, however long that takes
-        (`commDestroySync` in its init.cc)."""
+        """NCCL closes no communicator before the last graph with a collective of its is gone,
+        however long that takes (`commDestroySync` in its init.cc)."""
         if self.graph is not None:
             self.graph.reset()
-        self.graph, self.captures = None, False
+        self.graph = None
+        self.captures = False
 
     def _fill(self, constant: Tensor, value: float) -> None:
         if self.filled_with.get(constant) != value:

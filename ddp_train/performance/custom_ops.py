@@ -9,8 +9,8 @@ from torch.autograd import forward_ad
 
 
 def only_backward() -> bool:
-    """Whether nothing but a backward pass may be asked for: our operators know no forward-mode derivatives, which would
-    be 0 without a word, and no transforms of torch.func."""
+    """Whether nothing but a backward pass may be asked for: our operators know no forward-mode
+    derivatives, which would be 0 without a word, and no transforms of torch.func."""
     if torch.compiler.is_compiling():
         return True
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
@@ -19,6 +19,6 @@ def only_backward() -> bool:
 def once_differentiable(*_: Any) -> NoReturn:
     """The derivative of a gradient. Raises RuntimeError: there is none."""
     raise RuntimeError(
-        "a kernel of tuning.triton_kernels has no second derivative; a task that needs one (a gradient penalty) runs "
-        "with tuning.triton_kernels=false"
+        "a kernel of tuning.triton_kernels has no second derivative; a task that needs one (a"
+        " gradient penalty) runs with tuning.triton_kernels=false"
     )

@@ -1,8 +1,8 @@
 """Max pooling of channels_last images, with a backward pass that gathers.
 
-Each pixel looks which of the few windows over it have it as their maximum. torch's own backward pass, and that of its
-compiler, took 8.2 and 5.8 ms for a batch of 1,024 pictures of ResNet-50 in fp16 on an H200, whose 2.5 GB are read and
-written in 0.6 (docs/benchmarks/speed.md).
+Each pixel looks which of the few windows over it have it as their maximum. torch's own backward
+pass, and that of its compiler, took 8.2 and 5.8 ms for a batch of 1,024 pictures of ResNet-50 in
+fp16 on an H200, whose 2.5 GB are read and written in 0.6 (docs/benchmarks/speed.md).
 """
 
 # Triton's types are those that its compiler sees, not what a call is given.
@@ -20,31 +20,52 @@ from torch.nn import functional
 
 from ddp_train.performance.custom_ops import once_differentiable, only_backward
 
-FORWARD_BLOCK, BACKWARD_BLOCK = 1024, 2048
-"""Numbers for each program: on an H200, forward took 0.75 and 0.98 ms with 1,024 and 2,048, backward 1.76 and 1.49."""
+FORWARD_BLOCK = 1024
+BACKWARD_BLOCK = 2048
+"""Numbers for each program: on an H200, forward took 0.75 and 0.98 ms with 1,024 and 2,048,
+backward 1.76 and 1.49."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Sums are in float32."""
 LARGEST_KERNEL = 7
-"""Its loops are unrolled; the place of a maximum in its window is an int8, which ends at 11 x 11."""
+"""Its loops are unrolled; the place of a maximum in its window is an int8, which ends at 11 x
+11."""
 MOST_IMAGES = 2**16 - 1
 """The limit of CUDA for the second dimension of a grid."""
 
 
 @triton.jit
-def _forward(x, y, winner, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
-             K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """winner: of each window the place of its maximum, row by row; the first of equals, and NaN wins."""
+def _forward(
+    x,
+    y,
+    winner,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """winner: of each window the place of its maximum, row by row; the first of equals, and NaN
+    wins."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < OH * OW * C
     image = tl.program_id(1).to(tl.int64)
-    channel, column, row = place % C, place // C % OW, place // C // OW
+    channel = place % C
+    column = place // C % OW
+    row = place // C // OW
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     where = tl.full((BLOCK,), -1, tl.int32)
     for i in tl.static_range(K):
         for j in tl.static_range(K):
-            h, w = row * S - P + i, column * S - P + j
+            h = row * S - P + i
+            w = column * S - P + j
             there = inside & (h >= 0) & (h < H) & (w >= 0) & (w < W)
-            value = tl.load(x + image * (H * W * C) + (h * W + w) * C + channel, mask=there, other=float("-inf"))
+            value = tl.load(
+                x + image * (H * W * C) + (h * W + w) * C + channel, mask=there, other=float("-inf")
+            )
             value = value.to(tl.float32)
             taken = there & ((value > best) | (value != value) | (where < 0))
             best = tl.where(taken, value, best)
@@ -54,18 +75,34 @@ def _forward(x, y, winner, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH
 
 
 @triton.jit
-def _backward(dy, winner, dx, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
-              K: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def _backward(
+    dy,
+    winner,
+    dx,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    C: tl.constexpr,
+    OH: tl.constexpr,
+    OW: tl.constexpr,
+    K: tl.constexpr,
+    S: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The sum, in float32, over the windows that a pixel has won."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < H * W * C
     image = tl.program_id(1).to(tl.int64)
-    channel, column, row = place % C, place // C % W, place // C // W
+    channel = place % C
+    column = place // C % W
+    row = place // C // W
     total = tl.zeros((BLOCK,), tl.float32)
     for a in tl.static_range((K + S - 1) // S):
         for b in tl.static_range((K + S - 1) // S):
-            oh, ow = (row + P) // S - a, (column + P) // S - b
-            i, j = row + P - oh * S, column + P - ow * S
+            oh = (row + P) // S - a
+            ow = (column + P) // S - b
+            i = row + P - oh * S
+            j = column + P - ow * S
             there = inside & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW) & (i < K) & (j < K)
             window = image * (OH * OW * C) + (oh * OW + ow) * C + channel
             won = there & (tl.load(winner + window, mask=there, other=-1).to(tl.int32) == i * K + j)
@@ -77,7 +114,12 @@ class MaxPool2d(nn.MaxPool2d):
     """As torch's, by our kernels where the images are channels_last and on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        fits = input.is_cuda and input.dtype in DTYPES and input.ndim == 4 and len(input) <= MOST_IMAGES
+        fits = (
+            input.is_cuda
+            and input.dtype in DTYPES
+            and input.ndim == 4
+            and len(input) <= MOST_IMAGES
+        )
         fits = fits and min(input.shape[2:]) >= LARGEST_KERNEL and only_backward()
         if fits and input.is_contiguous(memory_format=torch.channels_last):
             return max_pool(input, self.kernel_size, self.stride, self.padding)[0]
@@ -85,22 +127,31 @@ class MaxPool2d(nn.MaxPool2d):
 
 
 def replace_max_pools(model: nn.Module) -> None:
-    """Those whose windows overlap, are square, neither dilated nor rounded up. A layer keeps its name and its hooks.
+    """Those whose windows overlap, are square, neither dilated nor rounded up. A layer keeps its
+    name and its hooks.
 
     Windows that do not overlap the compiler pools as fast, and fuses with what is around them.
     """
     for layer in model.modules():
-        if type(layer) is nn.MaxPool2d and not layer.return_indices and not layer.ceil_mode and layer.dilation == 1:
-            kernel, stride = layer.kernel_size, layer.stride
+        if (
+            type(layer) is nn.MaxPool2d
+            and not layer.return_indices
+            and not layer.ceil_mode
+            and layer.dilation == 1
+        ):
+            kernel = layer.kernel_size
+            stride = layer.stride
             square = all(isinstance(size, int) for size in (kernel, stride, layer.padding))
             if square and stride < kernel <= LARGEST_KERNEL and 2 * layer.padding <= kernel:  # pyright: ignore
                 layer.__class__ = MaxPool2d
 
 
-# Not torch.library.triton_op: the compiler then fills what is only allocated, 0.5 ms for a stem of ResNet-50.
+# Not torch.library.triton_op: the compiler then fills what is only allocated, 0.5 ms for a stem of
+# ResNet-50.
 @torch.library.custom_op("ddp_train::max_pool", mutates_args=())
 def max_pool(images: Tensor, kernel: int, stride: int, padding: int) -> tuple[Tensor, Tensor]:
-    """[n, c, h, w] -> the maxima, [n, c, oh, ow], and the place of each in its window, int8; both channels_last."""
+    """[n, c, h, w] -> the maxima, [n, c, oh, ow], and the place of each in its window, int8; both
+    channels_last."""
     y, winner = _empty_windows(images, kernel, stride, padding)
     (n, c, oh, ow), (h, w) = y.shape, images.shape[2:]
     images = images.contiguous(memory_format=torch.channels_last)
@@ -122,7 +173,9 @@ def _empty_windows(images: Tensor, kernel: int, stride: int, padding: int) -> tu
 
 
 @torch.library.custom_op("ddp_train::max_pool_backward", mutates_args=())
-def _max_pool_backward(dy: Tensor, winner: Tensor, h: int, w: int, kernel: int, stride: int, padding: int) -> Tensor:
+def _max_pool_backward(
+    dy: Tensor, winner: Tensor, h: int, w: int, kernel: int, stride: int, padding: int
+) -> Tensor:
     dx = _empty_images(dy, winner, h, w, kernel, stride, padding)
     n, c, oh, ow = dy.shape
     dy = dy.contiguous(memory_format=torch.channels_last)
@@ -133,7 +186,9 @@ def _max_pool_backward(dy: Tensor, winner: Tensor, h: int, w: int, kernel: int, 
 
 
 @_max_pool_backward.register_fake
-def _empty_images(dy: Tensor, winner: Tensor, h: int, w: int, kernel: int, stride: int, padding: int) -> Tensor:
+def _empty_images(
+    dy: Tensor, winner: Tensor, h: int, w: int, kernel: int, stride: int, padding: int
+) -> Tensor:
     shape = (*dy.shape[:2], h, w)
     return torch.empty(shape, dtype=dy.dtype, device=dy.device, memory_format=torch.channels_last)
 

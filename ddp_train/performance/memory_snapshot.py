@@ -18,11 +18,12 @@ def snapshot_file(run_dir: Path, rank: int) -> Path:
 
 
 def take_when_out_of_memory(path: Path, history: bool) -> None:
-    """Writes `path` at each allocation on a GPU that fails, so that the last one stays: the error that ends a run. Its
-    traceback holds tensors, but by the time it is reported others are gone.
+    """Writes `path` at each allocation on a GPU that fails, so that the last one stays: the error
+    that ends a run. Its traceback holds tensors, but by the time it is reported others are gone.
 
-    history: also keep the stacks of allocations from now on, which costs time at each; without it a viewer shows sizes
-    and places of what is allocated, and what is cached but too scattered to be of use.
+    history: also keep the stacks of allocations from now on, which costs time at each; without it a
+    viewer shows sizes and places of what is allocated, and what is cached but too scattered to be
+    of use.
     """
     if history:
         torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")

@@ -1,4 +1,5 @@
-"""Performance switches of the process and of the model. docs/tuning.md lists all tips; the loop knows none."""
+"""Performance switches of the process and of the model. docs/tuning.md lists all tips; the loop
+knows none."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from ddp_train.tasks.task import ModelWithTask
 
 
 def set_process_flags(threads: int, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> None:
-    """What torch keeps for the whole process. To be called before the model is built. A parameter with the name of a
-    key of `tuning` gets its value."""
+    """What torch keeps for the whole process. To be called before the model is built. A parameter
+    with the name of a key of `tuning` gets its value."""
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -37,11 +38,12 @@ def tune_model(
     triton_kernels: bool = False,
     conv_sums: bool = False,
 ) -> None:
-    """Number type, memory format, activation checkpointing and compilation of a model that is on its device.
+    """Number type, memory format, activation checkpointing and compilation of a model that is on
+    its device.
 
-    checkpointed_blocks: names of classes. compile_mode: of torch.compile; None does not compile. triton_kernels:
-    max pooling and the loss of large vocabularies by our own. conv_sums: convolutions of a compiled model compute the
-    sums of the batch norm behind them.
+    checkpointed_blocks: names of classes. compile_mode: of torch.compile; None does not compile.
+    triton_kernels: max pooling and the loss of large vocabularies by our own. conv_sums:
+    convolutions of a compiled model compute the sums of the batch norm behind them.
     """
     if triton_kernels:
         use_triton_kernels(module)
@@ -52,9 +54,10 @@ def tune_model(
     if checkpointed_blocks:
         checkpoint_blocks(module.model, list(checkpointed_blocks))
     if compile_mode is not None:
-        # In place: torch.compile(module) would prefix the names in checkpoints. Our module, not the model in it: torch
-        # 2.11 compiles no nn.Sequential in place, without a word. A graph for each of the few shapes of a run (whole
-        # and last batch, in training and in evaluation) is faster than one for all.
+        # In place: torch.compile(module) would prefix the names in checkpoints. Our module, not the
+        # model in it: torch 2.11 compiles no nn.Sequential in place, without a word. A graph for
+        # each of the few shapes of a run (whole and last batch, in training and in evaluation) is
+        # faster than one for all.
         given: dict[str, Any] = {"mode": compile_mode}
         if conv_sums:
             given = {"options": torch._inductor.list_mode_options(compile_mode) | _with_conv_sums()}
@@ -69,7 +72,9 @@ def _with_conv_sums() -> dict[str, Any]:
 
     given: dict[str, Any] = {"pre_grad_custom_pass": ConvSums()}
     if hasattr(config, "pre_grad_pass_timing"):  # not in torch 2.11, which has no other order
-        given["pre_grad_pass_timing"] = "early"  # before the compiler's cache is asked, which does not know our timing
+        given["pre_grad_pass_timing"] = (
+            "early"  # before the compiler's cache is asked, which does not know our timing
+        )
     return given
 
 
@@ -87,11 +92,12 @@ def use_triton_kernels(module: ModelWithTask) -> None:
 
 
 def set_garbage_collection(freeze: bool) -> None:
-    """With freeze, the garbage collector skips all objects that are there now: half a million after importing torch,
-    which it would look through again and again.
+    """With freeze, the garbage collector skips all objects that are there now: half a million after
+    importing torch, which it would look through again and again.
 
-    To be called before the model is wrapped: DDP is part of reference cycles, and must be collected before its process
-    group is closed. That collection takes 0.2 s of every process if nothing is frozen.
+    To be called before the model is wrapped: DDP is part of reference cycles, and must be collected
+    before its process group is closed. That collection takes 0.2 s of every process if nothing is
+    frozen.
     """
     if freeze:
         gc.collect()

@@ -1,4 +1,5 @@
-"""May a step be captured as a CUDA graph, does it pay, and does it fit? Two steps kernel by kernel show it."""
+"""May a step be captured as a CUDA graph, does it pay, and does it fit? Two steps kernel by kernel
+show it."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ from ddp_train.models.python_state import State, changed, look_through
 log = logging.getLogger(__name__)
 
 HOST_SHARE = 0.5
-"""Of the time of a step, in which the host launches it. Above, the GPU waits for the host, at least after each line of
-metrics.jsonl: VGG-16 at 79 % is 4.7 % faster captured (docs/benchmarks/models.md). Below, the host gets ahead."""
+"""Of the time of a step, in which the host launches it. Above, the GPU waits for the host, at least
+after each line of metrics.jsonl: VGG-16 at 79 % is 4.7 % faster captured
+(docs/benchmarks/models.md). Below, the host gets ahead."""
 ROOM = 0.9
-"""Part of a GPU's memory that may be needed. The rest is for workspaces, and lost between blocks."""
+"""Part of a GPU's memory that may be needed. The rest is for workspaces, and lost between
+blocks."""
 GENERATORS = ("torch's generator on the host", "numpy's generator", "Python's generator")
 """Of `global_states`."""
 OF_SYNC_DEBUG_MODE = "called a synchronizing CUDA operation", "Synchronization debug mode"
@@ -33,33 +36,56 @@ OF_SYNC_DEBUG_MODE = "called a synchronizing CUDA operation", "Synchronization d
 
 
 class CaptureTrial:
-    """Looks at what Python does in the forward pass of one step (`watched`), and measures another: `begin` before its
-    forward pass, `end` after its update."""
+    """Looks at what Python does in the forward pass of one step (`watched`), and measures another:
+    `begin` before its forward pass, `end` after its update."""
 
-    def __init__(self, device: str, roots: Mapping[str, Any], asked: bool = False, if_it_pays: bool = True) -> None:
-        """roots: what a forward pass may change, by their names. asked: the user set tuning.cuda_graph=true.
-        if_it_pays: or else wherever a step may be captured."""
-        self.device, self.roots, self.asked, self.if_it_pays = device, roots, asked, if_it_pays
+    def __init__(
+        self, device: str, roots: Mapping[str, Any], asked: bool = False, if_it_pays: bool = True
+    ) -> None:
+        """roots: what a forward pass may change, by their names. asked: the user set
+        tuning.cuda_graph=true. if_it_pays: or else wherever a step may be captured."""
+        self.device = device
+        self.roots = roots
+        self.asked = asked
+        self.if_it_pays = if_it_pays
         self.host_share = self.memory_share = 0.0
         self.in_python = self.replaced = self.waits = ""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Around a forward pass."""
-        state, kept, draws = look_through(self.roots), self._parameters_and_buffers(), global_states()
+        state = look_through(self.roots)
+        kept = self._parameters_and_buffers()
+        draws = global_states()
         with places_that_wait() as places:
             yield
         if places:
-            self.waits = f"the forward pass waits for the GPU at {places[0]} (as .item() does, and a mask as an index)"
-        drawn = [name for name, old, new in zip(GENERATORS, draws, global_states(), strict=True) if old != new]
+            self.waits = (
+                f"the forward pass waits for the GPU at {places[0]} (as .item() does, and a mask as"
+                " an index)"
+            )
+        drawn = [
+            name
+            for name, old, new in zip(GENERATORS, draws, global_states(), strict=True)
+            if old != new
+        ]
         others = self._parameters_and_buffers()
-        exchanged = [name for name in sorted({*kept, *others}) if kept.get(name) is not others.get(name)]
+        exchanged = [
+            name for name in sorted({*kept, *others}) if kept.get(name) is not others.get(name)
+        ]
         self._note(state, look_through(self.roots), drawn, exchanged)
 
     def _note(self, before: State, now: State, drawn: list[str], exchanged: list[str]) -> None:
         """drawn: generators. exchanged: parameters and buffers that are other tensors now."""
-        changes = [*changed(before.found, now.found), *(path for path in before.found if path not in now.found)]
-        of_device = {path: place for path, (kind, place) in now.tensors.items() if self.device.startswith(kind)}
+        changes = [
+            *changed(before.found, now.found),
+            *(path for path in before.found if path not in now.found),
+        ]
+        of_device = {
+            path: place
+            for path, (kind, place) in now.tensors.items()
+            if self.device.startswith(kind)
+        }
         kept = [path for path in changes if path not in of_device]
         if drawn:
             self.in_python = f"the forward pass draws from {drawn[0]}"
@@ -68,7 +94,9 @@ class CaptureTrial:
         elif kept:
             self.in_python = f"the forward pass changes {kept[0]}"
         else:  # what is changed in its place, a captured step changes, too
-            moved = (path for path in changes if before.tensors.get(path, ("", 0))[1] != of_device[path])
+            moved = (
+                path for path in changes if before.tensors.get(path, ("", 0))[1] != of_device[path]
+            )
             self.replaced = next(moved, "")
 
     def _parameters_and_buffers(self) -> dict[str, torch.Tensor]:
@@ -84,7 +112,8 @@ class CaptureTrial:
         self.began = time.perf_counter()
 
     def end(self) -> None:
-        """A graph keeps the memory of a step for itself, and a short batch or an evaluation may need as much again."""
+        """A graph keeps the memory of a step for itself, and a short batch or an evaluation may
+        need as much again."""
         launched = time.perf_counter()
         torch.cuda.synchronize(self.device)
         self.host_share = (launched - self.began) / (time.perf_counter() - self.began)
@@ -93,16 +122,23 @@ class CaptureTrial:
         self.memory_share = (2 * allocated["peak"] - allocated["current"]) / has
 
     def why_not(self) -> str:
-        """Why no rank captures; "" if all do. An exchange: to be asked on all ranks after the same step.
+        """Why no rank captures; "" if all do. An exchange: to be asked on all ranks after the same
+        step.
 
         Raises LaunchError if the user asked for a capture that would give wrong results.
         """
         if self.in_python and self.asked:
             raise LaunchError(
-                f"{self.in_python}, and a captured step runs no Python: it would repeat what it did in the capture",
-                "change numbers that are kept in place, in buffers, draw on the GPU, or use tuning.cuda_graph=false",
+                f"{self.in_python}, and a captured step runs no Python: it would repeat what it did"
+                " in the capture",
+                "change numbers that are kept in place, in buffers, draw on the GPU, or use"
+                " tuning.cuda_graph=false",
             )
-        measured = [self.host_share, self.memory_share, *(float(bool(one)) for one in (self.in_python, self.waits))]
+        measured = [
+            self.host_share,
+            self.memory_share,
+            *(float(bool(one)) for one in (self.in_python, self.waits)),
+        ]
         seen = from_all_ranks(torch.tensor(measured, device=self.device)).view(-1, len(measured))
         host, memory, in_python, waits = seen.amax(0).tolist()
         if in_python:
@@ -114,8 +150,9 @@ class CaptureTrial:
         why_not = reason_against(host, memory) if self.if_it_pays else ""
         if self.replaced and not why_not:
             log.warning(
-                "%s is a tensor that each forward pass replaces, and steps are captured as a CUDA graph: if the next "
-                "step reads it, it finds what was there in the capture; then write into a buffer, in place",
+                "%s is a tensor that each forward pass replaces, and steps are captured as a CUDA"
+                " graph: if the next step reads it, it finds what was there in the capture; then"
+                " write into a buffer, in place",
                 self.replaced,
             )
         return why_not
@@ -123,14 +160,18 @@ class CaptureTrial:
 
 @contextlib.contextmanager
 def places_that_wait() -> Iterator[list[str]]:
-    """Where Python inside waited for a GPU, by `torch.cuda.set_sync_debug_mode`; known afterwards."""
+    """Where Python inside waited for a GPU, by `torch.cuda.set_sync_debug_mode`; known
+    afterwards."""
     places: list[str] = []
     if not torch.cuda.is_initialized():
         yield places
         return
-    mode, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
+    mode = torch.cuda.get_sync_debug_mode()
+    show = warnings.showwarning
 
-    def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *others: Any) -> None:
+    def note(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *others: Any
+    ) -> None:
         if str(message).startswith(OF_SYNC_DEBUG_MODE[0]):
             places.append(f"{Path(filename).name}, line {lineno}")
         elif not str(message).startswith(OF_SYNC_DEBUG_MODE[1]):
@@ -148,8 +189,13 @@ def places_that_wait() -> Iterator[list[str]]:
 
 
 def kept_in_python(before: State, now: State) -> str:
-    """What steps have changed for good. Not what was None or not there: caches are filled in a first step."""
-    paths = [path for path in changed(before.found, now.found) if before.found.get(path, "None") != "None"]
+    """What steps have changed for good. Not what was None or not there: caches are filled in a
+    first step."""
+    paths = [
+        path
+        for path in changed(before.found, now.found)
+        if before.found.get(path, "None") != "None"
+    ]
     return f"the forward pass changes {paths[0]}" if paths else ""
 
 

@@ -1,4 +1,5 @@
-"""The job as its proof runs it: its own model, loss, data and hooks, on few samples, on CPUs. Torch-free."""
+"""The job as its proof runs it: its own model, loss, data and hooks, on few samples, on CPUs.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -19,9 +20,11 @@ WORDS = ("device=cpu", "launch.nnodes=1", "launch.rdzv_endpoint=null", "launch.b
 
 
 def for_proof(config: Config, run_dir: Path) -> Config:
-    """config: resolved. Global batches have at most prove.samples samples, and an epoch two and a half of them: no
-    number of processes divides all of it."""
-    most, train, data = config.prove.samples, config.train, config.data
+    """config: resolved. Global batches have at most prove.samples samples, and an epoch two and a
+    half of them: no number of processes divides all of it."""
+    most = config.prove.samples
+    train = config.train
+    data = config.data
     if data.batch_by == "samples":
         train = replace(train, global_batch_size=min(train.global_batch_size, most))
     asked = 2 * most + most // 2 + 1
@@ -62,19 +65,41 @@ def for_proof(config: Config, run_dir: Path) -> Config:
             which="auto",
             mirror=None,  # it is the job's own
         ),
-        tuning=replace(config.tuning, compile=False, cuda_graph=False, num_workers=0, activation_checkpointing=[]),
+        tuning=replace(
+            config.tuning,
+            compile=False,
+            cuda_graph=False,
+            num_workers=0,
+            activation_checkpointing=[],
+        ),
     )
 
 
-def variant(config: Config, run_dir: Path, processes: int, hooks: list[Any] | None = None, **more: Any) -> Config:
-    """One run of the proof. hooks: beside those of the job. more: of `checkpoint`, `train` or the config itself."""
+def variant(
+    config: Config, run_dir: Path, processes: int, hooks: list[Any] | None = None, **more: Any
+) -> Config:
+    """One run of the proof. hooks: beside those of the job. more: of `checkpoint`, `train` or the
+    config itself."""
     launch = replace(config.launch, nproc_per_node=processes, threads_per_process=1)
-    checkpoint = replace(config.checkpoint, **{name: more.pop(name) for name in ("resume",) if name in more})
-    train = replace(config.train, **{name: more.pop(name) for name in ("max_steps",) if name in more})
+    checkpoint = replace(
+        config.checkpoint, **{name: more.pop(name) for name in ("resume",) if name in more}
+    )
+    train = replace(
+        config.train, **{name: more.pop(name) for name in ("max_steps",) if name in more}
+    )
     hooks = [*config.hooks, *(hooks or [])]
-    return replace(config, run_dir=str(run_dir), launch=launch, checkpoint=checkpoint, train=train, hooks=hooks, **more)
+    return replace(
+        config,
+        run_dir=str(run_dir),
+        launch=launch,
+        checkpoint=checkpoint,
+        train=train,
+        hooks=hooks,
+        **more,
+    )
 
 
 def counts_of(config: Config) -> tuple[int, int]:
-    """Of processes: for the run that is interrupted, and another number. strategy=ordered takes powers of two."""
+    """Of processes: for the run that is interrupted, and another number. strategy=ordered takes
+    powers of two."""
     return (2, 1) if config.strategy.name == "ordered" else (2, 3)

@@ -1,4 +1,5 @@
-"""What the proof puts into its real runs: a look at the gradients, fixed random numbers, a sudden end."""
+"""What the proof puts into its real runs: a look at the gradients, fixed random numbers, a sudden
+end."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ WRITTEN_SECONDS = 60.0
 
 
 class Fixed:
-    """Inside, the model draws no random numbers in training: see `fixed_draws`. Samples are drawn as ever."""
+    """Inside, the model draws no random numbers in training: see `fixed_draws`. Samples are drawn
+    as ever."""
 
     def __init__(self, job: Job, run_dir: Path, world: World) -> None:
-        self.job, self.wrapped = job, job.wrapped
+        self.job = job
+        self.wrapped = job.wrapped
 
     def __enter__(self) -> Fixed:
         self.job.wrapped = self._forward
@@ -56,15 +59,21 @@ class Gradients(GradientProbe):
 
 
 class KillAt:
-    """SIGKILL for every process of the run after a step, once a checkpoint is whole: nothing is caught or told."""
+    """SIGKILL for every process of the run after a step, once a checkpoint is whole: nothing is
+    caught or told."""
 
     def __init__(self, job: Job, run_dir: Path, world: World, step: int) -> None:
-        self.step, self.run_dir = step, run_dir
+        self.step = step
+        self.run_dir = run_dir
 
     def due(self, job: Job) -> int:
         return self.step if job.step < self.step else job.plan.steps + 1
 
     def act(self, job: Job) -> None:
         # It is written beside training.
-        wait_until(lambda: any((place / MANIFEST).exists() for place in places(self.run_dir)), WRITTEN_SECONDS, 0.01)
+        wait_until(
+            lambda: any((place / MANIFEST).exists() for place in places(self.run_dir)),
+            WRITTEN_SECONDS,
+            0.01,
+        )
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""`mode=prove`: does this job give the same result however it is divided, and if not, what breaks it? Torch-free."""
+"""`mode=prove`: does this job give the same result however it is divided, and if not, what breaks
+it? Torch-free."""
 
 from __future__ import annotations
 
@@ -33,8 +34,11 @@ from ddp_train.telemetry.pages.page import write
 from ddp_train.telemetry.pages.report import Report
 from ddp_train.telemetry.pages.tables import Table
 
-FILE, FOLDER = "prove.json", "proof"
-HOLDS, BROKEN, INCOMPLETE = "holds", "does not hold", "incomplete"
+FILE = "prove.json"
+FOLDER = "proof"
+HOLDS = "holds"
+BROKEN = "does not hold"
+INCOMPLETE = "incomplete"
 ORDER = (
     *("job", "gradients", "weights of units", "order of samples", "augmentation", "evaluation"),
     *("unused parameters", "random numbers", "state"),
@@ -43,11 +47,16 @@ ORDER = (
 
 
 def prove(program: Program, argv: list[str], world: World | None) -> int:
-    """Checks the job that the words name, prints the table, writes page and prove.json. Returns the exit code: 0 if all
-    that could be checked holds. Raises ConfigError before anything runs."""
+    """Checks the job that the words name, prints the table, writes page and prove.json. Returns the
+    exit code: 0 if all that could be checked holds. Raises ConfigError before anything runs."""
     began = time.monotonic()
     if world:
-        raise ConfigError([f"mode=prove: a proof starts its own processes; run it with {program.typed}, not torchrun"])
+        raise ConfigError(
+            [
+                f"mode=prove: a proof starts its own processes; run it with {program.typed}, not"
+                " torchrun"
+            ]
+        )
     if flags := [word for word in argv if word.startswith("-")]:
         raise ConfigError([f"{flags[0]}: mode=prove takes no flags; leave it out"])
     asked, run_dir = read_job(program, argv)
@@ -55,7 +64,9 @@ def prove(program: Program, argv: list[str], world: World | None) -> int:
     stop = StopRequests()
     try:
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)  # of an earlier proof
-        proof = Proof(for_proof(asked, run_dir), program, run_dir / FOLDER, began, stop, asked=asked)
+        proof = Proof(
+            for_proof(asked, run_dir), program, run_dir / FOLDER, began, stop, asked=asked
+        )
         try:
             proof.run()
         except StoppedError:
@@ -83,13 +94,19 @@ def read_job(program: Program, argv: Sequence[str]) -> tuple[Config, Path]:
 def verdict(findings: Sequence[Finding]) -> tuple[str, int]:
     """In a word, and as an exit code."""
     broken = [finding.exit_code for finding in findings if finding.status == FAILURE]
-    late = [finding.exit_code for finding in findings if finding.status == SKIPPED and finding.exit_code]
-    return (BROKEN, broken[0]) if broken else (INCOMPLETE, late[0]) if late else (HOLDS, 0)
+    late = [
+        finding.exit_code for finding in findings if finding.status == SKIPPED and finding.exit_code
+    ]
+    if broken:
+        return (BROKEN, broken[0])
+    return (INCOMPLETE, late[0]) if late else (HOLDS, 0)
 
 
 def report(findings: list[Finding], run_dir: Path, began: float, command: str) -> int:
     """Prints the table, writes prove.json and the page. Returns the exit code. Raises OSError."""
-    findings = sorted(findings, key=lambda one: ORDER.index(one.check) if one.check in ORDER else len(ORDER))
+    findings = sorted(
+        findings, key=lambda one: ORDER.index(one.check) if one.check in ORDER else len(ORDER)
+    )
     word, code = verdict(findings)
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -97,24 +114,49 @@ def report(findings: list[Finding], run_dir: Path, began: float, command: str) -
     console.print(table(findings))
     counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}
     seconds = round(time.monotonic() - began, 1)
-    told = ", ".join(f"{counts[status]} {status}" for status in (OK, FAILURE, WARNING, SKIPPED) if counts[status])
+    told = ", ".join(
+        f"{counts[status]} {status}" for status in (OK, FAILURE, WARNING, SKIPPED) if counts[status]
+    )
     console.print(f"{word}: {told}, {seconds} s", soft_wrap=True)
     if word != BROKEN and counts[SKIPPED]:
         console.print("what was skipped is not proved", soft_wrap=True)
-    values = {"status": word, "exit_code": code, "seconds": seconds, "counts": counts, "command": command}
+    values = {
+        "status": word,
+        "exit_code": code,
+        "seconds": seconds,
+        "counts": counts,
+        "command": command,
+    }
     write_json(run_dir / FILE, values | {"findings": [asdict(finding) for finding in findings]})
     rows = [
-        [one.check, one.status, _number(one, "found"), _number(one, "allowed"), one.detail, one.remedy]
+        [
+            one.check,
+            one.status,
+            _number(one, "found"),
+            _number(one, "allowed"),
+            one.detail,
+            one.remedy,
+        ]
         for one in findings
     ]
     page = Report(
         "Is the result the same however the job is divided?",
-        f"The answer: it {word}." if word != INCOMPLETE else "The answer is incomplete: the time was over.",
-        [Table("Checks", ["check", "status", "found", "allowed", "what was found", "remedy"], rows,
-               "found: the largest relative difference. What was skipped is not proved.")],
+        (
+            f"The answer: it {word}."
+            if word != INCOMPLETE
+            else "The answer is incomplete: the time was over."
+        ),
+        [
+            Table(
+                "Checks",
+                ["check", "status", "found", "allowed", "what was found", "remedy"],
+                rows,
+                "found: the largest relative difference. What was skipped is not proved.",
+            )
+        ],
         provenance(),
         [command],
-    )  # fmt: skip
+    )
     console.print(f"report {write(page, run_dir)}", soft_wrap=True)
     return code
 
@@ -140,4 +182,6 @@ def table(findings: Sequence[Finding]) -> RichTable:
 
 def _number(finding: Finding, name: str) -> Any:
     value = finding.numbers.get(name)
-    return None if value is None else f"{value:.0e}" if value else "0"
+    if value is None:
+        return None
+    return f"{value:.0e}" if value else "0"

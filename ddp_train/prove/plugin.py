@@ -1,4 +1,5 @@
-"""The fixture `prove` of pytest, which finds it by its entry point and imports it at every start: nothing heavy."""
+"""The fixture `prove` of pytest, which finds it by its entry point and imports it at every start:
+nothing heavy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The real runs of a proof: processes over gloo that the launcher starts, one of which is killed. Torch-free."""
+"""The real runs of a proof: processes over gloo that the launcher starts, one of which is killed.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ from ddp_train.text import counted
 
 LOG = "runs.log"
 EXAMINE = "ddp_train.prove.examine"
-ANSWER, ONE = "examined.json", "one_process.safetensors"
+ANSWER = "examined.json"
+ONE = "one_process.safetensors"
 GRADIENTS_ALLOWED = {"fp64": 1e-10, "fp32": 1e-5}
 WEIGHTS_ALLOWED = {"fp64": 1e-5, "fp32": 1e-2}
 """Relative, after some steps: an optimizer that divides by small numbers makes rounding larger."""
@@ -42,15 +44,21 @@ SCORES_ALLOWED = {"fp64": 1e-12, "fp32": 1e-6}
 BY_SIZE_ALLOWED = {"fp64": 1e-9, "fp32": 1e-4}
 """Of batches of another size: a matrix product of other rows adds up in another order."""
 MARGIN_SECONDS = 60.0
-"""That the checks of one process may take longer than prove.seconds: one that has begun is finished."""
+"""That the checks of one process may take longer than prove.seconds: one that has begun is
+finished."""
 LEFT_OUT = "prove.runs=false"
-LATE, MORE_TIME = "prove.seconds is over", "raise prove.seconds, or lower prove.samples and prove.steps"
+LATE = "prove.seconds is over"
+MORE_TIME = "raise prove.seconds, or lower prove.samples and prove.steps"
 
 
 OTHER_DATA = ("changed since the checkpoint", "a digest of the samples")
 """What a run says that finds other samples than the checkpoint had, or another process has."""
-DATA_MADE_ANEW = "the data set has other samples, or in another order, in a process that is started anew"
-MAKE_THEM_ALIKE = "sort what comes out of a set; draw with a generator of a fixed seed when the data set is made"
+DATA_MADE_ANEW = (
+    "the data set has other samples, or in another order, in a process that is started anew"
+)
+MAKE_THEM_ALIKE = (
+    "sort what comes out of a set; draw with a generator of a fixed seed when the data set is made"
+)
 
 
 class StoppedError(Exception):
@@ -77,7 +85,9 @@ class Proof:
         """Fills `findings`. Raises StoppedError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / LOG).open("ab") as log:
-            if self.config.prove.runs:  # it imports torch while this process's checks run in another one
+            if (
+                self.config.prove.runs
+            ):  # it imports torch while this process's checks run in another one
                 with _printing_to(log.fileno()):
                     self.server = ForkServer(self.program.import_path)
             try:
@@ -92,17 +102,33 @@ class Proof:
         return self.config.prove.seconds - (time.monotonic() - self.began)
 
     def _said(self, what: str) -> None:
-        self.console.print(f"{time.monotonic() - self.began:5.1f} s  {what}", markup=False, soft_wrap=True)
+        self.console.print(
+            f"{time.monotonic() - self.began:5.1f} s  {what}", markup=False, soft_wrap=True
+        )
 
-    # --- in one process -------------------------------------------------------------------------------------------
+    # --- in one process ---------------------------------------------------------------------------
 
     def _examine(self, log: int) -> None:
         freeze(replace(self.config, run_dir=str(self.folder)))
         seconds = max(self.seconds_left, 1.0)
-        command = [sys.executable, *MODULE, EXAMINE, str(self.folder), str(seconds), str(self.samples_each)]
+        command = [
+            sys.executable,
+            *MODULE,
+            EXAMINE,
+            str(self.folder),
+            str(seconds),
+            str(self.samples_each),
+        ]
         env = preload_environment(self.program.import_path)
-        with self.stop.listening(), subprocess.Popen(command, env=env, stdout=log, stderr=log) as process:
-            while process.poll() is None and not self.stop.received and self.seconds_left > -MARGIN_SECONDS:
+        with (
+            self.stop.listening(),
+            subprocess.Popen(command, env=env, stdout=log, stderr=log) as process,
+        ):
+            while (
+                process.poll() is None
+                and not self.stop.received
+                and self.seconds_left > -MARGIN_SECONDS
+            ):
                 time.sleep(local.POLL_SECONDS)
             process.kill()
         if self.stop.received:
@@ -116,16 +142,24 @@ class Proof:
             return
         last = (self.folder / LOG).read_text(errors="replace").strip().splitlines()[-1:]
         why = last[0] if last and process.returncode >= 0 else "no answer in time, or killed"
-        remedy = f"see {self.folder / LOG}; raise prove.seconds, or lower prove.samples, if it is only slow"
-        self.findings.append(failure("job", f"the checks of one process ended: {why}", remedy, cause="job"))
+        remedy = (
+            f"see {self.folder / LOG}; raise prove.seconds, or lower prove.samples, if it is only"
+            " slow"
+        )
+        self.findings.append(
+            failure("job", f"the checks of one process ended: {why}", remedy, cause="job")
+        )
 
     @property
     def samples_each(self) -> int:
         """In a micro-batch of the job itself."""
-        train, launch = self.asked.train, self.asked.launch
-        return -(-train.global_batch_size // (train.accumulation_steps * int(launch.nproc_per_node)))
+        train = self.asked.train
+        launch = self.asked.launch
+        return -(
+            -train.global_batch_size // (train.accumulation_steps * int(launch.nproc_per_node))
+        )
 
-    # --- in several -----------------------------------------------------------------------------------------------
+    # --- in several -------------------------------------------------------------------------------
 
     def _real_runs(self, log: int) -> None:
         two, other = counts_of(self.config)
@@ -162,29 +196,41 @@ class Proof:
         else:
             self._checked(names["other"], lambda: self._other_number(names["other"], log))
         if "evaluation" in broken:
-            self.findings.append(skipped(names["evaluation"], "it would fail for the same reason as: evaluation"))
+            self.findings.append(
+                skipped(names["evaluation"], "it would fail for the same reason as: evaluation")
+            )
         else:
             self._checked(names["evaluation"], lambda: self._evaluation(names["evaluation"], log))
 
     def _checked(self, check: str, function: Callable[[], Finding]) -> None:
         if self.seconds_left <= 0:
-            self.findings.append(Finding(check, "skipped", LATE, MORE_TIME, exit_code=LaunchError.exit_code))
+            self.findings.append(
+                Finding(check, "skipped", LATE, MORE_TIME, exit_code=LaunchError.exit_code)
+            )
             return
         self.findings.append(function())
         self._said(f"{check}: {self.findings[-1].status}")
 
     def _launch(
-        self, name: str, log: int, processes: int, hooks: list[Any] | None = None, anew: bool = False, **more: Any
+        self,
+        name: str,
+        log: int,
+        processes: int,
+        hooks: list[Any] | None = None,
+        anew: bool = False,
+        **more: Any,
     ) -> Outcome:
-        """A run to its end. anew: in processes that are not forked: with hashes of texts of their own, as the next day.
-        Raises StoppedError."""
+        """A run to its end. anew: in processes that are not forked: with hashes of texts of their
+        own, as the next day. Raises StoppedError."""
         run_dir = self.folder / name
         config = variant(self.config, run_dir, processes, hooks, **more)
         freeze(config)
         began = time.monotonic()
         with _printing_to(log):
             print(f"--- {name}: {counted(processes, 'process')}", flush=True)
-            code = local.launch(config, self.program.import_path, self.stop, None if anew else self.server)
+            code = local.launch(
+                config, self.program.import_path, self.stop, None if anew else self.server
+            )
         if self.stop.received:
             raise StoppedError
         return read_outcome(run_dir, code, time.monotonic() - began)
@@ -192,7 +238,11 @@ class Proof:
     def _failed(self, check: str, outcome: Outcome) -> Finding:
         remedy = f"see {self.folder / LOG}"
         return failure(
-            check, f"the run failed: {outcome.reason}", remedy, outcome.exit_code or LaunchError.exit_code, cause="run"
+            check,
+            f"the run failed: {outcome.reason}",
+            remedy,
+            outcome.exit_code or LaunchError.exit_code,
+            cause="run",
         )
 
     def _gradients(self, check: str, log: int) -> Finding:
@@ -211,8 +261,10 @@ class Proof:
             if any(theirs.get(name, digest) != digest for name, digest in digests.items()):
                 return failure(check, DATA_MADE_ANEW, MAKE_THEM_ALIKE, 65, cause="randomness")
         facts = json.loads((outcome.run_dir / "probe" / "model.json").read_text())
-        one, many = load_file(self.folder / ONE), load_file(outcome.run_dir / "probe" / "gradients.safetensors")
-        found, allowed = compare(one, many), GRADIENTS_ALLOWED[self.facts["precision"]]
+        one = load_file(self.folder / ONE)
+        many = load_file(outcome.run_dir / "probe" / "gradients.safetensors")
+        found = compare(one, many)
+        allowed = GRADIENTS_ALLOWED[self.facts["precision"]]
         worst = found[0] if found else None
         relative = worst.relative if worst else 0.0
         if facts["ranks_differ"] or one.keys() != many.keys() or not relative <= allowed:
@@ -220,20 +272,31 @@ class Proof:
             words = f"real processes compute other gradients than one does in turns: {where[0]}"
             warned = [one.check for one in self.findings if one.status == WARNING]
             words += f"; see {' and '.join(warned)}" if warned else ""
-            remedy = "look for what depends on the process: its rank, number, host name, files that another writes"
+            remedy = (
+                "look for what depends on the process: its rank, number, host name, files that"
+                " another writes"
+            )
             return failure(check, words, remedy, cause="process", found=relative, allowed=allowed)
-        return ok(check, f"{counted(len(many), 'parameter')} over gloo", found=relative, allowed=allowed)
+        return ok(
+            check, f"{counted(len(many), 'parameter')} over gloo", found=relative, allowed=allowed
+        )
 
     def _resume(self, check: str, log: int) -> Finding:
         """A run without a break, and one that is killed and resumed: the same bytes."""
-        processes, half = counts_of(self.config)[0], max(EVERY_STEPS + 1, self.config.prove.steps // 2)
+        processes = counts_of(self.config)[0]
+        half = max(EVERY_STEPS + 1, self.config.prove.steps // 2)
         whole = self._launch("whole", log, processes)
         if not whole.completed:
             return self._failed(check, whole)
         self._launch("killed", log, processes, [{"_target_": f"{HOOKS}.KillAt", "step": half}])
         left = places(self.folder / "killed")
         if not left:
-            return failure(check, "the run that was killed left no checkpoint", f"see {self.folder / LOG}", cause="run")
+            return failure(
+                check,
+                "the run that was killed left no checkpoint",
+                f"see {self.folder / LOG}",
+                cause="run",
+            )
         self.facts["left"] = str(left[0])
         step = int(left[0].name.partition("_")[2])
         resumed = self._launch("killed", log, processes, anew=True)
@@ -242,25 +305,31 @@ class Proof:
         if not resumed.completed:
             return self._failed(check, resumed)
         if _digests(whole.run_dir) == _digests(resumed.run_dir):
-            words = f"killed after step {half} of {self.config.prove.steps}, resumed from step {step}: the same bytes"
+            words = (
+                f"killed after step {half} of {self.config.prove.steps}, resumed from step {step}:"
+                " the same bytes"
+            )
             return ok(check, words, found=0, allowed=0)
         relative, name = _difference(whole.run_dir, resumed.run_dir)
-        words = f"killed after step {half}, resumed from step {step}: other weights at the end ({name})"
+        words = (
+            f"killed after step {half}, resumed from step {step}: other weights at the end ({name})"
+        )
         remedy = (
-            "keep what decides a result where checkpoints have it: in parameters, buffers, the state_dict() of a hook; "
-            "draw random numbers with torch in a model or loss"
+            "keep what decides a result where checkpoints have it: in parameters, buffers, the"
+            " state_dict() of a hook; draw random numbers with torch in a model or loss"
         )
         return failure(check, words, remedy, cause="state", found=relative, allowed=0)
 
     def _other_number(self, check: str, log: int) -> Finding:
-        """From the checkpoint of the killed run on another number of processes; dropout's draws belong to a process,
-        so both continue without them."""
+        """From the checkpoint of the killed run on another number of processes; dropout's draws
+        belong to a process, so both continue without them."""
         two, other = counts_of(self.config)
         if "left" not in self.facts:
             return skipped(check, "there is no checkpoint of a run that was killed")
         if self.facts.get("unfixed"):
             return skipped(check, "the model draws random numbers that cannot be fixed")
-        reference, hooks = self.folder / "whole", []
+        reference = self.folder / "whole"
+        hooks = []
         if self.facts.get("draws"):
             hooks = [f"{HOOKS}.Fixed"]
             same = self._launch("fixed", log, two, hooks, resume=self.facts["left"])
@@ -274,8 +343,12 @@ class Proof:
         allowed = WEIGHTS_ALLOWED[self.facts["precision"]]
         fixed = f"; fixed: {', '.join(self.facts['draws'])}" if hooks else ""
         if relative <= allowed:
-            return ok(check, f"weights after {self.config.prove.steps} steps, {two} processes before{fixed}",
-                      found=relative, allowed=allowed)  # fmt: skip
+            return ok(
+                check,
+                f"weights after {self.config.prove.steps} steps, {two} processes before{fixed}",
+                found=relative,
+                allowed=allowed,
+            )
         words = f"resumed on {counted(other, 'process')} the run ends with other weights ({name})"
         remedy = "look for what is not in a checkpoint, or depends on the number of processes"
         return failure(check, words, remedy, cause="process", found=relative, allowed=allowed)
@@ -284,9 +357,12 @@ class Proof:
         """The scores of the weights that the whole run ended with, on two numbers of processes."""
         if not places(self.folder / "whole"):
             return skipped(check, "there is no run whose weights could be scored")
-        newest, scores = str(places(self.folder / "whole")[0]), []
+        newest = str(places(self.folder / "whole")[0])
+        scores = []
         for processes in counts_of(self.config):
-            outcome = self._launch(f"evaluation_{processes}", log, processes, resume=newest, mode="evaluate")
+            outcome = self._launch(
+                f"evaluation_{processes}", log, processes, resume=newest, mode="evaluate"
+            )
             if not outcome.completed:
                 return self._failed(check, outcome)
             scores.append(outcome.summary["test"])
@@ -312,7 +388,10 @@ class Proof:
 def _digests(run_dir: Path) -> dict[str, str]:
     """Of the weights in the newest checkpoint."""
     newest = places(run_dir)[0]
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(newest.glob("*.safetensors"))}
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(newest.glob("*.safetensors"))
+    }
 
 
 def _difference(one: Path, other: Path) -> tuple[float, str]:
@@ -320,7 +399,9 @@ def _difference(one: Path, other: Path) -> tuple[float, str]:
     from safetensors.numpy import load_file
 
     mine, theirs = (load_file(places(run_dir)[0] / "model.safetensors") for run_dir in (one, other))
-    numbers = {name: value for name, value in mine.items() if np.issubdtype(value.dtype, np.floating)}
+    numbers = {
+        name: value for name, value in mine.items() if np.issubdtype(value.dtype, np.floating)
+    }
     found = compare(numbers, theirs)
     return (found[0].relative, found[0].name) if found else (0.0, "")
 

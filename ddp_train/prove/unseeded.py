@@ -19,7 +19,10 @@ import torch
 from ddp_train.models.python_state import is_users
 
 _OUTSIDE: dict[Any, str] = {
-    **{getattr(time, name): f"the clock (time.{name})" for name in ("time", "time_ns", "perf_counter", "monotonic")},
+    **{
+        getattr(time, name): f"the clock (time.{name})"
+        for name in ("time", "time_ns", "perf_counter", "monotonic")
+    },
     id: "the address of an object (id)",
     hash: "hash(), which for texts is another in each process",
     os.getpid: "the process number (os.getpid)",
@@ -31,20 +34,25 @@ _ANYWHERE = (os.urandom,)
 
 
 def unseeded(function: Callable[[], Any]) -> list[str]:
-    """What the user's code asks, while `function` runs, that is another in each process: with its line. Two calls
-    may agree all the same: a clock need not have moved."""
+    """What the user's code asks, while `function` runs, that is another in each process: with its
+    line. Two calls may agree all the same: a clock need not have moved."""
     found: dict[str, None] = {}
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
-        what, caller = "", frame
+        what = ""
+        caller = frame
         if event == "c_call":
             what = _asked(argument)
         elif event == "call" and frame.f_code in _reseeding() and frame.f_back and _reseeds(frame):
-            what, caller = "random numbers without a seed", frame.f_back
+            what = "random numbers without a seed"
+            caller = frame.f_back
         if not what:
             return
         near = argument in _ANYWHERE if event == "c_call" else True
-        line = next((one for one in _stack(caller) if is_users(one.f_code.co_filename)), None) if near else caller
+        if near:
+            line = next((one for one in _stack(caller) if is_users(one.f_code.co_filename)), None)
+        else:
+            line = caller
         if line and is_users(line.f_code.co_filename):
             file = Path(line.f_code.co_filename).name
             found[f"{what}, {file}:{line.f_lineno} in {line.f_code.co_name}()"] = None
@@ -65,14 +73,22 @@ def _asked(function: Any) -> str:
     except TypeError:  # a method of something that cannot be hashed
         return ""
     owner = getattr(function, "__self__", None)
-    if function.__name__ in ("now", "utcnow", "today") and isinstance(owner, type) and issubclass(owner, datetime.date):
+    if (
+        function.__name__ in ("now", "utcnow", "today")
+        and isinstance(owner, type)
+        and issubclass(owner, datetime.date)
+    ):
         return f"the clock (datetime.{function.__name__})"
-    return "random numbers without a seed" if function.__name__ == "seed" and isinstance(owner, torch.Generator) else ""
+    if function.__name__ == "seed" and isinstance(owner, torch.Generator):
+        return "random numbers without a seed"
+    return ""
 
 
 @functools.cache
 def _reseeding() -> frozenset[CodeType]:
-    return frozenset((random.Random.__init__.__code__, random.Random.seed.__code__, torch.random.seed.__code__))
+    return frozenset(
+        (random.Random.__init__.__code__, random.Random.seed.__code__, torch.random.seed.__code__)
+    )
 
 
 def _reseeds(frame: FrameType) -> bool:

@@ -1,1 +1,2 @@
-"""Detects, reports and survives failures: heartbeats, hangs, stops, restarts, failure reports, locks."""
+"""Detects, reports and survives failures: heartbeats, hangs, stops, restarts, failure reports,
+locks."""

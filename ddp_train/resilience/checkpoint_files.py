@@ -19,7 +19,8 @@ def place_of(run_dir: Path, step: int) -> Path:
 
 
 def places(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first. Whatever else lies beside them is not looked at."""
+    """The checkpoints of a run, the newest first. Whatever else lies beside them is not looked
+    at."""
     found = (run_dir / "checkpoints").glob("step_" + "[0-9]" * 8)
     return sorted((place for place in found if place.is_dir()), reverse=True)
 
@@ -30,7 +31,8 @@ def step_of(place: Path) -> int:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises WriteError if a folder that is there takes no file: better before the first step than after the last."""
+    """Raises WriteError if a folder that is there takes no file: better before the first step than
+    after the last."""
     probe = folder / f"best.part-{os.getpid()}"
     try:
         if folder.exists():
@@ -38,11 +40,14 @@ def check_writable(folder: Path) -> None:
             probe.unlink()
     except OSError as error:
         remedy = "make it writable, or continue in another run_dir with checkpoint.resume=PATH"
-        raise WriteError(f"no checkpoint can be written to {folder}: {error.strerror}", remedy) from error
+        raise WriteError(
+            f"no checkpoint can be written to {folder}: {error.strerror}", remedy
+        ) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """In the words of the operating system, if it is behind it: torch's own are of the file that it could not end."""
+    """In the words of the operating system, if it is behind it: torch's own are of the file that it
+    could not end."""
     seen: BaseException | None = error
     while seen and not (isinstance(seen, OSError) and seen.strerror):
         seen = seen.__context__
@@ -50,7 +55,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: step, files, config. Raises OSError or ValueError if it cannot be trusted."""
+    """The manifest of a checkpoint: step, files, config. Raises OSError or ValueError if it cannot
+    be trusted."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         digest = manifest.pop("sha256", None) if isinstance(manifest, dict) else None

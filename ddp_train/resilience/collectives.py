@@ -1,4 +1,5 @@
-"""Which collective a hanging run is stuck in, and which rank has not called it: from the flight records of its ranks.
+"""Which collective a hanging run is stuck in, and which rank has not called it: from the flight
+records of its ranks.
 
 Torch-free: the launcher reads what the workers have written (distributed/flight_record.py).
 """
@@ -23,7 +24,9 @@ class Call(NamedTuple):
     tensors: str
 
     def __str__(self) -> str:
-        return f"{self.name} of {self.tensors}" if self.tensors else self.name
+        if self.tensors:
+            return f"{self.name} of {self.tensors}"
+        return self.name
 
 
 Calls = Mapping[str, Mapping[int, Call]]
@@ -40,7 +43,8 @@ def unfinished(record: Path) -> Path:
 
 
 def calls_of(run_dir: Path, rank: int) -> Calls | None:
-    """None if the rank has written no record, or one that cannot be read: torch promises nothing of its format."""
+    """None if the rank has written no record, or one that cannot be read: torch promises nothing of
+    its format."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         record = json.loads(record_file(run_dir, rank).read_text())
         return _calls(record.get("entries", []))
@@ -58,20 +62,26 @@ def _calls(entries: Sequence[dict[str, Any]]) -> Calls:
 
 
 def _tensors(entry: dict[str, Any]) -> str:
-    shapes, kinds = entry.get("input_sizes") or [], entry.get("input_dtypes") or []
+    shapes = entry.get("input_sizes") or []
+    kinds = entry.get("input_dtypes") or []
     words = [f"{kind} {shape}" for kind, shape in zip(kinds, shapes, strict=False)]
     return ", ".join(words[:SHAPES]) + f" and {len(words) - SHAPES} more" * (len(words) > SHAPES)
 
 
 def compare(ranks: Mapping[int, Calls]) -> str:
-    """Where the calls of the ranks part, in words; "" if they do not, or fewer than two ranks are known."""
+    """Where the calls of the ranks part, in words; "" if they do not, or fewer than two ranks are
+    known."""
     groups = {group for calls in ranks.values() for group in calls}
-    found = [_parting({rank: calls.get(group, {}) for rank, calls in ranks.items()}) for group in sorted(groups)]
+    found = [
+        _parting({rank: calls.get(group, {}) for rank, calls in ranks.items()})
+        for group in sorted(groups)
+    ]
     return "; ".join(words for words in found if words)
 
 
 def _parting(ranks: Mapping[int, Mapping[int, Call]]) -> str:
-    """Of one process group. Only what all records still hold is compared: old calls are overwritten."""
+    """Of one process group. Only what all records still hold is compared: old calls are
+    overwritten."""
     known = {rank: calls for rank, calls in ranks.items() if calls}
     absent = [rank for rank in ranks if rank not in known]
     begin = max((min(calls) for calls in known.values()), default=0)
@@ -85,7 +95,11 @@ def _parting(ranks: Mapping[int, Mapping[int, Call]]) -> str:
         callers = sorted(rank for rank, call in made.items() if call == usual)
         words = f"{_ranks(callers)} called {usual} (collective {number})"
         words += f", {_ranks(missing)} did not" if missing else ""
-        others = [f"rank {rank} called {call} there" for rank, call in sorted(made.items()) if call != usual]
+        others = [
+            f"rank {rank} called {call} there"
+            for rank, call in sorted(made.items())
+            if call != usual
+        ]
         return "; ".join([words, *others])
     return ""
 

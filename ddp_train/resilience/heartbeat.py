@@ -1,7 +1,9 @@
-"""The status of every worker of a host, in memory that the workers share with their launcher. Torch-free.
+"""The status of every worker of a host, in memory that the workers share with their launcher.
+Torch-free.
 
-A worker publishes its step and phase by assigning to its `RankStatus`, which costs an assignment. A thread of the
-worker counts beats, five a second: if the count stops, the process is stopped or some code holds Python's lock (GIL).
+A worker publishes its step and phase by assigning to its `RankStatus`, which costs an assignment. A
+thread of the worker counts beats, five a second: if the count stops, the process is stopped or some
+code holds Python's lock (GIL).
 """
 
 from __future__ import annotations
@@ -24,26 +26,47 @@ from ddp_train.linux import resident_bytes, wait_until
 
 BEAT_SECONDS = 0.2
 START_SECONDS = 120.0
-"""The least hang timeout until a rank has done its first batch: torch is imported from a cold disk, processes connect,
-models are compiled."""
+"""The least hang timeout until a rank has done its first batch: torch is imported from a cold disk,
+processes connect, models are compiled."""
 UNREPORTED = 256
 """No exit code: that of a worker which did not announce its own."""
 END = "end"
 """The phase of a worker that has completed its work."""
 PHASES = (
-    *("start", "data set", "build", "record", "evaluation data", "evaluation forward", "evaluation end"),
-    *("hook", "checkpoint", "sample", "unfreeze", "profile", "data", "forward", "backward", "optimizer step", END),
+    *(
+        "start",
+        "data set",
+        "build",
+        "record",
+        "evaluation data",
+        "evaluation forward",
+        "evaluation end",
+    ),
+    *(
+        "hook",
+        "checkpoint",
+        "sample",
+        "unfreeze",
+        "profile",
+        "data",
+        "forward",
+        "backward",
+        "optimizer step",
+        END,
+    ),
 )
-"""In the order in which they follow a completed step: of ranks at the same step, the one in the earliest phase is
-furthest behind."""
+"""In the order in which they follow a completed step: of ranks at the same step, the one in the
+earliest phase is furthest behind."""
 PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 STARTING, TRAINING, STOPPED, SAVED, NOT_SAVED = range(5)
-"""What a worker has to offer a launcher that has lost another one (resilience/just_in_time.py): nothing yet; it trains;
-it has stopped with the state of its `step` intact; that state is saved; it could not be saved."""
+"""What a worker has to offer a launcher that has lost another one (resilience/just_in_time.py):
+nothing yet; it trains; it has stopped with the state of its `step` intact; that state is saved; it
+could not be saved."""
 NO_ORDER, STOP, SAVE = range(3)
 """What the launcher asks of a worker."""
 ROW_BYTES = 3 * 2**24
-"""Of a rank's row behind the statuses, for three copies of 16 MiB. Only what is written takes memory."""
+"""Of a rank's row behind the statuses, for three copies of 16 MiB. Only what is written takes
+memory."""
 
 
 class StatusSnapshot(NamedTuple):
@@ -71,7 +94,16 @@ class RankStatus(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int64)
         for name in (
-            *("beats", "step", "batches", "resident_bytes", "saving", "phase_number", "_leaves_with", "reported_code"),
+            *(
+                "beats",
+                "step",
+                "batches",
+                "resident_bytes",
+                "saving",
+                "phase_number",
+                "_leaves_with",
+                "reported_code",
+            ),
             *("state", "order", "acted", "heeds_stop", "goes_on", "is_done", "is_examined"),
         )
     )
@@ -86,8 +118,8 @@ class RankStatus(ctypes.Structure):
     saving: int
     """1 while a checkpoint is being written, in whatever phase the worker is."""
     reported_code: int
-    """The exit code of the failure that the worker has reported to the user, whether that could be written to a file or
-    not; 0 before."""
+    """The exit code of the failure that the worker has reported to the user, whether that could be
+    written to a file or not; 0 before."""
     state: int
     """STARTING, TRAINING, STOPPED, SAVED or NOT_SAVED."""
     order: int
@@ -97,17 +129,23 @@ class RankStatus(ctypes.Structure):
     heeds_stop: int
     """1 while a signal makes all ranks stop after the same step; before, it ends the process."""
     goes_on: int
-    """1 once the launcher stops all ranks only to start another number of them; it sets it before it sends a signal."""
+    """1 once the launcher stops all ranks only to start another number of them; it sets it before
+    it sends a signal."""
     is_done: int
-    """1 once the run is over for this worker, and what it does is code of the user's that follows a session."""
+    """1 once the run is over for this worker, and what it does is code of the user's that follows a
+    session."""
     is_examined: int
-    """1 once the launcher has found that the run hangs, and wants to know what this worker has called."""
+    """1 once the launcher has found that the run hangs, and wants to know what this worker has
+    called."""
     on_hang: Callable[[], None] | None = None
-    """Is called once, by the thread that beats, when the launcher has found a hang. Not shared with the launcher."""
+    """Is called once, by the thread that beats, when the launcher has found a hang. Not shared with
+    the launcher."""
     on_stop: Callable[[], None] | None = None
-    """Is called once, by the thread that beats, when the launcher has ordered a stop. Not shared with the launcher."""
+    """Is called once, by the thread that beats, when the launcher has ordered a stop. Not shared
+    with the launcher."""
     fetching: Sequence[Any] = ()
-    """The micro-batches that loader processes are preparing, the next one first. Not shared with the launcher."""
+    """The micro-batches that loader processes are preparing, the next one first. Not shared with
+    the launcher."""
 
     @property
     def phase(self) -> str:
@@ -126,8 +164,9 @@ class RankStatus(ctypes.Structure):
         return code
 
     def believed(self, returncode: int | None) -> int | None:
-        """How a worker ended: `returncode`, as subprocess gives it, or UNREPORTED if that is an exit code that the
-        worker did not announce by `leaving`. Some code in it has called os._exit()."""
+        """How a worker ended: `returncode`, as subprocess gives it, or UNREPORTED if that is an
+        exit code that the worker did not announce by `leaving`. Some code in it has called
+        os._exit()."""
         announced = returncode is None or returncode < 0 or returncode + 1 == self._leaves_with
         return returncode if announced else UNREPORTED
 
@@ -135,10 +174,13 @@ class RankStatus(ctypes.Structure):
         """Says whether a checkpoint is being written."""
         self.saving = int(saving)
 
-    def wait_until_saved(self, seconds: float, given_up: Callable[[], bool] = lambda: False) -> None:
+    def wait_until_saved(
+        self, seconds: float, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
         """Waits until no checkpoint is being written, `seconds` at most or until `given_up()`.
 
-        What is being written is a complete copy of an earlier state, valid whatever has failed since.
+        What is being written is a complete copy of an earlier state, valid whatever has failed
+        since.
         """
         wait_until(lambda: not self.saving or given_up(), seconds)
 
@@ -160,10 +202,12 @@ class RankStatus(ctypes.Structure):
 
     def _heed_launcher(self) -> None:
         if self.order and self.on_stop:
-            on_stop, self.on_stop = self.on_stop, None
+            on_stop = self.on_stop
+            self.on_stop = None
             on_stop()
         if self.is_examined and self.on_hang:
-            on_hang, self.on_hang = self.on_hang, None
+            on_hang = self.on_hang
+            self.on_hang = None
             with contextlib.suppress(OSError):  # a full disk: the diagnosis does without
                 on_hang()
 
@@ -176,8 +220,13 @@ class StatusBoard:
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         self.descriptor = descriptor
-        # One object for each rank: an array makes a new one whenever it is asked, and `on_stop` belongs to an object.
-        self.ranks = list((RankStatus * ranks).from_buffer(mmap.mmap(descriptor, ctypes.sizeof(RankStatus) * ranks)))
+        # One object for each rank: an array makes a new one whenever it is asked, and `on_stop`
+        # belongs to an object.
+        self.ranks = list(
+            (RankStatus * ranks).from_buffer(
+                mmap.mmap(descriptor, ctypes.sizeof(RankStatus) * ranks)
+            )
+        )
         statuses = ctypes.sizeof(RankStatus) * ranks
         self.rows_begin = -(-statuses // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
@@ -191,8 +240,12 @@ class StatusBoard:
         descriptor = os.memfd_create("rank_status")
         os.ftruncate(descriptor, ctypes.sizeof(RankStatus) * ranks)
         board = cls(descriptor, ranks)
-        with contextlib.suppress(OSError):  # a limit on the size of files (ulimit -f): there are no rows then
-            os.ftruncate(descriptor, board.rows_begin + ranks * ROW_BYTES)  # sparse: memory is taken when it is written
+        with contextlib.suppress(
+            OSError
+        ):  # a limit on the size of files (ulimit -f): there are no rows then
+            os.ftruncate(
+                descriptor, board.rows_begin + ranks * ROW_BYTES
+            )  # sparse: memory is taken when it is written
         return board
 
     def has_rows(self) -> bool:
@@ -211,7 +264,8 @@ class StatusBoard:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
     def reported_code(self) -> int:
-        """The exit code of the failure that a worker of this host has reported to the user; 0 if none has."""
+        """The exit code of the failure that a worker of this host has reported to the user; 0 if
+        none has."""
         return next((status.reported_code for status in self.ranks if status.reported_code), 0)
 
     def wait_for_report(self, seconds: float) -> None:
@@ -221,7 +275,8 @@ class StatusBoard:
     def sizes(self) -> str:
         """Resident memory of each rank at its last beat: `rank 0 1.20 GiB, rank 1 3.40 GiB`."""
         return ", ".join(
-            f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB" for rank, status in enumerate(self.ranks)
+            f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
+            for rank, status in enumerate(self.ranks)
         )
 
 
@@ -235,13 +290,14 @@ def status_on_board(world: World) -> tuple[StatusBoard | None, RankStatus]:
 
 
 def stack_file(run_dir: Path, rank: int) -> Path:
-    """The file to which a rank writes its stacks, on SIGUSR2 and on a fault (SIGSEGV, SIGABRT ...)."""
+    """The file to which a rank writes its stacks, on SIGUSR2 and on a fault (SIGSEGV, SIGABRT
+    ...)."""
     return run_dir / "logs" / f"rank_{rank}.stack"
 
 
 def show_stacks(run_dir: Path, rank: int) -> None:
-    """Registers faulthandler for SIGUSR2 and for faults. It writes the Python stacks of all threads from C code, which
-    needs neither Python's lock nor a responsive main thread."""
+    """Registers faulthandler for SIGUSR2 and for faults. It writes the Python stacks of all threads
+    from C code, which needs neither Python's lock nor a responsive main thread."""
     file = stack_file(run_dir, rank).open("w")  # faulthandler keeps it open
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR2, file)

@@ -1,8 +1,9 @@
-"""A host is lost: what the survivors leave in the run directory for the processes that go on. Torch-free.
+"""A host is lost: what the survivors leave in the run directory for the processes that go on.
+Torch-free.
 
-No launcher watches several hosts, and the store may die with one of them. The survivors agree through files alone: one
-after the other they look whether their step is saved, and save it if not. The kernel, or the file server, passes the
-lock on when the one that holds it dies.
+No launcher watches several hosts, and the store may die with one of them. The survivors agree
+through files alone: one after the other they look whether their step is saved, and save it if not.
+The kernel, or the file server, passes the lock on when the one that holds it dies.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from typing import Any
 
 from ddp_train.resilience import run_lock
 
-FILE, LOCK = "lost.json", "survivors.lock"
+FILE = "lost.json"
+LOCK = "survivors.lock"
 LOCK_SECONDS = 10.0
-"""The longest that a survivor waits for another one. torchrun's agent kills it 30 s after it has told it to stop."""
+"""The longest that a survivor waits for another one. torchrun's agent kills it 30 s after it has
+told it to stop."""
 log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def one_at_a_time(run_dir: Path) -> Iterator[None]:
-    """One survivor is inside. Who has waited for too long enters too: checkpoints are renamed into place whole."""
+    """One survivor is inside. Who has waited for too long enters too: checkpoints are renamed into
+    place whole."""
     lock = None
     try:
         lock = run_lock.acquire(run_dir / LOCK, LOCK_SECONDS)
@@ -39,8 +43,9 @@ def one_at_a_time(run_dir: Path) -> Iterator[None]:
 
 
 def note(run_dir: Path, step: int | None = None, rank: int | None = None) -> None:
-    """Notes the last step that a survivor had completed, or which rank was lost. The first loss since a step was done
-    counts for its time and its rank, the highest step for what was reached. To be called by one at a time."""
+    """Notes the last step that a survivor had completed, or which rank was lost. The first loss
+    since a step was done counts for its time and its rank, the highest step for what was reached.
+    To be called by one at a time."""
     before = _read(run_dir) or {"rank": None, "step": 0, "time": time.time()}
     if step is None and not (run_dir / FILE).exists():
         return  # before training: nothing is lost

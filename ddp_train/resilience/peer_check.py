@@ -1,7 +1,8 @@
-"""Under torchrun no process watches all hosts: after a failed collective the ranks find out which of them is missing.
+"""Under torchrun no process watches all hosts: after a failed collective the ranks find out which
+of them is missing.
 
-Each rank that saw the failure writes its position into the store, and reads those of all ranks some seconds later. A
-rank that hangs writes nothing.
+Each rank that saw the failure writes its position into the store, and reads those of all ranks some
+seconds later. A rank that hangs writes nothing.
 """
 
 from __future__ import annotations
@@ -23,14 +24,18 @@ from ddp_train.errors import HangError
 from ddp_train.resilience.failure_report import Failure, is_timeout
 from ddp_train.resilience.heartbeat import RankStatus, StatusSnapshot
 
-HOST, POSITION = "host", "peer_check"
+HOST = "host"
+POSITION = "peer_check"
 STORE_SECONDS = 2.0
-"""Limit of each access to the store: if its host was cut off, a request neither returns nor fails."""
+"""Limit of each access to the store: if its host was cut off, a request neither returns nor
+fails."""
 
 
 def register(store: Store, world: World) -> None:
     """Writes the host of this rank into the store, at the start, when all ranks are present."""
-    store.delete_key(f"{POSITION}/{world.rank}")  # of an earlier attempt, if several hosts share a store
+    store.delete_key(
+        f"{POSITION}/{world.rank}"
+    )  # of an earlier attempt, if several hosts share a store
     store.set(f"{HOST}/{world.rank}", socket.gethostname())
 
 
@@ -40,38 +45,56 @@ def respond(store: Store, world: World, status: RankStatus) -> bool:
 
     def write() -> bool:
         store.set(key, json.dumps([status.step, status.phase]))
-        return store.check([key])  # writing alone succeeds even if the other end of the connection is gone
+        return store.check(
+            [key]
+        )  # writing alone succeeds even if the other end of the connection is gone
 
     return bool(_within_limit(write))
 
 
-def attribute_failure(failure: Failure, error: BaseException, store: Store, world: World) -> Failure:
-    """Attributes this rank's failure to the first rank that did not respond, else to the one that is furthest behind.
+def attribute_failure(
+    failure: Failure, error: BaseException, store: Store, world: World
+) -> Failure:
+    """Attributes this rank's failure to the first rank that did not respond, else to the one that
+    is furthest behind.
 
-    error: what the collective raised here. A time-out is a hang (exit code 71), a broken connection is not (70).
+    error: what the collective raised here. A time-out is a hang (exit code 71), a broken connection
+    is not (70).
     """
 
     def read() -> dict[int, tuple[str, list[Any] | None]]:
         return {
             rank: (
                 store.get(f"{HOST}/{rank}").decode(),
-                json.loads(store.get(f"{POSITION}/{rank}")) if store.check([f"{POSITION}/{rank}"]) else None,
+                json.loads(store.get(f"{POSITION}/{rank}"))
+                if store.check([f"{POSITION}/{rank}"])
+                else None,
             )
             for rank in range(world.size)
         }
 
     found = _within_limit(read)
     if found is None:
-        culprit, host, step, phase = 0, store_address(), None, "unknown"
+        culprit = 0
+        host = store_address()
+        step = None
+        phase = "unknown"
         finding = f"the store at {host} does not respond: the host of rank 0 is down or cut off"
     elif missing := [rank for rank, (_, position) in found.items() if position is None]:
-        culprit, host, step, phase = missing[0], found[missing[0]][0], None, "unknown"
+        culprit = missing[0]
+        host = found[missing[0]][0]
+        step = None
+        phase = "unknown"
         ranks = " and ".join(f"rank {rank} on {found[rank][0]}" for rank in missing)
         finding = f"{ranks} did not respond to the peer check"
     else:
-        positions = {rank: StatusSnapshot(1, at[0], 0, at[1]) for rank, (_, at) in found.items() if at}
+        positions = {
+            rank: StatusSnapshot(1, at[0], 0, at[1]) for rank, (_, at) in found.items() if at
+        }
         culprit = min(positions, key=lambda rank: positions[rank].progress)
-        host, step, phase = found[culprit][0], positions[culprit].step, positions[culprit].phase
+        host = found[culprit][0]
+        step = positions[culprit].step
+        phase = positions[culprit].phase
         finding = (
             f"all ranks responded to the peer check; rank {culprit} on {host} is furthest behind, "
             f"in {positions[culprit].where}"

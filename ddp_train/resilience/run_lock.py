@@ -1,4 +1,5 @@
-"""The lock of a run directory: an flock, which the kernel releases when its holder dies. The file names the holder."""
+"""The lock of a run directory: an flock, which the kernel releases when its holder dies. The file
+names the holder."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ class LockHeldError(Exception):
 def acquire(path: Path, timeout_seconds: float = 0.0) -> Lock:
     """Locks the file `path`, which is created if it does not exist.
 
-    Raises LockHeldError if another process holds it for longer than `timeout_seconds`, and OSError if the file cannot
-    be created or the file system has no locks.
+    Raises LockHeldError if another process holds it for longer than `timeout_seconds`, and OSError
+    if the file cannot be created or the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("a+")
@@ -54,7 +55,16 @@ def acquire(path: Path, timeout_seconds: float = 0.0) -> Lock:
             raise
     now = time.strftime("%Y-%m-%d %H:%M:%S")
     file.truncate(0)
-    file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now, "id": os.urandom(8).hex()}))
+    file.write(
+        json.dumps(
+            {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": now,
+                "id": os.urandom(8).hex(),
+            }
+        )
+    )
     file.flush()
     os.fsync(file.fileno())
     return Lock(file)
@@ -73,7 +83,8 @@ def is_held(path: Path) -> bool:
 
 
 def owner(path: Path) -> dict[str, str]:
-    """pid, host, since and id of the last holder. Empty if there was none, or while the holder is still writing it."""
+    """pid, host, since and id of the last holder. Empty if there was none, or while the holder is
+    still writing it."""
     try:
         return json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -88,13 +99,15 @@ def described(who: dict[str, str]) -> str:
 def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
     """Raises OwnershipLostError if the owner of the run directory is no longer `expected`.
 
-    A lock can be lost without notice: a network file system gives it to another host if this one was cut off for longer
-    than the lease (NFSv4: 90 s). When this host is back, it must not write any more. Whoever takes the lock writes the
-    file: where there is none, somebody has removed it, and nobody has taken over.
+    A lock can be lost without notice: a network file system gives it to another host if this one
+    was cut off for longer than the lease (NFSv4: 90 s). When this host is back, it must not write
+    any more. Whoever takes the lock writes the file: where there is none, somebody has removed it,
+    and nobody has taken over.
     """
     now = owner(run_dir / FILE)
     if now != expected and (run_dir / FILE).exists():
         raise OwnershipLostError(
             f"{run_dir} belongs to another run now: {described(now)}",
-            "leave it to that run, which resumes from the checkpoints there; this process has written nothing since",
+            "leave it to that run, which resumes from the checkpoints there; this process has"
+            " written nothing since",
         )

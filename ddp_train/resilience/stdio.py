@@ -1,4 +1,5 @@
-"""Standard output and error without a reader: `python launch.py | head -1`, a closed terminal, a full disk."""
+"""Standard output and error without a reader: `python launch.py | head -1`, a closed terminal, a
+full disk."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ log = logging.getLogger(__name__)
 
 
 class TolerantStream:
-    """A text stream whose write errors do not raise: the run continues and its output is lost (logs still have it)."""
+    """A text stream whose write errors do not raise: the run continues and its output is lost (logs
+    still have it)."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -31,7 +33,8 @@ class TolerantStream:
             self._discard(error, 0)
 
     def _discard(self, error: OSError, count: int) -> int:
-        """Redirects the stream to /dev/null, since buffered text would fail again at exit. Returns `count`."""
+        """Redirects the stream to /dev/null, since buffered text would fail again at exit. Returns
+        `count`."""
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.stream.fileno())
         os.close(null)
@@ -59,12 +62,14 @@ def open_closed_streams() -> None:
 
 
 def tolerate_closed_streams() -> None:
-    """Wraps standard output and standard error in `TolerantStream`, for the rest of this process."""
+    """Wraps standard output and standard error in `TolerantStream`, for the rest of this
+    process."""
     open_closed_streams()
     sys.stdout = TolerantStream(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
     sys.stderr = TolerantStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def show_stack_on_request() -> None:
-    """On SIGUSR2, as workers do, which would end the launcher, and with it the run. After `tolerate_closed_streams`."""
+    """On SIGUSR2, as workers do, which would end the launcher, and with it the run. After
+    `tolerate_closed_streams`."""
     faulthandler.register(signal.SIGUSR2, 2)

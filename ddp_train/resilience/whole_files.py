@@ -9,7 +9,8 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file, or makes it. Raises OSError, for one if the disk is full, and leaves nothing beside it then."""
+    """Replaces a file, or makes it. Raises OSError, for one if the disk is full, and leaves nothing
+    beside it then."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_text(text, encoding="utf-8")
@@ -29,4 +30,6 @@ def _finite(value: Any) -> Any:
         return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

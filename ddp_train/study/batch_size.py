@@ -1,4 +1,5 @@
-"""`study=batch_size`: the largest micro-batch that fits into memory on every rank, and the fastest one."""
+"""`study=batch_size`: the largest micro-batch that fits into memory on every rank, and the fastest
+one."""
 
 from __future__ import annotations
 
@@ -34,13 +35,16 @@ class BatchSizeConfig:
     most: int = key(1 << 20, "largest micro-batch to try, in samples per process", at_least=1)
     resolution: float = key(
         0.1,
-        "end the search when the smallest batch that fails is at most this fraction larger than the largest that fits",
+        "end the search when the smallest batch that fails is at most this fraction larger than the"
+        " largest that fits",
         above=0,
         below=1,
     )
     steps: int = key(20, "optimizer steps of each run", at_least=10)
     memory_gb: float | None = key(
-        None, "memory limit of each process on the host, in 10^9 bytes; required without GPUs", above=0
+        None,
+        "memory limit of each process on the host, in 10^9 bytes; required without GPUs",
+        above=0,
     )
 
 
@@ -52,10 +56,13 @@ class SearchResult:
     limited: bool
 
 
-def search_largest(fits: Callable[[int], bool | None], start: int, most: int, resolution: float) -> SearchResult:
+def search_largest(
+    fits: Callable[[int], bool | None], start: int, most: int, resolution: float
+) -> SearchResult:
     """Doubles a batch until it does not fit, then bisects.
 
-    fits: whether a batch fits; None: it fits, and a larger one is pointless (it holds the whole data set).
+    fits: whether a batch fits; None: it fits, and a larger one is pointless (it holds the whole
+    data set).
     """
     good = 0
     bad = 0
@@ -93,9 +100,11 @@ def epoch_is_one_step(outcome: Outcome) -> bool:
 
 
 def study(request: Request) -> tuple[Report, int]:
-    """Runs the search. Returns the report and the exit code. Raises ConfigError before anything runs."""
+    """Runs the search. Returns the report and the exit code. Raises ConfigError before anything
+    runs."""
     config: BatchSizeConfig = bind_settings(BatchSizeConfig, request.settings)
-    machine, load = this_hardware(), load_at_start()
+    machine = this_hardware()
+    load = load_at_start()
     base = _check(request, config, machine)
     outcomes: dict[int, Outcome] = {}
 
@@ -107,7 +116,10 @@ def study(request: Request) -> tuple[Report, int]:
         if outcome is None:
             raise _StoppedError
         outcomes[size] = outcome
-        result = f"{interval_samples_per_second(outcome):,.0f} samples/s" if outcome.completed else outcome.reason
+        if outcome.completed:
+            result = f"{interval_samples_per_second(outcome):,.0f} samples/s"
+        else:
+            result = outcome.reason
         print(f"{size} samples per process: {result}", flush=True)
         if not outcome.completed:
             if not is_conclusive(outcome):
@@ -115,7 +127,8 @@ def study(request: Request) -> tuple[Report, int]:
             return False
         return None if epoch_is_one_step(outcome) else True
 
-    found, code = None, 0
+    found = None
+    code = 0
     with trial_session(request), limited_memory(config.memory_gb):
         try:
             found = search_largest(fits, config.start, config.most, config.resolution)
@@ -138,8 +151,9 @@ class _OtherFailureError(Exception):
 
 @contextlib.contextmanager
 def limited_memory(gigabytes: float | None) -> Iterator[None]:
-    """Limits the private memory of each process that is started inside (RLIMIT_DATA: heaps and stacks, not the code of
-    libraries). An allocation beyond it fails as on a machine without more memory. None: no limit."""
+    """Limits the private memory of each process that is started inside (RLIMIT_DATA: heaps and
+    stacks, not the code of libraries). An allocation beyond it fails as on a machine without more
+    memory. None: no limit."""
     if gigabytes is None:
         yield
         return
@@ -153,16 +167,19 @@ def limited_memory(gigabytes: float | None) -> Iterator[None]:
 
 def _check(request: Request, config: BatchSizeConfig, machine: Hardware) -> Config:
     base_run = resolve_run(request.program, request.overrides, machine)
-    base, problems = base_run.config, base_run.problems
+    base = base_run.config
+    problems = base_run.problems
     if base.device == "cpu" and config.memory_gb is None:
         problems.append(
-            "study.memory_gb=null: without GPUs the limit would be the memory of the whole host; give a limit for each "
-            "process, for example study.memory_gb=2"
+            "study.memory_gb=null: without GPUs the limit would be the memory of the whole host;"
+            " give a limit for each process, for example study.memory_gb=2"
         )
     if base.strategy.name == "ordered":
         problems.append("strategy=ordered: its micro-batches are virtual shards; use strategy=ddp")
     if not problems:
-        problems = resolve_run(request.program, _trial(request, config, base, config.start).overrides, machine).problems
+        problems = resolve_run(
+            request.program, _trial(request, config, base, config.start).overrides, machine
+        ).problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return base
@@ -174,8 +191,14 @@ def _global_batch(base: Config, size: int) -> int:
 
 def _trial(request: Request, config: BatchSizeConfig, base: Config, size: int) -> Trial:
     overrides = [*request.overrides, f"train.global_batch_size={_global_batch(base, size)}"]
-    overrides += [f"train.max_steps={config.steps}", f"train.log_every_steps={max(1, config.steps // 10)}", *TRAIN_ONLY]
-    within = f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""  # a batch may fit with another limit
+    overrides += [
+        f"train.max_steps={config.steps}",
+        f"train.log_every_steps={max(1, config.steps // 10)}",
+        *TRAIN_ONLY,
+    ]
+    within = (
+        f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""
+    )  # a batch may fit with another limit
     return Trial(overrides, request.run_dir / "trials" / f"{size}_samples{within}" / "0")
 
 
@@ -189,7 +212,9 @@ def _report(
 ) -> Report:
     rows = []
     speeds = {
-        size: interval_samples_per_second(outcome) for size, outcome in sorted(outcomes.items()) if outcome.completed
+        size: interval_samples_per_second(outcome)
+        for size, outcome in sorted(outcomes.items())
+        if outcome.completed
     }
     fastest = max(speeds, key=lambda size: speeds[size], default=None)
     for size, outcome in sorted(outcomes.items()):
@@ -203,20 +228,33 @@ def _report(
         step = 1e3 * _global_batch(base, size) / rate if rate else None
         rows.append([size, _global_batch(base, size), rate, step, verdict])
     columns = ["micro-batch", "global batch", "samples/s", "step, ms", "verdict"]
-    limit = f"{config.memory_gb:g} GB of private memory per process" if config.memory_gb else "the memory of the GPUs"
-    note = f"{config.steps} steps each, in new processes. micro-batch: samples per process and pass. The limit is "
-    note += f"{limit}; one rank that exceeds it ends a run. The learning rate stays the same for all batches unless "
+    if config.memory_gb:
+        limit = f"{config.memory_gb:g} GB of private memory per process"
+    else:
+        limit = "the memory of the GPUs"
+    note = (
+        f"{config.steps} steps each, in new processes. micro-batch: samples per process and pass."
+        " The limit is "
+    )
+    note += (
+        f"{limit}; one rank that exceeds it ends a run. The learning rate stays the same for all"
+        " batches unless "
+    )
     note += "optimizer.lr_scaling is set."
     if not found:
         note += " The search is not complete: run the same command again to continue it."
     elif not found.limited:
-        note += " The search ended before memory ran out: at study.most, or at the size of the data set."
+        note += (
+            " The search ended before memory ran out: at study.most, or at the size of the data"
+            " set."
+        )
     overrides = _trial(request, config, base, fastest or config.start).overrides
     line = Curve("samples/s", list(speeds), list(speeds.values()))
     plot = curves([line], Axis("micro-batch", log=True), Axis("samples/s"))
     return Report(
         "Batch size",
-        "The largest batch that fits, found by doubling and bisection, and the fastest of those tried.",
+        "The largest batch that fits, found by doubling and bisection, and the fastest of those"
+        " tried.",
         [Table("Batches", columns, rows, note), Plot("Speed", plot)],
         provenance(load),
         [request.command, request.program.command(overrides)],

@@ -1,8 +1,10 @@
-"""Measures the work of one rank of a very large run on its host, without the others: planning, sampling, bookkeeping.
+"""Measures the work of one rank of a very large run on its host, without the others: planning,
+sampling, bookkeeping.
 
-`python -m ddp_train.study.dry_plan RANKS` builds the plan of rank 0 of RANKS in a process group without communication
-(torch's `fake` backend: collectives return at once and allocate the memory that they would need), and prints the costs
-as JSON. It measures work on the host that may grow with the number of ranks, not the communication.
+`python -m ddp_train.study.dry_plan RANKS` builds the plan of rank 0 of RANKS in a process group
+without communication (torch's `fake` backend: collectives return at once and allocate the memory
+that they would need), and prints the costs as JSON. It measures work on the host that may grow with
+the number of ranks, not the communication.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from ddp_train.distributed.world import World
 from ddp_train.study.simulate import LOG_EVERY_STEPS
 from ddp_train.tasks.mean_loss import RunningLoss
 
-SAMPLES, TEST_SAMPLES = 1_281_167, 50_000
+SAMPLES = 1_281_167
+TEST_SAMPLES = 50_000
 """ImageNet's."""
 BATCH = 32
 """Samples per rank and step."""
 CHANNELS = 1_000
-"""Channels of batch norm, each with a mean and a variance. ResNet-50 has 26,560: 1.7 GB from 4,096 ranks."""
+"""Channels of batch norm, each with a mean and a variance. ResNet-50 has 26,560: 1.7 GB from 4,096
+ranks."""
 STEPS = 8
 """Fewer than an epoch has, whose order is cached."""
 REPEATS = 3
@@ -46,25 +50,37 @@ class Cost:
 
 
 def measure(ranks: int) -> list[Cost]:
-    """The costs of rank 0 in a world of `ranks`. Must be called in a process without a process group."""
+    """The costs of rank 0 in a world of `ranks`. Must be called in a process without a process
+    group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world = World(0, ranks, 0, min(ranks, 8))
-    plan = BatchPlan(SAMPLES, BATCH * ranks, 1, STEPS, seed=0, rank=world.rank, world_size=world.size)
+    plan = BatchPlan(
+        SAMPLES, BATCH * ranks, 1, STEPS, seed=0, rank=world.rank, world_size=world.size
+    )
     with session(world, "cpu", "fake", FakeStore(), 60.0):
         return [
             _cost("order of an epoch, once in each", lambda: _fresh_order(plan)),
             _cost("micro-batches of a step", lambda: list(plan.micro_batches()), per=STEPS),
-            _cost("micro-batches of an evaluation", lambda: evaluation_batches(TEST_SAMPLES, 200, world.rank, ranks)),
+            _cost(
+                "micro-batches of an evaluation",
+                lambda: evaluation_batches(TEST_SAMPLES, 200, world.rank, ranks),
+            ),
             _cost("mean loss at a logging interval", lambda: _mean_loss(plan)),
-            _cost("buffers of a checkpoint, group norm", lambda: _gathered(nn.GroupNorm(8, CHANNELS))),
-            _cost("buffers of a checkpoint, batch norm", lambda: _gathered(nn.BatchNorm1d(CHANNELS))),
+            _cost(
+                "buffers of a checkpoint, group norm", lambda: _gathered(nn.GroupNorm(8, CHANNELS))
+            ),
+            _cost(
+                "buffers of a checkpoint, batch norm", lambda: _gathered(nn.BatchNorm1d(CHANNELS))
+            ),
         ]
 
 
 def _cost(what: str, work: Callable[[], Any], per: int = 1) -> Cost:
-    """The minimum of REPEATS runs, since other work on the machine only adds time. per: operations in one run."""
-    seconds, result = [], None
+    """The minimum of REPEATS runs, since other work on the machine only adds time. per: operations
+    in one run."""
+    seconds = []
+    result = None
     for _ in range(REPEATS):
         began = time.perf_counter()
         result = work()
@@ -75,7 +91,9 @@ def _cost(what: str, work: Callable[[], Any], per: int = 1) -> Cost:
 def _bytes(result: Any) -> int:
     if isinstance(result, list):
         return sum(micro_batch.indices.nbytes for micro_batch in result)
-    return result.nbytes if isinstance(result, np.ndarray | torch.Tensor) else 0
+    if isinstance(result, np.ndarray | torch.Tensor):
+        return result.nbytes
+    return 0
 
 
 def _fresh_order(plan: BatchPlan) -> np.ndarray:

@@ -1,4 +1,5 @@
-"""Records the gradients of a run's first step, as the optimizer gets them, and possible problems of its model.
+"""Records the gradients of a run's first step, as the optimizer gets them, and possible problems of
+its model.
 
 Used in a run of one step: micro-batches, strategy and precision are those of the run.
 """
@@ -22,7 +23,9 @@ from ddp_train.optim.stepper import Stepper
 from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.training.loop import Job
 
-FOLDER, GRADIENTS, FACTS = "probe", "gradients.safetensors", "model.json"
+FOLDER = "probe"
+GRADIENTS = "gradients.safetensors"
+FACTS = "model.json"
 
 
 class GradientProbe:
@@ -32,9 +35,16 @@ class GradientProbe:
     """
 
     def __init__(self, job: Job, run_dir: Path, world: World) -> None:
-        self.job, self.folder, self.is_leader = job, run_dir / FOLDER, world.is_leader
+        self.job = job
+        self.folder = run_dir / FOLDER
+        self.is_leader = world.is_leader
         self.model = job.module.model
-        self.facts: dict[str, Any] = {"batch_norm": {}, "bias_before_norm": [], "dropout": [], "unseen": []}
+        self.facts: dict[str, Any] = {
+            "batch_norm": {},
+            "bias_before_norm": [],
+            "dropout": [],
+            "unseen": [],
+        }
         self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> GradientProbe:
@@ -59,17 +69,24 @@ class GradientProbe:
         self._forget()  # removes its own hook: the lint runs a copy of the model with all hooks
         biases = biases_before_norm(model, given[0])
         if biases is None:
-            self.facts["unseen"].append("biases before norm layers: the model cannot run on the meta device")
+            self.facts["unseen"].append(
+                "biases before norm layers: the model cannot run on the meta device"
+            )
         self.facts["bias_before_norm"] = biases or []
-        norms = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)]
+        norms = [
+            (name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)
+        ]
         self.handles = [
-            layer.register_forward_pre_hook(self._received(name), with_kwargs=True) for name, layer in norms
+            layer.register_forward_pre_hook(self._received(name), with_kwargs=True)
+            for name, layer in norms
         ]
 
     def _received(self, name: str):
         def note(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
             samples = len(next(iter((*given, *named.values()))))
-            self.facts["batch_norm"][name] = min(self.facts["batch_norm"].get(name, samples), samples)
+            self.facts["batch_norm"][name] = min(
+                self.facts["batch_norm"].get(name, samples), samples
+            )
 
         return note
 
@@ -78,9 +95,12 @@ class GradientProbe:
             handle.remove()
 
     def take(self) -> None:
-        """Before the optimizer step: the gradients are complete, exchanged and as the backward pass left them."""
+        """Before the optimizer step: the gradients are complete, exchanged and as the backward pass
+        left them."""
         scale = self.stepper.scaler.get_scale() if self.stepper.scaled else 1.0
-        if self.stepper.divisor:  # the number of tokens or pixels, by which the optimizer step divides
+        if (
+            self.stepper.divisor
+        ):  # the number of tokens or pixels, by which the optimizer step divides
             units = self.stepper.divisor()
             self.stepper.divisor = lambda: units
             scale *= units
@@ -91,22 +111,32 @@ class GradientProbe:
         self.facts["ranks_differ"] = self._differing(found)
         if self.is_leader:
             self.folder.mkdir(exist_ok=True)
-            save_file({name: grad.cpu().contiguous() for name, grad in found.items()}, self.folder / GRADIENTS)
+            save_file(
+                {name: grad.cpu().contiguous() for name, grad in found.items()},
+                self.folder / GRADIENTS,
+            )
             (self.folder / FACTS).write_text(json.dumps(self.facts) + "\n")
 
     def _differing(self, found: dict[str, Tensor]) -> list[str]:
-        """Parameters whose gradients are not bit for bit equal on all ranks. A collective: every rank must call it."""
+        """Parameters whose gradients are not bit for bit equal on all ranks. A collective: every
+        rank must call it."""
         named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
         device = named[0][1].device
         sums = [
-            found[n].double().abs().sum() if n in found else torch.zeros((), device=device).double() for n, _ in named
+            found[n].double().abs().sum() if n in found else torch.zeros((), device=device).double()
+            for n, _ in named
         ]
         of_all = from_all_ranks(torch.stack(sums))
-        return [name for (name, _), same in zip(named, (of_all == of_all[0]).all(0).tolist(), strict=True) if not same]
+        return [
+            name
+            for (name, _), same in zip(named, (of_all == of_all[0]).all(0).tolist(), strict=True)
+            if not same
+        ]
 
 
 class _ProbedStepper:
-    """A Stepper whose first step shows its gradients to the probe. All else is the stepper's own."""
+    """A Stepper whose first step shows its gradients to the probe. All else is the stepper's
+    own."""
 
     def __init__(self, stepper: Stepper, probe: GradientProbe) -> None:
         self.stepper = stepper

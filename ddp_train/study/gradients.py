@@ -1,4 +1,5 @@
-"""`study=gradients`: compares the gradients of N processes with those of one, for any model and options."""
+"""`study=gradients`: compares the gradients of N processes with those of one, for any model and
+options."""
 
 from __future__ import annotations
 
@@ -23,11 +24,13 @@ from ddp_train.text import counted
 
 GRADIENT_PROBE = "ddp_train.study.gradient_probe.GradientProbe"
 TOLERANCES = {"fp64": 1e-9, "fp32": 1e-3, "tf32": 1e-2, "fp16": 5e-2, "bf16": 1e-1}
-"""Largest relative difference attributed to rounding when sums have another order: a dozen times the precision of
-16-bit numbers, thousands of times that of others. fp64 is decisive: a missing exchange, or samples that are counted
-twice, change gradients by 1 / (number of processes) or more."""
+"""Largest relative difference attributed to rounding when sums have another order: a dozen times
+the precision of 16-bit numbers, thousands of times that of others. fp64 is decisive: a missing
+exchange, or samples that are counted twice, change gradients by 1 / (number of processes) or
+more."""
 LEAST_SCALE = 1e-3
-"""Fraction of the largest gradient of all. Smaller gradients are compared with this: they are themselves rounding."""
+"""Fraction of the largest gradient of all. Smaller gradients are compared with this: they are
+themselves rounding."""
 TINY_BATCH = 16
 """Samples below which batch norm loses accuracy (arXiv:1803.08494, figure 1)."""
 SHOWN = 8
@@ -40,13 +43,17 @@ class GradientsConfig:
 
     kind: str = key("gradients", "the kind of study", choices=("gradients",))
     processes: Union[int, str] = key(
-        "auto", "number of processes to compare with one; auto: one per GPU, or 3 without GPUs", at_least=2, **AUTO
+        "auto",
+        "number of processes to compare with one; auto: one per GPU, or 3 without GPUs",
+        at_least=2,
+        **AUTO,
     )
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest difference in the gradient of one parameter; relative: to the scale that `compare` chooses."""
+    """Largest difference in the gradient of one parameter; relative: to the scale that `compare`
+    chooses."""
 
     name: str
     absolute: float
@@ -56,12 +63,14 @@ class Difference:
 def compare(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[Difference]:
     """Differences of the parameters that both have, the largest relative one first.
 
-    Relative to the largest element of the parameter's gradient in `one`, or to LEAST_SCALE of the largest of all.
+    Relative to the largest element of the parameter's gradient in `one`, or to LEAST_SCALE of the
+    largest of all.
     """
     least = LEAST_SCALE * max((float(abs(values).max()) for values in one.values()), default=0.0)
     found = []
     for name in one.keys() & other.keys():
-        before, after = one[name].astype(np.float64), other[name].astype(np.float64)
+        before = one[name].astype(np.float64)
+        after = other[name].astype(np.float64)
         absolute = float(abs(before - after).max())
         scale = max(float(abs(before).max()), least)
         found.append(Difference(name, absolute, absolute / scale if scale else absolute))
@@ -88,16 +97,26 @@ class Comparison:
 
 
 def study(request: Request) -> tuple[Report, int]:
-    """Runs the comparisons. Returns the report and the exit code. Raises ConfigError before anything runs."""
+    """Runs the comparisons. Returns the report and the exit code. Raises ConfigError before
+    anything runs."""
     config: GradientsConfig = bind_settings(GradientsConfig, request.settings)
     machine = this_hardware()
     processes = int(config.processes) if config.processes != "auto" else machine.gpus or 3
-    run = resolve_run(request.program, [*request.overrides, f"launch.nproc_per_node={processes}"], machine)
-    base, problems = run.config, run.problems
+    run = resolve_run(
+        request.program, [*request.overrides, f"launch.nproc_per_node={processes}"], machine
+    )
+    base = run.config
+    problems = run.problems
     if not base.strategy.has_process_group:
-        problems.append(f"strategy={base.strategy.name}: runs in one process; study=gradients needs strategy=ddp")
+        problems.append(
+            f"strategy={base.strategy.name}: runs in one process; study=gradients needs"
+            " strategy=ddp"
+        )
     wanted = list(dict.fromkeys(["fp64", str(base.tuning.precision)]))
-    trials = {(p, n): _trial(request, base, p, n) for p in wanted for n in (1, processes)} if not problems else {}
+    if not problems:
+        trials = {(p, n): _trial(request, base, p, n) for p in wanted for n in (1, processes)}
+    else:
+        trials = {}
     for trial in trials.values():
         problems += resolve_run(request.program, trial.overrides, machine).problems
     if problems:
@@ -105,17 +124,29 @@ def study(request: Request) -> tuple[Report, int]:
     with trial_session(request):
         outcomes = {
             (p, n): run_or_load(
-                request, trial, f"{p}, {counted(n, 'process')}", lambda outcome: f"took {outcome.seconds:.0f} s"
+                request,
+                trial,
+                f"{p}, {counted(n, 'process')}",
+                lambda outcome: f"took {outcome.seconds:.0f} s",
             )
             for (p, n), trial in trials.items()
         }
-    found = [Comparison(p, _tolerance(base, p), outcomes[p, 1], outcomes[p, processes]) for p in wanted]
+    found = [
+        Comparison(p, _tolerance(base, p), outcomes[p, 1], outcomes[p, processes]) for p in wanted
+    ]
     report, agree = _report(request, base, processes, found)
-    return report, request.stop.exit_code(UNSAVED) if request.stop.received else 0 if agree else LaunchError.exit_code
+    return report, (
+        request.stop.exit_code(UNSAVED)
+        if request.stop.received
+        else 0
+        if agree
+        else LaunchError.exit_code
+    )
 
 
 def _trial(request: Request, base: Config, precision: str, processes: int) -> Trial:
-    """One step on one sample less than a global batch, so that micro-batches have different sizes."""
+    """One step on one sample less than a global batch, so that micro-batches have different
+    sizes."""
     alone = processes == 1
     ours = ["schedule", *(["strategy", "train.accumulation_steps"] * alone)]
     overrides = [override for override in request.overrides if not _is_of(override, ours)]
@@ -140,15 +171,20 @@ def _is_of(override: str, keys: Sequence[str]) -> bool:
 
 
 def _tolerance(base: Config, precision: str) -> float:
-    own = "tf32" if precision == "fp32" and base.tuning.tf32 and base.device == "cuda" else precision
+    if precision == "fp32" and base.tuning.tf32 and base.device == "cuda":
+        own = "tf32"
+    else:
+        own = precision
     hook = getattr(base.strategy, "comm_hook", "none") if precision != "fp64" else "none"
     return max(TOLERANCES[own], TOLERANCES.get(hook, 0.0))
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
-def _report(request: Request, base: Config, processes: int, found: Sequence[Comparison]) -> tuple[Report, bool]:
+def _report(
+    request: Request, base: Config, processes: int, found: Sequence[Comparison]
+) -> tuple[Report, bool]:
     """The report, and whether all gradients agree."""
     summary: list[list[Any]] = []
     details: list[list[Any]] = []
@@ -158,72 +194,110 @@ def _report(request: Request, base: Config, processes: int, found: Sequence[Comp
         allowed = f"{comparison.tolerance:.0e}"
         for outcome in (comparison.one, comparison.many):
             if outcome and outcome.completed:
-                for what, names in _pitfalls(outcome.run_dir, processes if outcome is comparison.many else 1).items():
+                for what, names in _pitfalls(
+                    outcome.run_dir, processes if outcome is comparison.many else 1
+                ).items():
                     pitfalls[what] = list(dict.fromkeys([*pitfalls.get(what, []), *names]))
         if comparison.failed:
             agree = False
             summary.append([comparison.precision, None, None, None, allowed, comparison.failed])
             continue
         assert comparison.one and comparison.many
-        differences = compare(_gradients(comparison.one.run_dir), _gradients(comparison.many.run_dir))
+        differences = compare(
+            _gradients(comparison.one.run_dir), _gradients(comparison.many.run_dir)
+        )
         ranks_differ = _facts(comparison.many.run_dir)["ranks_differ"]
         worst = differences[0] if differences else Difference("", 0.0, 0.0)
         fits = worst.relative <= comparison.tolerance and not ranks_differ
         agree = agree and fits
         result = "agree" if fits else _explain(base, ranks_differ, pitfalls)
-        summary.append([comparison.precision, len(differences), worst.name, worst.relative, allowed, result])
-        details += [[comparison.precision, d.name, d.absolute, d.relative] for d in differences[:SHOWN]]
+        summary.append(
+            [comparison.precision, len(differences), worst.name, worst.relative, allowed, result]
+        )
+        details += [
+            [comparison.precision, d.name, d.absolute, d.relative] for d in differences[:SHOWN]
+        ]
     columns = ["precision", "parameters", "largest difference in", "relative", "allowed", "verdict"]
     sections: list[Table | Plot] = [
         Table(f"Gradients of {processes} processes compared with one", columns, summary),
-        Table("Largest differences", ["precision", "parameter", "absolute", "relative"], details,
-              "Relative to the largest gradient of the parameter, or to a thousandth of the largest gradient of all."),
-    ]  # fmt: skip
+        Table(
+            "Largest differences",
+            ["precision", "parameter", "absolute", "relative"],
+            details,
+            "Relative to the largest gradient of the parameter, or to a thousandth of the largest"
+            " gradient of all.",
+        ),
+    ]
     if pitfalls:
-        rows = [[what, len(names), ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")]
-                for what, names in pitfalls.items()]  # fmt: skip
-        sections.append(Table("Possible problems of this model", ["problem", "count", "names"], rows))
-    return Report(
-        "Self-test of gradients",
-        "The gradients that the optimizer gets in the first step, of one process without DDP and of "
-        f"{processes} processes with the options of this command: same weights, same samples (one less than a global "
-        "batch, so that micro-batches have different sizes), dropout off.",
-        sections,
-        provenance(),
-        [request.command],
-    ), agree
+        rows = [
+            [what, len(names), ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")]
+            for what, names in pitfalls.items()
+        ]
+        sections.append(
+            Table("Possible problems of this model", ["problem", "count", "names"], rows)
+        )
+    return (
+        Report(
+            "Self-test of gradients",
+            "The gradients that the optimizer gets in the first step, of one process without DDP"
+            f" and of {processes} processes with the options of this command: same weights, same"
+            " samples (one less than a global batch, so that micro-batches have different sizes),"
+            " dropout off.",
+            sections,
+            provenance(),
+            [request.command],
+        ),
+        agree,
+    )
 
 
 def _explain(base: Config, ranks_differ: Sequence[str], pitfalls: dict[str, list[str]]) -> str:
     if ranks_differ:
-        verdict = f"differ: the ranks have different gradients for {ranks_differ[0]} and {len(ranks_differ) - 1} more"
-        return f"{verdict}; {_UNUSED}" if any(what.startswith("no gradient") for what in pitfalls) else verdict
-    if any(what.startswith("batch norm") for what in pitfalls) and not getattr(base.strategy, "sync_bn", False):
-        return "differ: batch norm uses each process's own samples; set strategy.sync_bn=true, or use another norm"
-    return "differ by more than rounding: see the parameters below; look for state that differs between processes"
+        verdict = (
+            f"differ: the ranks have different gradients for {ranks_differ[0]} and"
+            f" {len(ranks_differ) - 1} more"
+        )
+        if any(what.startswith("no gradient") for what in pitfalls):
+            return f"{verdict}; {_UNUSED}"
+        return verdict
+    if any(what.startswith("batch norm") for what in pitfalls) and not getattr(
+        base.strategy, "sync_bn", False
+    ):
+        return (
+            "differ: batch norm uses each process's own samples; set strategy.sync_bn=true, or use"
+            " another norm"
+        )
+    return (
+        "differ by more than rounding: see the parameters below; look for state that differs"
+        " between processes"
+    )
 
 
 _UNUSED = "DDP needs strategy.find_unused_parameters=true for such parameters"
 
 
 def _pitfalls(run_dir: Path, processes: int) -> dict[str, list[str]]:
-    known, found = _facts(run_dir), {}
+    known = _facts(run_dir)
+    found = {}
     if known["unused"]:
         found[f"no gradient in this step; {_UNUSED}"] = known["unused"]
     small = [name for name, samples in known["batch_norm"].items() if samples < TINY_BATCH]
     if known["batch_norm"] and processes > 1:
-        found["batch norm: uses only the samples of its process unless strategy.sync_bn=true"] = list(
-            known["batch_norm"]
+        found["batch norm: uses only the samples of its process unless strategy.sync_bn=true"] = (
+            list(known["batch_norm"])
         )
     if small:
         least = min(known["batch_norm"].values())
         found[
-            f"batch norm over small batches, {least} samples: use larger ones, strategy.sync_bn=true or group norm"
+            f"batch norm over small batches, {least} samples: use larger ones,"
+            " strategy.sync_bn=true or group norm"
         ] = small
     if known["bias_before_norm"]:
         found["bias without effect before a norm layer: use bias=False"] = known["bias_before_norm"]
     if known["dropout"]:
-        found["dropout, off in this test: its random numbers depend on the process"] = known["dropout"]
+        found["dropout, off in this test: its random numbers depend on the process"] = known[
+            "dropout"
+        ]
     if known["unseen"]:
         found["not checked"] = known["unseen"]
     return found

@@ -23,10 +23,12 @@ from ddp_train.telemetry.pages.report import Report, show
 
 
 class Kind(Protocol):
-    """The interface of a module for one kind of study: `kind: NAME` in conf/study/*.yaml is ddp_train/study/NAME.py."""
+    """The interface of a module for one kind of study: `kind: NAME` in conf/study/*.yaml is
+    ddp_train/study/NAME.py."""
 
     def study(self, request: Request) -> tuple[Report, int]:
-        """Returns the report and the exit code. Locks the run directory (`trials.trial_session`, `lock_run_dir`).
+        """Returns the report and the exit code. Locks the run directory (`trials.trial_session`,
+        `lock_run_dir`).
 
         Raises ConfigError before anything runs.
         """
@@ -39,13 +41,21 @@ def study(program: Program, overrides: list[str], world: World | None) -> int:
     Raises ConfigError before anything runs.
     """
     if world:
-        raise ConfigError([f"mode=study: a study starts its own processes; run it with {program.typed}, not torchrun"])
+        raise ConfigError(
+            [
+                f"mode=study: a study starts its own processes; run it with {program.typed}, not"
+                " torchrun"
+            ]
+        )
     if {"-h", "--help"} & set(overrides):
         print(help_text(program, overrides))
         return 0
     request = read_request(program, overrides)
     kind = str(request.settings.get("kind", "variants"))
-    make = _study_variants if kind == "variants" else importlib.import_module(f"ddp_train.study.{kind}").study
+    if kind == "variants":
+        make = _study_variants
+    else:
+        make = importlib.import_module(f"ddp_train.study.{kind}").study
     with request.resources:
         report, code = make(request)
         try:
@@ -60,19 +70,25 @@ def study(program: Program, overrides: list[str], world: World | None) -> int:
 def help_text(program: Program, overrides: list[str]) -> str:
     """The commented file of the study that is named; without a name, one line for each study."""
     files = {
-        path.stem: (program.shown(path), path.read_text().strip().replace("python launch.py", program.typed))
+        path.stem: (
+            program.shown(path),
+            path.read_text().strip().replace("python launch.py", program.typed),
+        )
         for path in program.files("study")
     }
     for name, (file, text) in files.items():
         if f"study={name}" in overrides:
             return f"{file}; change a KEY of it with study.KEY=VALUE\n\n{text}"
-    lines = [f"study={name:<12} {text.splitlines()[0].lstrip('# ')}" for name, (_, text) in files.items()]
+    lines = [
+        f"study={name:<12} {text.splitlines()[0].lstrip('# ')}" for name, (_, text) in files.items()
+    ]
     return "\n".join([*lines, "", "mode=study study=NAME --help shows the keys of one study."])
 
 
 def _study_variants(request: Request) -> tuple[Report, int]:
     """A study of named variants: runs every trial that is not completed yet."""
-    planned, load = plan(request), load_at_start()
+    planned = plan(request)
+    load = load_at_start()
     outcomes: variants_report.Outcomes = {}
     with trial_session(request):
         _run_all(request, planned, outcomes)
@@ -84,19 +100,24 @@ def _study_variants(request: Request) -> tuple[Report, int]:
 def trial_of(request: Request, planned: Study, variant: Variant, repeat: int) -> Trial:
     """One run of a variant."""
     seed = [f"seed={planned.first.seed + repeat}"] if planned.config.vary_seed else []
-    return Trial(merged(variant.overrides, seed), trials_folder(request.run_dir, variant) / str(repeat))
+    return Trial(
+        merged(variant.overrides, seed), trials_folder(request.run_dir, variant) / str(repeat)
+    )
 
 
 def _run_all(request: Request, planned: Study, outcomes: variants_report.Outcomes) -> None:
-    """Runs the trials in rounds of alternating order. Keeps completed ones; does not repeat a variant that failed."""
+    """Runs the trials in rounds of alternating order. Keeps completed ones; does not repeat a
+    variant that failed."""
     runnable = [variant for variant in planned.variants if not variant.reason]
-    console, metric = Console(highlight=False), METRICS[planned.config.metric]
+    console = Console(highlight=False)
+    metric = METRICS[planned.config.metric]
     kept = {
         (variant.name, repeat): completed_outcome(trial_of(request, planned, variant, repeat))
         for variant in runnable
         for repeat in range(planned.config.repeats)
     }  # all of them first: trials with other settings are an error before anything runs
-    number, total = 0, len(runnable) * planned.config.repeats
+    number = 0
+    total = len(runnable) * planned.config.repeats
     for repeat in range(planned.config.repeats):
         for variant in runnable if repeat % 2 == 0 else reversed(runnable):
             number += 1
@@ -106,13 +127,19 @@ def _run_all(request: Request, planned: Study, outcomes: variants_report.Outcome
             name = f"trial {number}/{total}  {variant.name}, repeat {repeat + 1}"
             console.print(name, end="  ", markup=False, soft_wrap=True)
             before = kept[variant.name, repeat]
-            outcome = before or run(trial_of(request, planned, variant, repeat), request.program, request.stop)
+            outcome = before or run(
+                trial_of(request, planned, variant, repeat), request.program, request.stop
+            )
             if outcome is None:
-                console.print(f"stopped; continue with {request.command}", markup=False, soft_wrap=True)
+                console.print(
+                    f"stopped; continue with {request.command}", markup=False, soft_wrap=True
+                )
                 return
             found.append(outcome)
             value = median(metric.values([outcome]))
-            result = outcome.reason or (f"{value:,.4g} {metric.label}" if value is not None else "completed")
+            result = outcome.reason or (
+                f"{value:,.4g} {metric.label}" if value is not None else "completed"
+            )
             took = "from an earlier run" if outcome is before else f"took {outcome.seconds:.0f} s"
             console.print(f"{result}  ({took})", markup=False, soft_wrap=True)
 

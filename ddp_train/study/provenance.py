@@ -1,4 +1,5 @@
-"""Provenance of measurements: hardware, versions, other load, digest of the source. Does not import torch."""
+"""Provenance of measurements: hardware, versions, other load, digest of the source. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -27,16 +28,21 @@ def load_at_start() -> float:
     load = load_average()
     if load >= max(1.0, (os.cpu_count() or 1) / 4):
         print(
-            f"note: load average {load:.1f} at the start: other work on this machine makes times vary", file=sys.stderr
+            f"note: load average {load:.1f} at the start: other work on this machine makes times"
+            " vary",
+            file=sys.stderr,
         )
     return load
 
 
 def provenance(load_before: float | None = None) -> dict[str, str]:
-    """Hardware, load, versions and date, for a report. load_before: the load average when the work began."""
+    """Hardware, load, versions and date, for a report. load_before: the load average when the work
+    began."""
     known = {"Hardware": hardware_description(detect_hardware(visible_devices()))}
     if load_before is not None:
-        known["Other work"] = f"load average {load_before:.1f} at the start, {load_average():.1f} at the end"
+        known["Other work"] = (
+            f"load average {load_before:.1f} at the start, {load_average():.1f} at the end"
+        )
     known["Versions"] = ", ".join(f"{name} {version}" for name, version in versions().items())
     known["System"] = f"{platform.system()} {platform.release()}"
     known["Date"] = str(datetime.date.today())
@@ -45,7 +51,8 @@ def provenance(load_before: float | None = None) -> dict[str, str]:
 
 @functools.cache
 def conditions(program: Program) -> dict[str, str]:
-    """What results depend on besides the overrides: runs under different conditions cannot be compared."""
+    """What results depend on besides the overrides: runs under different conditions cannot be
+    compared."""
     return {
         "hardware": hardware_description(detect_hardware(visible_devices())),
         **versions(),
@@ -54,12 +61,18 @@ def conditions(program: Program) -> dict[str, str]:
 
 
 def source_digest(program: Program) -> str:
-    """A digest of the code and presets that determine a run, your own presets too. Studies, doctor and proofs, which
-    only start runs or report on them, are left out."""
+    """A digest of the code and presets that determine a run, your own presets too. Studies, doctor
+    and proofs, which only start runs or report on them, are left out."""
     package = program.presets.parent
-    ours = [path for wing in ("study", "doctor", "prove") for path in (package / wing).rglob("*.py")]
+    ours = [
+        path for wing in ("study", "doctor", "prove") for path in (package / wing).rglob("*.py")
+    ]
     code = {*package.rglob("*.py")} - {*ours} | {package / name for name in RUN_INSIDE_TRIALS}
-    settings = {path for folder in program.folders() for path in {*folder.rglob("*.yaml")} - {*folder.glob("study/*")}}
+    settings = {
+        path
+        for folder in program.folders()
+        for path in {*folder.rglob("*.yaml")} - {*folder.glob("study/*")}
+    }
     digest = hashlib.sha256()
     for path in sorted(code | settings, key=program.shown):
         digest.update(program.shown(path).encode() + b"\0" + path.read_bytes())

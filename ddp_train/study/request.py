@@ -1,4 +1,5 @@
-"""A request for a study: its file, the changes of the command line to it, and the overrides for its runs."""
+"""A request for a study: its file, the changes of the command line to it, and the overrides for its
+runs."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def key_of(override: str) -> str:
 
 
 def read_request(program: Program, overrides: list[str]) -> Request:
-    """Parses the command line. Raises ConfigError for every mistake that shows without composing a run."""
+    """Parses the command line. Raises ConfigError for every mistake that shows without composing a
+    run."""
     names = program.options("study")
     flags = [
         f"{override}: mode=study takes no flag but --help; leave it out"
@@ -66,21 +68,36 @@ def read_request(program: Program, overrides: list[str]) -> Request:
         if override.startswith("-")
     ]
     given: dict[str, str] = {
-        key_of(override): override.partition("=")[2] for override in overrides if not override.startswith("-")
+        key_of(override): override.partition("=")[2]
+        for override in overrides
+        if not override.startswith("-")
     }
     name = given.get("study", "")
     if not name:
-        flags.append(f"mode=study: needs the name of a study; add study={names[0]}, or one of {', '.join(names[1:])}")
+        flags.append(
+            f"mode=study: needs the name of a study; add study={names[0]}, or one of"
+            f" {', '.join(names[1:])}"
+        )
     elif name not in names:
         flags.append(f"study={name}: must be one of {', '.join(names)}{did_you_mean(name, names)}")
     if flags:
         raise ConfigError(flags)
-    settings = yaml.safe_load(dict(zip(names, program.files("study"), strict=True))[name].read_text())
+    settings = yaml.safe_load(
+        dict(zip(names, program.files("study"), strict=True))[name].read_text()
+    )
     changes = [override for override in overrides if key_of(override).startswith("study.")]
     problems = [problem for override in changes for problem in _apply_override(settings, override)]
-    for_runs = [override for override in overrides if key_of(override) not in STUDY_KEYS and override not in changes]
+    for_runs = [
+        override
+        for override in overrides
+        if key_of(override) not in STUDY_KEYS and override not in changes
+    ]
     problems += read_overrides(program, for_runs).problems
-    problems += [SHARED.format(word) for word in for_runs if word.partition("=")[0].lstrip("+") == "checkpoint.mirror"]
+    problems += [
+        SHARED.format(word)
+        for word in for_runs
+        if word.partition("=")[0].lstrip("+") == "checkpoint.mirror"
+    ]
     settings = _interpolated(settings, settings, problems)
     if problems:
         raise ConfigError(problems)
@@ -89,7 +106,8 @@ def read_request(program: Program, overrides: list[str]) -> Request:
 
 
 def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
-    """Binds the settings to a dataclass whose fields are made by `config.key.key`. Raises ConfigError."""
+    """Binds the settings to a dataclass whose fields are made by `config.key.key`. Raises
+    ConfigError."""
     problems: list[str] = []
     bound = bind_fields(schema, "study.", settings, problems)
     problems = problems or section_rules(bound, "study.")
@@ -100,8 +118,8 @@ def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """The config of a run, resolved for this machine if it is valid. Its problems: invalid keys or values, and what
-    makes a valid config unsuited to this machine."""
+    """The config of a run, resolved for this machine if it is valid. Its problems: invalid keys or
+    values, and what makes a valid config unsuited to this machine."""
 
     config: Config
     invalid: list[str]
@@ -121,7 +139,12 @@ def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> R
     asked = config.launch.nproc_per_node
     if given := range_of(asked):
         return ResolvedRun(
-            config, [f"{KEY}={asked}: a study compares runs whose numbers stay; use one number, {KEY}={given.low}"], []
+            config,
+            [
+                f"{KEY}={asked}: a study compares runs whose numbers stay; use one number,"
+                f" {KEY}={given.low}"
+            ],
+            [],
         )
     if mirror := config.checkpoint.mirror:
         return ResolvedRun(config, [SHARED.format(f"checkpoint.mirror={mirror}")], [])
@@ -140,14 +163,18 @@ def _apply_override(settings: dict[str, Any], override: str) -> list[str]:
         value = yaml.safe_load(override.partition("=")[2])
     except yaml.YAMLError:
         return [
-            f"{override}: the value is not valid YAML; quote it, as in '{key_of(override)}=[optimizer.lr=1,seed=2]'"
+            f"{override}: the value is not valid YAML; quote it, as in"
+            f" '{key_of(override)}=[optimizer.lr=1,seed=2]'"
         ]
     *path, last = key_of(override).split(".")[1:]
     place = settings
     for part in path:
         place = place.setdefault(part, {})
         if not isinstance(place, dict):
-            return [f"{override}: study.{part} is a value without keys of its own; use study.{part}=VALUE"]
+            return [
+                f"{override}: study.{part} is a value without keys of its own; use"
+                f" study.{part}=VALUE"
+            ]
     place[last] = value
     return []
 
@@ -163,7 +190,9 @@ def _interpolated(value: Any, settings: dict[str, Any], problems: list[str]) -> 
 
     def found(match: re.Match[str]) -> str:
         if match[1] not in settings:
-            problems.append(f"{match[0]}: the file of the study has no key study.{match[1]}; correct it there")
+            problems.append(
+                f"{match[0]}: the file of the study has no key study.{match[1]}; correct it there"
+            )
         return str(settings.get(match[1]))
 
     return re.sub(r"\$\{study\.(\w+)\}", found, value)

@@ -41,9 +41,12 @@ class Metric:
 
 
 def epoch_seconds(outcome: Outcome) -> float | None:
-    """Median time of an epoch, without the first if there are several: it includes warm-up, compilation, capture."""
+    """Median time of an epoch, without the first if there are several: it includes warm-up,
+    compilation, capture."""
     seconds = outcome.summary.get("epoch_seconds") or []
-    return statistics.median(seconds[1:] or seconds) if seconds else None
+    if seconds:
+        return statistics.median(seconds[1:] or seconds)
+    return None
 
 
 def first_epoch(outcome: Outcome) -> float | None:
@@ -54,12 +57,16 @@ def first_epoch(outcome: Outcome) -> float | None:
 
 def samples_per_second(outcome: Outcome) -> float | None:
     """From the median epoch of `epoch_seconds`."""
-    seconds, epochs = epoch_seconds(outcome), len(outcome.summary.get("epoch_seconds") or [])
-    return outcome.summary["samples_seen"] / epochs / seconds if seconds else None
+    seconds = epoch_seconds(outcome)
+    epochs = len(outcome.summary.get("epoch_seconds") or [])
+    if seconds:
+        return outcome.summary["samples_seen"] / epochs / seconds
+    return None
 
 
 def interval_samples_per_second(outcome: Outcome) -> float:
-    """Samples per second: the median over the logging intervals, without the first two (warm-up)."""
+    """Samples per second: the median over the logging intervals, without the first two
+    (warm-up)."""
     lines = [line["samples_per_second"] for line in outcome.metrics if line["kind"] == "train"]
     return statistics.median(lines[2:] or lines)
 
@@ -76,7 +83,9 @@ def _test_loss(outcome: Outcome) -> float | None:
 
 METRICS: dict[str, Metric] = {
     "epoch_seconds": Metric("s/epoch", epoch_seconds, is_time=True),
-    "samples_per_second": Metric("samples/s", samples_per_second, lower_is_better=False, is_time=True),
+    "samples_per_second": Metric(
+        "samples/s", samples_per_second, lower_is_better=False, is_time=True
+    ),
     "seconds": Metric("s training", lambda outcome: outcome.summary.get("seconds"), is_time=True),
     "test.accuracy": Metric("test accuracy %", accuracy, lower_is_better=False),
     "test.loss": Metric("test loss", _test_loss),
@@ -89,8 +98,8 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def false_positive_rate(runs: int, others: int) -> float:
-    """Probability that all values of one of two samples from the same distribution exceed all of the other:
-    2 / C(n + m, n)."""
+    """Probability that all values of one of two samples from the same distribution exceed all of
+    the other: 2 / C(n + m, n)."""
     return 2 / math.comb(runs + others, runs)
 
 
@@ -111,12 +120,15 @@ def verdict(metric: Metric, base: Sequence[float], mine: Sequence[float]) -> str
 def losses(outcome: Outcome) -> dict[int, float]:
     """The training loss by optimizer step, from metrics.jsonl."""
     return {
-        line["step"]: line["loss"] for line in outcome.metrics if line["kind"] == "train" and line["loss"] is not None
+        line["step"]: line["loss"]
+        for line in outcome.metrics
+        if line["kind"] == "train" and line["loss"] is not None
     }
 
 
 def largest_difference(one: dict[int, float], other: dict[int, float]) -> float | None:
-    """Largest absolute difference of two curves at the steps that both have; None without such steps."""
+    """Largest absolute difference of two curves at the steps that both have; None without such
+    steps."""
     return max((abs(one[step] - other[step]) for step in one.keys() & other.keys()), default=None)
 
 
@@ -127,8 +139,17 @@ def weights(run_dir: Path) -> dict[str, Any] | None:
 
 
 def largest_weight_difference(one: Path, other: Path) -> float | None:
-    """Largest absolute difference of the final weights; None if shapes differ or a checkpoint is missing."""
-    mine, theirs = weights(one), weights(other)
-    if not mine or not theirs or {n: w.shape for n, w in mine.items()} != {n: w.shape for n, w in theirs.items()}:
+    """Largest absolute difference of the final weights; None if shapes differ or a checkpoint is
+    missing."""
+    mine = weights(one)
+    theirs = weights(other)
+    if (
+        not mine
+        or not theirs
+        or {n: w.shape for n, w in mine.items()} != {n: w.shape for n, w in theirs.items()}
+    ):
         return None
-    return max(float(np.abs(mine[name].astype(np.float64) - theirs[name]).max(initial=0.0)) for name in mine)
+    return max(
+        float(np.abs(mine[name].astype(np.float64) - theirs[name]).max(initial=0.0))
+        for name in mine
+    )

@@ -1,13 +1,17 @@
-"""Times the parts of each training step by wrapping the batches and the stepper of a job; the loop is unchanged.
+"""Times the parts of each training step by wrapping the batches and the stepper of a job; the loop
+is unchanged.
 
-    asked          got                              ready              exchanged       stepped           asked
-      |-- data wait --|-- forward, backward (compute) --|-- exposed exchange --|-- optimizer --|-- host ------|
+    asked          got                              ready              exchanged       stepped
+                   asked
+      |-- data wait --|-- forward, backward (compute) --|-- exposed exchange --|-- optimizer --|--
+      host ------|
 
-`ready`: the last gradient of this process is complete (a hook on each parameter, which torch calls before DDP's own);
-`exchanged`: the backward pass has returned, which with DDP is when all buckets are exchanged. Between them a process
-waits for the exchange and for slower processes: the shortest wait of all ranks is the exchange, the rest is waiting.
-On GPUs the marks are CUDA events in the training stream: no step waits for them, and time in which the GPU is idle
-(late launches) counts for the part in which it occurs.
+`ready`: the last gradient of this process is complete (a hook on each parameter, which torch calls
+before DDP's own); `exchanged`: the backward pass has returned, which with DDP is when all buckets
+are exchanged. Between them a process waits for the exchange and for slower processes: the shortest
+wait of all ranks is the exchange, the rest is waiting. On GPUs the marks are CUDA events in the
+training stream: no step waits for them, and time in which the GPU is idle (late launches) counts
+for the part in which it occurs.
 """
 
 from __future__ import annotations
@@ -35,16 +39,19 @@ Mark = Any
 
 
 class StepTimes:
-    """Inside, times every step of a job; at the end writes their seconds to RUN_DIR/probe/step_times_rank_#.json."""
+    """Inside, times every step of a job; at the end writes their seconds to
+    RUN_DIR/probe/step_times_rank_#.json."""
 
     def __init__(self, job: Job, run_dir: Path, world: World) -> None:
-        self.job, self.path = job, run_dir / FOLDER / f"step_times_rank_{world.rank}.json"
+        self.job = job
+        self.path = run_dir / FOLDER / f"step_times_rank_{world.rank}.json"
         self.on_gpu = next(job.module.parameters()).is_cuda
         self.steps: list[list[tuple[str, Mark]]] = [[]]
         """The marks of each step: the name of the part that ends there, and the time."""
         self.ready: Mark = None
         self.behind = 0
-        """Number of steps at whose end the GPU had finished all launched work: it waits for the host."""
+        """Number of steps at whose end the GPU had finished all launched work: it waits for the
+        host."""
         self.gradients = self.gradients_before = 0
         """Number of gradients in the current and in the previous backward pass."""
 
@@ -68,7 +75,9 @@ class StepTimes:
             torch.cuda.synchronize()
         pairs = itertools.pairwise(self.steps)  # the host part of the last step has no end
         content = {
-            "steps": [self._seconds(marks, after[0][1]) for marks, after in pairs if marks and after],
+            "steps": [
+                self._seconds(marks, after[0][1]) for marks, after in pairs if marks and after
+            ],
             "gpu_waits_for_host": self.behind / len(self.steps) if self.on_gpu else None,
         }
         self.path.parent.mkdir(exist_ok=True)
@@ -82,10 +91,13 @@ class StepTimes:
         if self.ready is not None:  # None if no parameter has a gradient
             self.steps[-1].append(("compute", self.ready))
         self.mark("exposed")
-        self.ready, self.gradients_before, self.gradients = None, self.gradients, 0
+        self.ready = None
+        self.gradients_before = self.gradients
+        self.gradients = 0
 
     def step_ends(self) -> None:
-        """`exchanged` was recorded before the optimizer's launches: if the GPU is already past it, it is idle."""
+        """`exchanged` was recorded before the optimizer's launches: if the GPU is already past it,
+        it is idle."""
         if self.on_gpu:
             self.behind += self.steps[-1][-1][1].query()
         self.mark("compute")
@@ -93,7 +105,9 @@ class StepTimes:
 
     def _note(self, _: Tensor) -> None:
         self.gradients += 1
-        if self.gradients >= self.gradients_before:  # only the last one is recorded: an event costs some microseconds
+        if (
+            self.gradients >= self.gradients_before
+        ):  # only the last one is recorded: an event costs some microseconds
             self.ready = self._now()
 
     def _now(self) -> Mark:
@@ -104,7 +118,8 @@ class StepTimes:
         return event
 
     def _seconds(self, marks: list[tuple[str, Mark]], end: Mark) -> dict[str, float]:
-        """The seconds of each part. The first mark starts the step; the host part lasts until the next step."""
+        """The seconds of each part. The first mark starts the step; the host part lasts until the
+        next step."""
         found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         for (_, before), (part, after) in zip(marks, [*marks[1:], ("host", end)], strict=True):
             found[part] += before.elapsed_time(after) / 1e3 if self.on_gpu else after - before
@@ -115,7 +130,8 @@ class _TimedBatches:
     """The batches of a job; the data part begins when the loop asks for a batch."""
 
     def __init__(self, batches: Iterable[Batch], times: StepTimes) -> None:
-        self.batches, self.times = batches, times
+        self.batches = batches
+        self.times = times
 
     def __iter__(self) -> Iterator[Batch]:
         batches = iter(self.batches)
@@ -132,7 +148,8 @@ class _TimedStepper:
     """A Stepper whose two methods that the loop calls are timed."""
 
     def __init__(self, stepper: Stepper, times: StepTimes) -> None:
-        self.stepper, self.times = stepper, times
+        self.stepper = stepper
+        self.times = times
 
     def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         self.stepper.backward(loss, units, micro_batch)

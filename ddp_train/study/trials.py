@@ -1,4 +1,5 @@
-"""Trials: runs of the ordinary launcher, each a command of its own, one after the other; and their results."""
+"""Trials: runs of the ordinary launcher, each a command of its own, one after the other; and their
+results."""
 
 from __future__ import annotations
 
@@ -35,13 +36,18 @@ REASON_LETTERS = 200
 NEVER = 1_000_000_000
 NO_PAGE = "launch.page=false"
 """A study has one page, and its times are those of training."""
-TRAIN_ONLY = (f"train.evaluate_every_epochs={NEVER}", f"checkpoint.every_steps={NEVER}", f"train.epochs={NEVER}")
+TRAIN_ONLY = (
+    f"train.evaluate_every_epochs={NEVER}",
+    f"checkpoint.every_steps={NEVER}",
+    f"train.epochs={NEVER}",
+)
 """Overrides of a run without evaluation and checkpoints; train.max_steps ends it."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: its overrides without `run_dir`, and its folder. Its output and its record lie next to the folder."""
+    """One run: its overrides without `run_dir`, and its folder. Its output and its record lie next
+    to the folder."""
 
     overrides: list[str]
     run_dir: Path
@@ -78,17 +84,19 @@ class Outcome:
 
 @contextlib.contextmanager
 def trial_session(request: Request) -> Iterator[None]:
-    """Inside, trials may be run: signals are recorded, and the run directory is locked until `request.resources` is
-    closed.
+    """Inside, trials may be run: signals are recorded, and the run directory is locked until
+    `request.resources` is closed.
 
-    Raises ConfigError if another study uses the directory, or if it holds trials from other conditions.
+    Raises ConfigError if another study uses the directory, or if it holds trials from other
+    conditions.
     """
     lock_run_dir(request)
     here = conditions(request.program)
     for path in sorted(request.run_dir.glob("trials/*/*.json")):
         there = json.loads(path.read_text()).get("conditions", {})
         for name in sorted(here.keys() | there.keys()):
-            before, now = there.get(name, "unknown"), here.get(name, "none")
+            before = there.get(name, "unknown")
+            now = here.get(name, "none")
             if before != now:
                 rule = f"holds trials from other conditions, {name} was {before} and is {now}"
                 raise ConfigError([f"run_dir={request.run_dir}: {rule}; use another run_dir"])
@@ -97,23 +105,29 @@ def trial_session(request: Request) -> Iterator[None]:
 
 
 def lock_run_dir(request: Request) -> None:
-    """Locks the run directory. Raises ConfigError if another study uses it, or if it cannot be written."""
+    """Locks the run directory. Raises ConfigError if another study uses it, or if it cannot be
+    written."""
     try:
         request.resources.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
     except run_lock.LockHeldError as error:
         raise ConfigError(
-            [f"run_dir={request.run_dir}: in use by another study, {error}; wait for it, or use another run_dir"]
+            [
+                f"run_dir={request.run_dir}: in use by another study, {error}; wait for it, or use"
+                " another run_dir"
+            ]
         ) from None
     except OSError as error:
         raise unwritten(request.run_dir, error) from None
 
 
 def run(trial: Trial, program: Program, stop: StopRequests) -> Outcome | None:
-    """Runs a trial from the start, in a process session that ends with this process. Must be called inside
-    `trial_session`. Returns None if the study is stopped, before or during the trial."""
+    """Runs a trial from the start, in a process session that ends with this process. Must be called
+    inside `trial_session`. Returns None if the study is stopped, before or during the trial."""
     if stop.received:
         return None
-    shutil.rmtree(trial.run_dir, ignore_errors=True)  # of an interrupted trial: resuming it would falsify its times
+    shutil.rmtree(
+        trial.run_dir, ignore_errors=True
+    )  # of an interrupted trial: resuming it would falsify its times
     trial.record.unlink(missing_ok=True)  # its folder is gone, and this run may be interrupted too
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
     command = program.again([*trial.overrides, NO_PAGE, trial.run_dir_word])
@@ -143,7 +157,8 @@ def run(trial: Trial, program: Program, stop: StopRequests) -> Outcome | None:
 
 
 def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
-    """Waits for the end. If the study is stopped, sends SIGTERM and returns after PATIENCE_SECONDS at the latest."""
+    """Waits for the end. If the study is stopped, sends SIGTERM and returns after PATIENCE_SECONDS
+    at the latest."""
     deadline = None
     while process.poll() is None:
         if stop.received and deadline is None:
@@ -163,7 +178,8 @@ def recorded_outcome(trial: Trial) -> Outcome | None:
         return None
     record = json.loads(trial.record.read_text())
     if record["words"] != trial.overrides:
-        before, now = set(record["words"]), set(trial.overrides)
+        before = set(record["words"])
+        now = set(trial.overrides)
         differ = " ".join(sorted(before ^ now))
         rule = f"holds a trial with other settings ({differ})"
         raise ConfigError([f"run_dir={trial.run_dir}: {rule}; use another run_dir"])
@@ -171,13 +187,17 @@ def recorded_outcome(trial: Trial) -> Outcome | None:
 
 
 def completed_outcome(trial: Trial) -> Outcome | None:
-    """The outcome of an earlier `run` of this trial if it completed. Raises as `recorded_outcome` does."""
+    """The outcome of an earlier `run` of this trial if it completed. Raises as `recorded_outcome`
+    does."""
     before = recorded_outcome(trial)
     return before if before and before.completed else None
 
 
-def run_or_load(request: Request, trial: Trial, name: str, describe: Callable[[Outcome], str]) -> Outcome | None:
-    """The outcome of the trial, which is run unless it completed earlier. None if the study is stopped.
+def run_or_load(
+    request: Request, trial: Trial, name: str, describe: Callable[[Outcome], str]
+) -> Outcome | None:
+    """The outcome of the trial, which is run unless it completed earlier. None if the study is
+    stopped.
 
     name: printed before the run. describe: text to print after a completed run.
     """
@@ -190,12 +210,21 @@ def run_or_load(request: Request, trial: Trial, name: str, describe: Callable[[O
     return now
 
 
-def read_outcome(run_dir: Path, exit_code: int, seconds: float, output: Path | None = None) -> Outcome:
-    """Reads a run directory. output: file with the output of the command, for a run that failed without one."""
-    summary, failure = _read(run_dir / SUMMARY), _read(run_dir / FAILURE)
+def read_outcome(
+    run_dir: Path, exit_code: int, seconds: float, output: Path | None = None
+) -> Outcome:
+    """Reads a run directory. output: file with the output of the command, for a run that failed
+    without one."""
+    summary = _read(run_dir / SUMMARY)
+    failure = _read(run_dir / FAILURE)
     if exit_code == 0 and summary.get("status") == "completed":
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").is_file() else []
-        return Outcome(exit_code, seconds, summary, [json.loads(line) for line in lines], "", run_dir)
+        if (run_dir / "metrics.jsonl").is_file():
+            lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        else:
+            lines = []
+        return Outcome(
+            exit_code, seconds, summary, [json.loads(line) for line in lines], "", run_dir
+        )
     if failure:
         reason = f"{failure['kind']}: {failure['detail']}"
     else:

@@ -1,4 +1,5 @@
-"""The variants of a study: expands its file into the overrides of every run, and checks them before the first run."""
+"""The variants of a study: expands its file into the overrides of every run, and checks them before
+the first run."""
 
 from __future__ import annotations
 
@@ -31,33 +32,56 @@ class VariantsConfig:
     about: str = key("", "text above the tables: what is compared", may_be_empty=True)
     repeats: int = key(3, "runs of each variant", at_least=1)
     processes: Union[int, str] = key(
-        "auto", "processes of variants with several; auto: one per GPU, or 2 without GPUs", at_least=1, **AUTO
+        "auto",
+        "processes of variants with several; auto: one per GPU, or 2 without GPUs",
+        at_least=1,
+        **AUTO,
     )
     vary_seed: bool = key(False, "use another seed in each repeat, the same ones for all variants")
-    metric: str = key("epoch_seconds", "the metric that variants are compared by", choices=tuple(METRICS))
+    metric: str = key(
+        "epoch_seconds", "the metric that variants are compared by", choices=tuple(METRICS)
+    )
     layout: str = key("comparison", "layout of the report", choices=LAYOUTS)
     common: list[str] = key([], "overrides for all runs")
-    either: dict[str, Any] = key({}, "name: overrides; the first set that can run here applies to all runs")
+    either: dict[str, Any] = key(
+        {}, "name: overrides; the first set that can run here applies to all runs"
+    )
     variants: dict[str, Any] = key({}, "name: its overrides")
-    grid: list[str] = key([], "key=a,b,...: run every variant with every combination of these values")
+    grid: list[str] = key(
+        [], "key=a,b,...: run every variant with every combination of these values"
+    )
     baseline: str = key("", "the variant that the others are compared with", may_be_empty=True)
-    against: dict[str, Any] = key({}, "variant: another variant to compare it with instead of the baseline")
-    ladder: dict[str, Any] = key({}, "name: overrides added to the baseline and to the entries above")
-    leave_one_out: dict[str, Any] = key({}, "name: overrides that remove one tip from the reference")
+    against: dict[str, Any] = key(
+        {}, "variant: another variant to compare it with instead of the baseline"
+    )
+    ladder: dict[str, Any] = key(
+        {}, "name: overrides added to the baseline and to the entries above"
+    )
+    leave_one_out: dict[str, Any] = key(
+        {}, "name: overrides that remove one tip from the reference"
+    )
     reference: str = key("", "the variant that leave_one_out starts from", may_be_empty=True)
-    needs_gpu: list[str] = key([], "variants that are not run without a GPU; the report keeps their rows")
+    needs_gpu: list[str] = key(
+        [], "variants that are not run without a GPU; the report keeps their rows"
+    )
     not_run: dict[str, Any] = key({}, "name: why it is not run; the report keeps its row")
     only: list[str] = key([], "names or patterns (with *) of the variants to run; empty: all")
-    agreement: dict[str, Any] = key({}, "variant: another variant that must have the same losses and weights")
-    published: dict[str, Any] = key({}, "a published table to show in the report: title, note, columns, rows")
+    agreement: dict[str, Any] = key(
+        {}, "variant: another variant that must have the same losses and weights"
+    )
+    published: dict[str, Any] = key(
+        {}, "a published table to show in the report: title, note, columns, rows"
+    )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant. overrides: of its runs, without seed and run_dir. against: the variant it is compared with.
+    """One variant. overrides: of its runs, without seed and run_dir. against: the variant it is
+    compared with.
 
-    part: variants, ladder or leave_one_out. adds: the overrides by which it differs in that part. reason: why it is
-    not run, "" if it is. group: its name without the grid. values: its keys and values from the grid.
+    part: variants, ladder or leave_one_out. adds: the overrides by which it differs in that part.
+    reason: why it is not run, "" if it is. group: its name without the grid. values: its keys and
+    values from the grid.
     """
 
     name: str
@@ -77,7 +101,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Study:
-    """A checked study. first: the resolved config of the baseline. data: the chosen entry of `either`."""
+    """A checked study. first: the resolved config of the baseline. data: the chosen entry of
+    `either`."""
 
     config: VariantsConfig
     variants: list[Variant]
@@ -100,28 +125,38 @@ def plan(request: Request) -> Study:
     machine = this_hardware()
     no_gpu = not machine.gpus or "device=cpu" in request.overrides
     given = expand(config, no_gpu)
-    kept = [v for v in given if not config.only or any(fnmatch.fnmatchcase(v.name, name) for name in config.only)]
+    kept = [
+        v
+        for v in given
+        if not config.only or any(fnmatch.fnmatchcase(v.name, name) for name in config.only)
+    ]
     problems = _check_names(config, given, kept)
     varied = {key_of(override) for variant in kept for override in variant.overrides}
     problems += [
-        f"{override}: study={request.name} sets {key_of(override)} for each variant; leave it out, or change "
-        "study.variants"
+        f"{override}: study={request.name} sets {key_of(override)} for each variant; leave it out,"
+        " or change study.variants"
         for override in request.overrides
         if key_of(override) in varied
     ]
     if problems:
         raise ConfigError(problems)
     baseline = config.baseline or next((v.name for v in kept if not v.reason), kept[0].name)
-    data, shared = _choose_either(request, config, next(v for v in kept if v.name == baseline), machine)
+    data, shared = _choose_either(
+        request, config, next(v for v in kept if v.name == baseline), machine
+    )
     below = baseline
     rung = next(variant.overrides for variant in kept if variant.name == baseline)
     first = Config()
     checked = []
     for variant in kept:
-        own = merged(rung, variant.overrides) if variant.part == "ladder" else variant.overrides
+        if variant.part == "ladder":
+            own = merged(rung, variant.overrides)
+        else:
+            own = variant.overrides
         overrides = merged(config.common, shared, own, request.overrides)
         run = resolve_run(request.program, overrides, machine)
-        invalid, reason = run.invalid, variant.reason
+        invalid = run.invalid
+        reason = variant.reason
         if not invalid and not reason:
             unsuited = run.unsuited + _single_host_only(run.config)
             if variant.name == baseline:
@@ -130,30 +165,53 @@ def plan(request: Request) -> Study:
             reason = f"cannot run here: {'; '.join(unsuited)}" if unsuited else ""
         problems += [f"{problem} (study.variants: {variant.name})" for problem in invalid]
         against = below if variant.part == "ladder" else variant.against or baseline
-        checked.append(dataclasses.replace(variant, overrides=overrides, reason=reason, against=against))
+        checked.append(
+            dataclasses.replace(variant, overrides=overrides, reason=reason, against=against)
+        )
         if variant.part == "ladder" and not reason:
-            below, rung = variant.name, own
+            below = variant.name
+            rung = own
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return Study(config, checked, baseline, machine, first, data)
 
 
 def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
-    """All variants of the three parts, with the overrides that each adds to all runs, the ladder or the reference."""
+    """All variants of the three parts, with the overrides that each adds to all runs, the ladder or
+    the reference."""
     grid = [(line.partition("=")[0], line.partition("=")[2].split(",")) for line in config.grid]
     found: list[Variant] = []
     for name, overrides in (config.variants or {"": []}).items():
         for values in itertools.product(*(values for _, values in grid)):
             chosen = dict(zip((key for key, _ in grid), values, strict=True))
-            full = ", ".join(filter(None, [name, *(f"{key.rpartition('.')[2]}={v}" for key, v in chosen.items())]))
+            full = ", ".join(
+                filter(
+                    None, [name, *(f"{key.rpartition('.')[2]}={v}" for key, v in chosen.items())]
+                )
+            )
             own = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
-            found.append(Variant(full, own, str(config.against.get(full, "")), adds=own, group=name, values=chosen))
+            found.append(
+                Variant(
+                    full,
+                    own,
+                    str(config.against.get(full, "")),
+                    adds=own,
+                    group=name,
+                    values=chosen,
+                )
+            )
     start = next((variant.overrides for variant in found if variant.name == config.reference), [])
-    for part, entries, base in (("ladder", config.ladder, []), ("leave_one_out", config.leave_one_out, start)):
+    for part, entries, base in (
+        ("ladder", config.ladder, []),
+        ("leave_one_out", config.leave_one_out, start),
+    ):
         for name, overrides in entries.items():
             against = config.reference if part == "leave_one_out" else ""
             found.append(Variant(name, merged(base, overrides), against, part, adds=overrides))
-    return [dataclasses.replace(variant, reason=_why_not_run(config, variant, no_gpu)) for variant in found]
+    return [
+        dataclasses.replace(variant, reason=_why_not_run(config, variant, no_gpu))
+        for variant in found
+    ]
 
 
 def merged(*parts: list[str]) -> list[str]:
@@ -169,12 +227,21 @@ def _check_shape(config: VariantsConfig) -> list[str]:
             if not isinstance(overrides, list) or not all(
                 isinstance(override, str) and "=" in override for override in overrides
             ):
-                problems.append(f"study.{name}.{variant}={overrides}: must be a list of overrides, [key=value,...]")
-    problems += [f"study.grid: {line}: must be key=a,b,..." for line in config.grid if not re.match(r"[\w.]+=.", line)]
+                problems.append(
+                    f"study.{name}.{variant}={overrides}: must be a list of overrides,"
+                    " [key=value,...]"
+                )
+    problems += [
+        f"study.grid: {line}: must be key=a,b,..."
+        for line in config.grid
+        if not re.match(r"[\w.]+=.", line)
+    ]
     return problems or (
         []
         if config.variants or config.grid
-        else ["study.variants={}: needs at least one variant; add study.variants.NAME=[key=value,...]"]
+        else [
+            "study.variants={}: needs at least one variant; add study.variants.NAME=[key=value,...]"
+        ]
     )
 
 
@@ -192,25 +259,41 @@ def _check_names(config: VariantsConfig, given: list[Variant], kept: list[Varian
     }
     for name, mentions in mentioned.items():
         unknown = [one for one in mentions if one not in names]
-        problems += [f"study.{name}={one}: no variant of that name{did_you_mean(str(one), names)}" for one in unknown]
+        problems += [
+            f"study.{name}={one}: no variant of that name{did_you_mean(str(one), names)}"
+            for one in unknown
+        ]
     for pattern in config.only:
         if not fnmatch.filter(names, pattern):
-            problems.append(f"study.only=[{pattern}]: no variant of that name{did_you_mean(pattern, names)}")
+            problems.append(
+                f"study.only=[{pattern}]: no variant of that name{did_you_mean(pattern, names)}"
+            )
     if config.baseline in names and not any(variant.name == config.baseline for variant in kept):
         problems.append(f"study.only: leaves out the baseline; add {config.baseline}")
     there = {variant.name for variant in kept}
-    lost = {v.against: v.name for v in kept if v.part == "variants" and v.against in names and v.against not in there}
-    problems += [f"study.only: leaves out {one}, the baseline of {name}; add it" for one, name in lost.items()]
+    lost = {
+        v.against: v.name
+        for v in kept
+        if v.part == "variants" and v.against in names and v.against not in there
+    }
+    problems += [
+        f"study.only: leaves out {one}, the baseline of {name}; add it"
+        for one, name in lost.items()
+    ]
     folders = [variant.folder for variant in given]
     doubled = sorted({name for name in folders if folders.count(name) > 1})
-    return problems + [f"study.variants: {name}: two variants have this name; rename one" for name in doubled]
+    return problems + [
+        f"study.variants: {name}: two variants have this name; rename one" for name in doubled
+    ]
 
 
 def _choose_either(
     request: Request, config: VariantsConfig, variant: Variant, machine: Hardware
 ) -> tuple[str, list[str]]:
-    """The first entry of `either` with which this variant can run here, else the last: its name and overrides."""
-    name, overrides = "", []
+    """The first entry of `either` with which this variant can run here, else the last: its name and
+    overrides."""
+    name = ""
+    overrides = []
     for name, overrides in config.either.items():  # noqa: B007  the last one stays
         merged_overrides = merged(config.common, overrides, variant.overrides, request.overrides)
         if not resolve_run(request.program, merged_overrides, machine).problems:
@@ -228,7 +311,10 @@ def _single_host_only(config: Config) -> list[str]:
     """Problems of a config that only a study has: it runs on one host."""
     if config.launch.nnodes == 1:
         return []
-    return [f"launch.nnodes={config.launch.nnodes}: a study runs on one host, and not on several; leave it out"]
+    return [
+        f"launch.nnodes={config.launch.nnodes}: a study runs on one host, and not on several; leave"
+        " it out"
+    ]
 
 
 def trials_folder(run_dir: Path, variant: Variant) -> Path:

@@ -1,4 +1,5 @@
-"""The built-in tasks of inputs and targets, tensors [n, ...]. A model takes the inputs and returns its outputs."""
+"""The built-in tasks of inputs and targets, tensors [n, ...]. A model takes the inputs and returns
+its outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from ddp_train.text import counted
 IGNORED = -100
 """torch's own: a target of this value is no unit."""
 NO_LABEL = -(2**31)
-"""torch leaves out labels of -100 without a word, which would count as samples here; no label has this value."""
+"""torch leaves out labels of -100 without a word, which would count as samples here; no label has
+this value."""
 PAIR = (tuple, list)
 """As `tuple | list`, which is made anew in each step."""
 TOP = 5
@@ -34,7 +36,8 @@ class BuiltIn(Task, ABC):
     """Scores and predictions from the same forward pass."""
 
     def check(self, batch: Any) -> None:
-        """Of some samples: raises ConfigError if the targets cannot be right, whatever the model."""
+        """Of some samples: raises ConfigError if the targets cannot be right, whatever the
+        model."""
 
     @abstractmethod
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -54,7 +57,9 @@ class BuiltIn(Task, ABC):
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         return self.predictions_of(*self.outputs_and_targets(model, batch))
 
-    def score_and_predict(self, model: nn.Module, batch: Any) -> tuple[ScoreSums, tuple[Tensor, Tensor]]:
+    def score_and_predict(
+        self, model: nn.Module, batch: Any
+    ) -> tuple[ScoreSums, tuple[Tensor, Tensor]]:
         both = self.outputs_and_targets(model, batch)
         return self.scores_of(*both), self.predictions_of(*both)
 
@@ -77,8 +82,14 @@ class Supervised(BuiltIn):
                 return inputs, targets
             # Integers of other widths, and truth values, as numpy has them, are labels too.
             return inputs, targets.long()
-        what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
-        raise DataError(f"a batch is a {what}", "return (input, target) for each sample, or write a task of your own")
+        if isinstance(batch, tuple | list):
+            what = f"{type(batch).__name__} of {len(batch)}"
+        else:
+            what = type(batch).__name__
+        raise DataError(
+            f"a batch is a {what}",
+            "return (input, target) for each sample, or write a task of your own",
+        )
 
     def check(self, batch: Any) -> None:
         self.check_targets(self.pair(batch)[1])
@@ -88,7 +99,10 @@ class Supervised(BuiltIn):
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         outputs, targets = self.outputs_and_targets(model, batch)
-        return self.sum_of_losses(outputs, targets), targets.shape[0]  # len() takes a microsecond more
+        return (
+            self.sum_of_losses(outputs, targets),
+            targets.shape[0],
+        )  # len() takes a microsecond more
 
     @abstractmethod
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -107,20 +121,31 @@ class Supervised(BuiltIn):
 
 
 class Classification(Supervised):
-    """Class labels, int64 [n], or soft labels, a part for each class, [n, k]. Outputs: logits [n, k]."""
+    """Class labels, int64 [n], or soft labels, a part for each class, [n, k]. Outputs: logits [n,
+    k]."""
 
     better: ClassVar[Mapping[str, str]] = {"accuracy": "max", "top5": "max"}
 
     def __init__(
-        self, classes: int = 0, loss: str = "cross_entropy", label_smoothing: float = 0.0, class_weights: Any = None
+        self,
+        classes: int = 0,
+        loss: str = "cross_entropy",
+        label_smoothing: float = 0.0,
+        class_weights: Any = None,
     ) -> None:
-        """classes: 0 if the data set does not say. class_weights: a factor on the loss of each class; the mean is over
-        samples all the same, not over weights as in torch's `reduction="mean"`."""
-        self.classes, self.loss_name, self.label_smoothing = classes, loss, label_smoothing
+        """classes: 0 if the data set does not say. class_weights: a factor on the loss of each
+        class; the mean is over samples all the same, not over weights as in torch's
+        `reduction="mean"`."""
+        self.classes = classes
+        self.loss_name = loss
+        self.label_smoothing = label_smoothing
         self.class_weights = _Constant("class_weights", class_weights)
         if class_weights and classes and len(class_weights) != classes:
             raise ConfigError(
-                [f"task.class_weights: has {len(class_weights)} numbers; the data have {classes} classes"]
+                [
+                    f"task.class_weights: has {len(class_weights)} numbers; the data have {classes}"
+                    " classes"
+                ]
             )
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -148,7 +173,9 @@ class Classification(Supervised):
             return
         parts = targets[0].double()
         if parts.min() < 0 or abs(parts.sum() - 1) > 0.01:
-            problem = f"the first sample's soft label is {_some(parts)}, whose sum is {parts.sum():.4g}"
+            problem = (
+                f"the first sample's soft label is {_some(parts)}, whose sum is {parts.sum():.4g}"
+            )
             remedy = "parts of classes sum to 1; for several labels of a sample use task=multilabel"
             raise ConfigError([f"task=classification: {problem}; {remedy}"])
 
@@ -164,21 +191,25 @@ class Classification(Supervised):
         return scores
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return wide_of(outputs).log_softmax(-1), targets.argmax(-1) if targets.ndim == 2 else targets
+        return wide_of(outputs).log_softmax(-1), (
+            targets.argmax(-1) if targets.ndim == 2 else targets
+        )
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": outputs.argmax(-1), "probability": wide_of(outputs).softmax(-1)}
 
 
 class Multilabel(Supervised):
-    """Any number of labels per sample: float targets [n, k], each 0 or 1 (or between). Outputs: logits [n, k]."""
+    """Any number of labels per sample: float targets [n, k], each 0 or 1 (or between). Outputs:
+    logits [n, k]."""
 
     better: ClassVar[Mapping[str, str]] = {"f1_macro": "max", "exact_match": "max"}
 
     def __init__(self, loss: str = "bce", pos_weight: Any = None) -> None:
-        """pos_weight: a factor on the loss of a label that applies, one number or one per label. The loss of a sample
-        is the mean over its labels."""
-        self.loss_name, self.pos_weight = loss, _Constant("pos_weight", pos_weight)
+        """pos_weight: a factor on the loss of a label that applies, one number or one per label.
+        The loss of a sample is the mean over its labels."""
+        self.loss_name = loss
+        self.pos_weight = _Constant("pos_weight", pos_weight)
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Targets [n], of one label, as [n, 1]."""
@@ -190,7 +221,12 @@ class Multilabel(Supervised):
     def check_targets(self, targets: Tensor) -> None:
         if targets.min() < 0 or targets.max() > 1:
             problem = f"the first sample's targets are {_some(targets[0])}"
-            raise ConfigError([f"task=multilabel: {problem}; give 1 for each label that applies, and 0 for the others"])
+            raise ConfigError(
+                [
+                    f"task=multilabel: {problem}; give 1 for each label that applies, and 0 for the"
+                    " others"
+                ]
+            )
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:
@@ -202,8 +238,10 @@ class Multilabel(Supervised):
         return losses / targets.shape[1]
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
-        found, true = outputs > 0, targets > 0.5
-        hits, both = (found & true).sum(0), found.sum(0) + true.sum(0)
+        found = outputs > 0
+        true = targets > 0.5
+        hits = (found & true).sum(0)
+        both = found.sum(0) + true.sum(0)
         return {
             "loss": (self.sum_of_losses(outputs, targets), len(targets)),
             "f1_macro": (2 * hits, both),
@@ -218,7 +256,8 @@ class Multilabel(Supervised):
 
 
 class Regression(Supervised):
-    """Numbers: float targets [n] or [n, k]. Outputs of as many numbers; dimensions of size 1 may differ."""
+    """Numbers: float targets [n] or [n, k]. Outputs of as many numbers; dimensions of size 1 may
+    differ."""
 
     def __init__(self, loss: str = "mse") -> None:
         """loss: mse, mae, huber or smooth_l1; of a sample the mean over its k numbers."""
@@ -253,18 +292,25 @@ class Regression(Supervised):
 
 
 class Segmentation(Supervised):
-    """A class for every pixel: int64 targets [n, h, w]. Outputs: logits [n, k, h, w]. The mean is over valid pixels."""
+    """A class for every pixel: int64 targets [n, h, w]. Outputs: logits [n, k, h, w]. The mean is
+    over valid pixels."""
 
     unit = "pixel"
     units_are_samples = False
     better: ClassVar[Mapping[str, str]] = {"pixel_accuracy": "max", "mean_iou": "max"}
 
     def __init__(
-        self, classes: int = 0, loss: str = "cross_entropy", ignore_index: int = IGNORED, class_weights: Any = None
+        self,
+        classes: int = 0,
+        loss: str = "cross_entropy",
+        ignore_index: int = IGNORED,
+        class_weights: Any = None,
     ) -> None:
-        """classes: 0 if the data set does not say. ignore_index: pixels of this class are no units. class_weights: a
-        factor on the loss of each class."""
-        self.classes, self.loss_name, self.ignore_index = classes, loss, ignore_index
+        """classes: 0 if the data set does not say. ignore_index: pixels of this class are no units.
+        class_weights: a factor on the loss of each class."""
+        self.classes = classes
+        self.loss_name = loss
+        self.ignore_index = ignore_index
         self.class_weights = _Constant("class_weights", class_weights)
 
     def check_targets(self, targets: Tensor) -> None:
@@ -274,7 +320,8 @@ class Segmentation(Supervised):
             raise ConfigError([f"task=segmentation: {detail}; {remedy}"])
 
     def _out_of_range(self, valid: Tensor, expected: str) -> tuple[str, str]:
-        low, high = int(valid.min()), int(valid.max())
+        low = int(valid.min())
+        high = int(valid.max())
         marked = low if low < 0 else high
         detail = f"the pixels of the first targets go from {low} to {high}, {expected}"
         return detail, f"if {marked} marks what is to be left out, use task.ignore_index={marked}"
@@ -283,7 +330,10 @@ class Segmentation(Supervised):
         inputs, targets = self.pair(batch)
         outputs = one_tensor(of_torchvision(model(inputs)))
         if outputs.ndim != 4 or outputs.shape[2:] != targets.shape[1:]:
-            refuse(outputs, f"the targets are of shape {list(targets.shape)}; [n, classes, h, w] is needed")
+            refuse(
+                outputs,
+                f"the targets are of shape {list(targets.shape)}; [n, classes, h, w] is needed",
+            )
         return outputs, targets
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
@@ -293,22 +343,29 @@ class Segmentation(Supervised):
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         wide = wide_of(outputs)
         weight = self.class_weights.like(wide)
-        if torch.are_deterministic_algorithms_enabled():  # on GPUs torch's kernel for images is refused then
-            wide, targets = wide.movedim(1, -1).flatten(0, 2), targets.flatten()
+        if (
+            torch.are_deterministic_algorithms_enabled()
+        ):  # on GPUs torch's kernel for images is refused then
+            wide = wide.movedim(1, -1).flatten(0, 2)
+            targets = targets.flatten()
         try:
             return functional.cross_entropy(
                 wide, targets, reduction="sum", ignore_index=self.ignore_index, weight=weight
             )
         except IndexError:  # on GPUs an assertion of the device
             valid = targets[targets != self.ignore_index]
-            raise DataError(*self._out_of_range(valid, f"the model gives {outputs.shape[1]} classes")) from None
+            raise DataError(
+                *self._out_of_range(valid, f"the model gives {outputs.shape[1]} classes")
+            ) from None
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         classes = outputs.shape[1]
         valid = targets != self.ignore_index
-        found, true = outputs.argmax(1)[valid], targets[valid]
+        found = outputs.argmax(1)[valid]
+        true = targets[valid]
         pairs = torch.bincount(true * classes + found, minlength=classes**2).view(classes, classes)
-        hits, pixels = pairs.diagonal(), valid.sum()
+        hits = pairs.diagonal()
+        pixels = valid.sum()
         return {
             "loss": (self.sum_of_losses(outputs, targets), pixels),
             "pixel_accuracy": (hits.sum(), pixels),
@@ -330,7 +387,8 @@ class _Constant:
     """Numbers of the config as a tensor beside the model's outputs, made once."""
 
     def __init__(self, key: str, numbers: Any) -> None:
-        self.key, self.numbers = key, numbers
+        self.key = key
+        self.numbers = numbers
         self.tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         """One for each GPU: the threads of DataParallel share this object."""
 
@@ -342,23 +400,30 @@ class _Constant:
         if isinstance(self.numbers, Sequence) and len(self.numbers) not in (1, count):
             numbers = counted(len(self.numbers), "number")
             raise DataError(
-                f"task.{self.key} has {numbers}, the model {count} outputs", "give one number for each output"
+                f"task.{self.key} has {numbers}, the model {count} outputs",
+                "give one number for each output",
             )
         place = outputs.device, outputs.dtype
         if place not in self.tensors:
-            self.tensors[place] = torch.tensor(self.numbers, device=outputs.device, dtype=outputs.dtype)
+            self.tensors[place] = torch.tensor(
+                self.numbers, device=outputs.device, dtype=outputs.dtype
+            )
         return self.tensors[place]
 
 
 def wide_of(outputs: Tensor) -> Tensor:
     """As float32 at least, as autocast computes losses: weights of classes would be rounded too."""
-    return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
+    if outputs.dtype in (torch.bfloat16, torch.float16):
+        return outputs.float()
+    return outputs
 
 
 def one_tensor(outputs: Any) -> Tensor:
-    """Outputs of a model; an object with `logits`, as transformers' models return, stands for these. Raises DataError
-    if it is something else."""
-    if isinstance(outputs, Tensor):  # first: what a tensor lacks is looked for in vain for a microsecond
+    """Outputs of a model; an object with `logits`, as transformers' models return, stands for
+    these. Raises DataError if it is something else."""
+    if isinstance(
+        outputs, Tensor
+    ):  # first: what a tensor lacks is looked for in vain for a microsecond
         return outputs
     found = getattr(outputs, "logits", None)
     if isinstance(found, Tensor):
@@ -371,7 +436,9 @@ def one_tensor(outputs: Any) -> Tensor:
 
 def of_torchvision(outputs: Any) -> Any:
     """torchvision's segmentation models return {"out": logits, ...}."""
-    return outputs["out"] if isinstance(outputs, Mapping) and "out" in outputs else outputs
+    if isinstance(outputs, Mapping) and "out" in outputs:
+        return outputs["out"]
+    return outputs
 
 
 def _some(numbers: Tensor) -> str:

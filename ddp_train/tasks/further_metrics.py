@@ -1,9 +1,10 @@
-"""Metrics of torchmetrics beside those of a task: those of the whole data set, on any number of processes.
+"""Metrics of torchmetrics beside those of a task: those of the whole data set, on any number of
+processes.
 
-A metric here never holds more than one batch. Its states are taken out after each batch, travel between the processes
-at the end of the evaluation, and are merged in the order of the batches, each by its own reduction (`dist_reduce_fx`).
-The batches are the same on any number of processes, and so are the bits of the result; an evaluation that is cut off
-leaves nothing behind.
+A metric here never holds more than one batch. Its states are taken out after each batch, travel
+between the processes at the end of the evaluation, and are merged in the order of the batches, each
+by its own reduction (`dist_reduce_fx`). The batches are the same on any number of processes, and so
+are the bits of the result; an evaluation that is cut off leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -60,14 +61,19 @@ class _State:
 
     def now(self) -> list[Tensor]:
         found = getattr(self.owner, self.name)
-        # Copies: a compiled model with CUDA graphs of its own writes its next outputs where the last ones are.
-        return [part.detach().clone() for part in found] if isinstance(found, list | tuple) else [found.detach()]
+        # Copies: a compiled model with CUDA graphs of its own writes its next outputs where the
+        # last ones are.
+        if isinstance(found, list | tuple):
+            return [part.detach().clone() for part in found]
+        return [found.detach()]
 
     def set(self, of_batches: list[list[Tensor]]) -> None:
         """of_batches: in the order of the batches; of one batch, as it was."""
         if self.is_list:
             place = "cpu" if self.owner.compute_on_cpu else None
-            value: Any = [part.to(place) if place else part for parts in of_batches for part in parts]
+            value: Any = [
+                part.to(place) if place else part for parts in of_batches for part in parts
+            ]
         else:
             parts = [part for (part,) in of_batches]
             value = parts[0] if len(parts) == 1 else self.reduced(parts)
@@ -76,7 +82,9 @@ class _State:
     def reduced(self, parts: list[Tensor]) -> Tensor:
         if getattr(self.reduction, "__name__", "") == "dim_zero_cat":
             return torch.cat(parts)
-        return torch.stack(parts) if self.reduction is None else self.reduction(torch.stack(parts))
+        if self.reduction is None:
+            return torch.stack(parts)
+        return self.reduction(torch.stack(parts))
 
     def is_exact(self, part: Tensor) -> bool:
         """Whether the order of a reduction does not matter, not even for the last bit."""
@@ -86,12 +94,14 @@ class _State:
 
 
 StatesOfBatches = list[dict[int, list[Tensor]]]
-"""For each state of all metrics: the number of a batch -> what it was after that batch alone. Where the order does not
-matter, batches are merged at once, under the number of the first: 1,000 classes squared are 8 MB."""
+"""For each state of all metrics: the number of a batch -> what it was after that batch alone. Where
+the order does not matter, batches are merged at once, under the number of the first: 1,000 classes
+squared are 8 MB."""
 
 
 class FurtherMetrics:
-    """The metrics of `metrics=[...]`. Each is updated with the predictions of a batch, (outputs, targets)."""
+    """The metrics of `metrics=[...]`. Each is updated with the predictions of a batch, (outputs,
+    targets)."""
 
     def __init__(self, named: list[NamedMetric], device: str) -> None:
         """Raises ConfigError if something is no metric, or if two have one name."""
@@ -100,20 +110,28 @@ class FurtherMetrics:
         """Whose random numbers metrics may draw."""
         self.metrics: dict[str, Any] = {}
         self.better: dict[str, str | None] = {}
-        """max, min, or None where a metric does not say. Vectors add their own names when they are computed."""
+        """max, min, or None where a metric does not say. Vectors add their own names when they are
+        computed."""
         self.numbers: dict[str, list[str]] = {}
-        """The names of what a metric gave when it was computed last: its own name, or those of a vector."""
+        """The names of what a metric gave when it was computed last: its own name, or those of a
+        vector."""
         self.keys: dict[str, str] = {}
-        base, collection = (getattr(import_module("torchmetrics"), name) for name in ("Metric", "MetricCollection"))
+        base, collection = (
+            getattr(import_module("torchmetrics"), name) for name in ("Metric", "MetricCollection")
+        )
         for one in named:
             if isinstance(one.made, collection):
                 # Each by itself: members of a group share states, which are taken out here.
-                members = {_joined(one.name, snake_case(name)): metric for name, metric in one.made.items()}
+                members = {
+                    _joined(one.name, snake_case(name)): metric for name, metric in one.made.items()
+                }
             elif isinstance(one.made, base):
                 members = {one.name: one.made}
             else:
                 what = f"made an object of {type(one.made).__name__}"
-                raise ConfigError([f"{one.key}: {what}, which is no torchmetrics.Metric or MetricCollection"])
+                raise ConfigError(
+                    [f"{one.key}: {what}, which is no torchmetrics.Metric or MetricCollection"]
+                )
             for name, metric in members.items():
                 self._add(one, name, metric.to(device), base, collection)
         self.states = [
@@ -122,14 +140,21 @@ class FurtherMetrics:
             for inner in _modules(metric, base)
             for name, default in inner._defaults.items()
         ]
-        self.owners = [inner for metric in self.metrics.values() for inner in _modules(metric, base)]
+        self.owners = [
+            inner for metric in self.metrics.values() for inner in _modules(metric, base)
+        ]
 
     def _add(self, one: NamedMetric, name: str, metric: Any, base: type, collection: type) -> None:
         if name in self.metrics or name in RESERVED:
-            which = "two metrics have the name" if name in self.metrics else "no metric may have the name"
+            if name in self.metrics:
+                which = "two metrics have the name"
+            else:
+                which = "no metric may have the name"
             raise ConfigError([f"{one.key}: {which} {name}; give it another, name: NAME"])
         for inner in _modules(metric, base):
-            inner.sync_on_compute = inner._to_sync = False  # it would exchange what is merged already
+            inner.sync_on_compute = inner._to_sync = (
+                False  # it would exchange what is merged already
+            )
         for inner in _modules(metric, collection):
             inner._enable_compute_groups = False
         higher: bool | None = metric.higher_is_better
@@ -156,30 +181,44 @@ class FurtherMetrics:
 
     def _update(self, predictions: Predictions) -> None:
         for name, metric in self.metrics.items():
-            with self._told(name, f"cannot take outputs {_shape(predictions[0])} and targets {_shape(predictions[1])}"):
+            with self._told(
+                name,
+                f"cannot take outputs {_shape(predictions[0])} and targets"
+                f" {_shape(predictions[1])}",
+            ):
                 metric.update(*predictions)
 
     def merged(self, states: StatesOfBatches) -> dict[str, float]:
-        """The metrics of the whole set, on all processes the same. A collective. All have the same states, but what
-        GPUs compute of them may differ in the last bit, and a decision with it: rank 0's numbers are those of all."""
+        """The metrics of the whole set, on all processes the same. A collective. All have the same
+        states, but what GPUs compute of them may differ in the last bit, and a decision with it:
+        rank 0's numbers are those of all."""
         tensors = [part for of_batches in states for parts in of_batches.values() for part in parts]
-        layout = [[[batch, len(parts)] for batch, parts in of_batches.items()] for of_batches in states]
+        layout = [
+            [[batch, len(parts)] for batch, parts in of_batches.items()] for of_batches in states
+        ]
         whole = self.new_states()
         for its_layout, its_tensors in tensors_from_all_ranks(layout, tensors, self.device):
             left = iter(its_tensors)
             for of_batches, found in zip(whole, its_layout, strict=True):
-                of_batches.update({batch: [next(left) for _ in range(count)] for batch, count in found})
+                of_batches.update(
+                    {batch: [next(left) for _ in range(count)] for batch, count in found}
+                )
         return from_leader(self._computed(whole), self.device)
 
     def _computed(self, states: StatesOfBatches) -> dict[str, float]:
         batches = {batch for of_batches in states for batch in of_batches}
         if not batches:  # no unit in the whole set
-            return {number: math.nan for name in self.metrics for number in self.numbers.get(name, [name])}
+            return {
+                number: math.nan
+                for name in self.metrics
+                for number in self.numbers.get(name, [name])
+            }
         with self._alone(-1):
             for state, of_batches in zip(self.states, states, strict=True):
                 state.set([of_batches[batch] for batch in sorted(of_batches)])
             for owner in self.owners:
-                owner._update_count, owner._computed = 1, None
+                owner._update_count = 1
+                owner._computed = None
             return self._values()
 
     def _values(self) -> dict[str, float]:
@@ -208,16 +247,24 @@ class FurtherMetrics:
         elif isinstance(value, int | float):
             yield name, float(value)
         else:
-            what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            remedy = "name one that gives a number, a vector or a dict of them, or a class of your own that does"
+            if isinstance(value, Tensor):
+                what = f"a tensor {list(value.shape)}"
+            else:
+                what = f"a {type(value).__name__}"
+            remedy = (
+                "name one that gives a number, a vector or a dict of them, or a class of your own"
+                " that does"
+            )
             raise ConfigError([f"{key}: {name} gives {what}, which is no number; {remedy}"])
 
     def try_out(self, predictions: Predictions, taken: list[str]) -> list[str]:
-        """The names of all numbers, found with one batch, which is forgotten. taken: those of the task's metrics.
+        """The names of all numbers, found with one batch, which is forgotten. taken: those of the
+        task's metrics.
 
-        Raises ConfigError if a metric does not take the batch, has the name of another, or keeps numbers outside of
-        its states, which cannot be merged: what is computed from the states of the batch after an update with a part of
-        it must be what is computed at once. Not to the bit, for sums on a GPU may differ.
+        Raises ConfigError if a metric does not take the batch, has the name of another, or keeps
+        numbers outside of its states, which cannot be merged: what is computed from the states of
+        the batch after an update with a part of it must be what is computed at once. Not to the
+        bit, for sums on a GPU may differ.
         """
         states = self.new_states()
         with warnings.catch_warnings():
@@ -233,11 +280,24 @@ class FurtherMetrics:
         for name, value in found.items():
             key = next(self.keys[base] for base, numbers in self.numbers.items() if name in numbers)
             if name in taken or name in RESERVED:
-                raise ConfigError([f"{key}: the task has a metric {name} itself; give this one another, name: NAME"])
+                raise ConfigError(
+                    [
+                        f"{key}: the task has a metric {name} itself; give this one another, name:"
+                        " NAME"
+                    ]
+                )
             both_nan = math.isnan(direct.get(name, math.nan)) and math.isnan(value)
-            if not (both_nan or math.isclose(direct.get(name, math.nan), value, rel_tol=1e-4, abs_tol=1e-6)):
+            if not (
+                both_nan
+                or math.isclose(direct.get(name, math.nan), value, rel_tol=1e-4, abs_tol=1e-6)
+            ):
                 remedy = "keep them in states, by add_state"
-                raise ConfigError([f"{key}: {name} keeps numbers that are no states, and cannot be merged; {remedy}"])
+                raise ConfigError(
+                    [
+                        f"{key}: {name} keeps numbers that are no states, and cannot be merged;"
+                        f" {remedy}"
+                    ]
+                )
         return list(found)
 
     @contextlib.contextmanager
@@ -256,8 +316,9 @@ class FurtherMetrics:
 
     @contextlib.contextmanager
     def _alone(self, batch: int) -> Iterator[Callable[[int], None]]:
-        """Inside, the metrics begin with nothing, and end with nothing. Those that draw random numbers (of torch, numpy
-        or Python) draw the same for the same batch, and disturb nobody else's. Gives what seeds for another batch."""
+        """Inside, the metrics begin with nothing, and end with nothing. Those that draw random
+        numbers (of torch, numpy or Python) draw the same for the same batch, and disturb nobody
+        else's. Gives what seeds for another batch."""
         with torch.random.fork_rng(self.gpus), keyed_generators() as seed_host, torch.no_grad():
 
             def seed(batch: int) -> None:

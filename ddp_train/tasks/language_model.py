@@ -16,18 +16,21 @@ from ddp_train.tasks.task import ScoreSums
 
 
 class LanguageModel(BuiltIn):
-    """The next token: ids, int64 [n, t]; the targets are the ids shifted by one, or given. Outputs: logits [n, t, v].
+    """The next token: ids, int64 [n, t]; the targets are the ids shifted by one, or given. Outputs:
+    logits [n, t, v].
 
-    A batch is a tensor of ids, (ids, targets), or a dict with `input_ids` and perhaps `labels`, whose other entries are
-    passed to the model by name. Given targets stand beside the position that predicts them; `labels` stand beside their
-    own token, as in transformers. A target of -100 is no unit.
+    A batch is a tensor of ids, (ids, targets), or a dict with `input_ids` and perhaps `labels`,
+    whose other entries are passed to the model by name. Given targets stand beside the position
+    that predicts them; `labels` stand beside their own token, as in transformers. A target of -100
+    is no unit.
     """
 
     unit = "token"
 
     def __init__(self, loss: str = "cross_entropy", bytes_per_token: float | None = None) -> None:
         """bytes_per_token: on average over the data, for `bits_per_byte`."""
-        self.loss_name, self.bytes_per_token = loss, bytes_per_token
+        self.loss_name = loss
+        self.bytes_per_token = bytes_per_token
         self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = functools.partial(
             functional.cross_entropy, reduction="sum"
         )
@@ -39,9 +42,12 @@ class LanguageModel(BuiltIn):
         return logits.flatten(0, 1), targets.flatten()
 
     def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """How well each sequence is predicted: the mean loss of its tokens, in nats, and their number."""
+        """How well each sequence is predicted: the mean loss of its tokens, in nats, and their
+        number."""
         logits, targets = self.by_sequence(model, batch)
-        losses = functional.cross_entropy(wide_of(logits).transpose(1, 2), targets, reduction="none")
+        losses = functional.cross_entropy(
+            wide_of(logits).transpose(1, 2), targets, reduction="none"
+        )
         tokens = (targets != IGNORED).sum(1)
         return {"loss": losses.sum(1) / tokens, "tokens": tokens}
 
@@ -51,19 +57,28 @@ class LanguageModel(BuiltIn):
             if isinstance(batch, Mapping):
                 given = {name: value for name, value in batch.items() if name != "labels"}
                 labels = batch.get("labels", _padding_ignored(batch))
-                # The last position has no target, and is ignored: without it, flattening would copy all logits.
-                logits, targets = one_tensor(model(**given)), functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+                # The last position has no target, and is ignored: without it, flattening would copy
+                # all logits.
+                logits = one_tensor(model(**given))
+                targets = functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
             elif isinstance(batch, Tensor):
-                logits, targets = one_tensor(model(batch[:, :-1])), batch[:, 1:]
+                logits = one_tensor(model(batch[:, :-1]))
+                targets = batch[:, 1:]
             else:
                 ids, targets = batch
                 logits = one_tensor(model(ids))
         except IndexError as error:
             ids = ids_of(batch)
-            error.add_note(f"(the token numbers of this batch go from {int(ids.min())} to {int(ids.max())})")
+            error.add_note(
+                f"(the token numbers of this batch go from {int(ids.min())} to {int(ids.max())})"
+            )
             raise
         if logits.ndim != 3 or logits.shape[:2] != targets.shape:
-            refuse(logits, f"the targets are of shape {list(targets.shape)}; [n, tokens, vocabulary] is needed")
+            refuse(
+                logits,
+                f"the targets are of shape {list(targets.shape)}; [n, tokens, vocabulary] is"
+                " needed",
+            )
         return logits, targets
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
@@ -78,13 +93,16 @@ class LanguageModel(BuiltIn):
             refuse(logits, f"the targets go from {int(valid.min())} to {int(valid.max())}")
 
     def check(self, batch: Any) -> None:
-        targets = (
-            batch.get("labels") if isinstance(batch, Mapping) else batch[1] if isinstance(batch, tuple | list) else None
-        )
+        if isinstance(batch, Mapping):
+            targets = batch.get("labels")
+        else:
+            targets = batch[1] if isinstance(batch, tuple | list) else None
         negative = [] if targets is None else sorted({*targets[targets < 0].tolist()} - {IGNORED})
         if negative:
             problem = f"a target of the first sample is {negative[-1]}"
-            raise ConfigError([f"task=language_model: {problem}; those that are to be left out must be {IGNORED}"])
+            raise ConfigError(
+                [f"task=language_model: {problem}; those that are to be left out must be {IGNORED}"]
+            )
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         return {"loss": self.sum_of_losses(outputs, targets)}
@@ -106,10 +124,14 @@ class LanguageModel(BuiltIn):
 
 def ids_of(batch: Any) -> Tensor:
     """The numbers of the tokens, [n, t]."""
-    return batch["input_ids"] if isinstance(batch, Mapping) else batch if isinstance(batch, Tensor) else batch[0]
+    if isinstance(batch, Mapping):
+        return batch["input_ids"]
+    return batch if isinstance(batch, Tensor) else batch[0]
 
 
 def _padding_ignored(batch: Mapping[str, Tensor]) -> Tensor:
     """The ids as labels; those that the attention mask leaves out are no units."""
     ids = batch["input_ids"]
-    return ids if "attention_mask" not in batch else ids.masked_fill(batch["attention_mask"] == 0, IGNORED)
+    if "attention_mask" not in batch:
+        return ids
+    return ids.masked_fill(batch["attention_mask"] == 0, IGNORED)

@@ -1,4 +1,5 @@
-"""What the methods of a task of the user's own return: checked, and told in the words of the task's author."""
+"""What the methods of a task of the user's own return: checked, and told in the words of the task's
+author."""
 
 from __future__ import annotations
 
@@ -18,11 +19,15 @@ def checked_loss(found: Any, task: object) -> tuple[Tensor, Tensor | float]:
     """What `Task.loss` returned. Raises TaskError if it is not what it must be."""
     if isinstance(found, tuple) and len(found) == 2:
         loss, units = found
-        right_units = isinstance(units, (int, float)) or (isinstance(units, Tensor) and units.numel() == 1)
+        right_units = isinstance(units, (int, float)) or (
+            isinstance(units, Tensor) and units.numel() == 1
+        )
         if right_units and isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
             return loss, units
     form = "a scalar tensor, and a number or a scalar tensor"
-    raise _error("loss", found, task, f"return (sum of the losses of all units, number of units): {form}")
+    raise _error(
+        "loss", found, task, f"return (sum of the losses of all units, number of units): {form}"
+    )
 
 
 def checked_scores(found: Any, task: object) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
@@ -32,29 +37,42 @@ def checked_scores(found: Any, task: object) -> Mapping[str, tuple[Tensor | floa
     for name, pair in found.items():
         classes = [_classes(part) for part in pair] if isinstance(pair, tuple | list) else []
         if len(classes) != 2 or classes[0] is None or classes[0] != classes[1]:
-            raise _error("score", pair, task, f"return (sum, weight), {NUMBERS}", f" for the metric {name}")
+            raise _error(
+                "score", pair, task, f"return (sum, weight), {NUMBERS}", f" for the metric {name}"
+            )
     return found
 
 
 def checked_predictions(found: Any, task: object) -> Predictions:
     """What `Task.predict` returned. Raises TaskError if it is not what it must be."""
-    if isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, Tensor) for part in found):
+    if (
+        isinstance(found, tuple)
+        and len(found) == 2
+        and all(isinstance(part, Tensor) for part in found)
+    ):
         return Predictions(*found)
     raise _error("predict", found, task, "return (outputs, targets): tensors")
 
 
 def _classes(part: Any) -> int | None:
-    """Of a sum or a weight: 0 for a scalar, [1] too; None if it is neither a number nor a tensor [k]."""
+    """Of a sum or a weight: 0 for a scalar, [1] too; None if it is neither a number nor a tensor
+    [k]."""
     if isinstance(part, Tensor):
-        return None if part.ndim > 1 else 0 if part.numel() == 1 else part.numel()
+        if part.ndim > 1:
+            return None
+        return 0 if part.numel() == 1 else part.numel()
     return 0 if isinstance(part, Real) else None  # numpy's too
 
 
 def _error(method: str, found: Any, task: object, remedy: str, what: str = "") -> TaskError:
-    return TaskError(f"{method}() of the task {type(task).__name__} returned {_in_words(found)}{what}", remedy)
+    return TaskError(
+        f"{method}() of the task {type(task).__name__} returned {_in_words(found)}{what}", remedy
+    )
 
 
 def _in_words(found: Any) -> str:
     if isinstance(found, tuple):
         return f"({', '.join(map(_in_words, found))})"
-    return f"a tensor {list(found.shape)} of {found.dtype}" if isinstance(found, Tensor) else type(found).__name__
+    if isinstance(found, Tensor):
+        return f"a tensor {list(found.shape)} of {found.dtype}"
+    return type(found).__name__

@@ -13,13 +13,21 @@ from ddp_train.tasks.builtin import one_tensor
 
 @torch.no_grad()
 def write_tokens(
-    model: nn.Module, first: Sequence[int], count: int, context: int, vocabulary: int, temperature: float, seed: int
+    model: nn.Module,
+    first: Sequence[int],
+    count: int,
+    context: int,
+    vocabulary: int,
+    temperature: float,
+    seed: int,
 ) -> list[int]:
-    """`count` tokens that follow those of `first`, each drawn from what the model expects behind the last `context`.
+    """`count` tokens that follow those of `first`, each drawn from what the model expects behind
+    the last `context`.
 
-    The draws are keyed by seed and place, in float64: they differ between two models only where these differ. Tokens
-    from `vocabulary` on, with which a model may round its outputs up, are never drawn. The whole context is computed
-    anew for each token: simple, and fast enough for a page of text. The model is left in eval mode.
+    The draws are keyed by seed and place, in float64: they differ between two models only where
+    these differ. Tokens from `vocabulary` on, with which a model may round its outputs up, are
+    never drawn. The whole context is computed anew for each token: simple, and fast enough for a
+    page of text. The model is left in eval mode.
     """
     model.eval()
     device = next(model.parameters()).device

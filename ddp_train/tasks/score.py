@@ -43,7 +43,8 @@ class Score:
 class Scorer:
     """Collects an evaluation batch by batch, in a slot for each batch of the whole set.
 
-    The batches are the same on any number of processes, and so are the slots: their sum is bit for bit the same.
+    The batches are the same on any number of processes, and so are the slots: their sum is bit for
+    bit the same.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class Scorer:
         derive: Callable[[dict[str, float]], dict[str, float]] = lambda _: {},
         further: FurtherMetrics | None = None,
     ) -> None:
-        """batches: of the whole set, on all processes. derive: see `tasks.task.Task`. further: metrics beside those of
-        the task."""
+        """batches: of the whole set, on all processes. derive: see `tasks.task.Task`. further:
+        metrics beside those of the task."""
         self.device = device
         self.further = further
         self.states = further.new_states() if further else None
@@ -91,13 +92,18 @@ class Scorer:
                 return None
             if not self.layout:
                 self._lay_out(layout)
-        elif total(torch.tensor(float(not self.layout), device=self.device)).item():  # a rank was stopped so early
+        elif total(
+            torch.tensor(float(not self.layout), device=self.device)
+        ).item():  # a rank was stopped so early
             return None
         samples, *columns = total(self.slots).T.tolist()
         if not all(samples):
             return None
-        whole, sums = round(sum(samples)), iter(map(math.fsum, columns))
-        metrics, counts, empty = {}, {}, False
+        whole = round(sum(samples))
+        sums = iter(map(math.fsum, columns))
+        metrics = {}
+        counts = {}
+        empty = False
         for name, classes in self.layout:
             values = [next(sums) for _ in range(max(classes, 1))]
             weights = [next(sums) for _ in range(max(classes, 1))]
@@ -110,7 +116,9 @@ class Scorer:
         _warn(metrics, why or "outputs of the model are not finite, or too large")
         if self.further and self.states is not None:
             found = self.further.merged(self.states)
-            _warn(found, "it may have no value for these samples, of a class without a sample for one")
+            _warn(
+                found, "it may have no value for these samples, of a class without a sample for one"
+            )
             metrics |= found
         return Score(metrics, whole, counts)
 
@@ -122,7 +130,9 @@ def _warn(metrics: dict[str, float], reason: str) -> None:
 
 
 def _classes(sums: Tensor | float) -> int:
-    return sums.numel() if isinstance(sums, Tensor) and sums.ndim else 0
+    if isinstance(sums, Tensor) and sums.ndim:
+        return sums.numel()
+    return 0
 
 
 def _mean_over_classes(values: list[float], weights: list[float]) -> float:

@@ -1,1 +1,2 @@
-"""What a run records and shows: metrics, the terminal, hardware, experiment trackers. It never changes results."""
+"""What a run records and shows: metrics, the terminal, hardware, experiment trackers. It never
+changes results."""

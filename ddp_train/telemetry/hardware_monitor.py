@@ -1,8 +1,10 @@
-"""What training takes from the machine: utilisation, memory, power and temperature of GPUs, processor time, memory.
+"""What training takes from the machine: utilisation, memory, power and temperature of GPUs,
+processor time, memory.
 
-Each process measures what it alone knows: itself, and the GPUs that it computes on. The numbers travel with the losses,
-in the one exchange of a logging interval, so that rank 0 has those of all ranks, on other hosts too. What cannot be
-known is NaN on the way, and null or absent in files: NVML that is missing or fails is never an error.
+Each process measures what it alone knows: itself, and the GPUs that it computes on. The numbers
+travel with the losses, in the one exchange of a logging interval, so that rank 0 has those of all
+ranks, on other hosts too. What cannot be known is NaN on the way, and null or absent in files: NVML
+that is missing or fails is never an error.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from ddp_train.distributed.environment import visible_devices
 from ddp_train.linux import resident_bytes
 
 SAMPLE_SECONDS = 0.5
-"""Between two looks at a GPU. A look is half a dozen calls of C that release Python's lock; NVML's own window for
-utilisation is between 1/6 and 1 s."""
+"""Between two looks at a GPU. A look is half a dozen calls of C that release Python's lock; NVML's
+own window for utilisation is between 1/6 and 1 s."""
 PROCESS_METRICS = {"cpu_cores": "mean", "resident_gib": "max"}
 GPU_METRICS = {
     "gpu_utilisation": "mean",
@@ -35,10 +37,11 @@ GPU_METRICS = {
     "torch_memory_gib": "max",
 }
 RULES = PROCESS_METRICS | GPU_METRICS
-"""Each figure, and how several of it become one: over the samples of an interval, over GPUs, over a run. Utilisation is
-the share of time in which a kernel ran, in percent; GPU memory is that in use on the device, by this process, and the
-peak of what torch's allocator gave out."""
-GIB, JOULES_PER_WH = 2**30, 3600
+"""Each figure, and how several of it become one: over the samples of an interval, over GPUs, over a
+run. Utilisation is the share of time in which a kernel ran, in percent; GPU memory is that in use
+on the device, by this process, and the peak of what torch's allocator gave out."""
+GIB = 2**30
+JOULES_PER_WH = 3600
 log = logging.getLogger(__name__)
 
 
@@ -47,11 +50,14 @@ def combined(rule: str, values: Iterable[float | None]) -> float:
     known = [value for value in values if value is not None and not math.isnan(value)]
     if not known:
         return math.nan
-    return max(known) if rule == "max" else math.fsum(known) / (len(known) if rule == "mean" else 1)
+    if rule == "max":
+        return max(known)
+    return math.fsum(known) / (len(known) if rule == "mean" else 1)
 
 
 class HardwareMonitor:
-    """Of this process at each logging interval; on rank 0, of all processes and of the whole run."""
+    """Of this process at each logging interval; on rank 0, of all processes and of the whole
+    run."""
 
     def __init__(self, gpus: GpuSampler | None = None) -> None:
         """gpus: those that this process computes on; on all ranks the same number of them."""
@@ -61,16 +67,19 @@ class HardwareMonitor:
         """Of the last interval, over all ranks; NaN where nothing is known."""
         self.totals: dict[str, tuple[float, float]] = {}
         """For each figure what stands for the run so far, and the seconds it stands for."""
-        self.wall, self.processor = time.perf_counter(), time.process_time()
+        self.wall = time.perf_counter()
+        self.processor = time.process_time()
 
     def collect(self) -> list[float]:
-        """This process's numbers since the last call: PROCESS_METRICS, then GPU_METRICS for each of its GPUs. Waits for
-        these: an interval of metrics ends with work that is done."""
+        """This process's numbers since the last call: PROCESS_METRICS, then GPU_METRICS for each of
+        its GPUs. Waits for these: an interval of metrics ends with work that is done."""
         if self.gpus:
             self.gpus.wait()
-        wall, processor = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        processor = time.process_time()
         cores = (processor - self.processor) / max(wall - self.wall, 1e-9)
-        self.wall, self.processor = wall, processor
+        self.wall = wall
+        self.processor = processor
         return [cores, resident_bytes() / GIB, *(self.gpus.take() if self.gpus else ())]
 
     def deliver(self, of_ranks: list[list[float]]) -> None:
@@ -78,27 +87,42 @@ class HardwareMonitor:
         self.of_ranks = of_ranks
 
     def interval(self, seconds: float) -> dict[str, list[float | None]]:
-        """For metrics.jsonl: a number for each process, or for each GPU. Counts them in for the run."""
-        first, width = len(PROCESS_METRICS), len(GPU_METRICS)
-        lists = {name: [row[at] for row in self.of_ranks] for at, name in enumerate(PROCESS_METRICS)}
+        """For metrics.jsonl: a number for each process, or for each GPU. Counts them in for the
+        run."""
+        first = len(PROCESS_METRICS)
+        width = len(GPU_METRICS)
+        lists = {
+            name: [row[at] for row in self.of_ranks] for at, name in enumerate(PROCESS_METRICS)
+        }
         for at, name in enumerate(GPU_METRICS, start=first):
             lists[name] = [value for row in self.of_ranks for value in row[at::width]]
         self.latest = {name: combined(RULES[name], values) for name, values in lists.items()}
         for name, value in self.latest.items():
             if not math.isnan(value):
                 self._count(name, value, seconds)
-        known = {name: values for name, values in lists.items() if not math.isnan(self.latest[name])}
-        return {name: [None if math.isnan(v) else round(v, 3) for v in values] for name, values in known.items()}
+        known = {
+            name: values for name, values in lists.items() if not math.isnan(self.latest[name])
+        }
+        return {
+            name: [None if math.isnan(v) else round(v, 3) for v in values]
+            for name, values in known.items()
+        }
 
     def _count(self, name: str, value: float, seconds: float) -> None:
         before, weight = self.totals.get(name, (0.0, 0.0))  # no figure is negative
         whole = weight + seconds
-        after = {"sum": before + value, "max": max(before, value), "mean": (before * weight + value * seconds) / whole}
+        after = {
+            "sum": before + value,
+            "max": max(before, value),
+            "mean": (before * weight + value * seconds) / whole,
+        }
         self.totals[name] = after[RULES[name]], whole
 
     def short(self) -> str:
         """Of the latest interval, for the progress bar: that of GPUs, or `1.9 cores 0.6 GiB`."""
-        return self.short_of_gpus() or "{cpu_cores:.1f} cores {resident_gib:.1f} GiB".format_map(self.latest)
+        return self.short_of_gpus() or "{cpu_cores:.1f} cores {resident_gib:.1f} GiB".format_map(
+            self.latest
+        )
 
     def short_of_gpus(self) -> str:
         """`GPU 97% 61.2 GiB 640 W`; empty without a GPU."""
@@ -114,13 +138,21 @@ class HardwareMonitor:
         return {name: list(total) for name, total in self.totals.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.totals = {name: (value, seconds) for name, (value, seconds) in state.items() if name in RULES}
+        self.totals = {
+            name: (value, seconds) for name, (value, seconds) in state.items() if name in RULES
+        }
 
 
 def _in_words(found: dict[str, float]) -> str:
     """`GPU 97% 61.2 GiB 640 W`: what is known of it."""
-    formats = (("gpu_utilisation", "{:.0f}%"), ("gpu_memory_gib", "{:.1f} GiB"), ("power_watts", "{:.0f} W"))
-    return " ".join(["GPU", *(words.format(found[name]) for name, words in formats if name in found)])
+    formats = (
+        ("gpu_utilisation", "{:.0f}%"),
+        ("gpu_memory_gib", "{:.1f} GiB"),
+        ("power_watts", "{:.0f} W"),
+    )
+    return " ".join(
+        ["GPU", *(words.format(found[name]) for name, words in formats if name in found)]
+    )
 
 
 def summary_line(figures: dict[str, float]) -> str:
@@ -136,7 +168,8 @@ def summary_line(figures: dict[str, float]) -> str:
 
 
 def hardware_monitor_for(device: str, all_gpus: bool) -> HardwareMonitor:
-    """The monitor of a process that computes on `device`, or, if that is a GPU and `all_gpus`, on all visible GPUs."""
+    """The monitor of a process that computes on `device`, or, if that is a GPU and `all_gpus`, on
+    all visible GPUs."""
     if torch.device(device).type == "cpu":
         return HardwareMonitor()
     own = torch.device(device).index
@@ -146,11 +179,14 @@ def hardware_monitor_for(device: str, all_gpus: bool) -> HardwareMonitor:
 
 
 class GpuSampler:
-    """The GPUs that this process computes on, as NVML and torch see them; NVML is asked by a thread."""
+    """The GPUs that this process computes on, as NVML and torch see them; NVML is asked by a
+    thread."""
 
     def __init__(self, numbers: Sequence[int], visible: str | None) -> None:
         """numbers: CUDA's. visible: CUDA_VISIBLE_DEVICES."""
-        self.numbers, self.lock, self.told = numbers, threading.Lock(), False
+        self.numbers = numbers
+        self.lock = threading.Lock()
+        self.told = False
         self.seen: list[list[dict[str, float]]] = [[] for _ in numbers]
         """For each GPU the samples since the last `take`."""
         self.taken: list[dict[str, float]] = [{} for _ in numbers]
@@ -159,7 +195,10 @@ class GpuSampler:
         try:
             pynvml.nvmlInit()
             uuids = [str(torch.cuda.get_device_properties(number).uuid) for number in numbers]
-            self.handles = [nvml_device(uuid, number, visible) for number, uuid in zip(numbers, uuids, strict=True)]
+            self.handles = [
+                nvml_device(uuid, number, visible)
+                for number, uuid in zip(numbers, uuids, strict=True)
+            ]
         except pynvml.NVMLError as error:
             self._tell(error)
 
@@ -185,7 +224,10 @@ class GpuSampler:
     def _ask(self, question: Callable[[Any], float], handle: Any) -> float:
         try:
             return question(handle)
-        except (pynvml.NVMLError, AttributeError) as error:  # a MIG slice has no power; another pynvml, other names
+        except (
+            pynvml.NVMLError,
+            AttributeError,
+        ) as error:  # a MIG slice has no power; another pynvml, other names
             self._tell(error)
             return math.nan
 
@@ -200,7 +242,8 @@ class GpuSampler:
             torch.cuda.synchronize(number)
 
     def take(self) -> list[float]:
-        """GPU_METRICS for each GPU, over the samples since the last call; without any, the latest."""
+        """GPU_METRICS for each GPU, over the samples since the last call; without any, the
+        latest."""
         numbers: list[float] = []
         for at, number in enumerate(self.numbers):
             with self.lock:
@@ -208,18 +251,23 @@ class GpuSampler:
             before = self.taken[at]
             latest = self.taken[at] = samples[-1] if samples else before
             found = {
-                name: combined(RULES[name], [one[name] for one in samples or [latest] if name in one])
+                name: combined(
+                    RULES[name], [one[name] for one in samples or [latest] if name in one]
+                )
                 for name in QUESTIONS
             }
             # Counted since the driver was loaded.
-            found["energy_wh"] = latest.get("energy_wh", math.nan) - before.get("energy_wh", math.nan)
+            found["energy_wh"] = latest.get("energy_wh", math.nan) - before.get(
+                "energy_wh", math.nan
+            )
             found["torch_memory_gib"] = _peak_of_torch(number) / GIB
             numbers += [found[name] for name in GPU_METRICS]
         return numbers
 
 
 def _peak_of_torch(number: int) -> int:
-    """Bytes that its allocator has given out at most. Not torch.cuda.max_memory_allocated: that flattens 100 names."""
+    """Bytes that its allocator has given out at most. Not torch.cuda.max_memory_allocated: that
+    flattens 100 names."""
     return torch.cuda.memory_stats_as_nested_dict(number)["allocated_bytes"]["all"]["peak"]
 
 
@@ -235,8 +283,12 @@ QUESTIONS: dict[str, Callable[[Any], float]] = {
     "gpu_memory_gib": lambda handle: int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) / GIB,
     "process_gpu_memory_gib": _memory_of_this_process,
     "power_watts": lambda handle: pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-    "temperature_celsius": lambda handle: float(pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)),
-    "energy_wh": lambda handle: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000 / JOULES_PER_WH,
+    "temperature_celsius": lambda handle: float(
+        pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)
+    ),
+    "energy_wh": lambda handle: (
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1000 / JOULES_PER_WH
+    ),
 }
 """What NVML is asked about a device."""
 
@@ -244,8 +296,9 @@ QUESTIONS: dict[str, Callable[[Any], float]] = {
 def nvml_device(uuid: str, number: int, visible: str | None) -> Any:
     """NVML's handle of the GPU that CUDA calls `number`. Raises NVMLError if NVML does not know it.
 
-    NVML knows nothing of CUDA_VISIBLE_DEVICES, nor of CUDA's order (fastest first), but of UUIDs. uuid: as CUDA says.
-    Of a MIG slice that may be the UUID of the GPU it is cut from: its own stands in `visible`, by which it was chosen.
+    NVML knows nothing of CUDA_VISIBLE_DEVICES, nor of CUDA's order (fastest first), but of UUIDs.
+    uuid: as CUDA says. Of a MIG slice that may be the UUID of the GPU it is cut from: its own
+    stands in `visible`, by which it was chosen.
     """
     entries = [entry.strip() for entry in (visible or "").split(",")]
     chosen = entries[number] if number < len(entries) else ""

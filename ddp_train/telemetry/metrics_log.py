@@ -26,8 +26,11 @@ class MetricsFile:
     """
 
     def __init__(self, run_dir: Path, active: bool, first_step: int) -> None:
-        """Lines of steps after `first_step` go: they are of a process that was lost, and come again."""
-        self.path, self.active, self.warned = run_dir / METRICS, active, False
+        """Lines of steps after `first_step` go: they are of a process that was lost, and come
+        again."""
+        self.path = run_dir / METRICS
+        self.active = active
+        self.warned = False
         self.kept: list[dict[str, Any]] = []
         """The lines that it begins with."""
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
@@ -49,7 +52,9 @@ class MetricsFile:
             aside = self.path.with_name(DAMAGED)
             with aside.open("ab") as file:
                 file.writelines(lines[number] for number in damaged)
-            log.warning("%s: line %d is damaged; such lines are now in %s", self.path, damaged[0] + 1, aside)
+            log.warning(
+                "%s: line %d is damaged; such lines are now in %s", self.path, damaged[0] + 1, aside
+            )
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in self.kept))
 
     def has(self, kind: str, step: int) -> bool:
@@ -59,7 +64,10 @@ class MetricsFile:
     def write(self, **values: Any) -> None:
         if not self.active:
             return
-        known = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+        known = {
+            key: None if isinstance(v, float) and not math.isfinite(v) else v
+            for key, v in values.items()
+        }
         for listener in self.listeners:
             listener(known)
         line = (json.dumps(known) + "\n").encode()  # JSON knows no NaN
@@ -69,7 +77,8 @@ class MetricsFile:
             self._warn(error)
 
     def _append(self, line: bytes) -> None:
-        """Opens the file for each line: on a network file system others see what is in it when it is closed."""
+        """Opens the file for each line: on a network file system others see what is in it when it
+        is closed."""
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             written = os.write(file, line)
@@ -86,7 +95,8 @@ class MetricsFile:
 
 
 def last_step(run_dir: Path) -> int:
-    """The last one of which there is a line; 0 if there is none, or if it is no file but a device, which has no end."""
+    """The last one of which there is a line; 0 if there is none, or if it is no file but a device,
+    which has no end."""
     file = run_dir / METRICS
     try:
         with file.open("rb") if file.is_file() else io.BytesIO() as lines:
@@ -101,5 +111,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    whole = isinstance(found, dict) and type(found.get("step")) is int and isinstance(found.get("kind"), str)
+    whole = (
+        isinstance(found, dict)
+        and type(found.get("step")) is int
+        and isinstance(found.get("kind"), str)
+    )
     return found if whole else None

@@ -20,8 +20,9 @@ class Rates:
     """Of all GPUs of the run, per second; None: unknown."""
 
     def of(self, samples: float, units: float, seconds: float) -> dict[str, float]:
-        """The speeds in which so many samples and units were computed: samples_per_second, tokens_per_second,
-        flops_per_second, mfu (model-FLOP utilisation, from 0 to 1), those that are known."""
+        """The speeds in which so many samples and units were computed: samples_per_second,
+        tokens_per_second, flops_per_second, mfu (model-FLOP utilisation, from 0 to 1), those that
+        are known."""
         if not seconds:
             return {}
         found = {"samples_per_second": samples / seconds}
@@ -41,12 +42,16 @@ def in_words(rates: dict[str, Any]) -> str:
         for name, value in rates.items()
         if name.endswith("_per_second") and name != "flops_per_second" and value is not None
     ]
-    parts += [f"{shown_flops(rates['flops_per_second'])}/s"] if rates.get("flops_per_second") else []
+    parts += (
+        [f"{shown_flops(rates['flops_per_second'])}/s"] if rates.get("flops_per_second") else []
+    )
     parts += [f"MFU {rates['mfu']:.1%}"] if rates.get("mfu") else []
     return "  ".join(parts)
 
 
 def shown_flops(flops: float) -> str:
     """`16.6 GFLOP`."""
-    scale, prefix = next(((scale, prefix) for scale, prefix in PREFIXES if flops >= scale), (1.0, ""))
+    scale, prefix = next(
+        ((scale, prefix) for scale, prefix in PREFIXES if flops >= scale), (1.0, "")
+    )
     return f"{flops / scale:.3g} {prefix}FLOP"

@@ -10,22 +10,29 @@ NOT_METRICS = ("correct", "samples")
 PERCENT = ("accuracy", "top5", "f1_macro", "exact_match", "pixel_accuracy", "mean_iou")
 """Metrics from 0 to 1 that are read as percentages, the one of most interest first."""
 OTHERS_BUILT_IN = ("loss", "perplexity", "bits_per_byte", "rmse", "mae", "mse")
-MOST_OWN, MOST = 3, 20
-"""The most metrics of one's own in an epoch's line, and of all metrics at the end: one may have a number for each of a
-thousand classes."""
+MOST_OWN = 3
+MOST = 20
+"""The most metrics of one's own in an epoch's line, and of all metrics at the end: one may have a
+number for each of a thousand classes."""
 
 
 def headline(score: dict[str, Any]) -> str:
-    """What an epoch's line says: the one built-in metric of most interest, `97.50%`, `mean_iou 81.20%`,
-    `perplexity 12.3` or `loss 0.1234`, and metrics of one's own; with an average of the weights the first one's too:
-    `97.50% (ema 97.80%)`. Of more than three of one's own the last: what is derived stands behind what it is of."""
+    """What an epoch's line says: the one built-in metric of most interest, `97.50%`, `mean_iou
+    81.20%`, `perplexity 12.3` or `loss 0.1234`, and metrics of one's own; with an average of the
+    weights the first one's too: `97.50% (ema 97.80%)`. Of more than three of one's own the last:
+    what is derived stands behind what it is of."""
     name = next((name for name in (*PERCENT, "perplexity", "rmse") if name in score), "loss")
-    text = shown_metric(name, score[name]) if name == "accuracy" else f"{name} {shown_metric(name, score[name])}"
+    if name == "accuracy":
+        text = shown_metric(name, score[name])
+    else:
+        text = f"{name} {shown_metric(name, score[name])}"
     if (of_average := score.get(OF_AVERAGE + name)) is not None:
         text += f" (ema {shown_metric(name, of_average)})"
     built_in = (*PERCENT, *OTHERS_BUILT_IN, *NOT_METRICS)
     own = [name for name in score if name not in built_in and not name.startswith(OF_AVERAGE)]
-    return "  ".join([text, *(f"{name} {shown_metric(name, score[name])}" for name in own[-MOST_OWN:])])
+    return "  ".join(
+        [text, *(f"{name} {shown_metric(name, score[name])}" for name in own[-MOST_OWN:])]
+    )
 
 
 def score_line(score: dict[str, Any]) -> str:

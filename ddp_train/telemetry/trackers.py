@@ -1,7 +1,8 @@
-"""TensorBoard, Weights & Biases and MLflow behind one short protocol. `tracking` calls each from a thread of its own.
+"""TensorBoard, Weights & Biases and MLflow behind one short protocol. `tracking` calls each from a
+thread of its own.
 
-Their libraries are imported where they are used: some take more than a second, and are installed only by those who want
-them. A run that is continued keeps its id in each.
+Their libraries are imported where they are used: some take more than a second, and are installed
+only by those who want them. A run that is continued keeps its id in each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from ddp_train.distributed.environment import mlflow_uri, wandb_mode
 
 Scalars = dict[str, float]
 HISTOGRAM_BINS = 64
-PARAMETERS_AT_ONCE, PARAMETER_LETTERS, TAG_LETTERS = 100, 6_000, 5_000
+PARAMETERS_AT_ONCE = 100
+PARAMETER_LETTERS = 6_000
+TAG_LETTERS = 5_000
 """MLflow takes no more in one call, of the value of a parameter, and of a tag."""
 ID_LETTERS = 12
 
@@ -45,11 +48,12 @@ class Tracker(Protocol):
 
     name: str
     keeps_up_to: float
-    """Once it is open: the last step of those it was told of in earlier processes that it has. It must be told of all
-    others again."""
+    """Once it is open: the last step of those it was told of in earlier processes that it has. It
+    must be told of all others again."""
 
     def open(self, run: Run, run_id: str | None) -> str:
-        """run_id: the one that was returned in an earlier process of this run. Returns another if that is gone."""
+        """run_id: the one that was returned in an earlier process of this run. Returns another if
+        that is gone."""
         ...
 
     def write(self, step: int, scalars: Scalars) -> None:
@@ -57,7 +61,8 @@ class Tracker(Protocol):
         ...
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
-        """status: completed, preempted or failed. summary: that of summary.json, flat; empty if there is none."""
+        """status: completed, preempted or failed. summary: that of summary.json, flat; empty if
+        there is none."""
         ...
 
 
@@ -72,24 +77,32 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         folder = run.run_dir / self.name
-        self.is_new, self.step, self.keeps_up_to = not any(folder.glob("events.*")), run.first_step, run.first_step
-        self.writer = SummaryWriter(str(folder), purge_step=None if self.is_new else run.first_step + 1)
+        self.is_new = not any(folder.glob("events.*"))
+        self.step = run.first_step
+        self.keeps_up_to = run.first_step
+        self.writer = SummaryWriter(
+            str(folder), purge_step=None if self.is_new else run.first_step + 1
+        )
         watched = dict.fromkeys(("train/loss", "test/loss", "test/accuracy"), 0.0)
         experiment, start, self.end = hparams(run.hyperparameters, watched)
         if self.is_new:
             for part in (experiment, start):
                 self.writer.file_writer.add_summary(part)  # pyright: ignore[reportOptionalMemberAccess]
         self.writer.flush()
-        return run_id if run_id and not self.is_new else uuid.uuid4().hex[:ID_LETTERS]
+        if run_id and not self.is_new:
+            return run_id
+        return uuid.uuid4().hex[:ID_LETTERS]
 
     def write(self, step: int, scalars: Scalars) -> None:
         self.step = step
         for name, value in scalars.items():
             self.writer.add_scalar(name, value, step)
-        self.writer.flush()  # a process may be killed at any time, and metrics.jsonl loses nothing then
+        # a process may be killed at any time, and metrics.jsonl loses nothing then
+        self.writer.flush()
 
     def picture(self, model: nn.Module, inputs: Tensor) -> None:
-        """What a new run begins with: a batch of images, and the graph of the model. inputs: [n, ...]."""
+        """What a new run begins with: a batch of images, and the graph of the model. inputs: [n,
+        ...]."""
         if not self.is_new:
             return
         if inputs.ndim == 4 and inputs.shape[1] in (1, 3):
@@ -100,7 +113,12 @@ class TensorBoard:
     def histograms(self, step: int, weights: dict[str, Tensor]) -> None:
         """The distribution of each parameter."""
         for name, weight in weights.items():
-            self.writer.add_histogram(f"weights/{name}", weight.float().numpy(), step, bins=HISTOGRAM_BINS)  # pyright: ignore[reportArgumentType]
+            self.writer.add_histogram(
+                f"weights/{name}",
+                weight.float().numpy(),
+                step,
+                bins=HISTOGRAM_BINS,  # pyright: ignore[reportArgumentType]
+            )
         self.writer.flush()
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
@@ -112,10 +130,12 @@ class TensorBoard:
 
 
 class Wandb:
-    """Weights & Biases: files in the run directory, in the folder `wandb`; sent away only if WANDB_MODE says so.
+    """Weights & Biases: files in the run directory, in the folder `wandb`; sent away only if
+    WANDB_MODE says so.
 
-    Offline, it writes to the disk every quarter of a minute, and a killed process loses that: a run that goes on is
-    told to it from the beginning, in a new folder, which takes the place of the older ones.
+    Offline, it writes to the disk every quarter of a minute, and a killed process loses that: a run
+    that goes on is told to it from the beginning, in a new folder, which takes the place of the
+    older ones.
     """
 
     name = "wandb"
@@ -127,12 +147,21 @@ class Wandb:
         run_id = run_id or uuid.uuid4().hex[:ID_LETTERS]
         for replaced in (run.run_dir / self.name).glob(f"offline-run-*-{run_id}"):
             replaced.rename(replaced.with_name(f"replaced-{replaced.name}"))
-        quiet = wandb.Settings(console="off", silent=True, x_disable_stats=True, login_timeout=30)  # figures are ours
+        quiet = wandb.Settings(
+            console="off", silent=True, x_disable_stats=True, login_timeout=30
+        )  # figures are ours
         self.run = wandb.init(
-            project=run.project, name=run.name, id=run_id, resume="allow", mode=wandb_mode(),  # pyright: ignore
-            dir=str(run.run_dir), settings=quiet,
-        )  # fmt: skip
-        self.keeps_up_to = 0 if self.run.offline else self.run.step - 1  # online, it is the server that says
+            project=run.project,
+            name=run.name,
+            id=run_id,
+            resume="allow",
+            mode=wandb_mode(),  # pyright: ignore
+            dir=str(run.run_dir),
+            settings=quiet,
+        )
+        self.keeps_up_to = (
+            0 if self.run.offline else self.run.step - 1
+        )  # online, it is the server that says
         self.run.config.update(run.hyperparameters, allow_val_change=True)
         return run_id
 
@@ -157,42 +186,60 @@ class Mlflow:
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        self.client, self.step = MlflowClient(_mlflow_place()), run.first_step
+        self.client = MlflowClient(_mlflow_place())
+        self.step = run.first_step
         self.run_id = self.run_id or run_id or self._new_run(run)
         try:
             known = self.client.get_run(self.run_id).data.params
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            self.run_id, known = self._new_run(run), {}  # another place than before, or it was deleted
+            # another place than before, or it was deleted
+            self.run_id = self._new_run(run)
+            known = {}
         self.client.update_run(self.run_id, "RUNNING")
-        new = [Param(name, str(v)[:PARAMETER_LETTERS]) for name, v in run.hyperparameters.items() if name not in known]
+        new = [
+            Param(name, str(v)[:PARAMETER_LETTERS])
+            for name, v in run.hyperparameters.items()
+            if name not in known
+        ]
         for at in range(0, len(new), PARAMETERS_AT_ONCE):
             self.client.log_batch(self.run_id, params=new[at : at + PARAMETERS_AT_ONCE])
         return self.run_id
 
     def _new_run(self, run: Run) -> str:
         experiment = self.client.get_experiment_by_name(run.project)
-        experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(run.project)
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self.client.create_experiment(run.project)
         return self.client.create_run(experiment_id, run_name=run.name).info.run_id
 
     def write(self, step: int, scalars: Scalars) -> None:
         from mlflow.entities import Metric
 
-        self.step, now = step, int(time.time() * 1000)
-        self.client.log_batch(self.run_id, metrics=[Metric(name, value, now, step) for name, value in scalars.items()])
+        self.step = step
+        now = int(time.time() * 1000)
+        self.client.log_batch(
+            self.run_id, metrics=[Metric(name, value, now, step) for name, value in scalars.items()]
+        )
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
         numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}
         self.write(self.step, {f"summary/{name}": float(value) for name, value in numbers.items()})
         for name in summary.keys() - numbers.keys():
             self.client.set_tag(self.run_id, name, str(summary[name])[:TAG_LETTERS])
-        self.client.set_terminated(self.run_id, {"completed": "FINISHED", "preempted": "KILLED"}.get(status, "FAILED"))
+        self.client.set_terminated(
+            self.run_id, {"completed": "FINISHED", "preempted": "KILLED"}.get(status, "FAILED")
+        )
 
 
 def _mlflow_place() -> str | None:
-    """MLFLOW_TRACKING_URI, or MLflow's own default; where it lacks what its databases need, the folder `mlruns`."""
-    return mlflow_uri() or (None if importlib.util.find_spec("sqlalchemy") else Path("mlruns").absolute().as_uri())
+    """MLFLOW_TRACKING_URI, or MLflow's own default; where it lacks what its databases need, the
+    folder `mlruns`."""
+    return mlflow_uri() or (
+        None if importlib.util.find_spec("sqlalchemy") else Path("mlruns").absolute().as_uri()
+    )
 
 
 KINDS: Sequence[type[TensorBoard | Wandb | Mlflow]] = (TensorBoard, Wandb, Mlflow)

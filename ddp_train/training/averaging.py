@@ -25,8 +25,8 @@ STATE = "average"
 
 
 def scored(evaluation: Evaluation, average: WeightAverage | None) -> Score | None:
-    """The score of a data set, with that of the average of the weights: ema_loss, ema_accuracy. None if one was
-    stopped. average: None if there is none."""
+    """The score of a data set, with that of the average of the weights: ema_loss, ema_accuracy.
+    None if one was stopped. average: None if there is none."""
     score = evaluate(evaluation)
     if score is None or average is None:
         return score
@@ -35,7 +35,8 @@ def scored(evaluation: Evaluation, average: WeightAverage | None) -> Score | Non
 
 
 def scored_checkpoint(path: Path, evaluation: Evaluation) -> Score | None:
-    """The score of a checkpoint, which is loaded, and of its average if it has one. None if one was stopped."""
+    """The score of a checkpoint, which is loaded, and of its average if it has one. None if one was
+    stopped."""
     saved.load_model(path, evaluation.module.model)
     score = evaluate(evaluation)
     if score is None or not has_average(path):
@@ -45,7 +46,8 @@ def scored_checkpoint(path: Path, evaluation: Evaluation) -> Score | None:
 
 
 def has_average(path: Path) -> bool:
-    """Whether a checkpoint has an average. By its manifest: a file server may show a file to some ranks only later."""
+    """Whether a checkpoint has an average. By its manifest: a file server may show a file to some
+    ranks only later."""
     return saved.AVERAGE in saved.read_manifest(path)["files"]
 
 
@@ -58,10 +60,13 @@ def _joined(score: Score, of_average: Score | None) -> Score | None:
 
 
 def with_average(names: list[str], averaged: bool) -> list[str]:
-    """The names of metrics, and of those of the average if there is one. Raises ConfigError if one is there twice."""
+    """The names of metrics, and of those of the average if there is one. Raises ConfigError if one
+    is there twice."""
     more = [OF_AVERAGE + name for name in names if averaged]
     if twice := set(names) & set(more):
-        raise ConfigError([f"train.ema_decay: a metric {min(twice)} is there already; give that one another name"])
+        raise ConfigError(
+            [f"train.ema_decay: a metric {min(twice)} is there already; give that one another name"]
+        )
     return names + more
 
 
@@ -70,25 +75,39 @@ Taken = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def taken(average: WeightAverage, strategy: Strategy, module: ModelWithTask, copies: bool) -> Taken:
-    """For a checkpoint. A collective: every process must call it. Buffers are the mean over the processes, and those
-    of each process are in the second part. copies: whether this process writes; the others need no weights."""
+    """For a checkpoint. A collective: every process must call it. Buffers are the mean over the
+    processes, and those of each process are in the second part. copies: whether this process
+    writes; the others need no weights."""
     with average.in_model(), strategy.averaged(module) as buffers:
         weights = map_tensors(copy_of, module.model.state_dict()) if copies else {}
     return weights, {**average.state(), "buffers": buffers}
 
 
 def restore(
-    path: Path, training: dict[str, Any], average: WeightAverage | None, module: ModelWithTask, rank: int
+    path: Path,
+    training: dict[str, Any],
+    average: WeightAverage | None,
+    module: ModelWithTask,
+    rank: int,
 ) -> str:
-    """Continues the average of a checkpoint; the model is overwritten, so it must be loaded after this. training: what
-    `saved.load_training` returned. Returns what the user should know, "" if nothing."""
+    """Continues the average of a checkpoint; the model is overwritten, so it must be loaded after
+    this. training: what `saved.load_training` returned. Returns what the user should know, "" if
+    nothing."""
     state = training.get(STATE)
     if average is None:
-        return f"note: {path.name} has an average of the weights, which ends here: add train.ema_decay" if state else ""
+        if state:
+            return (
+                f"note: {path.name} has an average of the weights, which ends here: add"
+                " train.ema_decay"
+            )
+        return ""
     if state is None:
         saved.load_model(path, module.model)
         average.begin()
-        return f"note: {path.name} has no average of the weights: it begins with the weights after the next step"
+        return (
+            f"note: {path.name} has no average of the weights: it begins with the weights after the"
+            " next step"
+        )
     saved.load_model(path, module.model, saved.AVERAGE)
     if len(state["buffers"]) == ranks() > 1:
         set_buffers(module, state["buffers"][rank])

@@ -20,7 +20,8 @@ from ddp_train.training.loop import Job
 
 
 class CheckpointHook:
-    """A checkpoint every so many steps or minutes, or each epoch, and where training ends or stops."""
+    """A checkpoint every so many steps or minutes, or each epoch, and where training ends or
+    stops."""
 
     def __init__(
         self,
@@ -32,9 +33,9 @@ class CheckpointHook:
         best: bool = False,
         more_state: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """writer: on one process; the others take part without one. manifest: entries of every checkpoint's manifest.
-        every_steps: None saves at the end of each epoch. best: save after every evaluation too. more_state: further
-        entries of what training continues with."""
+        """writer: on one process; the others take part without one. manifest: entries of every
+        checkpoint's manifest. every_steps: None saves at the end of each epoch. best: save after
+        every evaluation too. more_state: further entries of what training continues with."""
         self.writer = writer
         self.record = record
         self.manifest = manifest
@@ -45,10 +46,15 @@ class CheckpointHook:
         self.last_save = time.monotonic()
 
     def due(self, job: Job) -> int:
-        return next_multiple(self.every_steps, job.step) if self.every_steps else job.plan.epoch_end(job.step)
+        if self.every_steps:
+            return next_multiple(self.every_steps, job.step)
+        return job.plan.epoch_end(job.step)
 
     def act(self, job: Job) -> None:
-        at_this_step = job.step % self.every_steps == 0 if self.every_steps else job.plan.ends_epoch(job.step)
+        if self.every_steps:
+            at_this_step = job.step % self.every_steps == 0
+        else:
+            at_this_step = job.plan.ends_epoch(job.step)
         evaluated = self.best and self.record.score is not None
         last = job.step >= min(job.plan.steps, job.stop.last_step)
         if at_this_step or evaluated or last or self._time_is_up(job):
@@ -60,7 +66,9 @@ class CheckpointHook:
         """By the clock of the process that writes: the others ask it, at every logging interval."""
         if self.every_minutes is None:
             return False
-        up = self.writer is not None and time.monotonic() - self.last_save >= 60 * self.every_minutes
+        up = (
+            self.writer is not None and time.monotonic() - self.last_save >= 60 * self.every_minutes
+        )
         return total(torch.tensor(float(up), device=job.stepper.device)).item() > 0
 
     def _save(self, job: Job) -> None:
@@ -69,12 +77,17 @@ class CheckpointHook:
         self.last_save = time.monotonic()
         self.record.catch_up(job)
         if self.writer:
-            self.writer.wait()  # before the average is copied: else there are two snapshots at a time, and this copy
-        average, writes = job.stepper.average, self.writer is not None
+            # before the average is copied: else there are two snapshots at a time, and this copy
+            self.writer.wait()
+        average = job.stepper.average
+        writes = self.writer is not None
         taken = average and averaging.taken(average, job.strategy, job.module, copies=writes)
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:
-                scores = {"test": None, self.record.split: self.record.score and self.record.score.as_dict()}
+                scores = {
+                    "test": None,
+                    self.record.split: self.record.score and self.record.score.as_dict(),
+                }
                 self.writer.submit(lambda: self.snapshot(job, buffers, taken, self.state(), scores))
 
     def state(self) -> dict[str, Any]:
@@ -82,10 +95,15 @@ class CheckpointHook:
         return {"record": self.record.state()} | self.more_state()
 
     def snapshot(
-        self, job: Job, buffers: Tensor, taken: averaging.Taken | None, state: dict[str, Any], manifest: dict[str, Any]
+        self,
+        job: Job,
+        buffers: Tensor,
+        taken: averaging.Taken | None,
+        state: dict[str, Any],
+        manifest: dict[str, Any],
     ) -> Snapshot:
-        """Of the model as it is. buffers: those of each rank, [ranks, n]. state: of the hooks. manifest: entries that
-        only this checkpoint has."""
+        """Of the model as it is. buffers: those of each rank, [ranks, n]. state: of the hooks.
+        manifest: entries that only this checkpoint has."""
         average, of_average = taken or (None, None)
         training = job.stepper.state() | {"buffers": buffers} | state
         training |= {averaging.STATE: of_average} if of_average else {}

@@ -1,4 +1,5 @@
-"""What people look at beside the numbers: weights and images in TensorBoard, a text that a language model writes."""
+"""What people look at beside the numbers: weights and images in TensorBoard, a text that a language
+model writes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class WeightHistograms:
-    """Histograms of the weights for TensorBoard, at the end of each epoch. On one process: nothing is exchanged."""
+    """Histograms of the weights for TensorBoard, at the end of each epoch. On one process: nothing
+    is exchanged."""
 
     def __init__(self, thread: TrackerThread, board: TensorBoard) -> None:
         self.thread = thread
@@ -37,7 +39,10 @@ class WeightHistograms:
 
     def act(self, job: Job) -> None:
         if job.plan.ends_epoch(job.step) and self.slots.acquire(blocking=False):
-            weights = {name: p.detach().to("cpu", copy=True) for name, p in job.module.model.named_parameters()}
+            weights = {
+                name: p.detach().to("cpu", copy=True)
+                for name, p in job.module.model.named_parameters()
+            }
             self.thread.do(functools.partial(self._show, job.step, weights))
 
     def _show(self, step: int, weights: dict[str, Tensor]) -> None:
@@ -48,8 +53,8 @@ class WeightHistograms:
 
 
 class SampleHook:
-    """A text that the model writes when training is complete: shown, and kept in run_dir/sample.txt. On one process:
-    nothing is exchanged."""
+    """A text that the model writes when training is complete: shown, and kept in
+    run_dir/sample.txt. On one process: nothing is exchanged."""
 
     def __init__(self, write: Callable[[nn.Module], str], display: Display, path: Path) -> None:
         """write: the model in eval mode -> the text."""
@@ -74,8 +79,8 @@ class SampleHook:
 def tensorboard_details(
     threads: Sequence[TrackerThread], model: nn.Module, first_batch: Callable[[], Batch]
 ) -> list[Hook]:
-    """The hook that TensorBoard's details need. Shows it the model now, before training begins. first_batch: as
-    training sees it; it is asked for only if TensorBoard is among the trackers."""
+    """The hook that TensorBoard's details need. Shows it the model now, before training begins.
+    first_batch: as training sees it; it is asked for only if TensorBoard is among the trackers."""
     for thread in threads:
         if isinstance(thread.tracker, TensorBoard):
             data = first_batch().data

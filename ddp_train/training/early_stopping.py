@@ -1,4 +1,5 @@
-"""What ends training before the plan does: no better evaluation for too long, or the time is over. And the best one."""
+"""What ends training before the plan does: no better evaluation for too long, or the time is over.
+And the best one."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from ddp_train.training.selection import Best
 class TimeLimit:
     """Whether the minutes for training are over, by the clock of rank 0.
 
-    It is looked at after the first step, then after half of the steps that seem to fit, and after each epoch, whose
-    evaluation may have taken long: every look waits for the device and for the other ranks, and so there are few.
+    It is looked at after the first step, then after half of the steps that seem to fit, and after
+    each epoch, whose evaluation may have taken long: every look waits for the device and for the
+    other ranks, and so there are few.
     """
 
     def __init__(self, minutes: float, record: MetricsHook) -> None:
-        self.minutes, self.record = minutes, record
+        self.minutes = minutes
+        self.record = record
         self.last_look: tuple[int, float] | None = None
         """The step, and the seconds of training then."""
         self.next_look = 0
@@ -34,7 +37,9 @@ class TimeLimit:
 
     def is_over(self, job: Job) -> bool:
         """The same on all ranks. A collective, if it is time for a look."""
-        if self.last_look is None or (job.step < self.next_look and not job.plan.ends_epoch(job.step)):
+        if self.last_look is None or (
+            job.step < self.next_look and not job.plan.ends_epoch(job.step)
+        ):
             return False
         if job.stepper.device != "cpu":
             torch.cuda.synchronize()
@@ -48,9 +53,11 @@ class TimeLimit:
 
 
 class SelectionHook:
-    """After each evaluation: is it the best, and has there been no better one for too long? And is the time over?
+    """After each evaluation: is it the best, and has there been no better one for too long? And is
+    the time over?
 
-    Where training stops early, the plan ends there: all that happens at the end of a run happens then.
+    Where training stops early, the plan ends there: all that happens at the end of a run happens
+    then.
     """
 
     def __init__(
@@ -61,9 +68,13 @@ class SelectionHook:
         patience: int = 0,
         max_minutes: float | None = None,
     ) -> None:
-        """record: is asked for the score; to be called after it. best: of the run. stopping: what early stopping
-        compares, and patience the number of evaluations that it waits. max_minutes: of training."""
-        self.record, self.best, self.stopping, self.patience = record, best, stopping, patience
+        """record: is asked for the score; to be called after it. best: of the run. stopping: what
+        early stopping compares, and patience the number of evaluations that it waits. max_minutes:
+        of training."""
+        self.record = record
+        self.best = best
+        self.stopping = stopping
+        self.patience = patience
         self.limit = TimeLimit(max_minutes, record) if max_minutes else None
         self.stopped_early: dict[str, Any] | None = None
         """For summary.json: the step and the reason."""
@@ -74,7 +85,9 @@ class SelectionHook:
 
     def act(self, job: Job) -> None:
         if self.limit and job.step < job.plan.steps and self.limit.is_over(job):
-            last = job.step if self.record.score else job.step + 1  # `record` has acted: without a score of this step
+            last = (
+                job.step if self.record.score else job.step + 1
+            )  # `record` has acted: without a score of this step
             self._end(job, last, f"train.max_minutes={self.limit.minutes:g} are over")
         if self.record.score is None:
             return
@@ -83,14 +96,21 @@ class SelectionHook:
         self.stop_if_due(job)
 
     def stop_if_due(self, job: Job) -> None:
-        """Ends the plan after `job.step` if the best is too long ago, at an evaluation or where a run resumes, and if
-        the time was over before it resumes."""
-        if self.limit and job.step < job.plan.steps and self.record.seconds_before >= 60 * self.limit.minutes:
+        """Ends the plan after `job.step` if the best is too long ago, at an evaluation or where a
+        run resumes, and if the time was over before it resumes."""
+        if (
+            self.limit
+            and job.step < job.plan.steps
+            and self.record.seconds_before >= 60 * self.limit.minutes
+        ):
             self._end(job, job.step, f"train.max_minutes={self.limit.minutes:g} are over")
         best = self.stopping
         if best is None or best.waited < self.patience or job.step >= job.plan.steps:
             return
-        than = f"{best.value:g} after step {best.step:,}" if best.rank else "not a finite number once"
+        if best.rank:
+            than = f"{best.value:g} after step {best.step:,}"
+        else:
+            than = "not a finite number once"
         reason = f"{best}: no improvement on {than} in {counted(best.waited, 'evaluation')}"
         self._end(job, job.step, reason)
 
@@ -99,10 +119,16 @@ class SelectionHook:
         job.plan = replace(job.plan, steps=step)
 
     def state(self) -> dict[str, Any]:
-        return {"best": self.best.state(), "early_stopping": self.stopping.state() if self.stopping else None}
+        return {
+            "best": self.best.state(),
+            "early_stopping": self.stopping.state() if self.stopping else None,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """{}: of a checkpoint of an earlier version."""
-        for one, before in ((self.best, state.get("best")), (self.stopping, state.get("early_stopping"))):
+        for one, before in (
+            (self.best, state.get("best")),
+            (self.stopping, state.get("early_stopping")),
+        ):
             if one and before:
                 one.load_state(before)

@@ -1,8 +1,9 @@
-"""What each rank alone knows, its buffers and its running loss, where hosts may be lost: they share no memory, so each
-step carries them to all ranks.
+"""What each rank alone knows, its buffers and its running loss, where hosts may be lost: they share
+no memory, so each step carries them to all ranks.
 
-Numbers of step s+1 are sent after its last forward pass, beside its gradients, and have arrived before its update: who
-has completed s+1 has those of all ranks after s+1, and who fails in it still has those after s.
+Numbers of step s+1 are sent after its last forward pass, beside its gradients, and have arrived
+before its update: who has completed s+1 has those of all ranks after s+1, and who fails in it still
+has those after s.
 """
 
 from __future__ import annotations
@@ -44,10 +45,16 @@ class Exchanged:
             self.places = buffer_places(job.module)
         if SLOTS * sum(buffer.nbytes for buffer in self.buffers) > ROW_BYTES:
             return "its buffers are too large to be sent with each step"
-        if any(buffer.layout != torch.strided or buffer.is_quantized or buffer.is_complex() for buffer in self.buffers):
+        if any(
+            buffer.layout != torch.strided or buffer.is_quantized or buffer.is_complex()
+            for buffer in self.buffers
+        ):
             return "a buffer of its model is no plain tensor"
         if job.stepper.average and any(buffer.is_floating_point() for buffer in self.buffers):
-            return "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
+            return (
+                "the average of each rank's own buffers (train.ema_decay) is known to that rank"
+                " alone"
+            )
         if isinstance(check := job.stepper.check_finite, NonFiniteCheck) and check.skip:
             return "train.on_non_finite=skip takes back what was sent of a step"
         return ""
@@ -56,12 +63,17 @@ class Exchanged:
         self.publish(job.step, Mean())()
 
     def publish(self, step: int, loss: Mean) -> Callable[[], None]:
-        """Begins to send the numbers of the step that is being computed. Returns what waits for those of all ranks."""
-        if step in self.kept:  # `ReportedStepper` says it again if a loss was dropped, which other ranks need not do
+        """Begins to send the numbers of the step that is being computed. Returns what waits for
+        those of all ranks."""
+        if (
+            step in self.kept
+        ):  # `ReportedStepper` says it again if a loss was dropped, which other ranks need not do
             return lambda: None
         own = [buffer.detach().clone() for buffer in self.buffers]
         floating = [buffer.double().flatten() for buffer in own if buffer.is_floating_point()]
-        finish = gather_later(torch.cat([torch.tensor([loss.sum, loss.units], dtype=torch.float64), *floating]))
+        finish = gather_later(
+            torch.cat([torch.tensor([loss.sum, loss.units], dtype=torch.float64), *floating])
+        )
 
         def keep() -> None:
             self.kept[step] = finish(), own
@@ -73,7 +85,8 @@ class Exchanged:
         return is_intact_after_exchange(job, phase, of_peer)
 
     def settle(self, job: Job) -> None:
-        """Weights and moments change in the optimizer step alone, as `own_state.Published` has it."""
+        """Weights and moments change in the optimizer step alone, as `own_state.Published` has
+        it."""
 
     def note_losses(self, job: Job) -> None:
         """They were sent."""
@@ -82,12 +95,15 @@ class Exchanged:
         if step not in self.kept:
             return [None]
         gathered, own = self.kept[step]
-        return [OfRank(Mean(*row[:HEAD].tolist()), _with_floating(own, row[HEAD:])) for row in gathered]
+        return [
+            OfRank(Mean(*row[:HEAD].tolist()), _with_floating(own, row[HEAD:])) for row in gathered
+        ]
 
 
 def _with_floating(own: list[Tensor], numbers: Tensor) -> list[Tensor]:
     """A rank's buffers: those of whole numbers are the same on all ranks."""
-    found, at = [], 0
+    found = []
+    at = 0
     for buffer in own:
         if buffer.is_floating_point():
             part = numbers[at : at + buffer.numel()]

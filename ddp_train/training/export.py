@@ -17,39 +17,52 @@ from ddp_train.errors import ConfigError, DataError, WriteError
 from ddp_train.text import first_line
 
 BATCHES = (2, 5)
-"""Sizes of the batches that are compared: the first is the example of the export, so the other shows that any size
-goes."""
+"""Sizes of the batches that are compared: the first is the example of the export, so the other
+shows that any size goes."""
 TOLERANCE = 1e-4
-"""Largest difference of an output, as a part of the largest output. Other kernels add up in another order: 2e-6 for
-resnet18 through ONNX."""
+"""Largest difference of an output, as a part of the largest output. Other kernels add up in another
+order: 2e-6 for resnet18 through ONNX."""
 FACTS = ("task", "classes", "image", "input_shape", "input_dtype", "outputs", "step")
 """What model.json takes from a checkpoint's manifest."""
 
 
-def export_model(model: nn.Module, manifest: dict[str, Any], folder: Path, formats: list[str]) -> dict[str, Any]:
-    """Writes model.pt2, model.onnx and model.json. Returns for each format its file and the largest difference from the
-    model's own outputs, relative to the largest output.
+def export_model(
+    model: nn.Module, manifest: dict[str, Any], folder: Path, formats: list[str]
+) -> dict[str, Any]:
+    """Writes model.pt2, model.onnx and model.json. Returns for each format its file and the largest
+    difference from the model's own outputs, relative to the largest output.
 
-    The batch may have any size in each. Raises ConfigError if the model takes no tensor, DataError if it cannot be
-    exported or computes something else then, WriteError if the disk does not take it.
+    The batch may have any size in each. Raises ConfigError if the model takes no tensor, DataError
+    if it cannot be exported or computes something else then, WriteError if the disk does not take
+    it.
     """
     examples = [_example(manifest, model, size) for size in BATCHES]
     model.eval().requires_grad_(False)
     expected = [model(example) for example in examples]
     if not all(isinstance(one, Tensor) for one in expected):
         kind = type(expected[0]).__name__
-        raise ConfigError([f"mode=export: the model returns a {kind}; only one that returns a tensor can be exported"])
-    written, parts = {}, folder / ".export"
+        raise ConfigError(
+            [
+                f"mode=export: the model returns a {kind}; only one that returns a tensor can be"
+                " exported"
+            ]
+        )
+    written = {}
+    parts = folder / ".export"
     try:
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir()
         for name in formats:
             write, file = FORMATS[name]
             run = write(model, examples[0], parts / file)
-            differences = [_difference(run(example), own) for example, own in zip(examples, expected, strict=True)]
+            differences = [
+                _difference(run(example), own)
+                for example, own in zip(examples, expected, strict=True)
+            ]
             if not all(one <= TOLERANCE for one in differences):  # NaN is not
                 raise DataError(
-                    f"export.formats={name}: outputs differ from the model's by {max(differences):.1g} of the largest",
+                    f"export.formats={name}: outputs differ from the model's by"
+                    f" {max(differences):.1g} of the largest",
                     "export another format, or change the operation that differs",
                 )
             written[name] = {"file": str(folder / file), "largest_difference": max(differences)}
@@ -67,17 +80,27 @@ def export_model(model: nn.Module, manifest: dict[str, Any], folder: Path, forma
 
 
 def _example(manifest: dict[str, Any], model: nn.Module, size: int) -> Tensor:
-    """A batch of inputs as the model was trained with, of random numbers. Raises ConfigError and DataError."""
+    """A batch of inputs as the model was trained with, of random numbers. Raises ConfigError and
+    DataError."""
     if "input_shape" not in manifest:
         rule = "only models whose input is one tensor can be exported"
-        remedy = "if yours is one, let the data set return (input, ...) instead of a dict, and train it for one step"
+        remedy = (
+            "if yours is one, let the data set return (input, ...) instead of a dict, and train it"
+            " for one step"
+        )
         raise ConfigError(
-            [f"mode=export: a sample of the data does not begin with the model's input; {rule}; {remedy}"]
+            [
+                f"mode=export: a sample of the data does not begin with the model's input; {rule};"
+                f" {remedy}"
+            ]
         )
     if "input_dtype" not in manifest:
-        raise DataError("the checkpoint does not say what its model takes", "resume its run for one step")
+        raise DataError(
+            "the checkpoint does not say what its model takes", "resume its run for one step"
+        )
     generator = torch.Generator().manual_seed(hash_key(0, "export", size))
-    shape, dtype = (size, *manifest["input_shape"]), getattr(torch, manifest["input_dtype"])
+    shape = (size, *manifest["input_shape"])
+    dtype = getattr(torch, manifest["input_dtype"])
     own = next(model.parameters())
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(own.device, own.dtype)
@@ -90,7 +113,10 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
         return float("inf")
     expected = expected.detach().cpu().double()
-    return float((found.detach().cpu().double() - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+    return float(
+        (found.detach().cpu().double() - expected).abs().max()
+        / expected.abs().max().clamp(min=1e-12)
+    )
 
 
 Run = Callable[[Tensor], Tensor]
@@ -100,7 +126,9 @@ Run = Callable[[Tensor], Tensor]
 def _torch_export(model: nn.Module, example: Tensor, file: Path) -> Run:
     """torch.export's program, for torch.export.load, AOTInductor and ExecuTorch."""
     batch = torch.export.Dim("batch", min=1)
-    program = _exported("torch", lambda: torch.export.export(model, (example,), dynamic_shapes=({0: batch},)))
+    program = _exported(
+        "torch", lambda: torch.export.export(model, (example,), dynamic_shapes=({0: batch},))
+    )
     torch.export.save(program, file)
     return torch.export.load(file).module()
 

@@ -1,4 +1,5 @@
-"""The report of a worker that fails: on the terminal, in failure.json, to torchrun; once, by the rank at fault."""
+"""The report of a worker that fails: on the terminal, in failure.json, to torchrun; once, by the
+rank at fault."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_train.distributed.environment import restarts_left, write_reported, write_torchrun_error_file
+from ddp_train.distributed.environment import (
+    restarts_left,
+    write_reported,
+    write_torchrun_error_file,
+)
 from ddp_train.distributed.process_group import Store
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
@@ -26,7 +31,8 @@ HOST_GRACE_SECONDS = 1.0
 
 
 class FailureReporter:
-    """Reports why this worker failed, where the user reads. To be made before standard error is redirected."""
+    """Reports why this worker failed, where the user reads. To be made before standard error is
+    redirected."""
 
     def __init__(
         self,
@@ -37,8 +43,8 @@ class FailureReporter:
         board: StatusBoard | None,
         words: Callable[[str], str] = str,
     ) -> None:
-        """run_facts: for summary.json. board: of our own launcher; None under torchrun. words: a message, with the keys
-        of the config as the user knows them."""
+        """run_facts: for summary.json. board: of our own launcher; None under torchrun. words: a
+        message, with the keys of the config as the user knows them."""
         self.world = world
         self.status = status
         self.board = board
@@ -47,35 +53,51 @@ class FailureReporter:
         self.log_file = self.run_dir / "logs" / f"rank_{world.rank}.log"
         self.run_facts = run_facts
         self.hosts_may_leave = False
-        """Whether torchrun's agents go on without a lost host, which the processes that fail with it delay."""
-        self.terminal = TolerantStream(os.fdopen(os.dup(2), "w"))  # standard error may become this rank's log file
+        """Whether torchrun's agents go on without a lost host, which the processes that fail with
+        it delay."""
+        self.terminal = TolerantStream(
+            os.fdopen(os.dup(2), "w")
+        )  # standard error may become this rank's log file
 
     def report(self, error: BaseException, store: Store | None) -> int:
-        """Reports an error, unless it only follows from another rank's, which then reports first. Returns the exit
-        code."""
-        rank, board, status = self.world.rank, self.board, self.status
+        """Reports an error, unless it only follows from another rank's, which then reports first.
+        Returns the exit code."""
+        rank = self.world.rank
+        board = self.board
+        status = self.status
         peer_error = failure_report.is_peer_error(error)
         patience = HOST_GRACE_SECONDS if self.hosts_may_leave else PEER_ERROR_GRACE_SECONDS
         if peer_error and store and not board and not peer_check.respond(store, self.world, status):
-            patience = 0.0  # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
+            # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
+            patience = 0.0
         secondary = peer_error or getattr(error, "rank", None) not in (None, rank)
         told = board.reported_code if board else int
         if secondary and patience and failure_report.wait_for_report(self.run_dir, patience, told):
             return LaunchError.exit_code
-        sizes = board.sizes() if board else f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
+        if board:
+            sizes = board.sizes()
+        else:
+            sizes = f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
         failure = failure_report.failure_from(error, rank, status, self.log_file, sizes)
         snapshot = snapshot_file(self.run_dir, rank)
         if failure.kind == "oom" and snapshot.exists():
-            failure = replace(failure, detail=f"{failure.detail}; the GPU's memory then: {snapshot} (see {VIEWER})")
+            failure = replace(
+                failure,
+                detail=f"{failure.detail}; the GPU's memory then: {snapshot} (see {VIEWER})",
+            )
         if peer_error and store and not board:
             failure = peer_check.attribute_failure(failure, error, store, self.world)
-        failure = replace(failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy))
+        failure = replace(
+            failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy)
+        )
         trace = "" if peer_error else failure_report.traceback_of(error)
         with board.locked() if board else contextlib.nullcontext():
             if told():  # by a rank that could write no file, or this one would not tell either
                 return failure.exit_code
             goes_on = self.hosts_may_leave and status.state == SAVED and restarts_left()
-            if failure_report.report(self.run_dir, failure, self.run_facts, trace, self.terminal, lambda: goes_on):
+            if failure_report.report(
+                self.run_dir, failure, self.run_facts, trace, self.terminal, lambda: goes_on
+            ):
                 status.reported_code = failure.exit_code
                 write_reported(failure.exit_code)
                 write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))

@@ -1,4 +1,5 @@
-"""Runs from Python, a notebook or a script: `ddp_train.run("experiment=mnist", "train.epochs=1")`."""
+"""Runs from Python, a notebook or a script: `ddp_train.run("experiment=mnist",
+"train.epochs=1")`."""
 
 from __future__ import annotations
 
@@ -25,11 +26,14 @@ if TYPE_CHECKING:
 
 
 class RunFailedError(RuntimeError):
-    """A run that `ddp_train.run` started has failed: its message, `kind` and `remedy` are those of failure.json."""
+    """A run that `ddp_train.run` started has failed: its message, `kind` and `remedy` are those of
+    failure.json."""
 
     def __init__(self, exit_code: int, failure: dict[str, Any]) -> None:
-        self.exit_code, self.failure = exit_code, failure
-        self.kind, self.remedy = failure.get("kind"), failure.get("remedy")
+        self.exit_code = exit_code
+        self.failure = failure
+        self.kind = failure.get("kind")
+        self.remedy = failure.get("remedy")
         super().__init__(failure.get("detail", f"the run ended with exit code {exit_code}"))
 
 
@@ -50,8 +54,11 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, in order: `pandas.DataFrame(result.metrics)` is a table of them."""
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        """The lines of metrics.jsonl, in order: `pandas.DataFrame(result.metrics)` is a table of
+        them."""
+        return [
+            json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
 
     @property
     def checkpoint(self) -> Path | None:
@@ -60,8 +67,8 @@ class Result:
         return Path(found) if found else None
 
     def model(self, which: str = "auto") -> nn.Module:
-        """The trained model, in eval mode, on the CPU. which: of its checkpoints the best, the last, or with auto the
-        best if it is kept. Raises DataError if there is none."""
+        """The trained model, in eval mode, on the CPU. which: of its checkpoints the best, the
+        last, or with auto the best if it is kept. Raises DataError if there is none."""
         from ddp_train.training.load import load
 
         checkpoint = self.run_dir if self.summary.get("evaluated") is None else self.checkpoint
@@ -69,13 +76,15 @@ class Result:
 
 
 def run(*overrides: str) -> Result:
-    """One run, as `ddp-train` does it with these words: in processes of its own, which end before this returns.
+    """One run, as `ddp-train` does it with these words: in processes of its own, which end before
+    this returns.
 
-    What it prints goes to the terminal, or into the cell of a notebook. Classes that the words name are imported by the
-    processes from the folder that one stands in, from installed packages or PYTHONPATH: those of a notebook's cell
-    cannot be. A stopped run is a result too.
+    What it prints goes to the terminal, or into the cell of a notebook. Classes that the words name
+    are imported by the processes from the folder that one stands in, from installed packages or
+    PYTHONPATH: those of a notebook's cell cannot be. A stopped run is a result too.
 
-    Raises ConfigError, before anything starts, with all that is wrong with the words, and RunFailedError.
+    Raises ConfigError, before anything starts, with all that is wrong with the words, and
+    RunFailedError.
     """
     config, command = _checked(list(overrides))
     run_dir = Path(str(config.run_dir))
@@ -95,24 +104,36 @@ def run(*overrides: str) -> Result:
 def _checked(words: list[str]) -> tuple[Config, list[str]]:
     """The config that these words make, and the command that does them. Raises ConfigError."""
     if world_from_environment():
-        raise ConfigError(["ddp_train.run: starts processes itself; under torchrun use `-m ddp_train key=value`"])
+        raise ConfigError(
+            ["ddp_train.run: starts processes itself; under torchrun use `-m ddp_train key=value`"]
+        )
     flags = [word for word in words if word.startswith("-")]
     if flags:
-        raise ConfigError([f"ddp_train.run({flags[0]!r}): does one run, and takes no flags; use the command line"])
+        raise ConfigError(
+            [f"ddp_train.run({flags[0]!r}): does one run, and takes no flags; use the command line"]
+        )
     program, words = started(None, words)
     config, problems = read_run(program, read_overrides(program, words))
     resolved, more = resolve_and_check(config, None)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
     if not (resolved.mode == "train" or resolved.uses_trained) or int(resolved.launch.nnodes) > 1:
-        asked = f"mode={resolved.mode}" if resolved.launch.nnodes == 1 else f"launch.nnodes={resolved.launch.nnodes}"
+        if resolved.launch.nnodes == 1:
+            asked = f"mode={resolved.mode}"
+        else:
+            asked = f"launch.nnodes={resolved.launch.nnodes}"
         raise ConfigError(
-            [f"ddp_train.run: trains, evaluates, predicts or exports on one host; for {asked} use the command line"]
+            [
+                f"ddp_train.run: trains, evaluates, predicts or exports on one host; for {asked}"
+                " use the command line"
+            ]
         )
     if not config.run_dir:
         suffixes = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
         names = (f"{resolved.run_dir}{suffix}" for suffix in suffixes)
-        resolved = replace(resolved, run_dir=next(name for name in names if not Path(name).exists()))
+        resolved = replace(
+            resolved, run_dir=next(name for name in names if not Path(name).exists())
+        )
         words = [*words, f"run_dir={resolved.run_dir}"]  # one process may start many
     return resolved, replace(program, typed="ddp-train").again(words)
 

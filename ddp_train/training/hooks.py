@@ -20,7 +20,8 @@ RESIZE = "resize"
 
 
 class MetricsHook:
-    """Loss and speed at each logging interval, a score at each evaluation: to metrics.jsonl and to the display."""
+    """Loss and speed at each logging interval, a score at each evaluation: to metrics.jsonl and to
+    the display."""
 
     def __init__(
         self,
@@ -57,14 +58,15 @@ class MetricsHook:
         self.epoch_seconds_before = 0.0
         """In earlier processes of this run: altogether, and in the unfinished epoch."""
         self.units_before = 0.0
-        """Of `interval_loss`, those of earlier processes: this one's clock knows nothing of them."""
+        """Of `interval_loss`, those of earlier processes: this one's clock knows nothing of
+        them."""
         self.recoveries: list[dict[str, Any]] = []
         """For summary.json: each restart after a rank was lost."""
         self.resizes = [line for line in metrics.kept if line["kind"] == RESIZE]
         """Likewise: each change of the number of processes."""
         self.owes_score = False
-        """Whether a stop has cut off the evaluation of the step that was done last. The run that goes on from there
-        makes up for it: best checkpoint and early stopping depend on it."""
+        """Whether a stop has cut off the evaluation of the step that was done last. The run that
+        goes on from there makes up for it: best checkpoint and early stopping depend on it."""
         self.start_clocks(step=0)
 
     def start_clocks(self, step: int) -> None:
@@ -124,7 +126,9 @@ class MetricsHook:
             self._record_epoch(job)
 
     def _record_epoch(self, job: Job) -> None:
-        self.epoch_seconds.append(self.epoch_seconds_before + time.perf_counter() - self.epoch_began)
+        self.epoch_seconds.append(
+            self.epoch_seconds_before + time.perf_counter() - self.epoch_began
+        )
         self.last_epoch_loss = self.epoch_loss.value
         if self._epoch(job) % self.evaluate_every_epochs == 0 or job.step == job.plan.steps:
             self._evaluate(job)
@@ -148,17 +152,24 @@ class MetricsHook:
 
     def _show_epoch(self, job: Job) -> None:
         """The epoch that has just ended."""
-        steps_per_epoch, epoch = job.plan.steps_per_epoch, self._epoch(job)
+        steps_per_epoch = job.plan.steps_per_epoch
+        epoch = self._epoch(job)
         before = (epoch - 1) * steps_per_epoch
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(before)
         cut_short = job.step < before + steps_per_epoch
-        note = f"cut to {job.step - before} of {counted(steps_per_epoch, 'step')}" if cut_short else ""
+        if cut_short:
+            note = f"cut to {job.step - before} of {counted(steps_per_epoch, 'step')}"
+        else:
+            note = ""
         score = self.score and (self.split, self.score.as_dict())
-        line = epoch_line(epoch, self.epochs, note, self.last_epoch_loss, score, self.epoch_seconds[-1], samples)
+        line = epoch_line(
+            epoch, self.epochs, note, self.last_epoch_loss, score, self.epoch_seconds[-1], samples
+        )
         self.display.line("  ".join(filter(None, [line, self.hardware.short_of_gpus()])))
 
     def catch_up(self, job: Job) -> None:
-        """Before a checkpoint: the losses since the last line belong to the epoch that it is in. A collective."""
+        """Before a checkpoint: the losses since the last line belong to the epoch that it is in. A
+        collective."""
         if job.step > self.interval_first_step:
             self._add(job.stepper.mean_loss())
 
@@ -171,11 +182,16 @@ class MetricsHook:
         """A line of an evaluation, unless a run that goes on has it already."""
         if self.metrics.has(split, job.step):
             return
-        self.metrics.write(kind=split, step=job.step, epoch=self._epoch(job), time=time.time(), **score.as_dict())
+        self.metrics.write(
+            kind=split, step=job.step, epoch=self._epoch(job), time=time.time(), **score.as_dict()
+        )
 
     def _record_interval(self, job: Job) -> None:
-        self._add(job.stepper.mean_loss(self.hardware))  # waits for the device: the clock is read after it
-        loss, self.interval_loss = self.interval_loss, Mean()
+        self._add(
+            job.stepper.mean_loss(self.hardware)
+        )  # waits for the device: the clock is read after it
+        loss = self.interval_loss
+        self.interval_loss = Mean()
         norm = job.stepper.last_gradient_norm
         now = time.perf_counter()
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(self.interval_first_step)
@@ -195,7 +211,10 @@ class MetricsHook:
             samples_seen=job.plan.samples_seen(job.step),
             figures=self.hardware.interval(now - self.interval_began),
         )
-        numbers = f"epoch {epoch}/{self.epochs}  loss {loss.value:.4f}  {in_words(speeds)}  {self.hardware.short()}"
+        numbers = (
+            f"epoch {epoch}/{self.epochs}  loss {loss.value:.4f}  {in_words(speeds)} "
+            f" {self.hardware.short()}"
+        )
         self.display.interval(job.step, numbers)
         self.interval_began = now
         self.interval_first_step = job.step

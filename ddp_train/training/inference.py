@@ -34,29 +34,45 @@ class Inference(RunContext):
 
     def evaluate(self, sources: Splits) -> dict[str, Any]:
         """Scores the test set with a checkpoint."""
-        config, device, found = self.config, self.device, self.found()
+        config = self.config
+        device = self.device
+        found = self.found()
         common_digests(sources, sources.test, device)
-        _refuse_other_data(sources.test, saved.read_manifest(found), isinstance(config.data, CustomDataConfig))
+        _refuse_other_data(
+            sources.test, saved.read_manifest(found), isinstance(config.data, CustomDataConfig)
+        )
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources.train, strategy, device)
         if module.further:
             scored = averaging.has_average(found)
             metrics.check_metrics(
-                config, module, sources, lambda source: setup.scored_batches(config, source, device), scored
+                config,
+                module,
+                sources,
+                lambda source: setup.scored_batches(config, source, device),
+                scored,
             )
-        evaluation = setup.build_evaluation(config, self.world, device, module, strategy, sources.test, self.status)
+        evaluation = setup.build_evaluation(
+            config, self.world, device, module, strategy, sources.test, self.status
+        )
         evaluated = saved.described(found)
         self.display.checkpoint(evaluated)
         began = time.perf_counter()
         score = averaging.scored_checkpoint(found, evaluation)
         evaluation.close()
-        facts = {"steps": evaluated["step"], "seconds": time.perf_counter() - began, "evaluated": evaluated}
+        facts = {
+            "steps": evaluated["step"],
+            "seconds": time.perf_counter() - began,
+            "evaluated": evaluated,
+        }
         return self.summaries.of(score and {"test": score}, module, **facts)
 
     def predict(self, sources: Splits) -> dict[str, Any]:
-        """Writes what a checkpoint's model predicts for each sample of a split. Raises ConfigError, DataError,
-        TaskError and WriteError."""
-        config, split, found = self.config, self.config.predict.split, self.found()
+        """Writes what a checkpoint's model predicts for each sample of a split. Raises ConfigError,
+        DataError, TaskError and WriteError."""
+        config = self.config
+        split = self.config.predict.split
+        found = self.found()
         source = sources.named(split)
         if source is None:
             raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
@@ -66,15 +82,21 @@ class Inference(RunContext):
         strategy = setup.build_strategy(config, self.world, self.device)
         module = trained.module_of(config, manifest, strategy, self.device)
         saved.load_model(found, module.model, saved.weights_file(found, config.checkpoint.average))
-        evaluation = setup.build_evaluation(config, self.world, self.device, module, strategy, source, self.status)
+        evaluation = setup.build_evaluation(
+            config, self.world, self.device, module, strategy, source, self.status
+        )
         used = saved.described(found)
         self.display.checkpoint(used)
         file = self.run_dir / f"predictions.{config.predict.format}"
         began = time.perf_counter()
-        rows = predicted(evaluation, -(-len(source) // config.train.evaluate_batch_size), self.device)
+        rows = predicted(
+            evaluation, -(-len(source) // config.train.evaluate_batch_size), self.device
+        )
         numbers = sources.numbers.get(split, np.arange(len(source)))[: len(source)]
         if self.world.is_leader:
-            columns = write_predictions(rows, file, numbers, getattr(source, "paths", None), manifest.get("classes"))
+            columns = write_predictions(
+                rows, file, numbers, getattr(source, "paths", None), manifest.get("classes")
+            )
         else:
             columns = {name: [] for one in rows for name in one}
         evaluation.close()
@@ -83,10 +105,11 @@ class Inference(RunContext):
         return self.summaries.of_use(module.model, used, seconds, predictions=written)
 
     def export(self) -> dict[str, Any]:
-        """Writes a checkpoint's model in other forms, each compared with the model. Raises ConfigError, DataError and
-        WriteError."""
+        """Writes a checkpoint's model in other forms, each compared with the model. Raises
+        ConfigError, DataError and WriteError."""
         found = self.found()
-        manifest, used = saved.read_manifest(found), saved.described(found)
+        manifest = saved.read_manifest(found)
+        used = saved.described(found)
         model = trained.model_of(self.config, manifest, str(found))  # as it is: nothing is tuned
         saved.load_model(found, model, saved.weights_file(found, self.config.checkpoint.average))
         self.display.checkpoint(used)
@@ -96,18 +119,27 @@ class Inference(RunContext):
 
 
 def _refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: bool) -> None:
-    """Raises DataError if a model of ours was trained with inputs of another shape, or if the classes are others: their
-    numbers would mean something else."""
+    """Raises DataError if a model of ours was trained with inputs of another shape, or if the
+    classes are others: their numbers would mean something else."""
     inputs = trained.inputs_of(source.get_batch(np.array([0]), None))
-    if "outputs" in manifest and isinstance(inputs, Tensor) and list(inputs.shape[1:]) != manifest["input_shape"]:
+    if (
+        "outputs" in manifest
+        and isinstance(inputs, Tensor)
+        and list(inputs.shape[1:]) != manifest["input_shape"]
+    ):
         raise DataError(
-            f"an input is {list(inputs.shape[1:])}, and the model was trained with {manifest['input_shape']}",
-            "name data of that shape" + (", or transform them with data.test_transform" if is_own else ""),
+            f"an input is {list(inputs.shape[1:])}, and the model was trained with"
+            f" {manifest['input_shape']}",
+            "name data of that shape"
+            + (", or transform them with data.test_transform" if is_own else ""),
         )
-    then, now = manifest.get("classes"), class_names(source)
+    then = manifest.get("classes")
+    now = class_names(source)
     if then and now and then != now:
         differing = sorted(set(then) ^ set(now))[:5] or ["their order"]
         raise DataError(
-            f"the data have {len(now)} classes and the checkpoint {len(then)}, which differ in {', '.join(differing)}",
-            "give the data the same classes in the same order: their numbers would mean something else",
+            f"the data have {len(now)} classes and the checkpoint {len(then)}, which differ in"
+            f" {', '.join(differing)}",
+            "give the data the same classes in the same order: their numbers would mean something"
+            " else",
         )

@@ -1,5 +1,5 @@
-"""What a worker does for the case that another one of its host dies: it stops with the state of a completed step, and
-saves it if the launcher asks for that."""
+"""What a worker does for the case that another one of its host dies: it stops with the state of a
+completed step, and saves it if the launcher asks for that."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from ddp_train.training.own_state import OwnState
 from ddp_train.training.survivor import Survivor
 
 ORDER_SECONDS = 3.0
-"""How long a worker with a peer's error waits for the launcher to say that a rank is dead. It sees that in 20 ms."""
+"""How long a worker with a peer's error waits for the launcher to say that a rank is dead. It sees
+that in 20 ms."""
 OTHER_SECONDS = 0.2
 """The same with an error that is not known as one: gloo may word it in yet another way."""
 END_SECONDS = 600.0
@@ -49,10 +50,18 @@ class RecoveryHook:
     """Notes, with the first step that is done after a rank was lost, what that has cost."""
 
     def __init__(
-        self, record: MetricsHook, lost: dict[str, Any], first_step: int, forget: Callable[[], None] = lambda: None
+        self,
+        record: MetricsHook,
+        lost: dict[str, Any],
+        first_step: int,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
-        self.at, self.first_step, self.forget = lost["at"], first_step, forget
-        redone = max(0, int(lost["step"]) - first_step)  # 0 too where it was lost before it had resumed
+        self.at = lost["at"]
+        self.first_step = first_step
+        self.forget = forget
+        redone = max(
+            0, int(lost["step"]) - first_step
+        )  # 0 too where it was lost before it had resumed
         facts = {"rank": lost["rank"], "step": first_step, "steps_redone": redone}
         self.cost: dict[str, Any] = {**facts, "seconds": None}
         record.recoveries.append(self.cost)
@@ -67,19 +76,27 @@ class RecoveryHook:
 
 
 class JustInTime:
-    """Stops with the state of a completed step if a peer dies, and saves it if the launcher asks for that."""
+    """Stops with the state of a completed step if a peer dies, and saves it if the launcher asks
+    for that."""
 
     def __init__(
-        self, board: StatusBoard, rank: int, run_dir: Path, checkpoints: CheckpointHook, own: OwnState
+        self,
+        board: StatusBoard,
+        rank: int,
+        run_dir: Path,
+        checkpoints: CheckpointHook,
+        own: OwnState,
     ) -> None:
         """checkpoints: makes the snapshots of this run. own: what this rank alone knows."""
-        self.own, self.status = own, board.ranks[rank]
+        self.own = own
+        self.status = board.ranks[rank]
         self.survivor = Survivor(rank, run_dir, checkpoints, own, self.status, board.ranks)
 
     @contextlib.contextmanager
     def offered(self, job: Job, hooks_owed: bool) -> Iterator[None]:
-        """Inside, the death of a peer makes this process stop and, if the launcher asks for it, save. The error goes on
-        its way if the launcher knows of no death. hooks_owed: those of `job.step` have not acted yet."""
+        """Inside, the death of a peer makes this process stop and, if the launcher asks for it,
+        save. The error goes on its way if the launcher knows of no death. hooks_owed: those of
+        `job.step` have not acted yet."""
         if reason := self.own.why_not(job):
             log.info("if a rank dies, the run restarts from its last checkpoint: %s", reason)
             yield
@@ -87,7 +104,9 @@ class JustInTime:
         self.own.begin(job)
         self.status.acted = job.step - hooks_owed
         self.survivor.around_hooks(job)
-        self.status.on_stop = partial(_wake, job.stop)  # not the job: the status outlives it, and DDP its process group
+        self.status.on_stop = partial(
+            _wake, job.stop
+        )  # not the job: the status outlives it, and DDP its process group
         self.status.state = TRAINING
         try:
             yield
@@ -98,8 +117,8 @@ class JustInTime:
             self.status.state = STARTING
 
     def _stop(self, job: Job, error: RuntimeError) -> None:
-        """Returns if the launcher knows of no death, or the state may be that of no step; else it ends with the
-        process."""
+        """Returns if the launcher knows of no death, or the state may be that of no step; else it
+        ends with the process."""
         of_peer = is_peer_error(error)
         if of_peer:
             break_connections()  # peers that wait for this rank learn of it
@@ -108,7 +127,9 @@ class JustInTime:
         seconds = ORDER_SECONDS if of_peer else OTHER_SECONDS
         if not wait_until(lambda: self.status.order != NO_ORDER, seconds, 0.001):
             return
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises, anywhere, if a loader process dies now
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # torch's handler raises, anywhere, if a loader process dies now
         job.stop.is_over.set()  # what a stop request would do now is the launcher's business
         for parameter in job.module.parameters():
             parameter.grad = None  # partial sums

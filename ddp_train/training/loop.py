@@ -1,4 +1,5 @@
-"""Training and evaluation. No rank, no strategy, no tip and no config in here: whatever differs is a collaborator."""
+"""Training and evaluation. No rank, no strategy, no tip and no config in here: whatever differs is
+a collaborator."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class Evaluation:
 
 @dataclass
 class Job:
-    """Everything that one process needs to train. `step` counts the optimizer steps that are done."""
+    """Everything that one process needs to train. `step` counts the optimizer steps that are
+    done."""
 
     plan: BatchPlan
     module: ModelWithTask
@@ -64,7 +66,11 @@ def fit(job: Job) -> None:
     """Trains from `job.step` to the end of the plan, or to where the stop controller stops it."""
     batches = iter(job.batches)
     while job.step < job.plan.steps and job.stop.allows(job.step):
-        train(job, batches, until=min([job.plan.epoch_end(job.step), *(hook.due(job) for hook in job.hooks)]))
+        train(
+            job,
+            batches,
+            until=min([job.plan.epoch_end(job.step), *(hook.due(job) for hook in job.hooks)]),
+        )
         for hook in job.hooks:
             hook.act(job)
 
@@ -87,7 +93,8 @@ def train(job: Job, batches: Iterator[Batch], until: int) -> None:
 
 @torch.no_grad()
 def evaluate(evaluation: Evaluation) -> Score | None:
-    """Scores a data set: each sample once, the same numbers on any number of processes. None if one was stopped."""
+    """Scores a data set: each sample once, the same numbers on any number of processes. None if one
+    was stopped."""
     evaluation.module.eval()
     scorer = evaluation.new_scorer()
     with evaluation.strategy.averaged(evaluation.module):

@@ -1,7 +1,8 @@
-"""What a worker does for the case that another host is lost: it saves the state of the last completed step, and leaves.
+"""What a worker does for the case that another host is lost: it saves the state of the last
+completed step, and leaves.
 
-torchrun's agents then start the workers of all hosts that are left, which resume there. No process tells the others
-what to do: see resilience/lost_hosts.py.
+torchrun's agents then start the workers of all hosts that are left, which resume there. No process
+tells the others what to do: see resilience/lost_hosts.py.
 """
 
 from __future__ import annotations
@@ -41,37 +42,48 @@ def saver_of(
     board: StatusBoard | None,
     host_range: str | None,
 ) -> JustInTime | LostHost | None:
-    """What saves the state of a survivor; None where there is none, or nobody starts others in its place.
+    """What saves the state of a survivor; None where there is none, or nobody starts others in its
+    place.
 
-    board: of our own launcher; None under torchrun. host_range: of torchrun's agents; None for a fixed number.
+    board: of our own launcher; None under torchrun. host_range: of torchrun's agents; None for a
+    fixed number.
     """
     if world.size == 1 or not (board or host_range):
         return None
-    rank, on_cpu = world.rank, job.stepper.device == "cpu"
-    own = Exchanged() if not board else Published(board, rank) if on_cpu else OnDevice(board, rank, job.stepper.device)
+    rank = world.rank
+    on_cpu = job.stepper.device == "cpu"
+    if not board:
+        own = Exchanged()
+    else:
+        own = Published(board, rank) if on_cpu else OnDevice(board, rank, job.stepper.device)
     if on_cpu and not isinstance(own, OnDevice):
         cast(ReportedStepper, job.stepper).reports.publish = own.publish
-    return (
-        JustInTime(board, rank, run_dir, checkpoints, own)
-        if board
-        else LostHost(rank, run_dir, checkpoints, own, status)
-    )
+    if board:
+        return JustInTime(board, rank, run_dir, checkpoints, own)
+    return LostHost(rank, run_dir, checkpoints, own, status)
 
 
 class LostHost:
     """Saves the state of a completed step if a peer is lost."""
 
     def __init__(
-        self, rank: int, run_dir: Path, checkpoints: CheckpointHook, own: OwnState, status: RankStatus
+        self,
+        rank: int,
+        run_dir: Path,
+        checkpoints: CheckpointHook,
+        own: OwnState,
+        status: RankStatus,
     ) -> None:
         """The parameters are those of `Survivor`."""
-        self.run_dir, self.own, self.status = run_dir, own, status
+        self.run_dir = run_dir
+        self.own = own
+        self.status = status
         self.survivor = Survivor(rank, run_dir, checkpoints, own, status)
 
     @contextlib.contextmanager
     def offered(self, job: Job, hooks_owed: bool) -> Iterator[None]:
-        """Inside, the loss of a peer makes this process save; the error goes on its way. hooks_owed: those of
-        `job.step` have not acted yet."""
+        """Inside, the loss of a peer makes this process save; the error goes on its way.
+        hooks_owed: those of `job.step` have not acted yet."""
         if reason := self.own.why_not(job):
             log.info("if a host is lost, the run restarts from its last checkpoint: %s", reason)
         else:
@@ -83,8 +95,9 @@ class LostHost:
             if is_peer_error(error):
                 break_connections()  # peers that wait for this rank learn of it
                 job.stop.is_over.set()
-                # torchrun's agent asks the workers of all hosts to stop once that of the dead rank wants to join again:
-                # if rank 0, which serves the store, obeyed, the others would take it for the lost one.
+                # torchrun's agent asks the workers of all hosts to stop once that of the dead rank
+                # wants to join again: if rank 0, which serves the store, obeyed, the others would
+                # take it for the lost one.
                 job.stop.is_leaving = True
                 with lost_hosts.one_at_a_time(self.run_dir):
                     lost_hosts.note(self.run_dir, job.step)
@@ -109,6 +122,10 @@ class LostHost:
         for place in places(self.run_dir):
             with contextlib.suppress(DataError, OSError, ValueError):
                 manifest = read_manifest(place)
-                if manifest["step"] >= step and manifest.get(MARK) and saved.find(str(place), place):
+                if (
+                    manifest["step"] >= step
+                    and manifest.get(MARK)
+                    and saved.find(str(place), place)
+                ):
                     return True
         return False

@@ -16,12 +16,15 @@ PLAIN = (type(None), bool, int, float, str, Tensor)
 
 
 class OwnHook:
-    """A hook of the user's own as the loop calls hooks: it acts after the steps that it asks for, and no others."""
+    """A hook of the user's own as the loop calls hooks: it acts after the steps that it asks for,
+    and no others."""
 
     def __init__(self, hook: Any, path: str) -> None:
-        """hook: with `act(job)`, and perhaps `due(job)`, without which it acts at the end of each epoch; perhaps with
-        `state_dict()` and `load_state_dict(state)`. path: the dotted path of its class."""
-        self.hook, self.path = hook, path
+        """hook: with `act(job)`, and perhaps `due(job)`, without which it acts at the end of each
+        epoch; perhaps with `state_dict()` and `load_state_dict(state)`. path: the dotted path of
+        its class."""
+        self.hook = hook
+        self.path = path
         self.next: int | None = None
 
     def due(self, job: Job) -> int:
@@ -41,21 +44,23 @@ class OwnHook:
         if not isinstance(step, int) or step <= job.step:
             raise ConfigError(
                 [
-                    f"hooks: {self.path}.due(job) returned {step!r} and must return a whole number above "
-                    f"job.step={job.step}, the next step after which act is called"
+                    f"hooks: {self.path}.due(job) returned {step!r} and must return a whole number"
+                    f" above job.step={job.step}, the next step after which act is called"
                 ]
             )
         return step
 
     def state(self) -> Any:
-        """Of `state_dict`; None if it has none. Raises ConfigError if a checkpoint could not be read with it."""
+        """Of `state_dict`; None if it has none. Raises ConfigError if a checkpoint could not be
+        read with it."""
         state = self.hook.state_dict() if hasattr(self.hook, "state_dict") else None
         wrong = next((value for value in _leaves(state) if type(value) not in PLAIN), None)
         if wrong is not None:
             raise ConfigError(
                 [
-                    f"hooks: {self.path}.state_dict() has a {type(wrong).__name__}; numbers, texts and tensors alone, "
-                    "in dicts and lists, can be read again without running code"
+                    f"hooks: {self.path}.state_dict() has a {type(wrong).__name__}; numbers, texts"
+                    " and tensors alone, in dicts and lists, can be read again without running"
+                    " code"
                 ]
             )
         return _copied(state)  # the hook may change later what it has returned
@@ -75,15 +80,18 @@ class OwnHooks:
         return [[hook.path, hook.state()] for hook in self.made]
 
     def load_state(self, saved: Sequence[Sequence[Any]]) -> list[str]:
-        """Returns what the user should know. saved: perhaps by a run with other hooks; those of one class take theirs
-        in their order."""
+        """Returns what the user should know. saved: perhaps by a run with other hooks; those of one
+        class take theirs in their order."""
         left = [(path, state) for path, state in saved if state is not None]
         for hook in self.made:
             mine = next((one for one in left if one[0] == hook.path), None)
             if mine and hasattr(hook.hook, "load_state_dict"):
                 left.remove(mine)
                 hook.hook.load_state_dict(mine[1])
-        return [f"note: the checkpoint has a state of the hook {path}, which no hook takes" for path, _ in left]
+        return [
+            f"note: the checkpoint has a state of the hook {path}, which no hook takes"
+            for path, _ in left
+        ]
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -96,7 +104,8 @@ class OwnHooks:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Classes that derive from dict, float and so on count as leaves: numpy's numbers are among them."""
+    """Classes that derive from dict, float and so on count as leaves: numpy's numbers are among
+    them."""
     if type(value) in (dict, list, tuple):
         for item in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from _leaves(item)
@@ -109,4 +118,6 @@ def _copied(value: Any) -> Any:
         return {name: _copied(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_copied, value))
-    return value.detach().clone() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value

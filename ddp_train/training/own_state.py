@@ -1,11 +1,13 @@
-"""What one rank alone knows, its buffers and its running loss, kept so that it does not die with the rank.
+"""What one rank alone knows, its buffers and its running loss, kept so that it does not die with
+the rank.
 
-On the CPU each rank writes those that step s+1 will have into shared memory after its last forward pass of that step
-and before it contributes its gradients: a rank that has completed s+1 had everybody's contribution, and so everybody's
-numbers are there.
+On the CPU each rank writes those that step s+1 will have into shared memory after its last forward
+pass of that step and before it contributes its gradients: a rank that has completed s+1 had
+everybody's contribution, and so everybody's numbers are there.
 
-On GPUs nothing is written, since the host runs ahead of the device and would have to wait: a model must have no buffers
-that training changes, and the loss that is logged next lacks the dead rank's part.
+On GPUs nothing is written, since the host runs ahead of the device and would have to wait: a model
+must have no buffers that training changes, and the loss that is logged next lacks the dead rank's
+part.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ from ddp_train.text import first_line
 from ddp_train.training.loop import Job
 
 SLOTS = 3
-"""Steps that a row holds in turns. Two are not enough: a rank may publish two steps beyond the one that a survivor has
-completed."""
+"""Steps that a row holds in turns. Two are not enough: a rank may publish two steps beyond the one
+that a survivor has completed."""
 ALIGNMENT = 64
 log = logging.getLogger(__name__)
 
 
 class Row:
-    """A rank's row of the board: for three steps in turns the step, a mean loss, and some tensors."""
+    """A rank's row of the board: for three steps in turns the step, a mean loss, and some
+    tensors."""
 
-    head, mark = struct.Struct("=qdd"), struct.Struct("=q")
+    head = struct.Struct("=qdd")
+    mark = struct.Struct("=q")
 
     def __init__(self, memory: mmap.mmap, like: list[Tensor]) -> None:
         """memory: of `size(like)` bytes. like: tensors of the shapes and dtypes that are held."""
@@ -48,11 +52,14 @@ class Row:
         self.begins = [slot * self.size(like) // SLOTS for slot in range(SLOTS)]
         self.slots: list[list[Tensor]] = []
         for begin in self.begins:
-            views, place = [], begin + ALIGNMENT
+            views = []
+            place = begin + ALIGNMENT
             for tensor in like:
                 flat = torch.empty(0, dtype=tensor.dtype)
                 if tensor.numel():
-                    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+                    flat = torch.frombuffer(
+                        memory, dtype=tensor.dtype, count=tensor.numel(), offset=place
+                    )
                 views.append(flat.view(tensor.shape))
                 place += _aligned(tensor.nbytes)
             self.slots.append(views)
@@ -62,7 +69,8 @@ class Row:
         return SLOTS * (ALIGNMENT + sum(_aligned(tensor.nbytes) for tensor in like))
 
     def write(self, step: int, loss: Mean, tensors: list[Tensor]) -> None:
-        """The step comes last: what a killed process has half written has the step of three steps ago."""
+        """The step comes last: what a killed process has half written has the step of three steps
+        ago."""
         slot = step % SLOTS
         if tensors:
             torch._foreach_copy_(self.slots[slot], tensors)  # pyright: ignore[reportPrivateImportUsage]
@@ -73,7 +81,9 @@ class Row:
     def read(self, step: int) -> OfRank | None:
         """What was written of a step; None if it is not there."""
         mark, total, units = self.head.unpack_from(self.memory, self.begins[step % SLOTS])
-        return OfRank(Mean(total, units), self.slots[step % SLOTS]) if mark == step + 1 else None
+        if mark == step + 1:
+            return OfRank(Mean(total, units), self.slots[step % SLOTS])
+        return None
 
 
 class OfRank(NamedTuple):
@@ -100,12 +110,13 @@ class OwnState(Protocol):
         ...
 
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
-        """Whether weights and moments are those of a completed step although an error was raised."""
+        """Whether weights and moments are those of a completed step although an error was
+        raised."""
         ...
 
     def settle(self, job: Job) -> None:
-        """After such an error: `job.step` becomes the last completed step. Raises LaunchError if something of its state
-        is unknown."""
+        """After such an error: `job.step` becomes the last completed step. Raises LaunchError if
+        something of its state is unknown."""
         ...
 
     def note_losses(self, job: Job) -> None:
@@ -113,7 +124,8 @@ class OwnState(Protocol):
         ...
 
     def of_ranks(self, step: int) -> list[OfRank | None]:
-        """What is known of each rank after a step; None: nothing, so that the step cannot be saved."""
+        """What is known of each rank after a step; None: nothing, so that the step cannot be
+        saved."""
         ...
 
 
@@ -121,7 +133,8 @@ class Published:
     """On the CPU: written to the board with each step."""
 
     def __init__(self, board: StatusBoard, rank: int) -> None:
-        self.board, self.rank = board, rank
+        self.board = board
+        self.rank = rank
         self.places: list[tuple[dict[str, Tensor | None], str]] = []
         """Where the buffers are: a model may put new tensors in their place."""
         self.row: Row | None = None
@@ -140,7 +153,10 @@ class Published:
         if any(buffer.layout != torch.strided or buffer.is_quantized for buffer in self.buffers):
             return "a buffer of its model is no plain tensor"
         if job.stepper.average and any(buffer.is_floating_point() for buffer in self.buffers):
-            return "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
+            return (
+                "the average of each rank's own buffers (train.ema_decay) is known to that rank"
+                " alone"
+            )
         return ""
 
     def begin(self, job: Job) -> None:
@@ -148,34 +164,43 @@ class Published:
         self.publish(job.step, Mean())
 
     def publish(self, step: int, loss: Mean) -> Callable[[], None]:
-        """What this rank alone knows of the step that is being computed. Before its gradients are exchanged."""
+        """What this rank alone knows of the step that is being computed. Before its gradients are
+        exchanged."""
         try:
             if self.row:
                 self.row.write(step, loss, self.buffers)
         except RuntimeError as error:  # a buffer has another shape now
-            self.row, self.board.ranks[self.rank].state = None, STARTING
-            log.warning("if a rank dies, the run restarts from its last checkpoint: %s", first_line(error))
+            self.row = None
+            self.board.ranks[self.rank].state = STARTING
+            log.warning(
+                "if a rank dies, the run restarts from its last checkpoint: %s", first_line(error)
+            )
         return lambda: None
 
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
         return is_intact_after_exchange(job, phase, of_peer)
 
     def settle(self, job: Job) -> None:
-        """Weights and moments change in the optimizer step alone, which exchanges nothing: `job.step` is right. Buffers
-        have moved on when a collective fails in the next step: the row has them."""
+        """Weights and moments change in the optimizer step alone, which exchanges nothing:
+        `job.step` is right. Buffers have moved on when a collective fails in the next step: the row
+        has them."""
 
     def note_losses(self, job: Job) -> None:
         """The row has them."""
 
     def of_ranks(self, step: int) -> list[OfRank | None]:
         ranks = range(len(self.board.ranks))
-        return [Row(self.board.row(rank, Row.size(self.buffers)), self.buffers).read(step) for rank in ranks]
+        return [
+            Row(self.board.row(rank, Row.size(self.buffers)), self.buffers).read(step)
+            for rank in ranks
+        ]
 
 
 def is_intact_after_exchange(job: Job, phase: str, of_peer: bool) -> bool:
-    """On the CPU. A peer's error comes out of an exchange. In the optimizer step there is one before the update, if the
-    optimizer is torch's or ours; `strategy=ordered` has set the buffers of the next step by then. Any other error, a
-    signal handler's above all, may come out of anything: it is believed where nothing changes."""
+    """On the CPU. A peer's error comes out of an exchange. In the optimizer step there is one
+    before the update, if the optimizer is torch's or ours; `strategy=ordered` has set the buffers
+    of the next step by then. Any other error, a signal handler's above all, may come out of
+    anything: it is believed where nothing changes."""
     if not of_peer:
         return phase in ("data", "forward", "backward")
     known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
@@ -183,11 +208,14 @@ def is_intact_after_exchange(job: Job, phase: str, of_peer: bool) -> bool:
 
 
 class OnDevice:
-    """On GPUs: an update reads a flag on the device after its exchange, and does nothing once peers are lost. Steps
-    that were queued behind the lost one change nothing then, however many they are, also in captured graphs."""
+    """On GPUs: an update reads a flag on the device after its exchange, and does nothing once peers
+    are lost. Steps that were queued behind the lost one change nothing then, however many they are,
+    also in captured graphs."""
 
     def __init__(self, board: StatusBoard, rank: int, device: str) -> None:
-        self.board, self.rank, self.device = board, rank, device
+        self.board = board
+        self.rank = rank
+        self.device = device
         self.before: list[Tensor] = []
         """The buffers as they were before the first step."""
         self.noted: tuple[int, list[Forward]] = -1, []
@@ -195,33 +223,45 @@ class OnDevice:
 
     def why_not(self, job: Job) -> str:
         check = job.stepper.check_finite
-        normalised = [one for one in job.module.modules() if getattr(one, "track_running_stats", False)]
+        normalised = [
+            one for one in job.module.modules() if getattr(one, "track_running_stats", False)
+        ]
         if normalised:
-            return f"batch norm's statistics on a GPU ({type(normalised[0]).__name__}) die with their rank"
+            return (
+                f"batch norm's statistics on a GPU ({type(normalised[0]).__name__}) die with their"
+                " rank"
+            )
         if not job.strategy.buffers_differ:
             return "strategy=ordered has nothing to offer on GPUs"
         if len(self.board.ranks) > 2:
-            # One that aborts may pass garbage on to another that has not set its flag yet: all would have to first.
+            # One that aborts may pass garbage on to another that has not set its flag yet: all
+            # would have to first.
             return "on GPUs this is done with two processes only"
         if backend() != "nccl":
             return "launch.backend=gloo on GPUs"
         if nccl_handles_errors():
-            return "TORCH_NCCL_ASYNC_ERROR_HANDLING is set: NCCL may end a collective before it is known to be lost"
+            return (
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING is set: NCCL may end a collective before it is"
+                " known to be lost"
+            )
         if getattr(job.stepper.optimizer, "is_collective", False):
             return "the optimizer exchanges its updates after the device has judged the step"
         if job.stepper.scaled:
             return "the loss scaler of tuning.precision=fp16 moves with steps that are skipped"
         if isinstance(check, DeviceNonFiniteCheck) and job.stepper.average:
             return "the average of the weights (train.ema_decay) moves with steps that are skipped"
-        return "" if watch_for_losses(self.device) else "kernels cannot read this host's memory"
+        if watch_for_losses(self.device):
+            return ""
+        return "kernels cannot read this host's memory"
 
     def begin(self, job: Job) -> None:
         job.stepper.check_finite.peers = watch_for_losses(self.device)
         self.before = [buffer.cpu() for buffer in job.module.buffers()]
 
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
-        """After a peer's error wherever the host is, for it runs ahead; an optimizer of the user's own may have failed
-        in the middle of an update. Any other error, a signal handler's above all, may come out of anything."""
+        """After a peer's error wherever the host is, for it runs ahead; an optimizer of the user's
+        own may have failed in the middle of an update. Any other error, a signal handler's above
+        all, may come out of anything."""
         if not of_peer:
             return phase == "data"
         known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
@@ -230,16 +270,23 @@ class OnDevice:
     def settle(self, job: Job) -> None:
         break_connections()  # what is queued must come to an end
         torch.cuda.synchronize()
-        stepper, status = job.stepper, self.board.ranks[self.rank]
-        job.step = stepper.steps_done = status.step = stepper.check_finite.steps_taken(stepper.steps_done)
+        stepper = job.stepper
+        status = self.board.ranks[self.rank]
+        job.step = stepper.steps_done = status.step = stepper.check_finite.steps_taken(
+            stepper.steps_done
+        )
         noted_at, noted = self.noted
         losses = noted if noted_at == job.step else stepper.losses.seen
         stepper.norm = None  # of a step that was skipped
         buffers = [buffer.cpu() for buffer in job.module.buffers()]
         names = [name for name, _ in job.module.named_buffers()]
         for name, now, before in zip(names, buffers, self.before, strict=True):
-            if not ((now == before) | ((now != now) & (before != before))).all():  # NaN is as it was too
-                raise LaunchError(f"the buffer {name} changes in training, and that of the dead rank died with it")
+            if not (
+                (now == before) | ((now != now) & (before != before))
+            ).all():  # NaN is as it was too
+                raise LaunchError(
+                    f"the buffer {name} changes in training, and that of the dead rank died with it"
+                )
         done = [one for one in losses if one[2].step < job.step and one[2].num_real]
         seen = [(float(loss), float(units)) for loss, units, _ in done if is_finite(loss)]
         loss = Mean(math.fsum(loss for loss, _ in seen), math.fsum(units for _, units in seen))
@@ -249,6 +296,10 @@ class OnDevice:
         self.noted = job.step, list(job.stepper.losses.seen)
 
     def of_ranks(self, step: int) -> list[OfRank | None]:
-        rows = [Row(self.board.row(rank, Row.size([])), []) for rank in range(len(self.board.ranks))]
-        found = [row.read(step) for row in rows]  # survivors that are a step behind have one of another step
+        rows = [
+            Row(self.board.row(rank, Row.size([])), []) for rank in range(len(self.board.ranks))
+        ]
+        found = [
+            row.read(step) for row in rows
+        ]  # survivors that are a step behind have one of another step
         return [OfRank(one.loss if one else Mean(), self.before) for one in found]

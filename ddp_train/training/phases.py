@@ -1,7 +1,8 @@
-"""Reports to the status board where a rank is, from outside: batches, stepper and hooks know nothing of it.
+"""Reports to the status board where a rank is, from outside: batches, stepper and hooks know
+nothing of it.
 
-The launcher reads these phases to tell which rank hangs, and where (resilience/hang_detector.py). An assignment to
-shared memory is all that a report costs.
+The launcher reads these phases to tell which rank hangs, and where (resilience/hang_detector.py).
+An assignment to shared memory is all that a report costs.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from ddp_train.resilience.heartbeat import PHASE_NUMBERS, RankStatus
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.training.loop import Hook, Job
 
-BACKWARD, OPTIMIZER_STEP = PHASE_NUMBERS["backward"], PHASE_NUMBERS["optimizer step"]
+BACKWARD = PHASE_NUMBERS["backward"]
+OPTIMIZER_STEP = PHASE_NUMBERS["optimizer step"]
 Publish = Callable[[int, Mean], Callable[[], None]]
-"""Takes the number of the step that is being computed, and this process's mean loss since the last look, with it.
-Returns what must be called before the update."""
+"""Takes the number of the step that is being computed, and this process's mean loss since the last
+look, with it. Returns what must be called before the update."""
 
 
 class ReportedBatches:
-    """The batches of a loader: in phase `data` until one is there, in `forward` while it is used."""
+    """The batches of a loader: in phase `data` until one is there, in `forward` while it is
+    used."""
 
     def __init__(self, loader: Loader, status: RankStatus, prefix: str = "") -> None:
         """prefix: of the names of its phases; an evaluation has its own, and one for its end."""
@@ -57,7 +60,8 @@ class ReportedBatches:
 
 
 class ReportedStepper:
-    """A Stepper that reports its two parts, and the steps that are done. All else, assignments too, is its own."""
+    """A Stepper that reports its two parts, and the steps that are done. All else, assignments too,
+    is its own."""
 
     def __init__(self, stepper: Stepper, status: RankStatus) -> None:
         own = StepReports(stepper, status)
@@ -65,7 +69,9 @@ class ReportedStepper:
         vars(self).update(unreported=stepper, reports=own, **parts)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "unreported":  # not there yet: while this is copied, for example
+        if (
+            name.startswith("_") or name == "unreported"
+        ):  # not there yet: while this is copied, for example
             raise AttributeError(name)
         return getattr(self.unreported, name)
 
@@ -74,15 +80,15 @@ class ReportedStepper:
 
 
 class StepReports:
-    """What a ReportedStepper does itself. A class of its own, since Python caches no attribute of one that has a
-    `__getattr__`: a look at each took 0.6 us of a step."""
+    """What a ReportedStepper does itself. A class of its own, since Python caches no attribute of
+    one that has a `__getattr__`: a look at each took 0.6 us of a step."""
 
     def __init__(self, stepper: Stepper, status: RankStatus) -> None:
         self.stepper = stepper
         self.status = status
         self.publish: Publish | None = None
-        """With each step once it is set, before its gradients are exchanged. On the CPU, where looking at a loss costs
-        nothing."""
+        """With each step once it is set, before its gradients are exchanged. On the CPU, where
+        looking at a loss costs nothing."""
         self.published = Mean()
         self.arrive: Callable[[], None] = lambda: None
 
@@ -98,7 +104,9 @@ class StepReports:
         self.arrive()
         self.status.phase_number = OPTIMIZER_STEP
         self.stepper.step()
-        if self.publish and self.published.sum != self.stepper.losses.known_sum:  # the step was skipped
+        if (
+            self.publish and self.published.sum != self.stepper.losses.known_sum
+        ):  # the step was skipped
             losses = self.stepper.losses
             self.publish(self.stepper.steps_done, Mean(losses.known_sum, losses.known_units))
         self.status.step = self.stepper.steps_done

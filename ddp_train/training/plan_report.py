@@ -1,4 +1,5 @@
-"""The plan of a run, as a person reads it before the first step: processes, batch, steps, optimizer, switches."""
+"""The plan of a run, as a person reads it before the first step: processes, batch, steps,
+optimizer, switches."""
 
 from __future__ import annotations
 
@@ -32,20 +33,24 @@ def plan_rows(
     trained: int | None = None,
     begun: str | None = None,
 ) -> dict[str, str]:
-    """Heading -> text. parameters: of the model. trained: how many of them, now; None: all. begun: with which weights,
-    if not with drawn ones. base_lr: at this global batch. first_step: where training resumes.
-    validation_samples: None if nothing validates. rates: of the model. optimizer: the one that was built, for what
-    only it knows."""
+    """Heading -> text. parameters: of the model. trained: how many of them, now; None: all. begun:
+    with which weights, if not with drawn ones. base_lr: at this global batch. first_step: where
+    training resumes. validation_samples: None if nothing validates. rates: of the model. optimizer:
+    the one that was built, for what only it knows."""
     return {
         "processes": _processes(config),
-        "model": f"{_model_name(config.model)}, {parameters:,} parameters"
-        + _trained(config.model.freeze_epochs, plan, parameters, trained),
+        "model": (
+            f"{_model_name(config.model)}, {parameters:,} parameters"
+            + _trained(config.model.freeze_epochs, plan, parameters, trained)
+        ),
         **({"begins with": begun} if begun else {}),
         "data": _data(config.data, plan, validation_samples),
         "task": _task(config.task, task),
         **_further([item.name for item in further(config)]),
         "global batch": _global_batch(plan, process_count(config)),
-        "steps": _steps(plan, config.train.epochs, first_step) + _time_limit(config.train.max_minutes),
+        "steps": (
+            _steps(plan, config.train.epochs, first_step) + _time_limit(config.train.max_minutes)
+        ),
         "optimizer": _optimizer(config, plan, base_lr, warmup_steps, optimizer),
         **_compute(plan, rates),
         **tuning_rows(config.tuning, config.reasons),
@@ -55,12 +60,25 @@ def plan_rows(
 
 
 def _processes(config: Config) -> str:
-    count, hosts = process_count(config), counted(int(config.launch.nnodes), "host")
+    count = process_count(config)
+    hosts = counted(int(config.launch.nnodes), "host")
     of_range = f" of {config.process_range}" if config.process_range else ""
-    on = f"{count} on {hosts} of {config.host_range}" if config.host_range else f"{count}{of_range}"
-    on = f"{count} on {hosts}" if int(config.launch.nnodes) > 1 and not config.host_range else on
-    backend = config.launch.backend if config.strategy.has_process_group else "no process group"
-    threads = "" if config.device == "cuda" else f", {counted(int(config.launch.threads_per_process), 'thread')} each"
+    if config.host_range:
+        on = f"{count} on {hosts} of {config.host_range}"
+    else:
+        on = f"{count}{of_range}"
+    if int(config.launch.nnodes) > 1 and not config.host_range:
+        on = f"{count} on {hosts}"
+    else:
+        on = on
+    if config.strategy.has_process_group:
+        backend = config.launch.backend
+    else:
+        backend = "no process group"
+    if config.device == "cuda":
+        threads = ""
+    else:
+        threads = f", {counted(int(config.launch.threads_per_process), 'thread')} each"
     return f"{on} x {config.device}, {backend}, {config.strategy.name}{threads}"
 
 
@@ -69,17 +87,26 @@ def _compute(plan: BatchPlan, rates: Rates) -> dict[str, str]:
         return {}
     each = f"{shown_flops(rates.flops_per_sample)} per sample"
     peak = f", of {shown_flops(rates.peak_flops)}/s at most" if rates.peak_flops else ""
-    return {"compute": f"{shown_flops(rates.flops_per_sample * plan.global_batch_size)} per step, {each}{peak}"}
+    return {
+        "compute": (
+            f"{shown_flops(rates.flops_per_sample * plan.global_batch_size)} per step, {each}{peak}"
+        )
+    }
 
 
 def _model_name(model: Any) -> str:
     return getattr(model, "arch", None) or getattr(model, "target", None) or model.name
 
 
-def _trained(freeze_epochs: int | None, plan: BatchPlan, parameters: int, trained: int | None) -> str:
+def _trained(
+    freeze_epochs: int | None, plan: BatchPlan, parameters: int, trained: int | None
+) -> str:
     if trained is None or trained == parameters:
         return ""
-    later = f"; what is frozen trains from step {freeze_epochs * plan.steps_per_epoch:,} on" if freeze_epochs else ""
+    if freeze_epochs:
+        later = f"; what is frozen trains from step {freeze_epochs * plan.steps_per_epoch:,} on"
+    else:
+        later = ""
     return f", of which {trained:,} train{later}"
 
 
@@ -89,19 +116,29 @@ _OF_LOSS = {"loss", "sum_of_losses"}
 
 def _task(section: Any, task: Task) -> str:
     name = section.target if section.name == "custom" else snake_case(type(task).__name__)
-    is_ours = all(one.__module__.startswith("ddp_train.") for one in type(task).__mro__ if _OF_LOSS & vars(one).keys())
+    is_ours = all(
+        one.__module__.startswith("ddp_train.")
+        for one in type(task).__mro__
+        if _OF_LOSS & vars(one).keys()
+    )
     loss = f", {task.loss_name}" if task.loss_name and is_ours else ""
-    return f"{name}{loss}, mean over {task.unit}s" + (" (auto: by the targets)" if section.name == "auto" else "")
+    return f"{name}{loss}, mean over {task.unit}s" + (
+        " (auto: by the targets)" if section.name == "auto" else ""
+    )
 
 
 def _further(names: list[str]) -> dict[str, str]:
-    return {"metrics": f"{', '.join(names)}, beside the task's"} if names else {}
+    if names:
+        return {"metrics": f"{', '.join(names)}, beside the task's"}
+    return {}
 
 
 def _data(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
     parts = [getattr(data, "target", None) or data.name, f"{plan.samples:,} samples to train on"]
     if plan.weights:
-        parts.append(f"an epoch is {plan.samples:,} draws with replacement (weights {data.weights})")
+        parts.append(
+            f"an epoch is {plan.samples:,} draws with replacement (weights {data.weights})"
+        )
     if validation_samples is not None:
         parts.append(f"{validation_samples:,} to validate ({data.validation or 'its own split'})")
     if getattr(data, "placement", "host") == "device":
@@ -119,8 +156,9 @@ def _global_batch(plan: BatchPlan, processes: int) -> str:
     sizes = plan.lengths.sizes
     parts = plan.virtual_shards or processes * plan.accumulation_steps
     return (
-        f"at most {plan.global_batch_size:,} tokens, up to {plan.lengths.padding:.0%} of them padding: "
-        f"{sizes.min():,} to {counted(int(sizes.max()), 'sample')} of about one length, in {counted(parts, 'part')}"
+        f"at most {plan.global_batch_size:,} tokens, up to {plan.lengths.padding:.0%} of them"
+        f" padding: {sizes.min():,} to {counted(int(sizes.max()), 'sample')} of about one length,"
+        f" in {counted(parts, 'part')}"
     )
 
 
@@ -130,7 +168,10 @@ def _split(plan: BatchPlan, processes: int) -> str:
         return f"{each} x {plan.virtual_shards} virtual shards, added up in order"
     over = f"{counted(processes, 'process')} x {plan.accumulation_steps} accumulation"
     each = plan.global_batch_size / (processes * plan.accumulation_steps)
-    share = f"{each:.0f}" if each.is_integer() else f"{math.floor(each)} or {math.ceil(each)}"
+    if each.is_integer():
+        share = f"{each:.0f}"
+    else:
+        share = f"{math.floor(each)} or {math.ceil(each)}"
     return f"{share} per process x {over}"
 
 
@@ -148,18 +189,29 @@ def _time_limit(minutes: float | None) -> str:
     return f", at most {minutes:g} minutes" if minutes else ""
 
 
-def _optimizer(config: Config, plan: BatchPlan, base_lr: float, warmup_steps: int, built: Optimizer | None) -> str:
+def _optimizer(
+    config: Config, plan: BatchPlan, base_lr: float, warmup_steps: int, built: Optimizer | None
+) -> str:
     optimizer = config.optimizer
     lr = f"{base_lr:g}"
     scaling = getattr(optimizer, "lr_scaling", "none")
     if scaling != "none":
         ratio = f"{plan.global_batch_size:,} / {optimizer.lr_base_batch:,}"
         lr += f" = {optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
-    warmup, asked = counted(warmup_steps, "step"), warmup_asked(config.schedule, plan.steps_per_epoch)
+    warmup = counted(warmup_steps, "step")
+    asked = warmup_asked(config.schedule, plan.steps_per_epoch)
     if asked > warmup_steps:
-        warmup += f" (cut from {asked:,}: schedule.warmup_at_most={config.schedule.warmup_at_most:g} of the run)"
+        warmup += (
+            f" (cut from {asked:,}: schedule.warmup_at_most={config.schedule.warmup_at_most:g} of"
+            " the run)"
+        )
     decay = config.train.ema_decay
-    average = f", average of weights {decay:g}{' with warm-up' if config.train.ema_warmup else ''}" if decay else ""
+    if decay:
+        average = (
+            f", average of weights {decay:g}{' with warm-up' if config.train.ema_warmup else ''}"
+        )
+    else:
+        average = ""
     parts = [f"{group['match']} with {_arguments(group)}" for group in optimizer.groups]
     if optimizer.layer_decay is not None:
         parts.append(f"layer decay {optimizer.layer_decay:g}")
@@ -181,13 +233,15 @@ def _trackers(tracker: Any) -> dict[str, str]:
 
 
 def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]:
-    """The switches that are on, and those that `auto` left off for another reason than that there is no GPU."""
+    """The switches that are on, and those that `auto` left off for another reason than that there
+    is no GPU."""
     silent = {"name", "prefetch_factor", "bias_lint"}
     if not tuning.num_workers:
         silent.add("persistent_workers")
     switches = {name: value for name, value in vars(tuning).items() if name not in silent}
     why = {name: f" ({reason})" for name, reason in reasons.items() if reason}
-    on, left_off = [], []
+    on = []
+    left_off = []
     for name, value in switches.items():
         if value not in (False, 0, [], "default"):
             on.append((name if value is True else f"{name} {shown(value)}") + why.get(name, ""))
@@ -200,11 +254,13 @@ def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]
 
 
 def selects_by_test(config: Config, validates: bool) -> list[str]:
-    """A note if the test set decides which weights are kept or when training ends. validates: whether there is a
-    validation set."""
+    """A note if the test set decides which weights are kept or when training ends. validates:
+    whether there is a validation set."""
     asked = {
         "checkpoint.best=true": config.checkpoint.best,
-        f"train.early_stopping.patience={config.train.early_stopping.patience}": config.train.early_stopping.patience,
+        f"train.early_stopping.patience={config.train.early_stopping.patience}": (
+            config.train.early_stopping.patience
+        ),
     }
     by = [key for key, applies in asked.items() if applies]
     if not by or validates:

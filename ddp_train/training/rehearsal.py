@@ -11,10 +11,18 @@ from ddp_train.training.phases import ReportedStepper
 
 
 def rehearse(job: Job) -> None:
-    """Captures the training step, and scores the first batch of an evaluation. Nothing is reported as done, and the
-    weights stay what they are. Without captured steps, or a whole batch, it does nothing."""
-    stepper = job.stepper.unreported if isinstance(job.stepper, ReportedStepper) else job.stepper
-    if not isinstance(stepper, GraphedStepper) or not job.plan.is_full(job.step) or job.step >= job.plan.steps:
+    """Captures the training step, and scores the first batch of an evaluation. Nothing is reported
+    as done, and the weights stay what they are. Without captured steps, or a whole batch, it does
+    nothing."""
+    if isinstance(job.stepper, ReportedStepper):
+        stepper = job.stepper.unreported
+    else:
+        stepper = job.stepper
+    if (
+        not isinstance(stepper, GraphedStepper)
+        or not job.plan.is_full(job.step)
+        or job.step >= job.plan.steps
+    ):
         return
     job.module.train()
     job.seed_step(job.step)
@@ -22,4 +30,6 @@ def rehearse(job: Job) -> None:
     job.module.eval()
     with torch.no_grad():
         job.module.score(next(iter(job.evaluation.batches)).data)
-    barrier(stepper.device)  # each rank compiles, and one may take seconds longer: they begin to train together
+    barrier(
+        stepper.device
+    )  # each rank compiles, and one may take seconds longer: they begin to train together

@@ -1,4 +1,5 @@
-"""Notes in metrics.jsonl that another number of processes has taken over, and how long that took."""
+"""Notes in metrics.jsonl that another number of processes has taken over, and how long that
+took."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ from ddp_train.training.loop import Job
 def changes_of_hosts(
     record: MetricsHook, lost: dict[str, Any] | None, before: int, now: int, device: str
 ) -> list[dict[str, Any]]:
-    """The one, if there is one, between the run's number of processes before this start and `now`. A collective: what
-    was noted, rank 0 knows alone. lost: see `lost_hosts.noted`. before: that of its checkpoint."""
+    """The one, if there is one, between the run's number of processes before this start and `now`.
+    A collective: what was noted, rank 0 knows alone. lost: see `lost_hosts.noted`. before: that of
+    its checkpoint."""
     before = from_leader(record.resizes[-1]["to"] if record.resizes else before, device)
     if before == now:
         return []
-    why = "a rank was lost" if lost else "a host joined" if now > before else "a host left"
+    if lost:
+        why = "a rank was lost"
+    else:
+        why = "a host joined" if now > before else "a host left"
     change = {
         "from": before,
         "to": now,
@@ -31,17 +36,21 @@ def changes_of_hosts(
 
 
 class ResizeHook:
-    """Acts once, with the first step that the new number of processes has done. To be the first of the hooks: its line
-    is of an earlier step than theirs."""
+    """Acts once, with the first step that the new number of processes has done. To be the first of
+    the hooks: its line is of an earlier step than theirs."""
 
-    def __init__(self, record: MetricsHook, changes: list[dict[str, Any]], first_step: int, device: str) -> None:
-        """changes: see `launcher.size.Change`. Each later start gets them too, and finds them noted. One that another
-        followed before a step was done took no time that could be told. A collective: rank 0 alone reads what was
-        noted, and all must act at the same steps."""
-        self.record, self.first_step = record, first_step
+    def __init__(
+        self, record: MetricsHook, changes: list[dict[str, Any]], first_step: int, device: str
+    ) -> None:
+        """changes: see `launcher.size.Change`. Each later start gets them too, and finds them
+        noted. One that another followed before a step was done took no time that could be told. A
+        collective: rank 0 alone reads what was noted, and all must act at the same steps."""
+        self.record = record
+        self.first_step = first_step
         noted = {line["time"] for line in record.resizes}
         left = [change for change in changes if change["time"] not in noted]
-        self.last, self.changes = changes[-1]["time"], from_leader(left, device)
+        self.last = changes[-1]["time"]
+        self.changes = from_leader(left, device)
 
     def due(self, job: Job) -> int:
         return self.first_step + 1 if self.changes else sys.maxsize

@@ -33,7 +33,16 @@ from ddp_train.telemetry.rates import Rates
 from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
 from ddp_train.telemetry.trackers import Run as TrackedRun
 from ddp_train.text import counted
-from ddp_train.training import averaging, checkpoint, fine_tuning, metrics, mirrored, saved, setup, shown
+from ddp_train.training import (
+    averaging,
+    checkpoint,
+    fine_tuning,
+    metrics,
+    mirrored,
+    saved,
+    setup,
+    shown,
+)
 from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.context import RunContext
 from ddp_train.training.display_hooks import SAMPLE, SampleHook, tensorboard_details
@@ -58,8 +67,8 @@ from ddp_train.training.trained import facts_of_model, find_checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class Run(RunContext):
-    """One run on one process. What its methods build is gone when `execute` returns: DDP objects must be collected
-    before their process group is closed."""
+    """One run on one process. What its methods build is gone when `execute` returns: DDP objects
+    must be collected before their process group is closed."""
 
     store: Store | None
     """The key-value store that all processes share; None without a process group."""
@@ -69,7 +78,8 @@ class Run(RunContext):
     """Of our own launcher; None under torchrun."""
 
     def execute(self) -> bool:
-        """Trains or evaluates. Returns whether the run is completed; if not, it was stopped and saved."""
+        """Trains or evaluates. Returns whether the run is completed; if not, it was stopped and
+        saved."""
         set_process_flags(
             threads=int(self.config.launch.threads_per_process),
             deterministic=bool(self.config.deterministic),
@@ -84,14 +94,19 @@ class Run(RunContext):
         set_garbage_collection(self.config.tuning.gc_freeze)
         self.status.phase = "build"
         if self.config.uses_trained:
-            summary = use.evaluate(sources) if self.config.mode == "evaluate" else use.predict(sources)
+            if self.config.mode == "evaluate":
+                summary = use.evaluate(sources)
+            else:
+                summary = use.predict(sources)
             self.publish(summary)
         else:
             if note := mirrored.fetch(self.config, self.world, self.device, self.status):
                 self.display.line(note)
             found = find_checkpoint(self.config, self.world, self.device)
             launch = self.config.launch
-            with open_trackers(self.tracker_names(), launch.grace_seconds, launch.timeout_seconds) as tracking:
+            with open_trackers(
+                self.tracker_names(), launch.grace_seconds, launch.timeout_seconds
+            ) as tracking:
                 summary = self.train(sources, found, tracking)
                 if summary["status"] == "completed" or not self.status.goes_on:
                     self.publish(summary)
@@ -109,22 +124,31 @@ class Run(RunContext):
 
     def tracker_names(self) -> list[str]:
         """Trackers are fed by rank 0 alone."""
-        return [name for name in TRACKERS if getattr(self.config.tracker, name)] if self.world.is_leader else []
+        if self.world.is_leader:
+            return [name for name in TRACKERS if getattr(self.config.tracker, name)]
+        return []
 
-    # --- training -----------------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------
 
     def train(self, sources: Splits, found: Path | None, tracking: Tracking) -> dict[str, Any]:
-        """From step 0, or from a checkpoint, to the end or to an agreed stop. Returns the summary."""
-        config, device = self.config, self.device
+        """From step 0, or from a checkpoint, to the end or to an agreed stop. Returns the
+        summary."""
+        config = self.config
+        device = self.device
         data_digests = common_digests(sources, sources.train, device)
         origin = saved.read_manifest(found) if found else {}
-        first_step, hooks_owed = origin.get("step", 0), bool(origin.get("hooks_owed"))
+        first_step = origin.get("step", 0)
+        hooks_owed = bool(origin.get("hooks_owed"))
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources[0], strategy, device)
         begun = None if found else fine_tuning.begin(config, module.model, self.world, device)
         setup.try_own_task(config, module, sources.train, device)
-        metrics.check_metrics(config, module, sources, self.scored_batches, config.train.ema_decay is not None)
-        job = setup.build_job(config, self.world, device, module, strategy, sources, self.status, first_step)
+        metrics.check_metrics(
+            config, module, sources, self.scored_batches, config.train.ema_decay is not None
+        )
+        job = setup.build_job(
+            config, self.world, device, module, strategy, sources, self.status, first_step
+        )
         log = MetricsFile(self.run_dir, self.world.is_leader, first_step - hooks_owed)
         record = MetricsHook(
             self.display,
@@ -145,7 +169,11 @@ class Run(RunContext):
             hooks_owed = hooks_owed or record.owes_score
         job.stepper.continue_from(first_step)
         trained = list(fine_tuning.trained_parameters(config, module))
-        facts = {"data_digests": data_digests, "trained": trained, **facts_of_model(config, sources.train, module.task)}
+        facts = {
+            "data_digests": data_digests,
+            "trained": trained,
+            **facts_of_model(config, sources.train, module.task),
+        }
         facts["scored_digests"] = scored_digests(sources, origin.get("scored_digests", {}))
         facts["begun_with"] = dataclasses.asdict(begun) if begun else origin.get("begun_with")
         save = self.checkpoint_hook(record, select, own, facts)
@@ -153,13 +181,17 @@ class Run(RunContext):
         details = []
         if config.tracker.details:
             details = tensorboard_details(
-                tracking.threads, module.model, lambda: setup.first_batch(config, job.plan, sources[0], device)
+                tracking.threads,
+                module.model,
+                lambda: setup.first_batch(config, job.plan, sources[0], device),
             )
         unfreeze = [ReportedHook(hook, self.status, "unfreeze") for hook in job.hooks]
         job.hooks = [
             ReportedHook(record, self.status, "record"),
             ReportedHook(select, self.status, "record"),
-            *(ReportedHook(one, self.status, "hook") for one in own.acting),  # before their state is saved
+            *(
+                ReportedHook(one, self.status, "hook") for one in own.acting
+            ),  # before their state is saved
             ReportedHook(save, self.status, "checkpoint"),
             *details,
             *unfreeze,
@@ -171,13 +203,21 @@ class Run(RunContext):
         path = self.run_dir / "profile" / f"rank_{self.world.rank}"
         traced = profile_hooks(config.train.profile_steps, job, path, device, self.display)
         job.hooks = [*job.hooks, *(ReportedHook(hook, self.status, "profile") for hook in traced)]
-        saver = saver_of(job, save, self.run_dir, self.world, self.status, self.board, config.host_range)
-        of_hosts, changes = bool(config.host_range), changes_of_number()
+        saver = saver_of(
+            job, save, self.run_dir, self.world, self.status, self.board, config.host_range
+        )
+        of_hosts = bool(config.host_range)
+        changes = changes_of_number()
         lost = from_leader(lost_hosts.noted(self.run_dir), device) if of_hosts else lost_rank()
         if lost:
-            job.hooks = [*job.hooks, RecoveryHook(record, lost, first_step, partial(lost_hosts.forget, self.run_dir))]
+            job.hooks = [
+                *job.hooks,
+                RecoveryHook(record, lost, first_step, partial(lost_hosts.forget, self.run_dir)),
+            ]
         if of_hosts and found:
-            changes = changes_of_hosts(record, lost, origin.get("world_size", self.world.size), self.world.size, device)
+            changes = changes_of_hosts(
+                record, lost, origin.get("world_size", self.world.size), self.world.size, device
+            )
         if changes:
             job.hooks = [ResizeHook(record, changes, first_step, device), *job.hooks]
         job.stop = job.evaluation.stop = StopController()
@@ -185,7 +225,9 @@ class Run(RunContext):
             job.stop.others_follow = hosts_follow
         test = job.evaluation
         if sources.validation is not None:
-            test = setup.build_evaluation(config, self.world, device, module, strategy, sources.test, self.status)
+            test = setup.build_evaluation(
+                config, self.world, device, module, strategy, sources.test, self.status
+            )
             test.stop = job.stop
         self.announce(job, sources, select, record.rates, begun)
         offer = saver.offered(job, hooks_owed) if saver else contextlib.nullcontext()
@@ -220,7 +262,9 @@ class Run(RunContext):
         record.load_state(training["record"])
         for note in own.load_state(training.get("hooks", [])):  # older checkpoints have none
             self.display.line(note)
-        if self.run_dir in found.parents:  # another run's may be of other data, and its checkpoints are not here
+        if (
+            self.run_dir in found.parents
+        ):  # another run's may be of other data, and its checkpoints are not here
             select.load_state(training.get("selection", {}))  # older checkpoints have none
 
     def checkpoint_hook(
@@ -232,7 +276,9 @@ class Run(RunContext):
         if self.world.is_leader:
             selection = select.best.selection if section.best else None
             mirroring = Mirroring(Mirror(section.mirror), self.run_dir) if section.mirror else None
-            writer = checkpoint.Writer(self.run_dir, section.keep, selection, self.status.set_saving, mirroring)
+            writer = checkpoint.Writer(
+                self.run_dir, section.keep, selection, self.status.set_saving, mirroring
+            )
         manifest = {
             "config": to_values(self.config),
             "world_size": self.world.size,
@@ -252,21 +298,38 @@ class Run(RunContext):
 
     def start_trackers(self, tracking: Tracking, log: MetricsFile, first_step: int) -> None:
         config = self.config
-        hyperparameters = flat({name: value for name, value in to_values(config).items() if name != "reasons"})
-        run = TrackedRun(self.run_dir, config.name, config.tracker.project, hyperparameters, first_step)
+        hyperparameters = flat(
+            {name: value for name, value in to_values(config).items() if name != "reasons"}
+        )
+        run = TrackedRun(
+            self.run_dir, config.name, config.tracker.project, hyperparameters, first_step
+        )
         tracking.start(run, log.kept)
         log.listeners.append(tracking.write)
 
-    def announce(self, job: Job, sources: Splits, select: SelectionHook, rates: Rates, begun: Origin | None) -> None:
-        """Shows the plan, and the progress bar. begun: with which weights; None: with drawn or resumed ones."""
+    def announce(
+        self, job: Job, sources: Splits, select: SelectionHook, rates: Rates, begun: Origin | None
+    ) -> None:
+        """Shows the plan, and the progress bar. begun: with which weights; None: with drawn or
+        resumed ones."""
         if self.world.is_leader:
-            config, validation = self.config, sources.validation
-            counts, optimizer = parameter_counts(job.module.model), job.stepper.optimizer
+            config = self.config
+            validation = sources.validation
+            counts = parameter_counts(job.module.model)
+            optimizer = job.stepper.optimizer
             lr = optimizer.defaults.get("lr", job.stepper.base_lrs[0])
             warmup = setup.warmup_steps(config.schedule, job.plan)
-            validating, task, done = None if validation is None else len(validation), job.module.task, job.step
-            facts = {"trained": counts["trained"], "begun": begun and in_words(begun), "optimizer": optimizer}
-            rows = plan_rows(config, job.plan, task, counts["all"], lr, warmup, done, validating, rates, **facts)
+            validating = None if validation is None else len(validation)
+            task = job.module.task
+            done = job.step
+            facts = {
+                "trained": counts["trained"],
+                "begun": begun and in_words(begun),
+                "optimizer": optimizer,
+            }
+            rows = plan_rows(
+                config, job.plan, task, counts["all"], lr, warmup, done, validating, rates, **facts
+            )
             self.display.plan(rows)
             advice = shown.advice(config, job.module, sources.train)
             for line in [*advice, *selects_by_test(config, validation is not None)]:
@@ -274,7 +337,9 @@ class Run(RunContext):
         select.stop_if_due(job)
         if job.step >= job.plan.steps:
             early = select.stopped_early or {"reason": f"{job.plan.steps:,} were asked for"}
-            self.display.line(f"nothing is left to train: {counted(job.step, 'step')} done, {early['reason']}")
+            self.display.line(
+                f"nothing is left to train: {counted(job.step, 'step')} done, {early['reason']}"
+            )
         self.display.start(job.plan.steps, lambda: job.step)
 
     def fit(
@@ -288,15 +353,17 @@ class Run(RunContext):
         hooks_owed: bool,
         writer: checkpoint.Writer | None,
     ) -> Scores | None:
-        """Trains; a signal stops all ranks after one and the same step. Returns the scores of the weights that the run
-        ends with, None if stopped. offer: to save if a peer dies. hooks_owed: those of `job.step` have not acted.
-        writer: of checkpoints, on rank 0."""
+        """Trains; a signal stops all ranks after one and the same step. Returns the scores of the
+        weights that the run ends with, None if stopped. offer: to save if a peer dies. hooks_owed:
+        those of `job.step` have not acted. writer: of checkpoints, on rank 0."""
         record.start_clocks(job.step)
         connection = self.store.clone() if self.store else None
         patience = self.config.launch.grace_seconds / 2
         try:
             with contextlib.ExitStack() as stack:
-                stack.enter_context(job.stop.listening(self.status, self.world, connection, patience, self.leave))
+                stack.enter_context(
+                    job.stop.listening(self.status, self.world, connection, patience, self.leave)
+                )
                 stack.enter_context(own.entered())
                 stack.push(self._leave_hooks)
                 stack.enter_context(offer)
@@ -309,7 +376,9 @@ class Run(RunContext):
                 fit(job)
                 stopped = job.step < job.plan.steps
                 scores = None if stopped else self.final_scores(job, record, select, test)
-                is_over = mirrored.finish(writer and writer.mirroring, self.config, job.stop, self.status, self.device)
+                is_over = mirrored.finish(
+                    writer and writer.mirroring, self.config, job.stop, self.status, self.device
+                )
                 return scores if is_over else None
         finally:
             self.display.stop()
@@ -319,7 +388,9 @@ class Run(RunContext):
         if kind is None:
             self.status.phase = "hook"
 
-    def final_scores(self, job: Job, record: MetricsHook, select: SelectionHook, test: Evaluation) -> Scores | None:
+    def final_scores(
+        self, job: Job, record: MetricsHook, select: SelectionHook, test: Evaluation
+    ) -> Scores | None:
         """None if an evaluation was stopped."""
         # Without a score at the end, nothing was left to train: the run was complete already.
         score = record.score or averaging.scored(job.evaluation, job.stepper.average)

@@ -1,4 +1,5 @@
-"""Checkpoints that are there: found, verified, described, loaded. What is in one: training/checkpoint.py."""
+"""Checkpoints that are there: found, verified, described, loaded. What is in one:
+training/checkpoint.py."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from ddp_train.telemetry.metrics_log import last_step
 from ddp_train.text import first_line
 from ddp_train.training.selection import Selection
 
-MODEL, AVERAGE, TRAINING = "model.safetensors", "ema.safetensors", "training.pt"
+MODEL = "model.safetensors"
+AVERAGE = "ema.safetensors"
+TRAINING = "training.pt"
 BEST = "best"
 """The link to the best checkpoint of a run, beside it."""
 log = logging.getLogger(__name__)
@@ -31,9 +34,10 @@ log = logging.getLogger(__name__)
 def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
     """The checkpoint that a run starts from, verified; None to start from nothing.
 
-    resume: auto (the newest valid one in run_dir), never, or the path of a checkpoint or of a run. which: of a run's
-    path the `last`, the `best`, or, with `auto`, the best if the run has one. Raises DataError if a path, or a run with
-    checkpoints, holds no valid one: a run never starts over silently.
+    resume: auto (the newest valid one in run_dir), never, or the path of a checkpoint or of a run.
+    which: of a run's path the `last`, the `best`, or, with `auto`, the best if the run has one.
+    Raises DataError if a path, or a run with checkpoints, holds no valid one: a run never starts
+    over silently.
     """
     if resume == "never":
         return None
@@ -44,7 +48,8 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
     elif which == "best" or (which == "auto" and link.is_symlink()):
         if not link.is_symlink():
             raise DataError(
-                f"{place} has no best checkpoint: it was trained without checkpoint.best", "use checkpoint.which=last"
+                f"{place} has no best checkpoint: it was trained without checkpoint.best",
+                "use checkpoint.which=last",
             )
         candidates = [link.parent / link.readlink()]
     else:
@@ -56,20 +61,34 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
         log.warning("checkpoint %s is passed over: %s", path, defect)
     if resume == "auto" and not candidates:
         if done := last_step(run_dir):
-            log.warning("%s had reached step %d but holds no checkpoint; starting from step 0", run_dir, done)
+            log.warning(
+                "%s had reached step %d but holds no checkpoint; starting from step 0",
+                run_dir,
+                done,
+            )
         return None
     if not candidates:
-        runs = sorted(manifest.parents[2] for manifest in place.glob(f"*/checkpoints/step_*/{MANIFEST}"))
-        remedy = f"name a run inside, as {runs[-1]}" if runs else "name a checkpoint, or a run that has saved one"
+        runs = sorted(
+            manifest.parents[2] for manifest in place.glob(f"*/checkpoints/step_*/{MANIFEST}")
+        )
+        if runs:
+            remedy = f"name a run inside, as {runs[-1]}"
+        else:
+            remedy = "name a checkpoint, or a run that has saved one"
         raise DataError(f"{place} holds no valid checkpoint", remedy)
-    last = "checkpoint.which=last, " if candidates[0].parent == link.parent and which != "last" else ""
+    if candidates[0].parent == link.parent and which != "last":
+        last = "checkpoint.which=last, "
+    else:
+        last = ""
     raise DataError(
-        f"{place} holds no valid checkpoint", f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never"
+        f"{place} holds no valid checkpoint",
+        f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never",
     )
 
 
 def best_of(kept: list[Path], selection: Selection) -> Path | None:
-    """The checkpoint whose score is the best, the earliest of equal ones; None if none has a finite score."""
+    """The checkpoint whose score is the best, the earliest of equal ones; None if none has a finite
+    score."""
     scored = []
     for place in sorted(kept):
         with contextlib.suppress(OSError, ValueError):  # a corrupt one is nobody's best
@@ -86,10 +105,18 @@ def existing(run_dir: Path, step: int) -> str | None:
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Which checkpoint of its run it is, for people and for summary.json: its path and step, whether it is the `best`
-    or the `last`, and for the best the metric by which it is, with its value."""
-    manifest, link = read_manifest(path), path.parent / BEST
-    found: dict[str, Any] = {"path": str(path), "step": manifest["step"], "which": None, "metric": None, "value": None}
+    """Which checkpoint of its run it is, for people and for summary.json: its path and step,
+    whether it is the `best` or the `last`, and for the best the metric by which it is, with its
+    value."""
+    manifest = read_manifest(path)
+    link = path.parent / BEST
+    found: dict[str, Any] = {
+        "path": str(path),
+        "step": manifest["step"],
+        "which": None,
+        "metric": None,
+        "value": None,
+    }
     if link.is_symlink() and link.readlink() == Path(path.name):
         selection = Selection(**manifest["best_by"])
         score = manifest[selection.split]
@@ -103,16 +130,21 @@ def described(path: Path) -> dict[str, Any]:
 def weights_file(path: Path, average: bool) -> str:
     """The file of the weights, or of their average. Raises DataError if there is no average."""
     if average and AVERAGE not in read_manifest(path)["files"]:
-        raise DataError(f"{path} has no average of the weights", "train with train.ema_decay, or leave average out")
+        raise DataError(
+            f"{path} has no average of the weights",
+            "train with train.ema_decay, or leave average out",
+        )
     return AVERAGE if average else MODEL
 
 
 def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
-    """Loads the weights. Raises DataError with the names that differ if they belong to another model. file: AVERAGE for
-    the average of the weights."""
+    """Loads the weights. Raises DataError with the names that differ if they belong to another
+    model. file: AVERAGE for the average of the weights."""
     weights = load_file(path / file)
     own = model.state_dict()
-    differing = sorted(set(weights) ^ set(own)) or [name for name in own if own[name].shape != weights[name].shape]
+    differing = sorted(set(weights) ^ set(own)) or [
+        name for name in own if own[name].shape != weights[name].shape
+    ]
     if differing:
         raise DataError(
             f"{path} belongs to another model; it differs in {', '.join(differing[:6])}"
@@ -122,10 +154,12 @@ def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
     model.load_state_dict(weights)
 
 
-def load_checkpoint(folder: str | PathLike[str]) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-    """What `save_checkpoint` was given: step, model and training, on the CPU; None if nothing was saved yet. The newest
-    that is whole: a corrupt one is passed over, with a warning. On every process alike. Raises DataError if there are
-    checkpoints, and none that can be trusted."""
+def load_checkpoint(
+    folder: str | PathLike[str],
+) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
+    """What `save_checkpoint` was given: step, model and training, on the CPU; None if nothing was
+    saved yet. The newest that is whole: a corrupt one is passed over, with a warning. On every
+    process alike. Raises DataError if there are checkpoints, and none that can be trusted."""
     found = find("auto", Path(folder))
     if found is None:
         return None
@@ -133,11 +167,14 @@ def load_checkpoint(folder: str | PathLike[str]) -> tuple[int, dict[str, Tensor]
 
 
 def load_training(path: Path) -> dict[str, Any]:
-    """The `training` of the snapshot, on the host. Raises DataError if it is not plain data: no code runs."""
+    """The `training` of the snapshot, on the host. Raises DataError if it is not plain data: no
+    code runs."""
     try:
         return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
     except UnpicklingError as error:
-        raise DataError(f"{path / TRAINING} is not plain data", "name another checkpoint.resume=PATH") from error
+        raise DataError(
+            f"{path / TRAINING} is not plain data", "name another checkpoint.resume=PATH"
+        ) from error
 
 
 def defect_of(path: Path) -> str | None:
@@ -158,15 +195,17 @@ def defect_of(path: Path) -> str | None:
         except (OSError, ValueError) as error:
             return f"{name} cannot be read: {error}"
     try:
-        torch.load(path / TRAINING, weights_only=True, map_location="meta", mmap=True)  # reads no tensor
+        torch.load(
+            path / TRAINING, weights_only=True, map_location="meta", mmap=True
+        )  # reads no tensor
     except (UnpicklingError, RuntimeError) as error:
         return f"{TRAINING} is not plain data: {first_line(error)}"
     return None
 
 
 def _nan(path: Path) -> str | None:
-    """Which trained weight is NaN; None if none is. No run saves such: every loss would be NaN. Buffers may be NaN, and
-    what is not trained; older checkpoints do not say which is which."""
+    """Which trained weight is NaN; None if none is. No run saves such: every loss would be NaN.
+    Buffers may be NaN, and what is not trained; older checkpoints do not say which is which."""
     trained = read_manifest(path).get("trained", [])
     with safe_open(path / MODEL, "pt") as file:
         for name in [name for name in file.keys() if name in trained]:  # noqa: SIM118  it is no mapping

@@ -1,6 +1,7 @@
 """Which evaluation of a run is the best.
 
-Scores are the same on all ranks to the last bit, so all of them find the same one: nothing is exchanged.
+Scores are the same on all ranks to the last bit, so all of them find the same one: nothing is
+exchanged.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ class Selection:
         """Those that decide, the first one first."""
         if self.metric != AUTO:
             return [self.metric]
-        return ["accuracy", "loss"] if score.get("accuracy") is not None else ["loss"]
+        if score.get("accuracy") is not None:
+            return ["accuracy", "loss"]
+        return ["loss"]
 
     def rank(self, score: Mapping[str, Any]) -> list[float]:
-        """Of an evaluation; the lower the better. Infinite for a number that is missing or not finite."""
+        """Of an evaluation; the lower the better. Infinite for a number that is missing or not
+        finite."""
         return [self._rank(name, score.get(name)) for name in self.metrics_of(score)]
 
     def _rank(self, name: str, value: float | None) -> float:
@@ -45,7 +49,8 @@ class Best:
 
     def __init__(self, selection: Selection, min_delta: float = 0.0) -> None:
         """min_delta: the smallest difference that counts."""
-        self.selection, self.min_delta = selection, min_delta
+        self.selection = selection
+        self.min_delta = min_delta
         self.rank: list[float] = []
         self.metric = self.selection.metric
         self.value = math.nan
@@ -59,7 +64,9 @@ class Best:
         if math.isinf(first) or (self.rank and [first + self.min_delta, *others] >= self.rank):
             self.waited += 1
             return
-        self.rank, self.step, self.waited = [first, *others], step, 0
+        self.rank = [first, *others]
+        self.step = step
+        self.waited = 0
         self.metric = self.selection.metrics_of(score)[0]
         self.value = score[self.metric]
 
@@ -76,7 +83,10 @@ class Best:
     def state(self) -> dict[str, Any]:
         """What a resumed run must know."""
         kept = ("rank", "metric", "value", "step", "waited")
-        return {"by": [self.selection.split, self.selection.metric], **{name: getattr(self, name) for name in kept}}
+        return {
+            "by": [self.selection.split, self.selection.metric],
+            **{name: getattr(self, name) for name in kept},
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Starts over if the evaluations of that run were compared by something else."""

@@ -1,4 +1,5 @@
-"""From the frozen config to the collaborators of the loop. Config objects stop here: constructors take plain values."""
+"""From the frozen config to the collaborators of the loop. Config objects stop here: constructors
+take plain values."""
 
 from __future__ import annotations
 
@@ -62,8 +63,13 @@ def arguments_of(section: Any, *but: str) -> dict[str, Any]:
 
 
 def keys_taken_by(function: Callable[..., Any], section: Any) -> dict[str, Any]:
-    """The keys of a section that a function takes, by name: a switch reaches the place where it acts without a list."""
-    return {name: vars(section)[name] for name in inspect.signature(function).parameters if name in vars(section)}
+    """The keys of a section that a function takes, by name: a switch reaches the place where it
+    acts without a list."""
+    return {
+        name: vars(section)[name]
+        for name in inspect.signature(function).parameters
+        if name in vars(section)
+    }
 
 
 def build_strategy(config: Config, world: World, device: str) -> Strategy:
@@ -74,14 +80,20 @@ def build_strategy(config: Config, world: World, device: str) -> Strategy:
     if name == "ddp":
         # On a GPU the bits of a gradient's norm depend on its place in its bucket.
         fixed_buckets = bool(config.deterministic) and (world.size > 2 or device.startswith("cuda"))
-        strategy = Alone if world.size == 1 and config.strategy.is_plain else DistributedDataParallel
+        if world.size == 1 and config.strategy.is_plain:
+            strategy = Alone
+        else:
+            strategy = DistributedDataParallel
         given = {"fixed_buckets": fixed_buckets, "buckets": config.tuning.buckets}
         return strategy(device, **given, **arguments_of(config.strategy))
     return DataParallel(device) if name == "dp" else Single(device)
 
 
-def build_module(config: Config, source: BatchSource, strategy: Strategy, device: str) -> ModelWithTask:
-    """The model with its task, placed, tuned and frozen as asked; the same weights on every process."""
+def build_module(
+    config: Config, source: BatchSource, strategy: Strategy, device: str
+) -> ModelWithTask:
+    """The model with its task, placed, tuned and frozen as asked; the same weights on every
+    process."""
     sample = source.get_batch(np.array([0]), None)
     task = build_task(config.task, source, sample)
     torch.manual_seed(hash_key(config.seed, "model"))
@@ -89,11 +101,15 @@ def build_module(config: Config, source: BatchSource, strategy: Strategy, device
         model = own_model(config.model)
     else:
         shape = _input_shape(sample, config.model.name)
-        model = build_model(config.model.name, shape, source.outputs, **arguments_of(config.model, *BESIDE_MODEL))
+        model = build_model(
+            config.model.name, shape, source.outputs, **arguments_of(config.model, *BESIDE_MODEL)
+        )
     return placed(config, model, task, strategy, device)
 
 
-def placed(config: Config, model: nn.Module, task: Task, strategy: Strategy, device: str) -> ModelWithTask:
+def placed(
+    config: Config, model: nn.Module, task: Task, strategy: Strategy, device: str
+) -> ModelWithTask:
     """A model with its task on the device of this process, tuned."""
     module = strategy.place(ModelWithTask(model, task, device, AUTOCAST[config.tuning.precision]))
     module.further = build_further(further(config), task, device)
@@ -107,13 +123,16 @@ def placed(config: Config, model: nn.Module, task: Task, strategy: Strategy, dev
         triton_kernels=bool(tuning.triton_kernels) and config.device == "cuda",
         conv_sums=tuning.conv_sums and config.device == "cuda",
     )
-    if config.model.freeze:  # last: what is converted above, batch norms among others, is another object there
+    if (
+        config.model.freeze
+    ):  # last: what is converted above, batch norms among others, is another object there
         module.frozen = Frozen(module.model, config.model.freeze)
     return module.train()
 
 
 def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
-    """What the model is trained for. sample: a batch of one sample. Raises ConfigError if it does not fit the data."""
+    """What the model is trained for. sample: a batch of one sample. Raises ConfigError if it does
+    not fit the data."""
     if section.name == "custom":
         return complete(instantiate("task", section))
     name = choose(section.name, sample)
@@ -125,16 +144,22 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
     with contextlib.suppress(ConfigError):  # a data set that does not say how many classes it has
         facts["classes"] = source.outputs
     taken = inspect.signature(task).parameters
-    made = task(**keys_taken_by(task, section), **{name: fact for name, fact in facts.items() if name in taken})
+    made = task(
+        **keys_taken_by(task, section),
+        **{name: fact for name, fact in facts.items() if name in taken},
+    )
     made.check(sample)
     return made
 
 
 def try_own_task(config: Config, module: ModelWithTask, source: BatchSource, device: str) -> None:
-    """Raises ConfigError if the loss or the scores of a task of the user's own are not what they must be."""
+    """Raises ConfigError if the loss or the scores of a task of the user's own are not what they
+    must be."""
 
     def batch_of(numbers: np.ndarray) -> Any:
-        return _batch(config, source, MicroBatch(None, 0, numbers, len(numbers), 1.0, True), device).data
+        return _batch(
+            config, source, MicroBatch(None, 0, numbers, len(numbers), 1.0, True), device
+        ).data
 
     if config.task.name == "custom":
         for check in (check_loss, check_scores):
@@ -147,7 +172,10 @@ def _input_shape(sample: Any, model: str) -> torch.Size:
     if isinstance(inputs, Tensor):
         return inputs.shape[1:]
     raise ConfigError(
-        [f"model={model}: takes one tensor, and an input is a {type(inputs).__name__}; use model._target_"]
+        [
+            f"model={model}: takes one tensor, and an input is a {type(inputs).__name__}; use"
+            " model._target_"
+        ]
     )
 
 
@@ -155,15 +183,24 @@ def own_model(model: Any) -> nn.Module:
     made = instantiate("model", model)
     if not isinstance(made, nn.Module):
         kind = type(made).__name__
-        raise ConfigError([f"model._target_={model.target}: made an object of {kind}, which is no torch.nn.Module"])
+        raise ConfigError(
+            [
+                f"model._target_={model.target}: made an object of {kind}, which is no"
+                " torch.nn.Module"
+            ]
+        )
     return made
 
 
 def build_plan(
-    config: Config, world: World, samples: int, weights: np.ndarray | None = None, lengths: np.ndarray | None = None
+    config: Config,
+    world: World,
+    samples: int,
+    weights: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
 ) -> BatchPlan:
-    """Which process computes which samples in which step. weights, lengths: of the samples, where the config asks for
-    draws by weight, or for batches by length."""
+    """Which process computes which samples in which step. weights, lengths: of the samples, where
+    the config asks for draws by weight, or for batches by length."""
     plan = BatchPlan(
         samples=samples,
         global_batch_size=config.train.global_batch_size,
@@ -204,14 +241,22 @@ def build_job(
     status: RankStatus,
     first_step: int,
 ) -> Job:
-    """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module` on rank 0."""
+    """What `fit` needs, `first_step` optimizer steps being done. The weights are those of `module`
+    on rank 0."""
     splits = sources if isinstance(sources, Splits) else Splits(*sources)
-    train_source, scored_source = splits.train, splits.scored[1]
+    train_source = splits.train
+    scored_source = splits.scored[1]
     units = 1.0
     if not module.task.units_are_samples:
         units = module.task.units_per_sample(train_source.get_batch(np.array([0]), None))
-    lengths = lengths_of(train_source, config.train.global_batch_size) if config.data.batch_by == "tokens" else None
-    plan = replace(build_plan(config, world, len(train_source), splits.weights, lengths), units_per_sample=units)
+    if config.data.batch_by == "tokens":
+        lengths = lengths_of(train_source, config.train.global_batch_size)
+    else:
+        lengths = None
+    plan = replace(
+        build_plan(config, world, len(train_source), splits.weights, lengths),
+        units_per_sample=units,
+    )
     factor = build_schedule(
         config.schedule.name,
         plan.steps,
@@ -220,7 +265,10 @@ def build_job(
     )
     classifies = isinstance(module.task, Classification)
     mix = mix_of(train_source, config.seed, config.data.mixup, config.data.cutmix, classifies)
-    stream = torch.cuda.Stream(device) if config.tuning.cuda_graph and config.device == "cuda" else None
+    if config.tuning.cuda_graph and config.device == "cuda":
+        stream = torch.cuda.Stream(device)
+    else:
+        stream = None
     frozen = module.frozen if config.model.freeze_epochs else None
     unfreezing = (config.model.freeze_epochs or 0) * plan.steps_per_epoch
     if frozen and first_step >= unfreezing:
@@ -233,33 +281,46 @@ def build_job(
             strategy.warm_up(lambda: first_batch(config, plan, train_source, device, mix))
         return wrapped
 
-    share = 0 if lengths is not None else plan.global_batch_size / world.size  # of tokens: samples differ in cost
+    share = (
+        0 if lengths is not None else plan.global_batch_size / world.size
+    )  # of tokens: samples differ in cost
     trained = trained_parameters(config, module)
     wrapped = wrap()
     optimizer = optimizer_of(config, module, captured=stream is not None)
-    scaler = torch.amp.GradScaler(torch.device(device).type, enabled=config.tuning.precision == "fp16")
-    decay, skips = config.train.ema_decay, scaler.is_enabled()
+    scaler = torch.amp.GradScaler(
+        torch.device(device).type, enabled=config.tuning.precision == "fp16"
+    )
+    decay = config.train.ema_decay
+    skips = scaler.is_enabled()
     options = {
         "mean_of_units": strategy.mean_of_units,
         "check_gradients": strategy.check_gradients,
         "max_grad_norm": config.train.max_grad_norm,
         "allow_missing_grads": strategy.allow_missing_grads,
         "skip_non_finite": config.train.on_non_finite == "skip",
-        "average": WeightAverage(module, decay, config.train.ema_warmup, skips, trained.values()) if decay else None,
+        "average": (
+            WeightAverage(module, decay, config.train.ema_warmup, skips, trained.values())
+            if decay
+            else None
+        ),
     }
     forward: Callable[[Any], tuple[Tensor, Tensor | None]] = wrapped
     if stream:
         why = config.reasons.get("cuda_graph")  # nothing if the user asked for it
         roots = {"model": module.model, "task": module.task}
         trial = CaptureTrial(device, roots, asked=not why, if_it_pays=why == CAPTURED_IF_IT_PAYS)
-        graphed = GraphedStepper(wrapped, stream, plan.is_full, optimizer, factor, scaler, trial=trial, **options)
+        graphed = GraphedStepper(
+            wrapped, stream, plan.is_full, optimizer, factor, scaler, trial=trial, **options
+        )
         stepper: Stepper = graphed
         forward = graphed.forward
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
     # One iterator lives through all epochs.
     loading = replace(loader_options(config, module.task), persistent_workers=False)
-    loader = Loader(train_source, plan.from_step(first_step), device, loading, _resident(config.data), mix)
+    loader = Loader(
+        train_source, plan.from_step(first_step), device, loading, _resident(config.data), mix
+    )
     return Job(
         plan=plan,
         module=module,
@@ -286,12 +347,20 @@ def build_evaluation(
     """What `evaluate` needs."""
     batch_size = config.train.evaluate_batch_size
     micro_batches = evaluation_batches(len(source), batch_size, world.rank, world.size)
-    loader = Loader(source, micro_batches, device, loader_options(config, module.task), resident=_resident(config.data))
+    loader = Loader(
+        source,
+        micro_batches,
+        device,
+        loader_options(config, module.task),
+        resident=_resident(config.data),
+    )
     return Evaluation(
         module=module,
         strategy=strategy,
         batches=ReportedBatches(loader, status, "evaluation "),
-        new_scorer=lambda: Scorer(-(-len(source) // batch_size), device, module.task.derive, module.further),
+        new_scorer=lambda: Scorer(
+            -(-len(source) // batch_size), device, module.task.derive, module.further
+        ),
         close=loader.close,
     )
 
@@ -300,25 +369,38 @@ def loader_options(config: Config, task: Task | None = None) -> LoaderOptions:
     """How batches come to the device. task: None: whatever is in them."""
     dtype = torch.float64 if config.tuning.precision == "fp64" else None
     each = isinstance(task, Supervised) and task.units_are_samples
-    return LoaderOptions(dtype=dtype, a_target_each=each, **keys_taken_by(LoaderOptions, config.tuning))
+    return LoaderOptions(
+        dtype=dtype, a_target_each=each, **keys_taken_by(LoaderOptions, config.tuning)
+    )
 
 
 def _resident(data: Any) -> bool:
     return getattr(data, "placement", "host") == "device"
 
 
-def first_batch(config: Config, plan: BatchPlan, source: BatchSource, device: str, mix: Mix | None = None) -> Batch:
-    """This process's first micro-batch, as training sees it. mix: None leaves the samples unmixed."""
+def first_batch(
+    config: Config, plan: BatchPlan, source: BatchSource, device: str, mix: Mix | None = None
+) -> Batch:
+    """This process's first micro-batch, as training sees it. mix: None leaves the samples
+    unmixed."""
     return _batch(config, source, next(plan.micro_batches()), device, mix)
 
 
 def scored_batches(config: Config, source: BatchSource, device: str) -> Iterator[Batch]:
     """Those of an evaluation, on all processes the same."""
-    for each in evaluation_batches(len(source), config.train.evaluate_batch_size, rank=0, world_size=1):
+    for each in evaluation_batches(
+        len(source), config.train.evaluate_batch_size, rank=0, world_size=1
+    ):
         yield _batch(config, source, each, device)
 
 
-def _batch(config: Config, source: BatchSource, micro_batch: MicroBatch, device: str, mix: Mix | None = None) -> Batch:
+def _batch(
+    config: Config,
+    source: BatchSource,
+    micro_batch: MicroBatch,
+    device: str,
+    mix: Mix | None = None,
+) -> Batch:
     """One batch; no loader process is started for it."""
     options = replace(loader_options(config), num_workers=0)
     return next(iter(Loader(source, [micro_batch], device, options, mix=mix)))

@@ -1,4 +1,5 @@
-"""From the frozen config to what is shown of a run beside its losses: speeds, advice, a text that the model writes."""
+"""From the frozen config to what is shown of a run beside its losses: speeds, advice, a text that
+the model writes."""
 
 from __future__ import annotations
 
@@ -23,37 +24,61 @@ from ddp_train.training.loop import Job
 
 
 def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:
-    """What the speeds of a run are derived from. All processes must call it: all count operations, since a model's
-    forward pass may wait for all."""
-    task, gpu = job.module.task, config.device == "cuda"
+    """What the speeds of a run are derived from. All processes must call it: all count operations,
+    since a model's forward pass may wait for all."""
+    task = job.module.task
+    gpu = config.device == "cuda"
     unit = None if task.units_are_samples else task.unit
-    if not gpu or is_launch_bound(config) or config.data.batch_by == "tokens":  # there samples differ in cost
-        return Rates(unit)  # utilisation says nothing there, and counting calls the model and delays the first step
+    if (
+        not gpu or is_launch_bound(config) or config.data.batch_by == "tokens"
+    ):  # there samples differ in cost
+        return Rates(
+            unit
+        )  # utilisation says nothing there, and counting calls the model and delays the first step
     flops = flops_of_samples(job.module, source)
-    peak = peak_flops(torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32))
+    peak = peak_flops(
+        torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32)
+    )
     gpus = torch.cuda.device_count() if config.strategy.spreads_over_gpus else world.size
     return Rates(unit, flops, peak * gpus if peak else None)
 
 
 def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
-    """From the trained model to a text of `task.sample_tokens` tokens; None if none is asked for."""
+    """From the trained model to a text of `task.sample_tokens` tokens; None if none is asked
+    for."""
     count = getattr(config.task, "sample_tokens", 0)
     if not count:
         return None
     if not isinstance(source, TokenSource):
-        raise ConfigError([f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read; use 0"])
-    prompt, temperature = config.task.sample_prompt, config.task.sample_temperature
+        raise ConfigError(
+            [
+                f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read;"
+                " use 0"
+            ]
+        )
+    prompt = config.task.sample_prompt
+    temperature = config.task.sample_temperature
     if prompt and not source.words:
-        raise ConfigError([f"task.sample_prompt={prompt}: data=tokens needs data.tokenizer to read it; add that"])
+        raise ConfigError(
+            [f"task.sample_prompt={prompt}: data=tokens needs data.tokenizer to read it; add that"]
+        )
 
     first = [source.last_token, *(source.words.encode(prompt) if source.words else [])]
     if max(first) >= source.vocabulary:
-        has = f"has the token {max(first):,}, and the vocabulary ends with {source.vocabulary - 1:,}"
-        raise ConfigError([f"task.sample_prompt={prompt}: {has}; use the tokenizer that the data were made with"])
+        has = (
+            f"has the token {max(first):,}, and the vocabulary ends with {source.vocabulary - 1:,}"
+        )
+        raise ConfigError(
+            [f"task.sample_prompt={prompt}: {has}; use the tokenizer that the data were made with"]
+        )
 
     def write(model: nn.Module) -> str:
-        ids = write_tokens(model, first, count, source.length, source.vocabulary, temperature, config.seed)
-        return prompt + source.words.decode(ids) if source.words else " ".join(map(str, ids))
+        ids = write_tokens(
+            model, first, count, source.length, source.vocabulary, temperature, config.seed
+        )
+        if source.words:
+            return prompt + source.words.decode(ids)
+        return " ".join(map(str, ids))
 
     return write
 
@@ -67,5 +92,8 @@ def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[s
     if not names:
         return []
     some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    what = f"{counted(len(names), 'bias')} directly before a norm layer, which subtracts the mean again"
+    what = (
+        f"{counted(len(names), 'bias')} directly before a norm layer, which subtracts the mean"
+        " again"
+    )
     return [f"note: {what}: {some}; build such layers with bias=False"]

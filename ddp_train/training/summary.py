@@ -33,7 +33,10 @@ def write(run_dir: Path, summary: dict[str, Any]) -> None:
     try:
         write_json(run_dir / SUMMARY, summary)
     except OSError as error:
-        remedy = "free some space, and give the same command again: nothing is left to train, and the file is written"
+        remedy = (
+            "free some space, and give the same command again: nothing is left to train, and the"
+            " file is written"
+        )
         raise WriteError(f"{run_dir}: summary.json cannot be written: {error}", remedy) from error
 
 
@@ -46,10 +49,16 @@ class Summary:
     device: str
 
     def of_training(
-        self, job: Job, record: MetricsHook, select: SelectionHook, scores: Scores | None, test: Evaluation
+        self,
+        job: Job,
+        record: MetricsHook,
+        select: SelectionHook,
+        scores: Scores | None,
+        test: Evaluation,
     ) -> dict[str, Any]:
         """Of a run that trained."""
-        samples_seen, seconds = job.plan.samples_seen(job.step), record.seconds
+        samples_seen = job.plan.samples_seen(job.step)
+        seconds = record.seconds
         trained = sum(record.epoch_seconds) if scores else seconds
         return self.of(
             scores,
@@ -62,7 +71,9 @@ class Summary:
             seconds=seconds,
             samples_seen=samples_seen,
             epoch_seconds=record.epoch_seconds,
-            **(record.rates.of(samples_seen, record.units, trained) or {"samples_per_second": None}),
+            **(
+                record.rates.of(samples_seen, record.units, trained) or {"samples_per_second": None}
+            ),
             samples_per_second_with_evaluation=samples_seen / seconds if seconds else None,
             figures=record.hardware.summary(),
             recoveries=record.recoveries,
@@ -70,9 +81,11 @@ class Summary:
             steps_redone=sum(one["steps_redone"] for one in record.recoveries),
         )
 
-    def best_of(self, job: Job, select: SelectionHook, scores: Scores, test: Evaluation) -> dict[str, Any] | None:
-        """The best evaluation, and its checkpoint if that is kept: with the score of the test set, if the best was
-        found by another one."""
+    def best_of(
+        self, job: Job, select: SelectionHook, scores: Scores, test: Evaluation
+    ) -> dict[str, Any] | None:
+        """The best evaluation, and its checkpoint if that is kept: with the score of the test set,
+        if the best was found by another one."""
         best = select.best.as_dict()
         if best is None:
             return None
@@ -83,14 +96,20 @@ class Summary:
             if best["step"] == job.step:
                 found["test"] = scores["test"].as_dict()
             elif place:
-                found["test"] = (tested := averaging.scored_checkpoint(Path(place), test)) and tested.as_dict()
+                found["test"] = (
+                    tested := averaging.scored_checkpoint(Path(place), test)
+                ) and tested.as_dict()
         return found
 
     def of_use(
         self, model: nn.Module, used: dict[str, Any], seconds: float, **written: dict[str, Any]
     ) -> dict[str, Any]:
         """Of predictions or an export. used: the checkpoint. written: what was made with it."""
-        return self.facts("completed", model) | {"steps": used["step"], "seconds": seconds, "evaluated": used} | written
+        return (
+            self.facts("completed", model)
+            | {"steps": used["step"], "seconds": seconds, "evaluated": used}
+            | written
+        )
 
     def of(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
         """Of a run that scores. scores: None if it was stopped. numbers: further entries."""
@@ -98,8 +117,12 @@ class Summary:
         return {
             **self.facts("completed" if scores else "preempted", module.model),
             **numbers,
-            "better": {name: better.get(name, "min") for name in (scores["test"].metrics if scores else ())},
-            "validation": scores["validation"].as_dict() if scores and "validation" in scores else None,
+            "better": {
+                name: better.get(name, "min") for name in (scores["test"].metrics if scores else ())
+            },
+            "validation": (
+                scores["validation"].as_dict() if scores and "validation" in scores else None
+            ),
             "test": scores["test"].as_dict() if scores else None,
         }
 
@@ -110,6 +133,8 @@ class Summary:
             **described(self.config),
             **facts_of_start(self.run_dir),
             "parameters": parameter_counts(model),
-            "device_name": torch.cuda.get_device_name(self.device) if self.config.device == "cuda" else "cpu",
+            "device_name": (
+                torch.cuda.get_device_name(self.device) if self.config.device == "cuda" else "cpu"
+            ),
             "torch": torch.__version__,
         }

@@ -1,7 +1,7 @@
 """What a survivor saves: the state after a completed step, of all ranks.
 
-It takes weights and moments from its own memory, where they are those of all, and what each rank alone knows from
-`own_state`.
+It takes weights and moments from its own memory, where they are those of all, and what each rank
+alone knows from `own_state`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class EveryHook:
 
 
 class Survivor:
-    """Knows where the hooks are, and saves the state of a step if this process survives another one."""
+    """Knows where the hooks are, and saves the state of a step if this process survives another
+    one."""
 
     def __init__(
         self,
@@ -59,10 +60,15 @@ class Survivor:
         status: RankStatus,
         statuses: Sequence[RankStatus] = (),
     ) -> None:
-        """checkpoints: makes the snapshots of this run. own: what this rank alone knows. status: of this rank.
-        statuses: of all ranks; none if they cannot be seen from here."""
-        self.rank, self.run_dir, self.checkpoints, self.own = rank, run_dir, checkpoints, own
-        self.status, self.statuses, self.all_are_known = status, statuses, bool(statuses)
+        """checkpoints: makes the snapshots of this run. own: what this rank alone knows. status: of
+        this rank. statuses: of all ranks; none if they cannot be seen from here."""
+        self.rank = rank
+        self.run_dir = run_dir
+        self.checkpoints = checkpoints
+        self.own = own
+        self.status = status
+        self.statuses = statuses
+        self.all_are_known = bool(statuses)
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
         self.before_hooks: tuple[int, dict[str, Any]] = -1, {}
         """The last step after which hooks acted, and their state before they did."""
@@ -84,7 +90,8 @@ class Survivor:
         job.hooks = [EveryHook(before), *job.hooks, EveryHook(after)]
 
     def save(self, job: Job) -> bool:
-        """Whether the step is saved now. Raises NonFiniteLossError if a weight is not finite: nobody saves such."""
+        """Whether the step is saved now. Raises NonFiniteLossError if a weight is not finite:
+        nobody saves such."""
         snapshot = self.snapshot(job)
         if snapshot is None:
             return False
@@ -93,16 +100,24 @@ class Survivor:
         job.stepper.check_finite.check_weights(job.step)
         new = checkpoint.write(self.run_dir, snapshot, self.owner)
         for place in places(self.run_dir):  # of the deaths before, which no hook has removed yet
-            with contextlib.suppress(OSError, ValueError):  # what cannot be read was not written here
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # what cannot be read was not written here
                 if place < new and read_manifest(place).get(MARK):
-                    place.rename(place.with_name(f"{place.name}.part-old"))  # the next writer removes it
+                    place.rename(
+                        place.with_name(f"{place.name}.part-old")
+                    )  # the next writer removes it
         return True
 
     def _is_saved(self, step: int) -> bool:
         """Whether the ordinary checkpoint of this step is there, which knows its score."""
         place = place_of(self.run_dir, step)
         with contextlib.suppress(DataError, OSError, ValueError):
-            return place.is_dir() and not read_manifest(place).get(MARK) and bool(saved.find(str(place), place))
+            return (
+                place.is_dir()
+                and not read_manifest(place).get(MARK)
+                and bool(saved.find(str(place), place))
+            )
         return False
 
     def snapshot(self, job: Job) -> Snapshot | None:
@@ -111,18 +126,27 @@ class Survivor:
         known = [one for one in ranks if one]
         if len(known) < len(ranks):
             missing = [str(rank) for rank, one in enumerate(ranks) if one is None]
-            log.warning("step %d cannot be saved: rank %s had not begun to train", job.step, ", ".join(missing))
+            log.warning(
+                "step %d cannot be saved: rank %s had not begun to train",
+                job.step,
+                ", ".join(missing),
+            )
             return None
         begun, state_before = self.before_hooks
-        # Who died among the hooks, or before it wrote the checkpoint that they asked for, did not end them. Where they
-        # only make up for an evaluation, the state says so, and the lines of this step stay.
-        known_done = self.all_are_known and not any(one.acted < job.step or one.saving for one in self.statuses)
+        # Who died among the hooks, or before it wrote the checkpoint that they asked for, did not
+        # end them. Where they only make up for an evaluation, the state says so, and the lines of
+        # this step stay.
+        known_done = self.all_are_known and not any(
+            one.acted < job.step or one.saving for one in self.statuses
+        )
         owed = begun == job.step and not known_done
         # On a GPU hooks may have begun after a step that turned out to be none.
         state = state_before if owed or begun > job.step else self.checkpoints.state()
         if owed or self.reported != job.step:
             losses = [one.loss for one in known]
-            unreported = Mean(math.fsum(loss.sum for loss in losses), math.fsum(loss.units for loss in losses))
+            unreported = Mean(
+                math.fsum(loss.sum for loss in losses), math.fsum(loss.units for loss in losses)
+            )
             state = with_unreported(state, unreported)
         gathered = torch.empty(len(ranks) if job.strategy.buffers_differ else 1, 0)
         if buffers := known[self.rank].buffers:
@@ -132,10 +156,17 @@ class Survivor:
         floating = [number for number, buffer in enumerate(buffers) if buffer.is_floating_point()]
         if floating:
             gathered = torch.stack(
-                [torch.cat([one.buffers[number].double().flatten() for number in floating]) for one in known]
+                [
+                    torch.cat([one.buffers[number].double().flatten() for number in floating])
+                    for one in known
+                ]
             )
             set_buffers(job.module, gathered.mean(0))
-        average = job.stepper.average  # buffers are the same on all ranks then: no collective is needed
+        average = (
+            job.stepper.average
+        )  # buffers are the same on all ranks then: no collective is needed
         taken = average and averaging.taken(average, job.strategy, job.module, copies=True)
         again = owed and not state["record"]["owes_score"]
-        return self.checkpoints.snapshot(job, gathered, taken, state, {MARK: True, "hooks_owed": again, "test": None})
+        return self.checkpoints.snapshot(
+            job, gathered, taken, state, {MARK: True, "hooks_owed": again, "test": None}
+        )

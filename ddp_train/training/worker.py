@@ -1,4 +1,5 @@
-"""A worker process: joins the others, runs, reports its failure, and leaves with the right exit code."""
+"""A worker process: joins the others, runs, reports its failure, and leaves with the right exit
+code."""
 
 from __future__ import annotations
 
@@ -37,16 +38,17 @@ from ddp_train.training.failure_reporter import FailureReporter
 from ddp_train.training.run import Run
 
 WATCHED_SECONDS = 20 * 24 * 3600.0
-"""Of collectives, where our own launcher watches: it ends a run that hangs, and knows the culprit. Their clock goes on
-while a job is suspended (`scontrol suspend`), so that a shorter limit would end the job when it is resumed. As
-milliseconds it fits into 32 bits, in which a library may count."""
+"""Of collectives, where our own launcher watches: it ends a run that hangs, and knows the culprit.
+Their clock goes on while a job is suspended (`scontrol suspend`), so that a shorter limit would end
+the job when it is resumed. As milliseconds it fits into 32 bits, in which a library may count."""
 JOIN_SECONDS = 600.0
 """The longest that ranks under torchrun wait for rank 0's config."""
 log = logging.getLogger(__name__)
 
 
 def main() -> NoReturn:
-    """A worker of our own launcher, `python -m ddp_train.training.worker RUN_DIR`: the config is frozen already."""
+    """A worker of our own launcher, `python -m ddp_train.training.worker RUN_DIR`: the config is
+    frozen already."""
     tolerate_closed_streams()
     die_with_parent()
     import_from_working_folder()
@@ -59,12 +61,17 @@ def main() -> NoReturn:
         board, status = status_on_board(world)
         remedy = "start the same command again, and leave the run directory alone while it runs"
         gone = WriteError(f"{file} cannot be read as a process starts: {error.strerror}", remedy)
-        leave(status.leaving(FailureReporter(file.parent, {}, world, status, board).report(gone, None)))
+        leave(
+            status.leaving(
+                FailureReporter(file.parent, {}, world, status, board).report(gone, None)
+            )
+        )
     leave(run(config, world, lambda: open_store(world, config.launch.join_timeout_seconds)))
 
 
 def receive_config(world: World, text: str | None) -> tuple[Store, str]:
-    """A rank under torchrun: rank 0 brings the frozen config, the others wait for it. Leaves if there is none."""
+    """A rank under torchrun: rank 0 brings the frozen config, the others wait for it. Leaves if
+    there is none."""
     try:
         store = open_store(world, JOIN_SECONDS)
         text = share_config(store, world, text)
@@ -76,21 +83,34 @@ def receive_config(world: World, text: str | None) -> tuple[Store, str]:
     return store, text
 
 
-def run_under_torchrun(store: Store, world: World, argv: list[str], config: Config, text: str) -> NoReturn:
-    """Runs once all ranks of all hosts agree on command line, versions and config. text: the frozen config."""
+def run_under_torchrun(
+    store: Store, world: World, argv: list[str], config: Config, text: str
+) -> NoReturn:
+    """Runs once all ranks of all hosts agree on command line, versions and config. text: the frozen
+    config."""
 
     def store_after_preflight() -> Store:
-        agree(store, world, argv, Path(str(config.run_dir), FILE), text, config.launch.join_timeout_seconds)
+        agree(
+            store,
+            world,
+            argv,
+            Path(str(config.run_dir), FILE),
+            text,
+            config.launch.join_timeout_seconds,
+        )
         return store
 
     code = run(config, world, store_after_preflight)
-    if world.is_leader and config.mode == "train" and config.launch.page:  # there is no launcher of ours to do it
+    if (
+        world.is_leader and config.mode == "train" and config.launch.page
+    ):  # there is no launcher of ours to do it
         LivePage(Path(str(config.run_dir)), not_default(config)).write()
     leave(code)
 
 
 def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
-    """Trains or evaluates. Returns the exit code; reports what went wrong. get_store: may raise LaunchError."""
+    """Trains or evaluates. Returns the exit code; reports what went wrong. get_store: may raise
+    LaunchError."""
     run_dir = Path(str(config.run_dir))
     board, status = status_on_board(world)
     reporter = FailureReporter(run_dir, described(config), world, status, board)
@@ -115,7 +135,9 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
             record = collectives.record_file(run_dir, world.rank)
             status.on_hang = partial(flight_record.write, record, collectives.unfinished(record))
             display = Display(world.is_leader)
-            completed = Run(config, world, device, status, display, store, leave_by_itself, board).execute()
+            completed = Run(
+                config, world, device, status, display, store, leave_by_itself, board
+            ).execute()
             status.phase = heartbeat.END
         heartbeat.remove_empty_stacks(run_dir, world.rank)
         return status.leaving(0 if completed else SAVED)
@@ -135,7 +157,9 @@ def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
     except OSError as error:
         logging.getLogger().addHandler(logging.NullHandler())  # the report says it all
         remedy = "free space, or give permission to write there, and start the same command again"
-        raise WriteError(f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy) from error
+        raise WriteError(
+            f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy
+        ) from error
 
 
 def prepare_gpu(memory_history: bool, run_dir: Path, rank: int, device: str) -> None:
@@ -144,16 +168,20 @@ def prepare_gpu(memory_history: bool, run_dir: Path, rank: int, device: str) -> 
 
 
 def die_with_parent() -> None:
-    """Linux ends this process when the one that started it dies, even by SIGKILL: no worker is left behind."""
+    """Linux ends this process when the one that started it dies, even by SIGKILL: no worker is left
+    behind."""
     expected = launcher_pid()
     end_with_parent()
     if expected is not None and os.getppid() != expected:  # it died before we could ask
         os._exit(LaunchError.exit_code)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback per rank when torchrun hands Ctrl-C on
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # no traceback per rank when torchrun hands Ctrl-C on
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once. After a failure a process group is still open, and tearing torch down takes 0.7 s."""
+    """Ends this process at once. After a failure a process group is still open, and tearing torch
+    down takes 0.7 s."""
     for child in multiprocessing.active_children():
         child.kill()
     write_exit_code(code)

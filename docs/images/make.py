@@ -1,9 +1,11 @@
-"""Makes the pictures of the README from real runs: the page of a small sweep, and a terminal in mid-run.
+"""Makes the pictures of the README from real runs: the page of a small sweep, and a terminal in
+mid-run.
 
     python docs/images/make.py [report] [terminal]
 
-Needs Chromium for the page and tmux for the terminal (Debian: apt-get install chromium tmux). The sweep lies in
-build/pictures/sweep and is trained once, in a minute on two cores; the terminal takes 15 s on an idle machine.
+Needs Chromium for the page and tmux for the terminal (Debian: apt-get install chromium tmux). The
+sweep lies in build/pictures/sweep and is trained once, in a minute on two cores; the terminal takes
+15 s on an idle machine.
 """
 
 from __future__ import annotations
@@ -24,9 +26,15 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 WORK = ROOT / "build" / "pictures"
 SWEEP = (
-    "-m", "model=mlp", "optimizer.lr=0.01,0.03,0.1", "model.hidden=16,64", "seed=0,1,2", "launch.nproc_per_node=1",
-    "train.epochs=20", f"run_dir={(WORK / 'sweep').relative_to(ROOT)}",
-)  # fmt: skip
+    "-m",
+    "model=mlp",
+    "optimizer.lr=0.01,0.03,0.1",
+    "model.hidden=16,64",
+    "seed=0,1,2",
+    "launch.nproc_per_node=1",
+    "train.epochs=20",
+    f"run_dir={(WORK / 'sweep').relative_to(ROOT)}",
+)
 """Of the digits that scikit-learn brings: no download."""
 PAGE_SIZE = "1180,915"
 """Of the picture of the page, in pixels; the README shows it at about 850."""
@@ -51,13 +59,23 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 WIDTH HEIGHT">
 </g>
 </svg>
 """
-"""rich's own frame without its web font and its window buttons: an image on a page loads nothing."""
+"""rich's own frame without its web font and its window buttons: an image on a page loads
+nothing."""
 
 THEME = TerminalTheme(
-    (13, 17, 23), (230, 237, 243),
-    [(72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34), (88, 166, 255), (188, 140, 255), (57, 197, 207),
-     (177, 186, 196)],
-)  # fmt: skip
+    (13, 17, 23),
+    (230, 237, 243),
+    [
+        (72, 79, 88),
+        (255, 123, 114),
+        (63, 185, 80),
+        (210, 153, 34),
+        (88, 166, 255),
+        (188, 140, 255),
+        (57, 197, 207),
+        (177, 186, 196),
+    ],
+)
 
 
 def program(*names: str) -> str:
@@ -78,7 +96,11 @@ def report() -> None:
     flags.append("--virtual-time-budget=4000")  # the plots are drawn
     if os.geteuid() == 0:  # Chromium refuses to start its sandbox as root
         flags.append("--no-sandbox")
-    subprocess.run([browser, *flags, f"--screenshot={HERE / 'report.png'}", page.as_uri()], check=True, timeout=120)
+    subprocess.run(
+        [browser, *flags, f"--screenshot={HERE / 'report.png'}", page.as_uri()],
+        check=True,
+        timeout=120,
+    )
 
 
 def terminal() -> None:
@@ -89,7 +111,9 @@ def terminal() -> None:
     subprocess.run([*tmux, "new-session", "-d", *size, command], cwd=ROOT, check=True)
     try:
         deadline = time.monotonic() + 120
-        while WAIT_FOR not in (screen := subprocess.check_output([*tmux, "capture-pane", "-e", "-p"], text=True)):
+        while WAIT_FOR not in (
+            screen := subprocess.check_output([*tmux, "capture-pane", "-e", "-p"], text=True)
+        ):
             if time.monotonic() > deadline:
                 raise SystemExit(f"no {WAIT_FOR!r} on the screen:\n{screen}")
             time.sleep(0.05)
@@ -99,7 +123,9 @@ def terminal() -> None:
     text = Text.from_ansi(screen.rstrip("\n"))
     console.print(text, highlight=False)
     # rich draws a character in 12.2 x 24.4 units.
-    frame = SVG.replace("WIDTH", f"{COLUMNS * 12.2 + 24:.0f}").replace("HEIGHT", f"{len(text.split()) * 24.4 + 24:.0f}")
+    frame = SVG.replace("WIDTH", f"{COLUMNS * 12.2 + 24:.0f}").replace(
+        "HEIGHT", f"{len(text.split()) * 24.4 + 24:.0f}"
+    )
     console.save_svg(str(HERE / "terminal.svg"), theme=THEME, code_format=frame, unique_id="t")
 
 

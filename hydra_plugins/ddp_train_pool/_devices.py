@@ -1,4 +1,5 @@
-"""Devices that jobs of several sweeps, and of several users, share: a lock for each, which dies with its holder."""
+"""Devices that jobs of several sweeps, and of several users, share: a lock for each, which dies
+with its holder."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from typing import Any
 from hydra.errors import CompactHydraException
 
 FOLDERS = (Path("/run/lock"), Path("/tmp"))
-"""Where the folder of locks lies: in the first into which everybody may write. /run/lock is never swept by age."""
+"""Where the folder of locks lies: in the first into which everybody may write. /run/lock is never
+swept by age."""
 FOLDER = "hydra_pool"
 EVERYBODY = stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO | stat.S_ISVTX
 """Permissions of that folder, as those of /tmp: all may add files, and remove only their own."""
 
 
 class PoolError(CompactHydraException):
-    """What is wrong with devices, locks or settings, in words for the user, which Hydra prints without a traceback."""
+    """What is wrong with devices, locks or settings, in words for the user, which Hydra prints
+    without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Gpu:
     uuid: str
     model: str = ""
     parts: tuple[str, ...] = ()
-    """UUIDs of the MIG devices into which it is divided; a process can use one of these, and not the whole."""
+    """UUIDs of the MIG devices into which it is divided; a process can use one of these, and not
+    the whole."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -44,7 +48,8 @@ class Gpu:
 
 
 def visible_gpus(visible_devices: str | None) -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES allows, by UUID where NVML knows it, so that all sweeps mean the same one."""
+    """The GPUs that CUDA_VISIBLE_DEVICES allows, by UUID where NVML knows it, so that all sweeps
+    mean the same one."""
     present = present_gpus()
     if present is None:
         return _entries(visible_devices or "")
@@ -52,19 +57,23 @@ def visible_gpus(visible_devices: str | None) -> list[str]:
 
 
 def asked_gpus(devices: list[str]) -> list[str]:
-    """The devices of `hydra.launcher.devices` by UUID. A name that the driver does not know stays as it is."""
+    """The devices of `hydra.launcher.devices` by UUID. A name that the driver does not know stays
+    as it is."""
     present = present_gpus()
     if not present:
         return list(dict.fromkeys(devices))
     order = _order_of_numbers(",".join(devices), present)
     for device in devices:
         if device.isdigit() and int(device) >= len(order):
-            raise PoolError(f"hydra.launcher.devices: there is no GPU {device}; this host has {len(order)}")
+            raise PoolError(
+                f"hydra.launcher.devices: there is no GPU {device}; this host has {len(order)}"
+            )
     return named(",".join(devices), present, order)
 
 
 def present_gpus() -> list[Gpu] | None:
-    """All GPUs of this host, in the driver's order, which is that of their places on the bus; None without NVML."""
+    """All GPUs of this host, in the driver's order, which is that of their places on the bus; None
+    without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -74,13 +83,21 @@ def present_gpus() -> list[Gpu] | None:
     except pynvml.NVMLError:
         return []
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
+        ]
         return [
-            Gpu(str(pynvml.nvmlDeviceGetUUID(one)), str(pynvml.nvmlDeviceGetName(one)), _parts(pynvml, one))
+            Gpu(
+                str(pynvml.nvmlDeviceGetUUID(one)),
+                str(pynvml.nvmlDeviceGetName(one)),
+                _parts(pynvml, one),
+            )
             for one in handles
         ]
     except pynvml.NVMLError as error:
-        raise PoolError(f"the driver cannot list its GPUs: {error}; take a broken one out, or reset it") from None
+        raise PoolError(
+            f"the driver cannot list its GPUs: {error}; take a broken one out, or reset it"
+        ) from None
     finally:
         pynvml.nvmlShutdown()
 
@@ -97,9 +114,12 @@ def _parts(pynvml: Any, gpu: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def named(visible_devices: str | None, present: list[Gpu], order: list[str] | None = None) -> list[str]:
-    """Those of `present` that CUDA_VISIBLE_DEVICES names, by UUID. As CUDA does, it stops at the first number that is
-    none of a GPU, takes the beginning of a UUID for the whole, and a divided GPU for its first part.
+def named(
+    visible_devices: str | None, present: list[Gpu], order: list[str] | None = None
+) -> list[str]:
+    """Those of `present` that CUDA_VISIBLE_DEVICES names, by UUID. As CUDA does, it stops at the
+    first number that is none of a GPU, takes the beginning of a UUID for the whole, and a divided
+    GPU for its first part.
 
     order: what the numbers 0, 1, ... mean; None: the driver's order.
     """
@@ -124,8 +144,8 @@ def named(visible_devices: str | None, present: list[Gpu], order: list[str] | No
 def _order_of_numbers(names: str | None, present: list[Gpu]) -> list[str]:
     """What the numbers 0, 1, ... mean to CUDA, by UUID.
 
-    CUDA_DEVICE_ORDER=PCI_BUS_ID is the driver's order. CUDA's default puts faster GPUs first, by a rule that nobody has
-    written down: where GPUs differ, or are divided, CUDA itself is asked.
+    CUDA_DEVICE_ORDER=PCI_BUS_ID is the driver's order. CUDA's default puts faster GPUs first, by a
+    rule that nobody has written down: where GPUs differ, or are divided, CUDA itself is asked.
     """
     driver = [gpu.names[0] for gpu in present]
     by_number = any(entry.isdigit() for entry in _entries(names or ""))
@@ -135,8 +155,8 @@ def _order_of_numbers(names: str | None, present: list[Gpu]) -> list[str]:
     found = cuda_order()
     if not found:
         raise PoolError(
-            "this host has GPUs of several kinds, so that their numbers depend on CUDA, which did not answer; set "
-            "CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs: nvidia-smi -L"
+            "this host has GPUs of several kinds, so that their numbers depend on CUDA, which did"
+            " not answer; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs: nvidia-smi -L"
         )
     return found
 
@@ -150,18 +170,21 @@ whole = (ctypes.c_ubyte * 16)()
 for number in range(count.value):
     assert cuda.cuDeviceGet(ctypes.byref(device), number) == 0
     assert cuda.cuDeviceGetUuid(ctypes.byref(whole), device) == 0
-    known = cuda.cuDeviceGetUuid_v2(ctypes.byref(part), device) == 0 if hasattr(cuda, "cuDeviceGetUuid_v2") else False
+    known = hasattr(cuda, "cuDeviceGetUuid_v2")
+    known = known and cuda.cuDeviceGetUuid_v2(ctypes.byref(part), device) == 0
     divided = known and bytes(part) != bytes(whole)
     print(("MIG-" if divided else "GPU-") + str(uuid.UUID(bytes=bytes(part if divided else whole))))
 """
 
 
 def cuda_order() -> list[str]:
-    """All GPUs in CUDA's order, by UUID; empty if it cannot be asked. In a process of its own: after cuInit no child of
-    this one could use CUDA."""
+    """All GPUs in CUDA's order, by UUID; empty if it cannot be asked. In a process of its own:
+    after cuInit no child of this one could use CUDA."""
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
-        asked = subprocess.run([sys.executable, "-c", ASK_CUDA], env=env, capture_output=True, text=True, timeout=60)
+        asked = subprocess.run(
+            [sys.executable, "-c", ASK_CUDA], env=env, capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return []
     return asked.stdout.split() if asked.returncode == 0 else []
@@ -183,26 +206,31 @@ def default_folder() -> Path:
 class Locks:
     """A folder with a file for each device; who has flocked the file has the device.
 
-    Nothing is ever written into a file, so a link or a file that somebody else has put there can do no harm: links are
-    refused, and files are opened for reading. The kernel's fs.protected_regular forbids O_CREAT on others' files.
+    Nothing is ever written into a file, so a link or a file that somebody else has put there can do
+    no harm: links are refused, and files are opened for reading. The kernel's fs.protected_regular
+    forbids O_CREAT on others' files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._make_folder()
         try:
-            self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self.descriptor = os.open(
+                folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            )
         except OSError as error:
             raise PoolError(self._unusable(error.strerror or str(error))) from None
         facts = os.fstat(self.descriptor)
         others_write = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if others_write and not facts.st_mode & stat.S_ISVTX:
             self.close()
-            raise PoolError(self._unusable("others may remove files in it; it needs the sticky bit (chmod +t)"))
+            raise PoolError(
+                self._unusable("others may remove files in it; it needs the sticky bit (chmod +t)")
+            )
 
     def _make_folder(self) -> None:
-        """With the permissions of all from its first moment on. Whoever is first makes it; none can replace another's,
-        as rename(2) would do with a folder that is empty still."""
+        """With the permissions of all from its first moment on. Whoever is first makes it; none can
+        replace another's, as rename(2) would do with a folder that is empty still."""
         if os.path.lexists(self.folder):
             return
         try:
@@ -218,10 +246,14 @@ class Locks:
             raise PoolError(self._unusable(error.strerror or str(error))) from None
 
     def _unusable(self, why: str) -> str:
-        return f"hydra.launcher.lock_folder={self.folder}: {why}; name another: hydra.launcher.lock_folder=FOLDER"
+        return (
+            f"hydra.launcher.lock_folder={self.folder}: {why}; name another:"
+            " hydra.launcher.lock_folder=FOLDER"
+        )
 
     def take(self, device: str) -> int | None:
-        """A descriptor that holds the lock until it is closed by all who inherited it; None if somebody else has it."""
+        """A descriptor that holds the lock until it is closed by all who inherited it; None if
+        somebody else has it."""
         name = re.sub(r"[^\w.-]", "_", device) + ".lock"
         descriptor = self._open(name)
         try:
@@ -230,7 +262,10 @@ class Locks:
             os.close(descriptor)
             return None
         with contextlib.suppress(FileNotFoundError):
-            if os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_ino == os.fstat(descriptor).st_ino:
+            if (
+                os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_ino
+                == os.fstat(descriptor).st_ino
+            ):
                 return descriptor
         os.close(descriptor)  # the file was removed meanwhile: a lock on it says nothing
         return None
@@ -242,7 +277,9 @@ class Locks:
                 try:
                     descriptor = os.open(name, flags, dir_fd=self.descriptor)
                 except FileNotFoundError:
-                    descriptor = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=self.descriptor)
+                    descriptor = os.open(
+                        name, flags | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=self.descriptor
+                    )
                     os.fchmod(descriptor, 0o644)  # whatever the umask: others must be able to read
             except FileExistsError:  # another sweep was faster
                 continue
@@ -259,15 +296,19 @@ class Locks:
 
 
 class Devices:
-    """What jobs are given: devices under locks that all sweeps share, or without devices slots of this sweep alone."""
+    """What jobs are given: devices under locks that all sweeps share, or without devices slots of
+    this sweep alone."""
 
     def __init__(self, names: list[str], per_job: int, slots: int, folder: Path | None) -> None:
-        """names: the devices; none: `slots` jobs at a time. folder: of the locks; None: the one that all share."""
+        """names: the devices; none: `slots` jobs at a time. folder: of the locks; None: the one
+        that all share."""
         if len(names) < per_job:
             raise PoolError(
-                f"hydra.launcher.gpus_per_trial={per_job}: there are {len(names)} devices; use at most that many"
+                f"hydra.launcher.gpus_per_trial={per_job}: there are {len(names)} devices; use at"
+                " most that many"
             )
-        self.names, self.per_job = names, per_job
+        self.names = names
+        self.per_job = per_job
         self.at_once = len(names) // per_job if per_job else slots
         self.locks = Locks(folder or default_folder()) if per_job else None
 
@@ -275,7 +316,8 @@ class Devices:
     def offered(self, taken: set[str]) -> Iterator[tuple[list[str], list[int]] | None]:
         """As many free devices as a job needs, with their locks; None while there are not enough.
 
-        taken: those that jobs of this sweep have. Locks that are left in the list at the end are let go of.
+        taken: those that jobs of this sweep have. Locks that are left in the list at the end are
+        let go of.
         """
         found: list[str] = []
         held: list[int] = []

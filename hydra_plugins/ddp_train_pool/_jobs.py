@@ -1,4 +1,5 @@
-"""One job of a sweep in a process of its own: forked, so that neither the application nor its config is pickled."""
+"""One job of a sweep in a process of its own: forked, so that neither the application nor its
+config is pickled."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from typing import IO, Any, NoReturn
 
 from hydra.core.utils import JobReturn, JobStatus
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+# linux/prctl.h
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Pruned(float):
-    """What a job returns that was ended because others were better by then: the last value of its objective."""
+    """What a job returns that was ended because others were better by then: the last value of its
+    objective."""
 
 
 class SweepEnd(SystemExit):
@@ -47,7 +51,8 @@ class Job:
     exit_code: int | None = None
     """Negative for a signal; None while it runs."""
     locks: list[int] = field(default_factory=list)
-    """Of its devices. Its forked processes have them too, but those that it starts by exec do not."""
+    """Of its devices. Its forked processes have them too, but those that it starts by exec do
+    not."""
 
     def poll(self) -> bool:
         """Whether it has ended."""
@@ -75,21 +80,33 @@ class Job:
             return pickle.load(self.result)
         except Exception:  # noqa: BLE001  nothing, or half of it: the process was killed
             code = self.exit_code or 0
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
+            else:
+                how = f"exited with code {code}"
             return failed(JobFailedError(f"job {self.number} {how}, without a result"), overrides)
         finally:
             self.result.close()
 
 
 def start(
-    number: int, devices: list[str], run: Callable[[], JobReturn], output: Path | None, locks_of_others: list[int]
+    number: int,
+    devices: list[str],
+    run: Callable[[], JobReturn],
+    output: Path | None,
+    locks_of_others: list[int],
 ) -> Job:
-    """Forks a process that runs a job with CUDA_VISIBLE_DEVICES=devices (none: as it is). output: where all that it
-    prints goes. locks_of_others: of the devices of other jobs, which this one must not hold."""
-    parent, result = os.getpid(), os.fdopen(os.memfd_create("result"), "w+b")  # a disk may be full
+    """Forks a process that runs a job with CUDA_VISIBLE_DEVICES=devices (none: as it is). output:
+    where all that it prints goes. locks_of_others: of the devices of other jobs, which this one
+    must not hold."""
+    # a disk may be full
+    parent = os.getpid()
+    result = os.fdopen(os.memfd_create("result"), "w+b")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes now is for this process's handlers
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, SIGNALS
+    )  # one that comes now is for this process's handlers
     try:
         pid = os.fork()
         if not pid:
@@ -105,7 +122,11 @@ def start(
 
 
 def _run(
-    parent: int, devices: list[str], run: Callable[[], JobReturn], output: Path | None, result: IO[bytes]
+    parent: int,
+    devices: list[str],
+    run: Callable[[], JobReturn],
+    output: Path | None,
+    result: IO[bytes],
 ) -> NoReturn:
     """The new process, to its end."""
     code = 1
@@ -115,7 +136,10 @@ def _run(
         _prctl(PR_SET_CHILD_SUBREAPER, 1)  # whose parent is alive is nobody's orphan: see `adopted`
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+                signal.signal(
+                    number,
+                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
+                )
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if os.getppid() != parent:  # it died before the request above
             os._exit(1)
@@ -149,7 +173,8 @@ def _run(
 
 
 def _is_of_interrupt(error: Any) -> bool:
-    """Whether it came of Ctrl-C: what that leaves half done, in OmegaConf for one, may raise another error."""
+    """Whether it came of Ctrl-C: what that leaves half done, in OmegaConf for one, may raise
+    another error."""
     while isinstance(error, BaseException) and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return isinstance(error, KeyboardInterrupt)
@@ -170,10 +195,14 @@ def _tell(returned: JobReturn, result: IO[bytes]) -> int:
     except Exception as error:  # noqa: BLE001  whatever a job returns, or raises
         value = returned._return_value
         if returned.status == JobStatus.FAILED:
-            returned._return_value = JobFailedError("".join(traceback.format_exception_only(value)).strip())
+            returned._return_value = JobFailedError(
+                "".join(traceback.format_exception_only(value)).strip()
+            )
         else:
             returned.status = JobStatus.FAILED
-            returned._return_value = JobFailedError(f"what the job returned cannot be pickled: {error}")
+            returned._return_value = JobFailedError(
+                f"what the job returned cannot be pickled: {error}"
+            )
         text = pickle.dumps(returned)
     result.write(text)
     result.flush()
@@ -189,7 +218,8 @@ def _redirect(output: Path) -> None:
 
 
 def _reseed() -> None:
-    """As in a new interpreter: forked jobs would draw the same numbers. Python itself reseeds `random`."""
+    """As in a new interpreter: forked jobs would draw the same numbers. Python itself reseeds
+    `random`."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -201,8 +231,13 @@ def cannot_fork() -> str:
     """Why jobs cannot be forked from this process; empty if they can."""
     torch: Any = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
-        return "CUDA is initialized in this process, which no fork survives; use the GPU inside of the job alone"
-    return "" if sys.platform == "linux" else "hydra/launcher=pool needs Linux"
+        return (
+            "CUDA is initialized in this process, which no fork survives; use the GPU inside of the"
+            " job alone"
+        )
+    if sys.platform == "linux":
+        return ""
+    return "hydra/launcher=pool needs Linux"
 
 
 def adopt(yes: bool) -> None:
@@ -211,8 +246,8 @@ def adopt(yes: bool) -> None:
 
 
 def end_adopted(keep: set[int]) -> None:
-    """Kills all children of this process but `keep`, and waits for their end. Each job adopts its own orphans, so these
-    are of dead jobs; children of theirs come here as they end."""
+    """Kills all children of this process but `keep`, and waits for their end. Each job adopts its
+    own orphans, so these are of dead jobs; children of theirs come here as they end."""
     while left := children() - keep:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):

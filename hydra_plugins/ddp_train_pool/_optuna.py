@@ -1,4 +1,5 @@
-"""Optuna's study behind `hydra/sweeper=pool_optuna`: its journal, what is drawn from which words, ask and tell."""
+"""Optuna's study behind `hydra/sweeper=pool_optuna`: its journal, what is drawn from which words,
+ask and tell."""
 
 from __future__ import annotations
 
@@ -36,32 +37,44 @@ NAME_ANOTHER = "name another directory, or another file: hydra.sweeper.storage=F
 OVERRIDES = "overrides"
 """Attribute of a trial: the words of its job, by which a later start goes on with it."""
 ASKED = "asked"
-"""Attribute of a study: its words, fixed and drawn. Results under other words are those of another study."""
+"""Attribute of a study: its words, fixed and drawn. Results under other words are those of another
+study."""
 DRAWN = "(drawn)"
 LINE = b'{"op_code"'
 """How each line of Optuna's journal begins."""
 RESEEDED = ("tpe", "random")
-"""Samplers that draw from a stream. With `seed` each trial has a stream of its own: a later start goes on with the
-draws that an undisturbed one has, and repeats none. A quasi-random sequence has its place in the study itself."""
+"""Samplers that draw from a stream. With `seed` each trial has a stream of its own: a later start
+goes on with the draws that an undisturbed one has, and repeats none. A quasi-random sequence has
+its place in the study itself."""
 
 
 class Journal(BaseJournalBackend):
-    """The file of Optuna's journal storage, for one process, which locks it. Half a line, of a process that was killed,
-    goes; lines for which there is no room on the disk wait for the next ones."""
+    """The file of Optuna's journal storage, for one process, which locks it. Half a line, of a
+    process that was killed, goes; lines for which there is no room on the disk wait for the next
+    ones."""
 
     def __init__(self, path: Path) -> None:
         """Raises PoolError, OSError, and ValueError for a file that is no journal."""
-        self.path, self.told = path, False
+        self.path = path
+        self.told = False
         self.file = path.open("a+b", buffering=0)
         try:
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not of the jobs too, as that of flock would be
+            fcntl.lockf(
+                self.file, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # not of the jobs too, as that of flock would be
         except (BlockingIOError, PermissionError):
             self.file.close()
-            raise PoolError(f"{path}: another sweep has this study; wait for it, or {NAME_ANOTHER}") from None
+            raise PoolError(
+                f"{path}: another sweep has this study; wait for it, or {NAME_ANOTHER}"
+            ) from None
         self.file.seek(0)
         *whole, half = self.file.read().split(b"\n")
-        if not half.startswith(LINE[: len(half)]) or any(not line.startswith(LINE) for line in whole):
-            raise ValueError("it has other lines")  # somebody's file, of which nothing may be cut off
+        if not half.startswith(LINE[: len(half)]) or any(
+            not line.startswith(LINE) for line in whole
+        ):
+            raise ValueError(
+                "it has other lines"
+            )  # somebody's file, of which nothing may be cut off
         self.logs: list[dict[str, Any]] = [json.loads(line) for line in whole]
         if half:
             self.file.truncate(sum(len(line) + 1 for line in whole))
@@ -74,7 +87,9 @@ class Journal(BaseJournalBackend):
         logs = json.loads(json.dumps(logs))  # as they are read again
         self.logs += logs
         self.waiting += logs
-        text = b"".join(json.dumps(entry, separators=(",", ":")).encode() + b"\n" for entry in self.waiting)
+        text = b"".join(
+            json.dumps(entry, separators=(",", ":")).encode() + b"\n" for entry in self.waiting
+        )
         try:
             begin = self.file.seek(0, os.SEEK_END)
             try:
@@ -106,10 +121,15 @@ def open_study(path: Path, name: str, direction: str, pruner: Mapping[str, Any])
         )
     except (OSError, KeyError, TypeError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise PoolError(f"{path}: cannot be the journal of a study: {why}; {NAME_ANOTHER}") from None
+        raise PoolError(
+            f"{path}: cannot be the journal of a study: {why}; {NAME_ANOTHER}"
+        ) from None
     if study.direction.name.lower() != direction:
         before = study.direction.name.lower()
-        raise PoolError(f"hydra.sweeper.direction={direction}: {path} is of a study that has {before}; {NAME_ANOTHER}")
+        raise PoolError(
+            f"hydra.sweeper.direction={direction}: {path} is of a study that has {before};"
+            f" {NAME_ANOTHER}"
+        )
     return study
 
 
@@ -150,8 +170,13 @@ def _made(kind: str, classes: Mapping[str, Any], given: Mapping[str, Any]) -> An
 
 
 def _unusable(kind: str, given: Mapping[str, Any], error: Exception) -> str:
-    shown = ", ".join(f"hydra.sweeper.{kind}.{name}={value}" for name, value in given.items() if name != "name")
-    return f"hydra/sweeper/{kind}={given.get('name')}: {str(error).rstrip('.')}; it was given {shown or 'no arguments'}"
+    shown = ", ".join(
+        f"hydra.sweeper.{kind}.{name}={value}" for name, value in given.items() if name != "name"
+    )
+    return (
+        f"hydra/sweeper/{kind}={given.get('name')}: {str(error).rstrip('.')}; it was given"
+        f" {shown or 'no arguments'}"
+    )
 
 
 def drawn_from(words: Sequence[Override]) -> dict[str, BaseDistribution]:
@@ -159,7 +184,10 @@ def drawn_from(words: Sequence[Override]) -> dict[str, BaseDistribution]:
     found = {key: distribution(word) for key, word in _last(words).items()}
     drawn = {key: one for key, one in found.items() if one is not None}
     if not drawn:
-        raise PoolError("hydra/sweeper=pool_optuna: nothing to draw; give a key an interval(...) or several values")
+        raise PoolError(
+            "hydra/sweeper=pool_optuna: nothing to draw; give a key an interval(...) or several"
+            " values"
+        )
     return drawn
 
 
@@ -167,14 +195,20 @@ def _last(words: Sequence[Override]) -> dict[str, Override]:
     return {word.get_key_element().lstrip("+"): word for word in words}
 
 
-def try_out(words: Sequence[Override], sampler: Mapping[str, Any], pruner: Mapping[str, Any]) -> None:
-    """Draws a trial of a study that is thrown away: Optuna looks at some arguments only then. Raises PoolError."""
+def try_out(
+    words: Sequence[Override], sampler: Mapping[str, Any], pruner: Mapping[str, Any]
+) -> None:
+    """Draws a trial of a study that is thrown away: Optuna looks at some arguments only then.
+    Raises PoolError."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)  # what it warns of it says again
-    drawn, kind, given = drawn_from(words), "sampler", sampler
+    drawn = drawn_from(words)
+    kind = "sampler"
+    given = sampler
     study = optuna.create_study(sampler=made_sampler(sampler), pruner=made_pruner(pruner))
     try:
         trial = study.ask(drawn)
-        kind, given = "pruner", pruner
+        kind = "pruner"
+        given = pruner
         trial.report(0.0, 1)
         trial.should_prune()
     except (KeyError, TypeError, ValueError, ImportError) as error:
@@ -182,8 +216,8 @@ def try_out(words: Sequence[Override], sampler: Mapping[str, Any], pruner: Mappi
 
 
 def distribution(override: Override) -> BaseDistribution | None:
-    """What a word draws from; None: it is fixed. As hydra-optuna-sweeper reads it, but that the end of a range is left
-    out, as everywhere in Hydra. Raises PoolError."""
+    """What a word draws from; None: it is fixed. As hydra-optuna-sweeper reads it, but that the end
+    of a range is left out, as everywhere in Hydra. Raises PoolError."""
     if not override.is_sweep_override():
         return None
     try:
@@ -195,7 +229,10 @@ def distribution(override: Override) -> BaseDistribution | None:
 def _of_sweep(override: Override) -> BaseDistribution:
     value = override.value()
     if isinstance(value, IntervalSweep):
-        kind = IntDistribution if isinstance(value.start, int) and isinstance(value.end, int) else FloatDistribution
+        if isinstance(value.start, int) and isinstance(value.end, int):
+            kind = IntDistribution
+        else:
+            kind = FloatDistribution
         return kind(value.start, value.end, log="log" in value.tags)  # type: ignore
     if isinstance(value, RangeSweep) and not value.shuffle:
         numbers = sorted(value.range())
@@ -211,15 +248,25 @@ def _shown(override: Override) -> str:
 
 
 class Draws:
-    """The jobs that a study asks for. One that is open in it was cut off with an earlier start, and comes first."""
+    """The jobs that a study asks for. One that is open in it was cut off with an earlier start, and
+    comes first."""
 
     def __init__(
-        self, study: optuna.Study, words: Sequence[Override], sampler: dict[str, Any], n_trials: int,
-        n_jobs: int | None, launcher: PoolLauncher,
-    ) -> None:  # fmt: skip
-        self.study, self.n_trials, self.n_jobs, self.launcher = study, n_trials, n_jobs, launcher
+        self,
+        study: optuna.Study,
+        words: Sequence[Override],
+        sampler: dict[str, Any],
+        n_trials: int,
+        n_jobs: int | None,
+        launcher: PoolLauncher,
+    ) -> None:
+        self.study = study
+        self.n_trials = n_trials
+        self.n_jobs = n_jobs
+        self.launcher = launcher
         self.sampler = sampler
-        self.distributions, last = drawn_from(words), _last(words)
+        self.distributions = drawn_from(words)
+        last = _last(words)
         self.keys = {key: word.get_key_element() for key, word in last.items()}
         """As they were typed: `+x` adds a key."""
         self.fixed = [
@@ -246,9 +293,12 @@ class Draws:
             print(f"note: the study has {self.count} of {n_trials} trials, {rule}", file=sys.stderr)
 
     def _go_on(self) -> None:
-        """Refuses a study of other words: its results would be shown as those of these. Raises PoolError."""
+        """Refuses a study of other words: its results would be shown as those of these. Raises
+        PoolError."""
         compared = self.launcher.tell("compared", self.fixed, default=self.fixed)
-        asked = dict(word.lstrip("+").split("=", 1) for word in compared) | dict.fromkeys(self.distributions, DRAWN)
+        asked = dict(word.lstrip("+").split("=", 1) for word in compared) | dict.fromkeys(
+            self.distributions, DRAWN
+        )
         before = self.study.user_attrs.get(ASKED)
         if before is None:
             self.study.set_user_attr(ASKED, asked)
@@ -256,13 +306,20 @@ class Draws:
         for key in sorted({*asked, *before}):
             mine, its = (f"{key}={of[key]}" if key in of else f"no {key}" for of in (asked, before))
             if mine != its:
-                raise PoolError(f"{mine}: the study that would go on has {its}; give the same words, or {NAME_ANOTHER}")
+                raise PoolError(
+                    f"{mine}: the study that would go on has {its}; give the same words, or"
+                    f" {NAME_ANOTHER}"
+                )
         for trial in self.study.get_trials(deepcopy=False):
             for key in trial.distributions.keys() & self.distributions.keys():
                 try:
-                    check_distribution_compatibility(trial.distributions[key], self.distributions[key])
+                    check_distribution_compatibility(
+                        trial.distributions[key], self.distributions[key]
+                    )
                 except ValueError as error:
-                    raise PoolError(f"{key}: {error}; what is drawn from has changed: {NAME_ANOTHER}") from None
+                    raise PoolError(
+                        f"{key}: {error}; what is drawn from has changed: {NAME_ANOTHER}"
+                    ) from None
 
     def ask(self) -> tuple[int, list[str]] | None:
         if self.n_jobs is not None and len(self.running) >= self.n_jobs:
@@ -273,7 +330,11 @@ class Draws:
             self.study.sampler = self._sampler()
             trial = self.study.ask(self.distributions)
             words = [
-                f"{self.keys[name]}={value!r}" if isinstance(value, float) else f"{self.keys[name]}={value}"
+                (
+                    f"{self.keys[name]}={value!r}"
+                    if isinstance(value, float)
+                    else f"{self.keys[name]}={value}"
+                )
                 for name, value in trial.params.items()
             ]
             trial.set_user_attr(OVERRIDES, words)
@@ -309,8 +370,12 @@ class Draws:
         value = returned._return_value
         if isinstance(value, SweepEnd):
             raise value
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        completed = returned.status == JobStatus.COMPLETED and is_number and not isinstance(value, Pruned)
+        is_number = (
+            isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        )
+        completed = (
+            returned.status == JobStatus.COMPLETED and is_number and not isinstance(value, Pruned)
+        )
         if completed:
             self.study.tell(number, float(value))  # type: ignore
         elif isinstance(value, Pruned) or number in self.pruned:

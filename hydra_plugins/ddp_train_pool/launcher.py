@@ -1,5 +1,7 @@
-"""The launcher that Hydra finds: starts jobs while devices are free, waits, and hands signals on."""
-# No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where dataclasses look.
+"""The launcher that Hydra finds: starts jobs while devices are free, waits, and hands signals
+on."""
+# No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where
+# dataclasses look.
 
 import contextlib
 import logging
@@ -15,7 +17,14 @@ from typing import Any, Protocol
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, run_job, setup_globals
+from hydra.core.utils import (
+    JobReturn,
+    JobStatus,
+    configure_log,
+    filter_overrides,
+    run_job,
+    setup_globals,
+)
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, open_dict
@@ -25,7 +34,8 @@ from hydra_plugins.ddp_train_pool._devices import Devices, PoolError, asked_gpus
 
 log = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
-"""Between two looks for devices that other sweeps have given back. The end of an own job is noticed at once."""
+"""Between two looks for devices that other sweeps have given back. The end of an own job is noticed
+at once."""
 TELL_SECONDS = 5.0
 """Without a device, until the terminal is told."""
 Running = dict[int, tuple[_jobs.Job, list[str]]]
@@ -38,7 +48,8 @@ ALONE = -1
 class PoolConf:
     _target_: str = "hydra_plugins.ddp_train_pool.launcher.PoolLauncher"
     gpus_per_trial: int | None = None
-    """GPUs of each job; None: one if there are any; 0: none, and `processes_at_once` says how many jobs."""
+    """GPUs of each job; None: one if there are any; 0: none, and `processes_at_once` says how many
+    jobs."""
     processes_at_once: int = 1
     """Jobs at a time that use no GPU."""
     devices: list[str] | None = None
@@ -51,20 +62,24 @@ class PoolConf:
     """A file in the directory of each job for all that it prints; None: the terminal."""
 
 
-ConfigStore.instance().store(group="hydra/launcher", name="pool", node=PoolConf, provider="ddp_train_pool")
+ConfigStore.instance().store(
+    group="hydra/launcher", name="pool", node=PoolConf, provider="ddp_train_pool"
+)
 
 
 class Source(Protocol):
     """Where jobs come from, each under a number of the source's own."""
 
     def ask(self) -> tuple[int, list[str]] | None:
-        """The number and the overrides of a job that may start now; None: none. Asked again when one has ended."""
+        """The number and the overrides of a job that may start now; None: none. Asked again when
+        one has ended."""
         ...
 
     def ended(self, number: int, returned: JobReturn) -> None: ...
 
     def to_stop(self, running: dict[int, int]) -> list[int]:
-        """The jobs that get SIGTERM. running: their numbers, and those that the application knows them by."""
+        """The jobs that get SIGTERM. running: their numbers, and those that the application knows
+        them by."""
         ...
 
 
@@ -88,14 +103,16 @@ class Listed:
 class PoolLauncher(Launcher):
     """Runs each job in a process of its own, as many at a time as there are free devices.
 
-    The object whose method the application's function is may have methods, which are called in the process that starts
-    the jobs: `before_jobs()`; `job_number(number, overrides)`, once for each job before it starts: the number, and so
-    the folder, that it gets; `known_value(number, overrides)`: what it would return, if that is known already, and None
-    if it must run; `job_started(number, overrides, devices)`; `while_waiting()`, ten times a second; `job_ended(number,
-    overrides, JobReturn, exit_code, seconds)`; `job_alone()`: the number and the overrides of a job that runs alone
-    after all others, or None; `refused(problem)`: says why the sweep cannot run, or go on, and returns the exit code.
-    What hydra/sweeper=pool_optuna calls stands there. A signal goes to all jobs, is waited for, and is raised again at
-    the end; the third one kills them.
+    The object whose method the application's function is may have methods, which are called in the
+    process that starts the jobs: `before_jobs()`; `job_number(number, overrides)`, once for each
+    job before it starts: the number, and so the folder, that it gets; `known_value(number,
+    overrides)`: what it would return, if that is known already, and None if it must run;
+    `job_started(number, overrides, devices)`; `while_waiting()`, ten times a second;
+    `job_ended(number, overrides, JobReturn, exit_code, seconds)`; `job_alone()`: the number and the
+    overrides of a job that runs alone after all others, or None; `refused(problem)`: says why the
+    sweep cannot run, or go on, and returns the exit code. What hydra/sweeper=pool_optuna calls
+    stands there. A signal goes to all jobs, is waited for, and is raised again at the end; the
+    third one kills them.
     """
 
     def __init__(
@@ -108,7 +125,8 @@ class PoolLauncher(Launcher):
         output: str | None,
     ) -> None:
         super().__init__()
-        self.gpus_per_trial, self.processes_at_once = gpus_per_trial, processes_at_once
+        self.gpus_per_trial = gpus_per_trial
+        self.processes_at_once = processes_at_once
         self.devices = None if devices is None else [str(device) for device in devices]
         self.lock_folder = Path(lock_folder).expanduser() if lock_folder else None
         self.start_delay_seconds = start_delay_seconds
@@ -116,10 +134,16 @@ class PoolLauncher(Launcher):
         self.received: list[int] = []
         self.handed_on = 0
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.hydra_context = hydra_context
+        self.task_function = task_function
+        self.config = config
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
         listed = Listed(job_overrides, initial_job_idx)
         with self.refusing():
             self.launch_from(listed, len(job_overrides))
@@ -136,7 +160,8 @@ class PoolLauncher(Launcher):
             raise _jobs.SweepEnd(code) from None
 
     def launch_from(self, source: Source, count: int) -> None:
-        """Runs what `source` has, one job as soon as there are devices for it. count: of jobs, for the log."""
+        """Runs what `source` has, one job as soon as there are devices for it. count: of jobs, for
+        the log."""
         setup_globals()
         HydraConfig.instance().set_config(self.config)  # for what `tell` calls; a job sets its own
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
@@ -148,7 +173,9 @@ class PoolLauncher(Launcher):
             log.info("Launching %d jobs, at most %d at a time", count, pool.at_once)
             self.tell("before_jobs")
             self._run_all(pool, source)
-        if self.received:  # for whoever listened before: KeyboardInterrupt, or the end of this process
+        if (
+            self.received
+        ):  # for whoever listened before: KeyboardInterrupt, or the end of this process
             signal.raise_signal(self.received[0])
 
     def _pool(self) -> Devices:
@@ -172,8 +199,13 @@ class PoolLauncher(Launcher):
 
     def _run_all(self, pool: Devices, source: Source) -> None:
         running: Running = {}
-        keep, last_start, ready = _jobs.children(), -self.start_delay_seconds, None
-        asked, overrides, last_end, told = 0, list[str](), time.monotonic(), False
+        keep = _jobs.children()
+        last_start = -self.start_delay_seconds
+        ready = None
+        asked = 0
+        overrides = list[str]()
+        last_end = time.monotonic()
+        told = False
         _jobs.adopt(True)
         try:
             while True:
@@ -184,7 +216,12 @@ class PoolLauncher(Launcher):
                     if isinstance(ready, JobReturn):
                         ready = source.ended(asked, ready)
                         continue
-                elif not running and ready is None and not self.received and (drawn := self.tell("job_alone")):
+                elif (
+                    not running
+                    and ready is None
+                    and not self.received
+                    and (drawn := self.tell("job_alone"))
+                ):
                     asked, (number, overrides) = ALONE, drawn
                     ready = number, self._composed(number, overrides)
                 is_due = may_start and time.monotonic() >= last_start + self.start_delay_seconds
@@ -198,10 +235,15 @@ class PoolLauncher(Launcher):
                 if not running and not told and time.monotonic() > last_end + TELL_SECONDS:
                     told = True
                     names = ", ".join(pool.names)
-                    print(f"note: waits for {pool.per_job} of {names}: other sweeps have them", file=sys.stderr)
+                    print(
+                        f"note: waits for {pool.per_job} of {names}: other sweeps have them",
+                        file=sys.stderr,
+                    )
                 self._wait([job for job, _ in running.values()])
                 self.tell("while_waiting")
-                for number in source.to_stop({number: job.number for number, (job, _) in running.items()}):
+                for number in source.to_stop(
+                    {number: job.number for number, (job, _) in running.items()}
+                ):
                     running[number][0].send(signal.SIGTERM)
                 for number, (job, words) in list(running.items()):
                     if job.poll():
@@ -209,7 +251,8 @@ class PoolLauncher(Launcher):
                         last_end = time.monotonic()
                         _jobs.end_adopted(keep | {other.pid for other, _ in running.values()})
                         job.free_devices()
-                        returned, seconds = job.returned(words), time.monotonic() - job.started
+                        returned = job.returned(words)
+                        seconds = time.monotonic() - job.started
                         log.info("\t#%d ended after %.1f s", job.number, seconds)
                         self.tell("job_ended", job.number, words, returned, job.exit_code, seconds)
                         if number != ALONE:
@@ -224,8 +267,8 @@ class PoolLauncher(Launcher):
             _jobs.adopt(False)
 
     def _make_ready(self, number: int, overrides: list[str]) -> tuple[int, DictConfig] | JobReturn:
-        """The number and the config of a job; its result, if that is known, or if the config cannot be composed, which
-        ends no other job."""
+        """The number and the config of a job; its result, if that is known, or if the config cannot
+        be composed, which ends no other job."""
         number = self.tell("job_number", number, overrides, default=number)
         if (known := self.tell("known_value", number, overrides)) is not None:
             returned = JobReturn(overrides=overrides, status=JobStatus.COMPLETED)
@@ -245,21 +288,33 @@ class PoolLauncher(Launcher):
             config.hydra.job.id = config.hydra.job.num = number
         return config
 
-    def _start(self, pool: Devices, number: int, config: DictConfig, overrides: list[str], running: Running) -> Any:
+    def _start(
+        self, pool: Devices, number: int, config: DictConfig, overrides: list[str], running: Running
+    ) -> Any:
         """The job, if there are devices for it."""
-        with pool.offered({device for job, _ in running.values() for device in job.devices}) as offer:
+        with pool.offered(
+            {device for job, _ in running.values() for device in job.devices}
+        ) as offer:
             if offer is None:
                 return None
-            folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)) if self.output else None
+            if self.output:
+                folder = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
+            else:
+                folder = None
             output = folder and folder / str(self.output)
             of_others = [lock for job, _ in running.values() for lock in job.locks]
             try:
-                job = _jobs.start(number, offer[0], lambda: self._run_job(config), output, of_others)
+                job = _jobs.start(
+                    number, offer[0], lambda: self._run_job(config), output, of_others
+                )
             except OSError as error:
                 if not running:
                     raise PoolError(f"job {number} cannot be started: {error}") from None
                 return None  # no memory, or no processes left, until another one has ended
-            job.locks, offer[1][:] = offer[1][:], []  # kept here, for its processes that do not hold them
+            job.locks, offer[1][:] = (
+                offer[1][:],
+                [],
+            )  # kept here, for its processes that do not hold them
             log.info("\t#%d : %s", number, " ".join([*filter_overrides(overrides), *offer[0]]))
             return job
 
@@ -275,7 +330,8 @@ class PoolLauncher(Launcher):
 
     def _wait(self, running: list[_jobs.Job]) -> None:
         """For the end of a job, at most POLL_SECONDS; a signal ends it too."""
-        poller, opened = select.poll(), []
+        poller = select.poll()
+        opened = []
         try:
             for job in running:
                 opened.append(os.pidfd_open(job.pid))
@@ -293,7 +349,9 @@ class PoolLauncher(Launcher):
     def _listening(self) -> Iterator[None]:
         """Records signals, and restores what was there before."""
         before = {number: signal.getsignal(number) for number in _jobs.SIGNALS}
-        heeded = [number for number, handler in before.items() if handler != signal.SIG_IGN]  # nohup ignores SIGHUP
+        heeded = [
+            number for number, handler in before.items() if handler != signal.SIG_IGN
+        ]  # nohup ignores SIGHUP
         for number in heeded:
             signal.signal(number, lambda number, _: self.received.append(number))
         try:

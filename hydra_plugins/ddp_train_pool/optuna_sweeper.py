@@ -1,5 +1,8 @@
-"""`hydra/sweeper=pool_optuna`: Optuna draws a job whenever a device is free, and is told of each as it ends."""
-# No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where dataclasses look.
+"""`hydra/sweeper=pool_optuna`: Optuna draws a job whenever a device is free, and is told of each as
+it ends."""
+
+# No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where
+# dataclasses look.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,12 +31,18 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 PRUNERS: dict[str, dict[str, Any]] = {
     "none": {},
     "median": {"n_startup_trials": 5, "n_warmup_steps": 0, "interval_steps": 1, "n_min_trials": 1},
-    "percentile": {"percentile": 25.0, "n_startup_trials": 5, "n_warmup_steps": 0, "interval_steps": 1},
+    "percentile": {
+        "percentile": 25.0,
+        "n_startup_trials": 5,
+        "n_warmup_steps": 0,
+        "interval_steps": 1,
+    },
     "halving": {"min_resource": 1, "reduction_factor": 4, "min_early_stopping_rate": 0},
     "hyperband": {"min_resource": 1, "max_resource": "auto", "reduction_factor": 3},
     "threshold": {"lower": None, "upper": None, "n_warmup_steps": 0},
 }
-"""Options of `hydra/sweeper/sampler` and `hydra/sweeper/pruner`, with the arguments of Optuna's classes."""
+"""Options of `hydra/sweeper/sampler` and `hydra/sweeper/pruner`, with the arguments of Optuna's
+classes."""
 
 
 @dataclass
@@ -56,7 +65,9 @@ class PoolOptunaConf:
 
 
 _store = ConfigStore.instance()
-_store.store(group="hydra/sweeper", name="pool_optuna", node=PoolOptunaConf, provider="ddp_train_pool")
+_store.store(
+    group="hydra/sweeper", name="pool_optuna", node=PoolOptunaConf, provider="ddp_train_pool"
+)
 for _name, _arguments in SAMPLERS.items():
     _node = {"name": _name, "seed": None, **_arguments}
     _store.store(group="hydra/sweeper/sampler", name=_name, node=_node, provider="ddp_train_pool")
@@ -68,10 +79,10 @@ for _name, _arguments in PRUNERS.items():
 class PoolOptunaSweeper(Sweeper):
     """Asks Optuna for one job at a time, and tells it of each.
 
-    The object whose method the application's function is may have, beside what `PoolLauncher` calls: `reports(number)`:
-    the values of the objective while a job runs, in their order; `prune(number, count, value)`: it will be stopped
-    after so many of them, the last of which is `value`; `compared(words)`: those of the fixed words that tell one study
-    from another.
+    The object whose method the application's function is may have, beside what `PoolLauncher`
+    calls: `reports(number)`: the values of the objective while a job runs, in their order;
+    `prune(number, count, value)`: it will be stopped after so many of them, the last of which is
+    `value`; `compared(words)`: those of the fixed words that tell one study from another.
     """
 
     def __init__(
@@ -85,44 +96,65 @@ class PoolOptunaSweeper(Sweeper):
         study_name: str | None,
         params: DictConfig | None,
     ) -> None:
-        self.sampler, self.pruner = sampler, pruner
-        self.direction, self.n_trials, self.n_jobs = direction, n_trials, n_jobs
-        self.storage, self.study_name, self.params = storage, study_name, params
+        self.sampler = sampler
+        self.pruner = pruner
+        self.direction = direction
+        self.n_trials = n_trials
+        self.n_jobs = n_jobs
+        self.storage = storage
+        self.study_name = study_name
+        self.params = params
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.hydra_context, self.config = hydra_context, config
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        self.hydra_context = hydra_context
+        self.config = config
         self.launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
     def checked(self, arguments: list[str], parser: OverridesParser) -> list[Override]:
-        """All words, those of `params` too. Raises PoolError, before anything is written or runs."""
+        """All words, those of `params` too. Raises PoolError, before anything is written or
+        runs."""
         try:
             from hydra_plugins.ddp_train_pool._optuna import try_out
         except ImportError as error:
             raise PoolError(f"hydra/sweeper=pool_optuna: {error}; pip install optuna") from None
         if self.direction not in ("minimize", "maximize"):
-            raise PoolError(f"hydra.sweeper.direction={self.direction}: must be minimize or maximize")
+            raise PoolError(
+                f"hydra.sweeper.direction={self.direction}: must be minimize or maximize"
+            )
         for name, value in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs)):
             if value is not None and value < 1:
                 raise PoolError(f"hydra.sweeper.{name}={value}: must be at least 1")
         if self.storage and ("://" in self.storage or Path(self.storage).expanduser().is_dir()):
-            raise PoolError(f"hydra.sweeper.storage={self.storage}: must be a file, Optuna's journal; name a path")
+            raise PoolError(
+                f"hydra.sweeper.storage={self.storage}: must be a file, Optuna's journal; name a"
+                " path"
+            )
         self.sampler, self.pruner = _plain("sampler", self.sampler), _plain("pruner", self.pruner)
         params = _plain("params", self.params)
-        words = parser.parse_overrides([*(f"{key}={value}" for key, value in _flat(params)), *arguments])
+        words = parser.parse_overrides(
+            [*(f"{key}={value}" for key, value in _flat(params)), *arguments]
+        )
         try_out(words, self.sampler, self.pruner)
         return words
 
     def sweep(self, arguments: list[str]) -> None:
         if not isinstance(self.launcher, PoolLauncher):
-            raise PoolError("hydra/sweeper=pool_optuna: add hydra/launcher=pool, which alone says when a job has ended")
+            raise PoolError(
+                "hydra/sweeper=pool_optuna: add hydra/launcher=pool, which alone says when a job"
+                " has ended"
+            )
         with self.launcher.refusing():
             self._sweep(arguments, self.launcher)
 
     def _sweep(self, arguments: list[str], launcher: PoolLauncher) -> None:
         assert self.hydra_context is not None and self.config is not None  # since `setup`
-        words = self.checked(arguments, OverridesParser.create(config_loader=self.hydra_context.config_loader))
+        words = self.checked(
+            arguments, OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        )
         from hydra_plugins.ddp_train_pool._optuna import Draws, open_study
 
         folder = Path(str(self.config.hydra.sweep.dir))
@@ -142,8 +174,12 @@ class PoolOptunaSweeper(Sweeper):
 def _plain(kind: str, node: Any) -> dict[str, Any]:
     """The option of a group. Raises PoolError."""
     if isinstance(node, str):
-        raise PoolError(f"hydra.sweeper.{kind}={node}: is an option of a group; use hydra/sweeper/{kind}={node}")
-    return dict(OmegaConf.to_container(node, resolve=True) or {}) if isinstance(node, DictConfig) else dict(node or {})  # type: ignore
+        raise PoolError(
+            f"hydra.sweeper.{kind}={node}: is an option of a group; use hydra/sweeper/{kind}={node}"
+        )
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True)
+    return dict(node or {})
 
 
 def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

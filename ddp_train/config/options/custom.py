@@ -20,7 +20,9 @@ class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
     """Your own class or function: `_target_=package.Name`, and its arguments beside it."""
 
     name: str = "custom"
-    target: str = key("", "dotted path of your own class or function (see SECURITY.md)", may_be_empty=True)
+    target: str = key(
+        "", "dotted path of your own class or function (see SECURITY.md)", may_be_empty=True
+    )
     arguments: dict[str, Any] = key({}, "its keyword arguments, plain values")
     metrics: ClassVar[dict[str, str]] = {}
 
@@ -44,7 +46,8 @@ class CustomModelConfig(FineTuning, CustomConfig):
 
 @dataclass
 class CustomOptimizerConfig(Groups, CustomConfig):
-    """Your own optimizer: `_target_=package.Name`, any class of torch.optim for one, and its arguments beside it."""
+    """Your own optimizer: `_target_=package.Name`, any class of torch.optim for one, and its
+    arguments beside it."""
 
 
 @dataclass
@@ -58,31 +61,50 @@ class CustomDataConfig(CustomConfig):
     weights: str | None = sample_weights()
     batch_by: str = key(
         "samples",
-        "what the global batch counts; tokens: samples of about one length together, by the data's `lengths`",
+        "what the global batch counts; tokens: samples of about one length together, by the data's"
+        " `lengths`",
         choices=("samples", "tokens"),
     )
     splits: dict[str, Any] = key(
         {},
-        "arguments of one split each, {train: {...}, test: {...}}; {}: by `split` or `train` of the class's signature",
+        "arguments of one split each, {train: {...}, test: {...}}; {}: by `split` or `train` of the"
+        " class's signature",
     )
-    fields: list[str] = key([], "of samples that are dicts: these become the sample, [image,label]; []: the dict")
-    transform: list[Any] = key([], "classes that change a training sample in turn: [{_target_: package.Name, ...}]")
-    test_transform: list[Any] | None = key(None, "the same for samples that are scored; null: those of data.transform")
+    fields: list[str] = key(
+        [], "of samples that are dicts: these become the sample, [image,label]; []: the dict"
+    )
+    transform: list[Any] = key(
+        [], "classes that change a training sample in turn: [{_target_: package.Name, ...}]"
+    )
+    test_transform: list[Any] | None = key(
+        None, "the same for samples that are scored; null: those of data.transform"
+    )
     outputs: int | None = key(
-        None, "outputs that a model needs, the number of classes; null: the data set's own `classes`", at_least=1
+        None,
+        "outputs that a model needs, the number of classes; null: the data set's own `classes`",
+        at_least=1,
     )
     placement: str = key(
-        "host", "where the data are held; device: whole, by get_batch and to of your class", choices=("host", "device")
+        "host",
+        "where the data are held; device: whole, by get_batch and to of your class",
+        choices=("host", "device"),
     )
-    collate_fn: str | None = key(None, "package.function from samples to a batch; null: the data set's, or torch's own")
+    collate_fn: str | None = key(
+        None, "package.function from samples to a batch; null: the data set's, or torch's own"
+    )
 
     @property
     def download(self) -> bool:
-        arguments = (self.arguments, *(part for part in self.splits.values() if isinstance(part, dict)))
+        arguments = (
+            self.arguments,
+            *(part for part in self.splits.values() if isinstance(part, dict)),
+        )
         return any(part.get("download") is True for part in arguments)
 
     def in_memory_bytes(self) -> int | None:
-        return 0 if self.placement == "device" else None  # as small as any; whether it fits, its owner knows
+        return (
+            0 if self.placement == "device" else None
+        )  # as small as any; whether it fits, its owner knows
 
     def writes_files(self) -> bool:
         return self.download or self.target.startswith("ddp_train.data.shards.")
@@ -103,22 +125,24 @@ class CustomDataConfig(CustomConfig):
 
 
 def hooks_of(items: list[Any]) -> dict[str, CustomConfig]:
-    """The items of `hooks` by their keys, for messages: `hooks=[my_pkg.Hook]`, `hooks[1]._target_=my_pkg.Hook`. An item
-    is PATH, or {_target_: PATH, ...} with arguments."""
+    """The items of `hooks` by their keys, for messages: `hooks=[my_pkg.Hook]`,
+    `hooks[1]._target_=my_pkg.Hook`. An item is PATH, or {_target_: PATH, ...} with arguments."""
     found = {}
     for place, item in enumerate(items):
         if isinstance(item, dict):
             arguments = {name: value for name, value in item.items() if name != "_target_"}
             target = str(item.get("_target_", ""))
-            found[f"hooks[{place}]._target_={target}"] = CustomConfig(target=target, arguments=arguments)
+            found[f"hooks[{place}]._target_={target}"] = CustomConfig(
+                target=target, arguments=arguments
+            )
         else:
             found[f"hooks=[{item}]"] = CustomConfig(target=str(item))
     return found
 
 
 def named_code(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The dotted paths in an item of `data.transform`, and where they stand. An item is {_target_: PATH, ...}, or PATH
-    alone; its arguments may have such dicts within them."""
+    """The dotted paths in an item of `data.transform`, and where they stand. An item is {_target_:
+    PATH, ...}, or PATH alone; its arguments may have such dicts within them."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, dict) and "_target_" in value:
@@ -129,7 +153,10 @@ def named_code(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 def nested_code(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The dicts with `_target_` among the arguments of an item, and where they stand."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        items = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, list) else ()
     for name, one in items:
         where = f"{path}.{name}"
         if isinstance(one, dict) and "_target_" in one:

@@ -11,7 +11,10 @@ from ddp_train.config.key import key
 
 
 def validation_part() -> Any:
-    meaning = "part of the training set that validates; 0: none; null: the data set's own validation split, if any"
+    meaning = (
+        "part of the training set that validates; 0: none; null: the data set's own validation"
+        " split, if any"
+    )
     return key(None, meaning, at_least=0, below=1)
 
 
@@ -21,14 +24,15 @@ def mixing_alpha(what: str) -> Any:
 
 def sample_weights() -> Any:
     meaning = (
-        "draw an epoch's n samples with replacement: balanced, each class as often; or a file, .npy or text, with a "
-        "weight for each; null: each sample once"
+        "draw an epoch's n samples with replacement: balanced, each class as often; or a file, .npy"
+        " or text, with a weight for each; null: each sample once"
     )
     return key(None, meaning)
 
 
 class DataFacts:
-    """What every data set answers; the defaults are those of a data set that nothing is known about."""
+    """What every data set answers; the defaults are those of a data set that nothing is known
+    about."""
 
     is_regression: ClassVar[bool | None] = None
     """Whether its targets are numbers, not class labels; None: unknown."""
@@ -49,13 +53,16 @@ class DataFacts:
     mixup = cutmix = random_erasing = 0.0
 
     def writes_files(self) -> bool:
-        """Whether opening it writes files, a download for example: one process of each host does that first."""
+        """Whether opening it writes files, a download for example: one process of each host does
+        that first."""
         return bool(self.download)
 
     def in_memory_bytes(self) -> int | None:
-        """Size of a data set that is held in memory: a batch is one indexing operation, which loader processes do not
-        make faster. None: it is not held in memory."""
-        return self.images[0] * self.images[1] * self.images[2] ** 2 if self.images else None
+        """Size of a data set that is held in memory: a batch is one indexing operation, which
+        loader processes do not make faster. None: it is not held in memory."""
+        if self.images:
+            return self.images[0] * self.images[1] * self.images[2] ** 2
+        return None
 
     def image_shape(self) -> tuple[int, int] | None:
         """Channels and side of its images; None: no images, or unknown."""
@@ -75,7 +82,9 @@ class DataConfig(DataFacts):
     validation: float | None = validation_part()
     weights: str | None = sample_weights()
     placement: str = key(
-        "auto", "where the data are held; auto: device if they fit", choices=("auto", "host", "device")
+        "auto",
+        "where the data are held; auto: device if they fit",
+        choices=("auto", "host", "device"),
     )
 
 
@@ -85,12 +94,15 @@ class LabelledImagesConfig(DataConfig):
 
     mixup: float = mixing_alpha("mixup, the weighted mean of")
     cutmix: float = mixing_alpha("CutMix, which exchanges a box between")
-    random_erasing: float = key(0.0, "probability that a box of a training image is erased", at_least=0, at_most=1)
+    random_erasing: float = key(
+        0.0, "probability that a box of a training image is erased", at_least=0, at_most=1
+    )
 
 
 @dataclass
 class DigitsConfig(LabelledImagesConfig):
-    """1,797 handwritten digits, 8x8, that scikit-learn ships; 1,433 to train, 364 to test, no download."""
+    """1,797 handwritten digits, 8x8, that scikit-learn ships; 1,433 to train, 364 to test, no
+    download."""
 
     name: str = "digits"
     augment: bool = key(True, "shift each image by up to one pixel")
@@ -106,7 +118,8 @@ class TorchvisionDataConfig(LabelledImagesConfig):
 
 
 _IDX_FILES = tuple(
-    f"raw/{name}-ubyte" for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+    f"raw/{name}-ubyte"
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 )
 
 
@@ -133,7 +146,8 @@ class Cifar10Config(TorchvisionDataConfig):
 
     name: str = "cifar10"
     files: ClassVar[tuple[str, ...]] = tuple(
-        f"cifar-10-batches-py/{name}" for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+        f"cifar-10-batches-py/{name}"
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
     )
     images: ClassVar[tuple[int, int, int] | None] = (60_000, 3, 32)
 
@@ -149,7 +163,8 @@ class ImageFolderConfig(LabelledImagesConfig):
     augment: bool = key(True, "random resized crop and horizontal flip")
     decode: str = key(
         "auto",
-        "JPEG decoder: PIL, torchvision in processes, or the GPU; auto: gpu with under 8 cores per GPU, else processes",
+        "JPEG decoder: PIL, torchvision in processes, or the GPU; auto: gpu with under 8 cores per"
+        " GPU, else processes",
         choices=("auto", "pil", "processes", "gpu"),
     )
 
@@ -197,26 +212,36 @@ class LinearRegressionDataConfig(DataConfig):
 
 
 _LIBRARY_BYTES = 12 * 2**20
-"""Of Python's standard library without its tests, about; only whether it fits into a GPU's memory hangs on it."""
+"""Of Python's standard library without its tests, about; only whether it fits into a GPU's memory
+hangs on it."""
 _TOKENIZER = "tokenizer.json of Hugging Face's tokenizers"
 
 
 @dataclass
 class TextConfig(DataConfig):
-    """Text files as bytes, or through a tokenizer; by default Python's own standard library, without a download."""
+    """Text files as bytes, or through a tokenizer; by default Python's own standard library,
+    without a download."""
 
     name: str = "text"
     task: ClassVar[str | None] = "language_model"
     pattern: ClassVar[str] = "*.txt"
-    path: str | None = key(None, "file or folder; null: the .py files of Python's standard library", is_path=True)
+    path: str | None = key(
+        None, "file or folder; null: the .py files of Python's standard library", is_path=True
+    )
     glob: str | None = key(None, "files of the folder, below it too; null: *.txt")
     length: int = key(256, "tokens of a window, which is a sample", at_least=2)
-    test_part: float = key(0.05, "part of the text that is held out, whole files where they fit", above=0, below=1)
+    test_part: float = key(
+        0.05, "part of the text that is held out, whole files where they fit", above=0, below=1
+    )
     tokenizer: str | None = key(None, f"{_TOKENIZER}; null: each byte is a token")
 
     def in_memory_bytes(self) -> int:
-        width = 4 if self.tokenizer else 1  # of four bytes at most; there are fewer tokens than bytes
-        return width * _bytes_of(self.path, self.glob or self.pattern) if self.path else width * _LIBRARY_BYTES
+        width = (
+            4 if self.tokenizer else 1
+        )  # of four bytes at most; there are fewer tokens than bytes
+        if self.path:
+            return width * _bytes_of(self.path, self.glob or self.pattern)
+        return width * _LIBRARY_BYTES
 
     def sample_bytes(self) -> int:
         return 16 * self.length
@@ -224,20 +249,28 @@ class TextConfig(DataConfig):
 
 @dataclass
 class TokensConfig(DataConfig):
-    """Files of tokens, mapped into memory: .bin as nanoGPT (no header) and llm.c (with one) write them."""
+    """Files of tokens, mapped into memory: .bin as nanoGPT (no header) and llm.c (with one) write
+    them."""
 
     name: str = "tokens"
     task: ClassVar[str | None] = "language_model"
     pattern: ClassVar[str] = "*.bin"
     path: str | None = key(
-        None, "a .bin file, or a folder with some; those with val or test in their names are held out"
+        None,
+        "a .bin file, or a folder with some; those with val or test in their names are held out",
     )
     length: int = key(1024, "tokens of a window, which is a sample", at_least=2)
     vocabulary: int = key(50_257, "number of tokens; those of the files are below it", at_least=1)
-    dtype: str = key("uint16", "type of the tokens in files without a header", choices=("uint16", "uint32"))
-    test_part: float = key(0.05, "part that is held out where no file is: the end of the last one", above=0, below=1)
+    dtype: str = key(
+        "uint16", "type of the tokens in files without a header", choices=("uint16", "uint32")
+    )
+    test_part: float = key(
+        0.05, "part that is held out where no file is: the end of the last one", above=0, below=1
+    )
     tokenizer: str | None = key(None, f"{_TOKENIZER}, to show text that the model writes")
-    bytes_per_token: float | None = key(None, "bytes of text that a token stands for, for bits_per_byte", above=0)
+    bytes_per_token: float | None = key(
+        None, "bytes of text that a token stands for, for bits_per_byte", above=0
+    )
 
     def in_memory_bytes(self) -> int:
         return _bytes_of(self.path, self.pattern) if self.path else 0

@@ -22,8 +22,8 @@ class ModelFacts:
     fused = False
 
     def is_launch_bound(self, units: float) -> bool:
-        """Whether a GPU runs its kernels faster than a host launches them. units: samples, or tokens, of a process in a
-        step."""
+        """Whether a GPU runs its kernels faster than a host launches them. units: samples, or
+        tokens, of a process in a step."""
         return False
 
     def worth_compiling(self) -> bool:
@@ -37,17 +37,24 @@ class ModelFacts:
 
 @dataclass
 class FineTuning:
-    """Keys of every model, a class of your own included: where it begins, and what of it trains. docs/finetuning.md"""
+    """Keys of every model, a class of your own included: where it begins, and what of it trains.
+    docs/finetuning.md"""
 
     init_from: str | None = key(
-        None, "begin with the weights of a file (.safetensors, .pt), a run or a checkpoint; strict", is_path=True
+        None,
+        "begin with the weights of a file (.safetensors, .pt), a run or a checkpoint; strict",
+        is_path=True,
     )
     init_ignore: list[str] = key(
         [], "globs over names that init_from leaves alone, [head.*]: in the model and the file"
     )
-    freeze: list[str] = key([], "globs over names of parameters that do not train, [layer1.*]; batch norms there rest")
+    freeze: list[str] = key(
+        [], "globs over names of parameters that do not train, [layer1.*]; batch norms there rest"
+    )
     freeze_epochs: int | None = key(
-        None, "epochs for which `freeze` holds; then these parameters train too; null: to the end", at_least=1
+        None,
+        "epochs for which `freeze` holds; then these parameters train too; null: to the end",
+        at_least=1,
     )
 
 
@@ -64,8 +71,12 @@ class CnnConfig(ModelConfig):
     name: str = "cnn"
     takes_images: ClassVar[bool | None] = True
     smallest_side: ClassVar[int] = 2
-    channels: int = key(32, "channels of the first scale; each further scale doubles them", at_least=1)
-    norm: str = key("group", "norm layer after each convolution", choices=("none", "batch", "group"))
+    channels: int = key(
+        32, "channels of the first scale; each further scale doubles them", at_least=1
+    )
+    norm: str = key(
+        "group", "norm layer after each convolution", choices=("none", "batch", "group")
+    )
     dropout: float = key(0.0, "dropout before the last layer", at_least=0, below=1)
 
     def is_launch_bound(self, units: float) -> bool:
@@ -107,7 +118,8 @@ class LinearRegressionConfig(_DenseConfig):
 
 @dataclass
 class GeluMlpConfig(_DenseConfig):
-    """Linear layers with the hand-written GELU of the PyTorch tuning guide, a chain of pointwise operations."""
+    """Linear layers with the hand-written GELU of the PyTorch tuning guide, a chain of pointwise
+    operations."""
 
     name: str = "gelu_mlp"
     hidden: int = key(1024, "features of each hidden layer", at_least=1)
@@ -124,7 +136,9 @@ class TorchvisionConfig(ModelConfig):
     channels_taken: ClassVar[tuple[int, ...]] = (1, 3)
     arch: str = key("resnet18", "name of the classifier in torchvision.models")
     weights: str | None = key(
-        None, "begin with torchvision's weights for it, DEFAULT or a name like IMAGENET1K_V1; downloaded once per host"
+        None,
+        "begin with torchvision's weights for it, DEFAULT or a name like IMAGENET1K_V1; downloaded"
+        " once per host",
     )
 
     def worth_compiling(self) -> bool:
@@ -132,15 +146,17 @@ class TorchvisionConfig(ModelConfig):
 
 
 _LAUNCH_BOUND_BLOCKS = 10**6
-"""Layers times width squared: a block has twelve times its width squared parameters. GPT-2's smallest has 7 million."""
+"""Layers times width squared: a block has twelve times its width squared parameters. GPT-2's
+smallest has 7 million."""
 _LAUNCH_BOUND_OPERATIONS = 10**12
-"""Of a step, six for each parameter of a block and token. 6 x 384 with 65,536 tokens has 4.2e12, takes 65 ms on an H200
-if it is only captured, and 37 if it is compiled: docs/log.md, 2026-11-23."""
+"""Of a step, six for each parameter of a block and token. 6 x 384 with 65,536 tokens has 4.2e12,
+takes 65 ms on an H200 if it is only captured, and 37 if it is compiled: docs/log.md, 2026-11-23."""
 
 
 @dataclass
 class GptConfig(ModelConfig):
-    """GPT-2: a decoder-only transformer. Its context is data.length, its vocabulary that of the data."""
+    """GPT-2: a decoder-only transformer. Its context is data.length, its vocabulary that of the
+    data."""
 
     name: str = "gpt"
     takes_images: ClassVar[bool | None] = False
@@ -150,7 +166,9 @@ class GptConfig(ModelConfig):
     width: int = key(128, "features of a token", at_least=1)
     dropout: float = key(0.0, "dropout of embeddings, attention and residuals", at_least=0, below=1)
     vocabulary_multiple: int = key(
-        64, "round the vocabulary up to a multiple, for faster matrix products: 50,257 to 50,304", at_least=1
+        64,
+        "round the vocabulary up to a multiple, for faster matrix products: 50,257 to 50,304",
+        at_least=1,
     )
 
     def is_launch_bound(self, units: float) -> bool:

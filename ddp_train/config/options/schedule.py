@@ -13,10 +13,13 @@ class ScheduleConfig:
 
     name: str = "constant"
     warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
-    warmup_epochs: float | None = key(None, "length of the warm-up in epochs, in place of warmup_steps", above=0)
+    warmup_epochs: float | None = key(
+        None, "length of the warm-up in epochs, in place of warmup_steps", above=0
+    )
     warmup_at_most: float | None = key(
         None,
-        "largest part of the run for the warm-up, which is cut to it; null: one as long as the run is refused",
+        "largest part of the run for the warm-up, which is cut to it; null: one as long as the run"
+        " is refused",
         above=0,
         below=1,
     )
@@ -37,22 +40,29 @@ class StepConfig(ScheduleConfig):
 @dataclass
 class CosineConfig(ScheduleConfig):
     name: str = "cosine"
-    final_factor: float = key(0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1)
+    final_factor: float = key(
+        0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1
+    )
 
 
 @dataclass
 class PolynomialConfig(ScheduleConfig):
     name: str = "polynomial"
     power: float = key(2.0, "exponent of the decay", above=0)
-    final_factor: float = key(0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1)
+    final_factor: float = key(
+        0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1
+    )
 
 
 @dataclass
 class OneCycleConfig(ScheduleConfig):
-    """Leslie Smith's 1cycle (arXiv:1708.07120): up from lr / div_factor to lr, then down to almost nothing."""
+    """Leslie Smith's 1cycle (arXiv:1708.07120): up from lr / div_factor to lr, then down to almost
+    nothing."""
 
     name: str = "one_cycle"
-    pct_start: float = key(0.3, "fraction of the steps in which the learning rate goes up", above=0, below=1)
+    pct_start: float = key(
+        0.3, "fraction of the steps in which the learning rate goes up", above=0, below=1
+    )
     div_factor: float = key(25.0, "lr divided by the first learning rate", at_least=1)
     final_div_factor: float = key(1e4, "first learning rate divided by the last", at_least=1)
 

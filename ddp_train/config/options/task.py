@@ -17,10 +17,12 @@ class TaskConfig:
 
 @dataclass
 class AutoTaskConfig(TaskConfig):
-    """Classification for class labels, regression for numbers; other targets are refused with the candidates."""
+    """Classification for class labels, regression for numbers; other targets are refused with the
+    candidates."""
 
     metrics: ClassVar[dict[str, str]] = {}
-    """Of an evaluation, with the better direction, `max` or `min`; {}: unknown before the task is loaded."""
+    """Of an evaluation, with the better direction, `max` or `min`; {}: unknown before the task is
+    loaded."""
     name: str = "auto"
 
 
@@ -42,7 +44,9 @@ class MultilabelConfig(TaskConfig):
     metrics: ClassVar[dict[str, str]] = {"loss": "min", "f1_macro": "max", "exact_match": "max"}
     name: str = "multilabel"
     loss: str = key("bce", "loss of a sample, the mean over its labels", choices=("bce",))
-    pos_weight: list[float] | None = key(None, "factor on the loss of a label that applies, for each label", at_least=0)
+    pos_weight: list[float] | None = key(
+        None, "factor on the loss of a label that applies, for each label", at_least=0
+    )
 
 
 @dataclass
@@ -51,7 +55,11 @@ class RegressionConfig(TaskConfig):
 
     metrics: ClassVar[dict[str, str]] = {"loss": "min", "mae": "min", "mse": "min", "rmse": "min"}
     name: str = "regression"
-    loss: str = key("mse", "loss of a sample, the mean over its numbers", choices=("mse", "mae", "huber", "smooth_l1"))
+    loss: str = key(
+        "mse",
+        "loss of a sample, the mean over its numbers",
+        choices=("mse", "mae", "huber", "smooth_l1"),
+    )
 
 
 @dataclass
@@ -62,7 +70,9 @@ class SegmentationConfig(TaskConfig):
     name: str = "segmentation"
     loss: str = key("cross_entropy", "loss of a pixel", choices=("cross_entropy",))
     ignore_index: int = key(-100, "pixels of this class are left out")
-    class_weights: list[float] | None = key(None, _CLASS_WEIGHTS.format(unit="valid pixel"), at_least=0)
+    class_weights: list[float] | None = key(
+        None, _CLASS_WEIGHTS.format(unit="valid pixel"), at_least=0
+    )
 
 
 @dataclass
@@ -71,10 +81,16 @@ class LanguageModelConfig(TaskConfig):
 
     metrics: ClassVar[dict[str, str]] = {"loss": "min", "perplexity": "min", "bits_per_byte": "min"}
     name: str = "language_model"
-    loss: str = key("cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",))
-    sample_tokens: int = key(0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0)
+    loss: str = key(
+        "cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",)
+    )
+    sample_tokens: int = key(
+        0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0
+    )
     sample_prompt: str = key("", "beginning of that text", may_be_empty=True)
-    sample_temperature: float = key(0.8, "of that text; towards 0, ever more the likeliest token", above=0)
+    sample_temperature: float = key(
+        0.8, "of that text; towards 0, ever more the likeliest token", above=0
+    )
 
 
 TASKS = (

@@ -1,4 +1,5 @@
-"""Runs side by side: what differs, metrics and curves, and whether a difference is more than noise."""
+"""Runs side by side: what differs, metrics and curves, and whether a difference is more than
+noise."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ OF_THE_RUN = ("run_dir", "name", "reasons", "process_counts", "process_range")
 VERSIONS = ("python", "torch", "torchvision", "numpy", "ddp-train")
 NOT_SET = "(not set)"
 SIGMAS = 2.0
-"""A difference below so many standard errors of the scores is what another test set of that size would make."""
+"""A difference below so many standard errors of the scores is what another test set of that size
+would make."""
 
 
 def names_of(runs: Sequence[RunFiles]) -> list[str]:
@@ -45,7 +47,9 @@ def last_score(run: RunFiles, metric: str) -> float | None:
     test = run.summary.get("test") or {}
     if isinstance(test.get(metric), int | float):
         return float(test[metric])
-    known = [line[metric] for line in run.of(run.split) if isinstance(line.get(metric), int | float)]
+    known = [
+        line[metric] for line in run.of(run.split) if isinstance(line.get(metric), int | float)
+    ]
     return float(known[-1]) if known else None
 
 
@@ -55,22 +59,31 @@ def differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Table:
     configs = [flat(run.config) for run in runs]
     rows = []
     for key in list(dict.fromkeys(key for config in configs for key in config)):
-        values = [shown(config[key]).replace("\n", "\\n") if key in config else NOT_SET for config in configs]
+        values = [
+            shown(config[key]).replace("\n", "\\n") if key in config else NOT_SET
+            for config in configs
+        ]
         if len(set(values)) > 1 and key.partition(".")[0] not in OF_THE_RUN:
             rows.append([key, *values])
     for name in facts[0]:
         values = [fact[name] for fact in facts]
         if len({*values} - {None}) > 1:
             rows.append([name, *("unknown" if value is None else str(value) for value in values)])
-    note = "" if rows else "Config, code, versions and hardware are the same, as far as they were recorded."
+    if rows:
+        note = ""
+    else:
+        note = "Config, code, versions and hardware are the same, as far as they were recorded."
     return Table("What differs", ["", *names], rows, note)
 
 
 def _facts(run: RunFiles) -> dict[str, Any]:
     """None for what was not recorded: earlier versions wrote less."""
-    last, summary = (run.commands or [{}])[-1], run.summary
+    last = (run.commands or [{}])[-1]
+    summary = run.summary
     machine = str(last.get("hardware") or "")
-    cores = re.search(r"(\d+) cores? ", machine)  # those of a trial, where trials share a host: no other hardware
+    cores = re.search(
+        r"(\d+) cores? ", machine
+    )  # those of a trial, where trials share a host: no other hardware
     versions = {**(last.get("versions") or {}), "torch": summary.get("torch")}
     return {
         "code (git revision)": last.get("git_revision") or summary.get("git_revision"),
@@ -96,13 +109,24 @@ def scores(runs: Sequence[RunFiles], names: Sequence[str]) -> Table:
         row: list[Any] = [name]
         for metric in metrics:
             scale = 100.0 if metric in PERCENT else 1.0
-            last, top = last_score(run, metric), best(run.of(run.split), metric, run.better(metric))
+            last = last_score(run, metric)
+            top = best(run.of(run.split), metric, run.better(metric))
             row += [last and scale * last, top and scale * top[metric], top and top["step"]]
         seconds = run.summary.get("seconds")
-        rows.append([*row, run.summary.get("steps"), run.summary.get("samples_per_second"),
-                     seconds and duration(seconds), run.state])  # fmt: skip
+        rows.append(
+            [
+                *row,
+                run.summary.get("steps"),
+                run.summary.get("samples_per_second"),
+                seconds and duration(seconds),
+                run.state,
+            ]
+        )
     splits = ", ".join(dict.fromkeys(run.split for run in runs))
-    note = f"last: at the end, of the test set where that was scored. best: of the evaluations ({splits})."
+    note = (
+        "last: at the end, of the test set where that was scored. best: of the evaluations"
+        f" ({splits})."
+    )
     return Table("Runs", [*columns, "steps", "samples/s", "training time", "state"], rows, note)
 
 
@@ -110,7 +134,11 @@ def groups_of(runs: Sequence[RunFiles], names: Sequence[str]) -> list[tuple[str,
     """Runs whose settings differ in the seed alone are one group, under the name of its first."""
     found: dict[tuple[tuple[str, str], ...], tuple[str, list[RunFiles]]] = {}
     for name, run in zip(names, runs, strict=True):
-        config = {key: value for key, value in flat(run.config).items() if key.partition(".")[0] not in OF_THE_RUN}
+        config = {
+            key: value
+            for key, value in flat(run.config).items()
+            if key.partition(".")[0] not in OF_THE_RUN
+        }
         config.pop(SEED, None)
         key = tuple(sorted((key, shown(value)) for key, value in config.items()))
         found.setdefault(key, (name, []))[1].append(run)
@@ -119,19 +147,26 @@ def groups_of(runs: Sequence[RunFiles], names: Sequence[str]) -> list[tuple[str,
 
 def verdicts(runs: Sequence[RunFiles], names: Sequence[str]) -> list[str]:
     """Sentences: whether each group differs from the first by more than noise."""
-    groups, metric = groups_of(runs, names), main_metric(runs)
+    groups = groups_of(runs, names)
+    metric = main_metric(runs)
     if len(groups) == 1:
         values = _values(runs, metric)
         if len(values) < 2:
             return ["The runs differ in their seed at most."]
         spread = shown_metric(metric, statistics.stdev(values))
-        return [f"The runs differ in their seed at most; {metric} has a standard deviation of {spread} among them."]
+        return [
+            f"The runs differ in their seed at most; {metric} has a standard deviation of {spread}"
+            " among them."
+        ]
     (first, ground), *others = groups
     return [_verdict(first, ground, name, group, metric) for name, group in others]
 
 
-def _verdict(first: str, ground: Sequence[RunFiles], name: str, group: Sequence[RunFiles], metric: str) -> str:
-    one, other = _values(ground, metric), _values(group, metric)
+def _verdict(
+    first: str, ground: Sequence[RunFiles], name: str, group: Sequence[RunFiles], metric: str
+) -> str:
+    one = _values(ground, metric)
+    other = _values(group, metric)
     pair = f"{name} against {first}"
     if not one or not other:
         return f"{pair}: one of them has no {metric}, and they cannot be compared."
@@ -139,25 +174,41 @@ def _verdict(first: str, ground: Sequence[RunFiles], name: str, group: Sequence[
     by = f"{metric} {_signed(metric, difference)}"
     test = welch(one, other)
     if test is None:
-        return f"{pair}: {by}. {_from_one(ground, group, difference, metric, min(len(one), len(other)))}"
+        return (
+            f"{pair}: {by}."
+            f" {_from_one(ground, group, difference, metric, min(len(one), len(other)))}"
+        )
     return f"{pair}: {by}, {_tested(test, metric, len(one), len(other))}"
 
 
 def _signed(metric: str, value: float) -> str:
-    return f"{100 * value:+.2f} points" if metric in PERCENT else f"{value:+.4g}"
+    if metric in PERCENT:
+        return f"{100 * value:+.2f} points"
+    return f"{value:+.4g}"
 
 
 def _tested(test: Welch, metric: str, runs: int, others: int) -> str:
-    low, high = _signed(metric, test.low), _signed(metric, test.high)
-    between = f"95 % interval {low} to {high}, p = {test.p:.2g}, Welch's t-test of {runs} and {others} runs"
+    low = _signed(metric, test.low)
+    high = _signed(metric, test.high)
+    between = (
+        f"95 % interval {low} to {high}, p = {test.p:.2g}, Welch's t-test of {runs} and {others}"
+        " runs"
+    )
     return f"{'more than noise' if test.is_more_than_noise else 'within the noise'} ({between})."
 
 
 def _from_one(
-    ground: Sequence[RunFiles], group: Sequence[RunFiles], difference: float, metric: str, fewest: int
+    ground: Sequence[RunFiles],
+    group: Sequence[RunFiles],
+    difference: float,
+    metric: str,
+    fewest: int,
 ) -> str:
     """Without repeated runs: what the size of the test set alone makes."""
-    text = f"Whether that is more than noise cannot be told from {counted(fewest, 'run')} of each; repeat both with "
+    text = (
+        f"Whether that is more than noise cannot be told from {counted(fewest, 'run')} of each;"
+        " repeat both with "
+    )
     text += "other seeds (seed=0,1,2)."
     if metric != "accuracy":
         return text
@@ -168,15 +219,17 @@ def _from_one(
     error = math.hypot(*known)
     often = "less" if abs(difference) < SIGMAS * error else "more"
     return (
-        f"{text} The number of samples that were scored alone makes {100 * error:.2f} points (standard error of the "
-        f"difference of two independent scores); this is {often} than twice that."
+        f"{text} The number of samples that were scored alone makes {100 * error:.2f} points"
+        f" (standard error of the difference of two independent scores); this is {often} than twice"
+        " that."
     )
 
 
 def _standard_error(run: RunFiles) -> float | None:
     """Of an accuracy: that of a share of so many samples."""
     found = run.summary.get("test") or (run.of(run.split) or [{}])[-1]
-    accuracy, samples = found.get("accuracy"), found.get("samples")
+    accuracy = found.get("accuracy")
+    samples = found.get("samples")
     if not isinstance(accuracy, int | float) or not samples:
         return None
     return math.sqrt(max(accuracy * (1 - accuracy), 0.0) / samples)
@@ -193,7 +246,11 @@ def compare_page(runs: Sequence[RunFiles], command: str) -> Report:
     findings = verdicts(runs, names)
     tables = [scores(runs, names), differences(runs, names)]
     if of_data := [row[0] for row in tables[1].rows if row[0].startswith("data.")]:
-        findings.append(f"The data differ ({', '.join(of_data)}): the scores may be of other samples.")
+        findings.append(
+            f"The data differ ({', '.join(of_data)}): the scores may be of other samples."
+        )
     findings += [f"Not completed: {', '.join(unfinished)}."] if unfinished else []
     plots = score_plots([*zip(names, runs, strict=True)])
-    return Report("Comparison", "", [tables[0], *plots, tables[1]], commands=[command], findings=findings)
+    return Report(
+        "Comparison", "", [tables[0], *plots, tables[1]], commands=[command], findings=findings
+    )

@@ -1,4 +1,5 @@
-"""The page of a run while it lives: written by the launcher, not by a process that trains. Torch-free.
+"""The page of a run while it lives: written by the launcher, not by a process that trains.
+Torch-free.
 
 A page that cannot be written ends no run: there is one warning, and the next one is tried.
 """
@@ -22,7 +23,8 @@ from ddp_train.text import first_line
 EVERY_SECONDS = 10.0
 """Between two pages of a living run, and after so long its reader's browser loads it again."""
 SHARE = 0.01
-"""Of the launcher's time that pages may take: where one takes longer than 0.1 s, they come less often."""
+"""Of the launcher's time that pages may take: where one takes longer than 0.1 s, they come less
+often."""
 REPORT = "report.html"
 
 
@@ -41,14 +43,16 @@ class LivePage(NoPage):
 
     def __init__(self, run_dir: Path, typed: dict[str, Any]) -> None:
         """typed: the keys that differ from the defaults."""
-        self.run_dir, self.typed = run_dir, typed
+        self.run_dir = run_dir
+        self.typed = typed
         self.timeline = Timeline(run_dir)
         self.due = time.monotonic()
         self.size = self._size()
         self.warned = False
 
     def look(self, phases: Sequence[str]) -> None:
-        """50 times a second: where the ranks are. Writes the page if it is time, and metrics.jsonl has grown."""
+        """50 times a second: where the ranks are. Writes the page if it is time, and metrics.jsonl
+        has grown."""
         self.timeline.look(phases)
         if time.monotonic() >= self.due and (size := self._size()) != self.size:
             self.size = size
@@ -58,7 +62,10 @@ class LivePage(NoPage):
         """All processes of one start have ended. saved: by a stop."""
         try:
             failure = json.loads((self.run_dir / FAILURE).read_text())
-        except (OSError, ValueError):  # there was none, or it could not be written: the terminal told of it
+        except (
+            OSError,
+            ValueError,
+        ):  # there was none, or it could not be written: the terminal told of it
             failure = None
         if failure:
             who = "" if failure.get("rank") is None else f" (rank {failure['rank']})"
@@ -68,7 +75,9 @@ class LivePage(NoPage):
 
     def write(self, is_running: bool = False) -> None:
         """The page of this moment; the last one if the run does not go on."""
-        from ddp_train.telemetry.pages.page import as_page  # with the first page: a start imports none of it
+        from ddp_train.telemetry.pages.page import (
+            as_page,
+        )  # with the first page: a start imports none of it
         from ddp_train.telemetry.pages.run_files import read_run
         from ddp_train.telemetry.pages.run_page import run_page
 
@@ -76,13 +85,18 @@ class LivePage(NoPage):
         try:
             self.timeline.write()
             run = dataclasses.replace(read_run(self.run_dir), is_running=is_running)
-            write_text(self.run_dir / REPORT, as_page(run_page(run, self.typed, int(EVERY_SECONDS))))
+            write_text(
+                self.run_dir / REPORT, as_page(run_page(run, self.typed, int(EVERY_SECONDS)))
+            )
         except Exception as error:  # noqa: BLE001  whatever it is, the run is worth more than its page
             if not self.warned:
                 self.warned = True
                 why = f"{type(error).__name__}: {first_line(error)}"
                 after = "; the run goes on" * is_running
-                print(f"note: {self.run_dir / REPORT} cannot be written: {why}{after}", file=sys.stderr)
+                print(
+                    f"note: {self.run_dir / REPORT} cannot be written: {why}{after}",
+                    file=sys.stderr,
+                )
         now = time.monotonic()
         self.due = now + max(EVERY_SECONDS, (now - began) / SHARE)
 

@@ -1,7 +1,7 @@
 """A report as one HTML page that loads nothing, in the light or dark scheme of its reader.
 
-All text that comes from runs (error messages, names) is escaped, and the page's own policy lets a browser run the two
-scripts that are in this package and no other, and fetch nothing.
+All text that comes from runs (error messages, names) is escaped, and the page's own policy lets a
+browser run the two scripts that are in this package and no other, and fetch nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from ddp_train.telemetry.pages.report import (
 from ddp_train.telemetry.pages.tables import Link, Table, cells, numeric_columns
 
 HERE = Path(__file__).parent
-LIBRARY, DRAWING, STYLE = HERE / "third_party/echarts.min.js", HERE / "page.js", HERE / "page.css"
+LIBRARY = HERE / "third_party/echarts.min.js"
+DRAWING = HERE / "page.js"
+STYLE = HERE / "page.css"
 LONG = 14
 """Letters of a text that may need more than a line on a phone."""
 LONG_NAME = 20
@@ -43,7 +45,8 @@ NARROW_WORDS = 24
 
 
 def write(report: Report, directory: Path) -> Path:
-    """Writes report.html, report.md, report.csv and report.json, each atomically. Returns the path of report.html.
+    """Writes report.html, report.md, report.csv and report.json, each atomically. Returns the path
+    of report.html.
 
     Raises OSError if the directory cannot be written.
     """
@@ -61,9 +64,12 @@ def as_page(report: Report) -> str:
         often = f' data-written="{time.time():.0f}" data-every="{report.refresh_seconds}"'
         written = often if report.refresh_seconds else ""
         parts += [f'<p class="state {html.escape(kind)}"{written}>{html.escape(report.state)}</p>']
-    parts += [f"<p>{html.escape(text)}</p>" for text in re.split(r"\n\s*\n", report.intro.strip()) if text]
+    parts += [
+        f"<p>{html.escape(text)}</p>" for text in re.split(r"\n\s*\n", report.intro.strip()) if text
+    ]
     tiles = [
-        f"<div><b{' class=long' * (len(value) > LONG)}>{_broken(value)}</b><span>{html.escape(name)}</span></div>"
+        f"<div><b{' class=long' * (len(value) > LONG)}>{_broken(value)}</b>"
+        f"<span>{html.escape(name)}</span></div>"
         for name, value in report.numbers.items()
     ]
     parts += [f'<div class="numbers">{"".join(tiles)}</div>'] if tiles else []
@@ -72,11 +78,16 @@ def as_page(report: Report) -> str:
     for is_plot, group in groupby(report.sections, lambda section: isinstance(section, Plot)):
         sections = [*group]
         parts += _figures(sections) if is_plot else map(_section, sections)
-    facts = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in report.facts.items())
+    facts = "".join(
+        f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in report.facts.items()
+    )
     parts += [f"<h2>Hardware and versions</h2><dl>{facts}</dl>"] if facts else []
     parts += [_lines(Lines("Commands", report.commands))] if report.commands else []
     scripts = [_source(LIBRARY)] * bool(report.plots) + [_source(DRAWING)]
-    refresh = f'<meta http-equiv="refresh" content="{report.refresh_seconds}">\n' if report.refresh_seconds else ""
+    if report.refresh_seconds:
+        refresh = f'<meta http-equiv="refresh" content="{report.refresh_seconds}">\n'
+    else:
+        refresh = ""
     return _PAGE.format(
         title=html.escape(report.title),
         policy=_policy(scripts),
@@ -111,12 +122,16 @@ def _section(section: Table | Plot | Lines) -> str:
 def _lines(section: Lines) -> str:
     text = html.escape("\n".join(section.lines))
     note = f'<p class="note">{html.escape(section.note)}</p>' if section.note else ""
-    title, body = html.escape(section.title), f"<pre tabindex=0>{text}</pre>{note}"
-    return f"<details><summary>{title}</summary>{body}</details>" if section.folded else f"<h2>{title}</h2>{body}"
+    title = html.escape(section.title)
+    body = f"<pre tabindex=0>{text}</pre>{note}"
+    if section.folded:
+        return f"<details><summary>{title}</summary>{body}</details>"
+    return f"<h2>{title}</h2>{body}"
 
 
 def _table(table: Table) -> str:
-    shown, numeric = cells(table), numeric_columns(table)
+    shown = cells(table)
+    numeric = numeric_columns(table)
     kinds: list[str] = []
     for place, (name, right) in enumerate(zip(table.columns, numeric, strict=True)):
         is_short = max((len(row[place]) for row in shown), default=0) <= NARROW_WORDS
@@ -127,14 +142,19 @@ def _table(table: Table) -> str:
         for name, kind in zip(table.columns, kinds, strict=True)
     )
     body = "\n".join(
-        f"<tr{_best(table, number)}>" + "".join(map(_cell, row, table.rows[number], kinds)) + "</tr>"
+        f"<tr{_best(table, number)}>"
+        + "".join(map(_cell, row, table.rows[number], kinds))
+        + "</tr>"
         for number, row in enumerate(shown)
     )
     note = f'<p class="note">{html.escape(table.note)}</p>' if table.note else ""
     hidden = sum("more" in kind for kind in kinds)
     few = ' class="few"' if hidden else ""
     more = f"show {hidden} more columns" if hidden > 1 else "show one more column"
-    button = f'<button class="show" data-more="{more}" data-fewer="show fewer columns">{more}</button>' * bool(hidden)
+    button = (
+        f'<button class="show" data-more="{more}" data-fewer="show fewer columns">{more}</button>'
+        * bool(hidden)
+    )
     # The frame scrolls, not the page; by keyboard too.
     frame = f"<table{few}><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
     title = html.escape(table.title)
@@ -158,18 +178,27 @@ def _cell(text: str, value: object, kind: str) -> str:
 
 def _broken(text: str) -> str:
     """Long words may be broken behind `=` and `/`, before numbers and letters are."""
-    return re.sub(r"([=/])(?=\S)", r"\1<wbr>", html.escape(text)) if len(text) > LONG else html.escape(text)
+    if len(text) > LONG:
+        return re.sub(r"([=/])(?=\S)", r"\1<wbr>", html.escape(text))
+    return html.escape(text)
 
 
 def _heading(name: str) -> str:
-    """A column's name with no line break before its unit or at a hyphen; a long one may be broken behind . and _."""
-    whole = re.sub(r" (?=\S{1,2}$)", "\N{NO-BREAK SPACE}", name).replace("-", "\N{NON-BREAKING HYPHEN}")
-    return re.sub(r"([._]+)", r"\1<wbr>", html.escape(whole)) if len(name) > LONG_NAME else html.escape(whole)
+    """A column's name with no line break before its unit or at a hyphen; a long one may be broken
+    behind . and _."""
+    whole = re.sub(r" (?=\S{1,2}$)", "\N{NO-BREAK SPACE}", name).replace(
+        "-", "\N{NON-BREAKING HYPHEN}"
+    )
+    if len(name) > LONG_NAME:
+        return re.sub(r"([._]+)", r"\1<wbr>", html.escape(whole))
+    return html.escape(whole)
 
 
 def _least(name: str) -> str:
     """The width with which a long name takes no more than about three lines."""
-    return f' style="min-width:{len(name) // 3 + 4}ch"' if len(name) > LONG else ""
+    if len(name) > LONG:
+        return f' style="min-width:{len(name) // 3 + 4}ch"'
+    return ""
 
 
 def _figures(plots: Sequence[object]) -> list[str]:
@@ -179,8 +208,13 @@ def _figures(plots: Sequence[object]) -> list[str]:
 
 def _figure(plot: Plot) -> str:
     caption = f"<figcaption>{html.escape(plot.caption)}</figcaption>" if plot.caption else ""
-    data = json.dumps(plot.chart, allow_nan=False, separators=(",", ":"), default=str).replace("<", "\\u003c")
-    chart = f'<div class="chart across"><script type="application/json">{data}</script><div class="frame"></div></div>'
+    data = json.dumps(plot.chart, allow_nan=False, separators=(",", ":"), default=str).replace(
+        "<", "\\u003c"
+    )
+    chart = (
+        f'<div class="chart across"><script type="application/json">{data}</script><div'
+        ' class="frame"></div></div>'
+    )
     full = ' class="full"' if plot.full else ""
     return f"<figure{full}><h2>{html.escape(plot.title)}</h2>{chart}{caption}</figure>"
 

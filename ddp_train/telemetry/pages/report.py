@@ -17,7 +17,10 @@ from ddp_train.telemetry.pages import tables
 from ddp_train.telemetry.pages.charts import Chart
 from ddp_train.telemetry.pages.tables import Table, cells, numeric_columns
 
-HTML, MARKDOWN, CSV, JSON = "report.html", "report.md", "report.csv", "report.json"
+HTML = "report.html"
+MARKDOWN = "report.md"
+CSV = "report.csv"
+JSON = "report.json"
 
 
 @dataclass
@@ -75,7 +78,7 @@ def show(report: Report, console: Console | None = None) -> None:
         tables.show(table, console)
 
 
-# --- formats ----------------------------------------------------------------------------------------------------------
+# --- formats --------------------------------------------------------------------------------------
 
 
 def as_json(report: Report) -> str:
@@ -100,7 +103,9 @@ def as_json(report: Report) -> str:
 
 
 def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def as_csv(report: Report) -> str:
@@ -111,14 +116,18 @@ def as_csv(report: Report) -> str:
     writer.writeheader()
     for table in report.tables:
         for row in table.rows:
-            values = {name: _csv_value(value) for name, value in zip(table.columns, row, strict=True)}
+            values = {
+                name: _csv_value(value) for name, value in zip(table.columns, row, strict=True)
+            }
             writer.writerow({"table": table.title} | values)
     return file.getvalue()
 
 
 def _csv_value(value: Any) -> Any:
     """Text that a spreadsheet would take for a formula gets a leading apostrophe."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else _finite_or_none(value)
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@")):
+        return f"'{value}"
+    return _finite_or_none(value)
 
 
 def as_markdown(report: Report) -> str:
@@ -132,11 +141,18 @@ def as_markdown(report: Report) -> str:
         *[""] * bool(report.findings),
     ]
     for table in report.tables:
-        lines += [f"## {_escape_markdown(table.title)}", "", _markdown_row(map(_escape_markdown, table.columns))]
+        lines += [
+            f"## {_escape_markdown(table.title)}",
+            "",
+            _markdown_row(map(_escape_markdown, table.columns)),
+        ]
         lines += [_markdown_row("---:" if right else "---" for right in numeric_columns(table))]
         lines += [_markdown_row(map(_escape_markdown, row)) for row in cells(table)]
         lines += ["", *([_escape_markdown(table.note), ""] if table.note else [])]
-    lines += [f"- {_escape_markdown(name)}: {_escape_markdown(value)}" for name, value in report.facts.items()]
+    lines += [
+        f"- {_escape_markdown(name)}: {_escape_markdown(value)}"
+        for name, value in report.facts.items()
+    ]
     if report.commands:
         lines += ["", *(f"    {' '.join(command.split())}" for command in report.commands)]
     return "\n".join(lines) + "\n"
@@ -150,4 +166,6 @@ def _escape_markdown(text: str) -> str:
     """Text on one line, with the characters escaped that have a meaning in Markdown."""
     flat = " ".join(text.split())
     flat = re.sub(r"([\\|<>*`\[\]])", r"\\\1", flat)
-    return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat)  # inside words it has no meaning
+    return re.sub(
+        r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", flat
+    )  # inside words it has no meaning

@@ -19,13 +19,19 @@ from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.telemetry.metrics_log import METRICS
 from ddp_train.telemetry.pages.timeline import FILE as TIMELINE
 
-CONFIG, COMMANDS = "config.yaml", "commands.jsonl"
-TRAIN, SPLITS = "train", ("validation", "test")
+CONFIG = "config.yaml"
+COMMANDS = "commands.jsonl"
+TRAIN = "train"
+SPLITS = ("validation", "test")
 """The kinds of the lines of metrics.jsonl: an interval of training, and evaluations."""
 TAIL_BYTES = 2**16
 NO_SCORE = ("kind", "step", "epoch", "time", "correct", "samples")
 """Fields of the line of an evaluation that are no metric."""
-RUNNING, COMPLETED, FAILED, STOPPED, ENDED = "running", "completed", "failed", "stopped", "ended"
+RUNNING = "running"
+COMPLETED = "completed"
+FAILED = "failed"
+STOPPED = "stopped"
+ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -64,10 +70,14 @@ class RunFiles:
     @property
     def scores(self) -> list[str]:
         """The metrics of the evaluations."""
-        return list(dict.fromkeys(
-            name for line in self.of(self.split) for name, value in line.items()
-            if name not in NO_SCORE and isinstance(value, int | float)
-        ))  # fmt: skip
+        return list(
+            dict.fromkeys(
+                name
+                for line in self.of(self.split)
+                for name, value in line.items()
+                if name not in NO_SCORE and isinstance(value, int | float)
+            )
+        )
 
     def better(self, metric: str) -> str:
         """max or min. An accuracy is better the higher it is, whatever else is known."""
@@ -94,7 +104,8 @@ def read_run(run_dir: Path) -> RunFiles:
 
 
 def glance(run_dir: Path) -> RunFiles:
-    """The run without its config and its past: the last lines of metrics.jsonl, and how it ended. Raises OSError."""
+    """The run without its config and its past: the last lines of metrics.jsonl, and how it ended.
+    Raises OSError."""
     return RunFiles(
         run_dir,
         metrics=read_lines(run_dir / METRICS, last_bytes=TAIL_BYTES),
@@ -105,8 +116,8 @@ def glance(run_dir: Path) -> RunFiles:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this host holds the lock of a run. By the kernel's list: who asks by taking the lock, as
-    `run_lock.is_held` does, may refuse a run that starts at that moment."""
+    """Whether a process of this host holds the lock of a run. By the kernel's list: who asks by
+    taking the lock, as `run_lock.is_held` does, may refuse a run that starts at that moment."""
     try:
         found = path.stat()
         locks = Path("/proc/locks").read_text()
@@ -117,7 +128,8 @@ def is_locked(path: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is the directory of a run: it has its config, or what a loop of one's own has left."""
+    """Whether a folder is the directory of a run: it has its config, or what a loop of one's own
+    has left."""
     return (path / CONFIG).is_file() or ((path / SUMMARY).is_file() and (path / "logs").is_dir())
 
 
@@ -127,17 +139,21 @@ def runs_in(folder: Path, depth: int = 4) -> list[Path]:
         return [folder]
     if not depth:
         return []
-    inner = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-    found = [run for path in inner if not path.name.startswith(".") for run in runs_in(path, depth - 1)]
+    inner = [
+        Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
+    ]
+    found = [
+        run for path in inner if not path.name.startswith(".") for run in runs_in(path, depth - 1)
+    ]
     return sorted(found, key=lambda path: path.stat().st_mtime)
 
 
 def read_lines(
     path: Path, of_steps: bool = True, last_bytes: int | None = None, kind: str = "", most: int = 0
 ) -> list[dict[str, Any]]:
-    """Lines of JSON. One that is cut off or damaged is none. of_steps: each has its kind and its step. last_bytes: only
-    those in them. kind, most: only lines of that kind, spread evenly, with the last one: they are chosen before they
-    are parsed, which takes 10 us each."""
+    """Lines of JSON. One that is cut off or damaged is none. of_steps: each has its kind and its
+    step. last_bytes: only those in them. kind, most: only lines of that kind, spread evenly, with
+    the last one: they are chosen before they are parsed, which takes 10 us each."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
@@ -175,8 +191,9 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by their dotted keys, as they are typed: `optimizer.lr`. A class of one's own has `target` and
-    `arguments` in the config, typed as `model._target_=my_net.Net model.width=8`."""
+    """Nested values by their dotted keys, as they are typed: `optimizer.lr`. A class of one's own
+    has `target` and `arguments` in the config, typed as `model._target_=my_net.Net
+    model.width=8`."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and value:
@@ -188,6 +205,12 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def best(lines: Sequence[dict[str, Any]], metric: str, better: str) -> dict[str, Any] | None:
     """The line with the best value of a metric."""
-    known = [line for line in lines if isinstance(line.get(metric), int | float) and math.isfinite(line[metric])]
+    known = [
+        line
+        for line in lines
+        if isinstance(line.get(metric), int | float) and math.isfinite(line[metric])
+    ]
     pick = max if better == "max" else min
-    return pick(known, key=lambda line: line[metric]) if known else None
+    if known:
+        return pick(known, key=lambda line: line[metric])
+    return None

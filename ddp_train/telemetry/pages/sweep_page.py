@@ -14,13 +14,24 @@ from ddp_train.telemetry.metrics_log import METRICS
 from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
 from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
-from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED, TRAIN, read_lines, read_run
+from ddp_train.telemetry.pages.run_files import (
+    COMPLETED,
+    FAILED,
+    RUNNING,
+    STOPPED,
+    TRAIN,
+    read_lines,
+    read_run,
+)
 from ddp_train.telemetry.pages.run_page import clock, near, uses
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
 from ddp_train.text import counted, word
 
-ONE_OF_EACH = "One run of each: what of the differences is noise cannot be told from them; add seed=0,1,2 to the sweep."
+ONE_OF_EACH = (
+    "One run of each: what of the differences is noise cannot be told from them; add seed=0,1,2 to"
+    " the sweep."
+)
 Row = dict[str, Any]
 """A line of results.jsonl."""
 SEED = "seed"
@@ -44,7 +55,9 @@ def parameters(rows: Sequence[Row]) -> list[str]:
 
 def values_of(row: Row) -> dict[str, Any]:
     """The value of each key that is varied, numbers as such."""
-    return {key: _number(value) for key, _, value in (word.partition("=") for word in row["overrides"])}
+    return {
+        key: _number(value) for key, _, value in (word.partition("=") for word in row["overrides"])
+    }
 
 
 def _number(text: str) -> Any:
@@ -61,13 +74,20 @@ def ranked(rows: Sequence[Row], better: str | None) -> list[Row]:
     """The best first; those without the objective last."""
     sign = -1 if better == "max" else 1
     return sorted(
-        rows, key=lambda row: (row.get("objective") is None, sign * (row.get("objective") or 0.0), row["trial"])
+        rows,
+        key=lambda row: (
+            row.get("objective") is None,
+            sign * (row.get("objective") or 0.0),
+            row["trial"],
+        ),
     )
 
 
-def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: str = "", digits: int = 17) -> Table:
-    """A row for each trial, a column for each parameter. The objective stands first: on a phone it is in sight. digits:
-    of a value that was drawn."""
+def trials_table(
+    rows: Sequence[Row], objective: str, at_once: int = 1, note: str = "", digits: int = 17
+) -> Table:
+    """A row for each trial, a column for each parameter. The objective stands first: on a phone it
+    is in sight. digits: of a value that was drawn."""
     keys = parameters(rows)
     typed = [dict(word.split("=", 1) for word in row["overrides"]) for row in rows]
     typed = [{key: _rounded(value, digits) for key, value in given.items()} for given in typed]
@@ -77,14 +97,27 @@ def trials_table(rows: Sequence[Row], objective: str, at_once: int = 1, note: st
     if split in ("test", ""):
         others.pop(metric, None)
     percent = 100.0 if metric in PERCENT else 1.0
-    others = {name: label for name, label in others.items() if any(row.get(name) is not None for row in rows)}
+    others = {
+        name: label
+        for name, label in others.items()
+        if any(row.get(name) is not None for row in rows)
+    }
     table = []
     for row, given in zip(rows, typed, strict=True):
-        value, scale = row.get("objective"), {"accuracy": 100.0}
-        table.append([
-            row["trial"], None if value is None else percent * value, *(given.get(key) for key in keys), _status(row),
-            *(None if row.get(name) is None else scale.get(name, 1.0) * row[name] for name in others),
-        ])  # fmt: skip
+        value = row.get("objective")
+        scale = {"accuracy": 100.0}
+        table.append(
+            [
+                row["trial"],
+                None if value is None else percent * value,
+                *(given.get(key) for key in keys),
+                _status(row),
+                *(
+                    None if row.get(name) is None else scale.get(name, 1.0) * row[name]
+                    for name in others
+                ),
+            ]
+        )
     title = "trials" if at_once == 1 else f"trials, {at_once} at a time on one host"
     name = objective + (" %" if percent > 1 else "")
     columns = ["trial", name, *keys, "status", *others.values()]
@@ -103,7 +136,9 @@ def _status(row: Row) -> str:
         return str(row["status"])
     if row["status"] == "pruned":
         return f"pruned after {counted(row['evaluations'], 'evaluation')}"
-    return f"stopped ({row['exit_code']})" if _is_stopped(row) else f"failed ({row['exit_code']}): {row.get('kind')}"
+    if _is_stopped(row):
+        return f"stopped ({row['exit_code']})"
+    return f"failed ({row['exit_code']}): {row.get('kind')}"
 
 
 def _is_stopped(row: Row) -> bool:
@@ -112,25 +147,38 @@ def _is_stopped(row: Row) -> bool:
 
 def state_of(rows: Sequence[Row], total: int) -> str:
     """How a sweep ended. total: of its trials; 0: unknown."""
-    count, done = max(total, len(rows)), sum(row["status"] == COMPLETED for row in rows)
+    count = max(total, len(rows))
+    done = sum(row["status"] == COMPLETED for row in rows)
     failed = sum(row["status"] == FAILED and not _is_stopped(row) for row in rows)
     if len(rows) < count or any(map(_is_stopped, rows)):
-        others = f", {failed} failed" * bool(failed) + f", {count - len(rows)} not begun" * (len(rows) < count)
+        others = f", {failed} failed" * bool(failed) + f", {count - len(rows)} not begun" * (
+            len(rows) < count
+        )
         return f"{STOPPED}: {done} of {counted(count, 'trial')} completed{others}"
-    return f"{FAILED}: {failed} of {counted(count, 'trial')}" if failed else COMPLETED
+    if failed:
+        return f"{FAILED}: {failed} of {counted(count, 'trial')}"
+    return COMPLETED
 
 
 def sweep_page(
-    sweep_dir: Path, rows: Sequence[Row], objective: str, better: str | None, command: str, facts: dict[str, str],
-    refresh_seconds: int = 0, total: int = 0, note: str = "",
-) -> Report:  # fmt: skip
-    """rows: of results.jsonl, so far, and of the trials that are running. total: of trials, if that is known. Reads the
-    run directories of the trials."""
+    sweep_dir: Path,
+    rows: Sequence[Row],
+    objective: str,
+    better: str | None,
+    command: str,
+    facts: dict[str, str],
+    refresh_seconds: int = 0,
+    total: int = 0,
+    note: str = "",
+) -> Report:
+    """rows: of results.jsonl, so far, and of the trials that are running. total: of trials, if that
+    is known. Reads the run directories of the trials."""
     order = ranked(rows, better)
     scored = [row for row in order if row.get("objective") is not None]
     failed = [row for row in rows if row["status"] == FAILED and not _is_stopped(row)]
     table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1, note)
-    table.title, table.best = table.title.capitalize(), 0 if scored else None
+    table.title = table.title.capitalize()
+    table.best = 0 if scored else None
     sections: list[Table | Plot | Lines] = []
     if scored:
         commands = uses(read_run(_run_dir(sweep_dir, scored[0])))
@@ -140,12 +188,17 @@ def sweep_page(
     if any(len(group) > 1 for group in grouped.values()):
         sections.append(_group_table(grouped, objective, better))
     if failed:
-        reasons = [[row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))] for row in failed]
+        reasons = [
+            [row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))] for row in failed
+        ]
         sections.append(Table("Failed", ["trial", "overrides", "reason"], reasons))
-    state, now = state_of(rows, total), sum(row["status"] == RUNNING for row in rows)
+    state = state_of(rows, total)
+    now = sum(row["status"] == RUNNING for row in rows)
     if refresh_seconds:
         of = f" of {total}" if total else ""
-        state = f"{RUNNING}: {now} now, {len(rows) - now}{of} trials ended, as of {clock(time.time())}"
+        state = (
+            f"{RUNNING}: {now} now, {len(rows) - now}{of} trials ended, as of {clock(time.time())}"
+        )
     elif state.startswith(STOPPED):
         sections.append(Lines("To go on", [goes_on(command, sweep_dir)]))
     return Report(
@@ -163,13 +216,16 @@ def sweep_page(
 
 
 def goes_on(command: str, sweep_dir: Path) -> str:
-    """The command that goes on with a sweep. command: that of its start, which need not name the directory."""
+    """The command that goes on with a sweep. command: that of its start, which need not name the
+    directory."""
     words = [one for one in shlex.split(command) if not one.startswith("run_dir=")]
     return shlex.join([*words, word("run_dir", near(sweep_dir))])
 
 
 def _run_dir(sweep_dir: Path, row: Row) -> Path:
-    return Path(row["run_dir"]) if row.get("run_dir") else sweep_dir / str(row["trial"])
+    if row.get("run_dir"):
+        return Path(row["run_dir"])
+    return sweep_dir / str(row["trial"])
 
 
 def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict[str, str]:
@@ -181,30 +237,51 @@ def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict
     counts = {"trials": len(rows), "running": sum(row["status"] == RUNNING for row in rows)}
     counts["stopped"] = sum(map(_is_stopped, rows))
     counts["failed"] = sum(row["status"] == FAILED for row in rows) - counts["stopped"]
-    return found | {name: str(number) for name, number in counts.items() if number or name in ("trials", "failed")}
+    return found | {
+        name: str(number)
+        for name, number in counts.items()
+        if number or name in ("trials", "failed")
+    }
 
 
 def _curves(sweep_dir: Path, order: Sequence[Row], objective: str) -> Plot:
-    """The objective of all trials while they train, or their training loss if it is known at the end only. The best is
-    drawn on top of the others."""
+    """The objective of all trials while they train, or their training loss if it is known at the
+    end only. The best is drawn on top of the others."""
     split, _, metric = objective.rpartition(".")
     order = order[:MOST_CURVES]
     paths = [_run_dir(sweep_dir, row) / METRICS for row in order]
     most = POINTS // max(1, len(order))
     read = [read_lines(path, kind=split, most=most) for path in paths] if split else []
     kind = split if any(len(lines) > 1 for lines in read) else TRAIN
-    read = read if kind == split else [read_lines(path, kind=TRAIN, most=most) for path in paths]
+    if kind == split:
+        read = read
+    else:
+        read = [read_lines(path, kind=TRAIN, most=most) for path in paths]
     key = metric if kind == split else "loss"
     drawn = []
     for place, (row, lines) in enumerate(zip(order, read, strict=True)):
         name = " ".join(row["overrides"]) or f"trial {row['trial']}"
         is_best = not place and row.get("objective") is not None
-        level = 1 if is_best else -1 if len(order) > 6 else 0
-        drawn.append(Curve(name, [line["step"] for line in lines], [line.get(key) for line in lines], level=level))
+        if is_best:
+            level = 1
+        else:
+            level = -1 if len(order) > 6 else 0
+        drawn.append(
+            Curve(
+                name,
+                [line["step"] for line in lines],
+                [line.get(key) for line in lines],
+                level=level,
+            )
+        )
     values = [value for curve in drawn for value in curve.y if value is not None]
     is_log = key == "loss" and bool(values) and min(values) > 0 and max(values) > 20 * min(values)
     caption = f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials"
-    caption += "; the best one is thick." if any(row.get("objective") is not None for row in order) else "."
+    caption += (
+        "; the best one is thick."
+        if any(row.get("objective") is not None for row in order)
+        else "."
+    )
     axis = Axis(key, log=is_log, percent=key in PERCENT)
     if all(len({*curve.x}) < 2 for curve in drawn):  # a point says no more than the table
         return Plot("Curves", None)
@@ -213,14 +290,22 @@ def _curves(sweep_dir: Path, order: Sequence[Row], objective: str) -> Plot:
 
 def _axis(key: str, values: Sequence[Any]) -> Axis:
     numbers = [value for value in values if isinstance(value, int | float)]
-    is_log = len(numbers) == len(values) > 0 and min(numbers) > 0 and max(numbers) >= LOG_RATIO * min(numbers)
+    is_log = (
+        len(numbers) == len(values) > 0
+        and min(numbers) > 0
+        and max(numbers) >= LOG_RATIO * min(numbers)
+    )
     tried = sorted({*numbers})
     return Axis(key, log=is_log, ticks=tried if len(tried) <= MOST_TICKS else ())
 
 
 def _against(scored: Sequence[Row], objective: str) -> list[Plot]:
     """The objective against each parameter."""
-    keys = [key for key in parameters(scored) if len({str(values_of(row).get(key)) for row in scored}) > 1]
+    keys = [
+        key
+        for key in parameters(scored)
+        if len({str(values_of(row).get(key)) for row in scored}) > 1
+    ]
     y = Axis(objective, percent=objective.rpartition(".")[2] in PERCENT)
     names = [" ".join(row["overrides"]) for row in scored]
     if len(keys) < FEWEST_AXES:
@@ -231,7 +316,14 @@ def _against(scored: Sequence[Row], objective: str) -> list[Plot]:
         for at, (name, row) in enumerate(zip(names, scored, strict=True))
     ]
     axes = [*(_axis(key, columns[key]) for key in keys), y]
-    return [Plot("Parameters", parallel(points, axes), "A line is a trial; the best one is thick.", full=True)]
+    return [
+        Plot(
+            "Parameters",
+            parallel(points, axes),
+            "A line is a trial; the best one is thick.",
+            full=True,
+        )
+    ]
 
 
 def _dots(scored: Sequence[Row], key: str, names: Sequence[str], y: Axis) -> Chart | None:
@@ -242,7 +334,7 @@ def _dots(scored: Sequence[Row], key: str, names: Sequence[str], y: Axis) -> Cha
     return scatter(points, _axis(key, [point.values[0] for point in points]), y)
 
 
-# --- seeds ------------------------------------------------------------------------------------------------------------
+# --- seeds ----------------------------------------------------------------------------------------
 
 
 def _groups(scored: Sequence[Row]) -> dict[str, list[float]]:
@@ -258,42 +350,63 @@ def _group_table(groups: dict[str, list[float]], objective: str, better: str | N
     scale, unit = (100.0, " %") if objective.rpartition(".")[2] in PERCENT else (1.0, "")
     sign = -1 if better == "max" else 1
     order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
-    best, rows = groups[order[0]], []
+    best = groups[order[0]]
+    rows = []
     for words in order:
         values = [scale * value for value in groups[words]]
         deviation = statistics.stdev(values) if len(values) > 1 else None
         compared = welch(best, groups[words]) if groups[words] is not best else None
-        rows.append([
-            words, statistics.fmean(values), deviation, min(values), max(values), len(values), compared and compared.p
-        ])  # fmt: skip
+        rows.append(
+            [
+                words,
+                statistics.fmean(values),
+                deviation,
+                min(values),
+                max(values),
+                len(values),
+                compared and compared.p,
+            ]
+        )
     columns = ["settings", f"mean{unit}", "deviation", "lowest", "highest", "runs", "p"]
-    note = "p: Welch's t-test against the settings with the best mean; below 0.05 it is more than noise."
+    note = (
+        "p: Welch's t-test against the settings with the best mean; below 0.05 it is more than"
+        " noise."
+    )
     return Table(f"{objective} over seeds", columns, rows, note, best=0)
 
 
 def noise(rows: Sequence[Row], objective: str, better: str | None) -> list[str]:
-    """What is noise and what is not; that it cannot be told where no setting was repeated, in one sentence."""
+    """What is noise and what is not; that it cannot be told where no setting was repeated, in one
+    sentence."""
     groups = _groups([row for row in ranked(rows, better) if row.get("objective") is not None])
-    repeated, metric = [group for group in groups.values() if len(group) > 1], objective.rpartition(".")[2]
+    repeated = [group for group in groups.values() if len(group) > 1]
+    metric = objective.rpartition(".")[2]
     if not repeated:
         return [ONE_OF_EACH] * (len(groups) > 1)
-    # No mean of them: a setting that diverges scatters more than all others, and says nothing of theirs.
+    # No mean of them: a setting that diverges scatters more than all others, and says nothing of
+    # theirs.
     deviations = sorted(map(statistics.stdev, repeated))
-    ends = dict.fromkeys(shown_metric(metric, deviation) for deviation in (deviations[0], deviations[-1]))
+    ends = dict.fromkeys(
+        shown_metric(metric, deviation) for deviation in (deviations[0], deviations[-1])
+    )
     sign = -1 if better == "max" else 1
     order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
-    best, rest = order[0], [words for words in order[1:] if len(groups[words]) > 1]
+    best = order[0]
+    rest = [words for words in order[1:] if len(groups[words]) > 1]
     once = len(groups) - 1 - len(rest)
     others = f" {counted(once, 'other')} ran once and cannot be compared." if once else ""
     found = [
-        f"Runs that differ in their seed alone differ by {' to '.join(ends)} (standard deviation of one run; "
-        f"{counted(len(repeated), 'setting')}, {sum(map(len, repeated))} runs)."
+        f"Runs that differ in their seed alone differ by {' to '.join(ends)} (standard deviation of"
+        f" one run; {counted(len(repeated), 'setting')}, {sum(map(len, repeated))} runs)."
     ]
     tests = {words: welch(groups[best], groups[words]) for words in rest}
     if len(groups) == 1:
         return found
     if len(groups[best]) < 2 or not rest:
-        return [*found, "The settings with the best mean were not repeated often enough to compare them."]
+        return [
+            *found,
+            "The settings with the best mean were not repeated often enough to compare them.",
+        ]
     alike = [words for words, test in tests.items() if test and not test.is_more_than_noise]
     if not alike:
         than = counted(len(rest), "other") if once else "all others"
@@ -302,11 +415,16 @@ def noise(rows: Sequence[Row], objective: str, better: str | None) -> list[str]:
     worst = max(sign * value for value in groups[best])
     apart = [words for words in alike if min(sign * value for value in groups[words]) > worst]
     close = [words for words in alike if words not in apart]
-    told = [f"{best} has the best mean, but cannot be told from noise against {_named(close)}."] * bool(close)
+    told = [
+        f"{best} has the best mean, but cannot be told from noise against {_named(close)}."
+    ] * bool(close)
     more = "So few runs may be so by chance; more values of seed would tell."
     told += [f"Each run of {best} is better than all of {_named(apart)}. {more}"] * bool(apart)
     return [*found, *told[:-1], told[-1] + others]
 
 
 def _named(settings: Sequence[str]) -> str:
-    return f"{counted(len(settings), 'other')}: {'; '.join(settings[:5])}{'; ...' * (len(settings) > 5)}"
+    return (
+        f"{counted(len(settings), 'other')}:"
+        f" {'; '.join(settings[:5])}{'; ...' * (len(settings) > 5)}"
+    )

@@ -18,7 +18,8 @@ from rich.text import Text
 
 NOTHING = "-"
 DIGITS = 4
-"""Digits of the median of a column, a leading 0 included; the other numbers have as many decimals."""
+"""Digits of the median of a column, a leading 0 included; the other numbers have as many
+decimals."""
 PIPE_COLUMNS = 10_000
 """Width of a table that is no person's screen: as wide as it needs."""
 
@@ -36,7 +37,8 @@ class Link:
 
 @dataclass
 class Table:
-    """Column names include the unit. A cell is a number, text, a bool, a Link, or None, which is shown as "-"."""
+    """Column names include the unit. A cell is a number, text, a bool, a Link, or None, which is
+    shown as "-"."""
 
     title: str
     columns: list[str]
@@ -47,12 +49,14 @@ class Table:
     best: int | None = None
     """The row that stands out."""
     kept: Sequence[str] = ()
-    """The columns that a narrow terminal leaves out last, the last of them first. Not the first column, which stays."""
+    """The columns that a narrow terminal leaves out last, the last of them first. Not the first
+    column, which stays."""
 
 
 def show(table: Table, console: Console | None = None, in_blocks: bool = False) -> None:
-    """Prints a table: no word and no number is broken. On a terminal the columns that fit, and the names of the others,
-    or in_blocks, all of them below each other; into a file or a pipe all of them, in lines as long as they need."""
+    """Prints a table: no word and no number is broken. On a terminal the columns that fit, and the
+    names of the others, or in_blocks, all of them below each other; into a file or a pipe all of
+    them, in lines as long as they need."""
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console = Console(file=console.file, width=PIPE_COLUMNS, highlight=False, color_system=None)
@@ -76,13 +80,15 @@ def tell(sentences: Sequence[str], console: Console | None = None, style: str = 
 
 def _blocks(table: Table, console: Console) -> Iterator[Table]:
     """The first column with as many of the others as fit, then with the next ones."""
-    left, title = [*range(1, len(table.columns))], table.title
+    left = [*range(1, len(table.columns))]
+    title = table.title
     while left:
         count = len(left)
         while count > 1 and fitted(_part(table, [0, *left[:count]]), console)[1]:
             count -= 1
         yield replace(_part(table, [0, *left[:count]]), title=title)
-        left, title = left[count:], ""
+        left = left[count:]
+        title = ""
 
 
 def _part(table: Table, places: Sequence[int]) -> Table:
@@ -92,15 +98,18 @@ def _part(table: Table, places: Sequence[int]) -> Table:
 
 
 def fitted(table: Table, console: Console, one_line: bool = False) -> tuple[RichTable, list[str]]:
-    """The table with the columns that fit, at least two, and the names of the others. The rightmost are left out first,
-    those to be kept last. one_line: each row takes one."""
+    """The table with the columns that fit, at least two, and the names of the others. The rightmost
+    are left out first, those to be kept last. one_line: each row takes one."""
     places = [*range(len(table.columns))]
     drawn = _rich_table(table, one_line)
     if not console.is_terminal or width_of(drawn, console) <= console.width:
         return drawn, []
     drawn = _rich_table(table, one_line, narrow=True)
     others = [place for place in reversed(places[1:]) if table.columns[place] not in table.kept]
-    by_worth = [*others, *(table.columns.index(name) for name in reversed(table.kept) if name in table.columns)]
+    by_worth = [
+        *others,
+        *(table.columns.index(name) for name in reversed(table.kept) if name in table.columns),
+    ]
     for place in by_worth[:-1]:
         if width_of(drawn, console) <= console.width:
             break
@@ -115,20 +124,26 @@ def width_of(drawn: RichTable, console: Console) -> int:
 
 
 def _rich_table(table: Table, one_line: bool = False, narrow: bool = False) -> RichTable:
-    """A column is at least as wide as its longest word, or number. narrow: names are broken behind `.`, `_` and `,`
-    too."""
+    """A column is at least as wide as its longest word, or number. narrow: names are broken behind
+    `.`, `_` and `,` too."""
     title = Text(table.title, "bold") if table.title else None
     drawn = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    rows, numeric = cells(table), numeric_columns(table)
+    rows = cells(table)
+    numeric = numeric_columns(table)
     for place, (name, right) in enumerate(zip(table.columns, numeric, strict=True)):
         texts = [row[place] for row in rows]
-        words = texts if right or one_line else [word for text in texts for word in text.split()]
+        if right or one_line:
+            words = texts
+        else:
+            words = [word for text in texts for word in text.split()]
         parts = re.findall(r"[^\s._,]*[._,]+|[^\s._,]+", name) if narrow else name.split()
         least = max(map(len, [*words, *parts]), default=0)
         drawn.add_column(
-            Text(_in_lines(name, least) if narrow else name), justify="right" if right else "left",
-            min_width=least, overflow="fold",
-        )  # fmt: skip
+            Text(_in_lines(name, least) if narrow else name),
+            justify="right" if right else "left",
+            min_width=least,
+            overflow="fold",
+        )
     for row in rows:
         drawn.add_row(*map(Text, row))
     return drawn
@@ -138,21 +153,29 @@ def _in_lines(name: str, width: int) -> str:
     """A column's name in lines of a width that holds its longest part."""
     lines = [""]
     for part in re.findall(r"\s*[^\s._,]*[._,]+|\s*[^\s._,]+", name):
-        lines = [*lines[:-1], lines[-1] + part] if len(lines[-1] + part) <= width else [*lines, part.strip()]
+        if len(lines[-1] + part) <= width:
+            lines = [*lines[:-1], lines[-1] + part]
+        else:
+            lines = [*lines, part.strip()]
     return "\n".join(lines).strip()
 
 
-# --- cells ------------------------------------------------------------------------------------------------------------
+# --- cells ----------------------------------------------------------------------------------------
 
 
 def cells(table: Table) -> list[list[str]]:
-    """The text of each cell: all numbers of a column have the same decimals, as many as its median needs."""
+    """The text of each cell: all numbers of a column have the same decimals, as many as its median
+    needs."""
     shown = [_column([row[place] for row in table.rows]) for place in range(len(table.columns))]
     return [list(row) for row in zip(*shown, strict=True)]
 
 
 def _column(values: Sequence[Any]) -> list[str]:
-    sizes = [abs(value) for value in values if isinstance(value, float) and math.isfinite(value) and value]
+    sizes = [
+        abs(value)
+        for value in values
+        if isinstance(value, float) and math.isfinite(value) and value
+    ]
     middle = statistics.median_high(sizes) if sizes else 1.0
     tiny = bool(sizes) and (max(sizes) < 1e-3 or (min(sizes) < 1e-4 and max(sizes) < 1))
     power = math.floor(math.log10(middle))
@@ -181,6 +204,9 @@ def numeric_columns(table: Table) -> list[bool]:
     columns = [[row[place] for row in table.rows] for place in range(len(table.columns))]
     return [
         any(isinstance(value, int | float) for value in column)
-        and all(value is None or (isinstance(value, int | float) and not isinstance(value, bool)) for value in column)
+        and all(
+            value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+            for value in column
+        )
         for column in columns
     ]

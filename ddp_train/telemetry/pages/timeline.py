@@ -1,7 +1,9 @@
-"""Where each rank of a run spends its time, and what happens to the run: as the launcher sees it. Torch-free.
+"""Where each rank of a run spends its time, and what happens to the run: as the launcher sees it.
+Torch-free.
 
-Each rank publishes its phase in shared memory for the hang detector anyway (resilience/heartbeat.py). The launcher
-looks 50 times a second; the share of its looks is the share of the time, and training pays nothing for it.
+Each rank publishes its phase in shared memory for the hang detector anyway
+(resilience/heartbeat.py). The launcher looks 50 times a second; the share of its looks is the share
+of the time, and training pays nothing for it.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ class Timeline:
     def look(self, phases: Sequence[str]) -> None:
         """The phases of all ranks at this moment."""
         now = time.monotonic()
-        passed, self.last = now - self.last, now
+        passed = now - self.last
+        self.last = now
         while len(self.seconds) < len(phases):
             self.seconds.append({})
         for rank, phase in zip(self.seconds, phases, strict=False):
@@ -48,13 +51,18 @@ class Timeline:
         """Raises OSError. Under torchrun nothing was seen, and there is no file."""
         if not self.seconds and not self.events:
             return
-        seconds = [{phase: round(value, 3) for phase, value in rank.items()} for rank in self.seconds]
+        seconds = [
+            {phase: round(value, 3) for phase, value in rank.items()} for rank in self.seconds
+        ]
         write_json(self.path, {"seconds": seconds, "events": self.events})
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):  # there is none, or it was cut off: what it told is lost, and nothing else
+    except (
+        OSError,
+        ValueError,
+    ):  # there is none, or it was cut off: what it told is lost, and nothing else
         return {}
     return found if isinstance(found, dict) else {}

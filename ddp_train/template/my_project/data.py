@@ -10,10 +10,12 @@ SIDE = 16
 
 
 class Spots(Dataset[tuple[Tensor, Tensor]]):
-    """Samples: a picture, float32 [1, 16, 16], and the place of its spot, float32 [2]: row and column, in pixels.
+    """Samples: a picture, float32 [1, 16, 16], and the place of its spot, float32 [2]: row and
+    column, in pixels.
 
-    They are drawn with torch's random numbers, which ddp-train keys by seed, epoch and sample number: to train on, new
-    ones in each epoch; to test on, always the same; and neither depends on the number of processes.
+    They are drawn with torch's random numbers, which ddp-train keys by seed, epoch and sample
+    number: to train on, new ones in each epoch; to test on, always the same; and neither depends on
+    the number of processes.
     """
 
     def __init__(self, train: bool, samples: int = 4000, noise: float = 0.3) -> None:

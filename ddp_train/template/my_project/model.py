@@ -7,12 +7,17 @@ from torch import Tensor, nn
 
 
 class Finder(nn.Module):
-    """Pictures [n, 1, h, w] -> places [n, 2]: how likely each pixel is the middle of the spot, and the mean of that."""
+    """Pictures [n, 1, h, w] -> places [n, 2]: how likely each pixel is the middle of the spot, and
+    the mean of that."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.likely = nn.Sequential(
-            nn.Conv2d(1, width, 5, padding=2), nn.ReLU(), nn.Conv2d(width, 1, 5, padding=2), nn.Flatten(), nn.Softmax(1)
+            nn.Conv2d(1, width, 5, padding=2),
+            nn.ReLU(),
+            nn.Conv2d(width, 1, 5, padding=2),
+            nn.Flatten(),
+            nn.Softmax(1),
         )
 
     def forward(self, pictures: Tensor) -> Tensor:

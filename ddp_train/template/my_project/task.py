@@ -19,7 +19,8 @@ class FindSpots:
         self.radius = radius
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, int]:
-        """(sum of the losses, number of pictures), never their mean: a batch may be split over processes."""
+        """(sum of the losses, number of pictures), never their mean: a batch may be split over
+        processes."""
         pictures, places = batch
         return functional.mse_loss(model(pictures), places, reduction="sum"), len(places)
 
@@ -35,6 +36,7 @@ class FindSpots:
         }
 
     def predictions(self, model: nn.Module, batch: Batch | Tensor) -> dict[str, Tensor]:
-        """The columns of mode=predict, a row per picture. Pictures to be predicted need no places."""
+        """The columns of mode=predict, a row per picture. Pictures to be predicted need no
+        places."""
         pictures = batch if isinstance(batch, Tensor) else batch[0]
         return {"place": model(pictures)}
