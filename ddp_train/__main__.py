@@ -13,6 +13,7 @@ if (
     if not __package__:  # started by its path: the package need not be installed
         sys.path.append(__file__.rpartition("/ddp_train/")[0])
 
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -38,6 +39,13 @@ from ddp_train.resilience.preemption import INTERRUPTED
 STUDY = "mode=study"
 PROVE = "mode=prove"
 CHECK = "check"
+LABORATORY = {
+    STUDY: "ddp_lab.study.main:study",
+    PROVE: "ddp_lab.prove.main:prove",
+    "doctor of this host": "ddp_lab.doctor.main:check_this_host",
+    "doctor of all hosts": "ddp_lab.doctor.main:check_all_hosts",
+}
+"""What examines a job, a machine or a choice. The core knows it by these names alone."""
 OF_RUNS = "resize", "compare", "watch"
 """First words of commands for runs that there are: each is a function of a module of that name."""
 
@@ -106,13 +114,9 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
 
     try:
         if STUDY in argv:
-            from ddp_train.study.main import study
-
-            return study(program, argv, world)
+            return laboratory(STUDY)(program, argv, world)
         if PROVE in argv:
-            from ddp_train.prove.main import prove
-
-            return prove(program, argv, world)
+            return laboratory(PROVE)(program, argv, world)
         if any(word.startswith("-") for word in argv):
             return with_flags(program, world, argv, server)
         prepared = prepare(program, argv, world)
@@ -127,14 +131,18 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
             server.close()  # torchrun starts the workers
         return multihost.join_hosts(prepared.config, program, argv)
     if prepared.config.mode == "doctor":
-        from ddp_train.doctor.main import check_this_host
-
-        return check_this_host(prepared.config, program.import_path)
+        return laboratory("doctor of this host")(prepared.config, program.import_path)
     stop = StopRequests(program_ends=True)
     started = with_page(prepared.config)
     return local.launch(
         prepared.config, program.import_path, stop, server, prepared.at_another_number, started
     )
+
+
+def laboratory(examination: str) -> Callable[..., int]:
+    """The function that does an examination, imported when it is asked for."""
+    module, _, function = LABORATORY[examination].partition(":")
+    return getattr(import_module(module), function)
 
 
 def with_flags(
@@ -161,8 +169,7 @@ def under_torchrun(program: Program, world: World, argv: list[str], text: str | 
     store, text = worker.receive_config(world, text)
     config = load_frozen(text)
     if config.mode == "doctor":
-        from ddp_train.doctor.main import check_all_hosts
-
+        check_all_hosts = laboratory("doctor of all hosts")
         worker.leave(check_all_hosts(store, world, argv, config, program.import_path))
     worker.run_under_torchrun(store, world, argv, config, text)
 

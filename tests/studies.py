@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_lab.study.provenance import conditions
+from ddp_lab.study.request import Request, read_request
+from ddp_lab.study.trials import Outcome, Trial, recorded_outcome
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_json
-from ddp_train.study.provenance import conditions
-from ddp_train.study.request import Request, read_request
-from ddp_train.study.trials import Outcome, Trial, recorded_outcome
 from tests.commands import PROGRAM
 
 

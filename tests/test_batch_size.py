@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddp_lab.study import batch_size
+from ddp_lab.study.batch_size import limited_memory, search_largest
+from ddp_lab.study.trials import Outcome, Trial
+from ddp_lab.study.trials import run as run_trial
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience.whole_files import write_json
-from ddp_train.study import batch_size
-from ddp_train.study.batch_size import limited_memory, search_largest
-from ddp_train.study.trials import Outcome, Trial
-from ddp_train.study.trials import run as run_trial
 from tests.commands import run
 from tests.studies import asked, leave, value
 

@@ -340,7 +340,7 @@ BAD: dict[str, list[str]] = {
         "hooks={a:1}: must be a list like [package.Name] or [{_target_: package.Name, argument: 1}]"
     ],
     "hooks.a=1": ["hooks.a=1: hooks must be a list like [package.Name]"],
-    "hooks=[ddp_train.study.step_times.StepTimes] hooks.a=1": [
+    "hooks=[ddp_lab.study.step_times.StepTimes] hooks.a=1": [
         "hooks.a=1: hooks must be a list like [package.Name]"
     ],
     "hooks.0=a.b": ["the list has no such item; give it whole"],
@@ -468,7 +468,7 @@ BAD: dict[str, list[str]] = {
     "train.reduction=all_reduce": ["no such key; use strategy=ddp"],
     "train.virtual_shards=4": ["no such key; use strategy=ordered strategy.virtual_shards=4"],
     "data.loader=device": ["no such key; use data.placement=device"],
-    "probe=step_times": ["no such key; use hooks=[ddp_train.study.step_times.StepTimes]"],
+    "probe=step_times": ["no such key; use hooks=[ddp_lab.study.step_times.StepTimes]"],
     "probe=[a]": ["probe=[a]: no such key; use hooks=[your_module.YourClass]"],
     "reasons.compile=mine": ["reasons.compile=mine: no such key"],
     "data=image_folder data.decode=threads": [REFUSED, "auto, pil, processes, gpu"],
@@ -873,7 +873,7 @@ def test_a_hook_whose_source_does_not_show_it_is_refused_by_the_workers() -> Non
         ):
             build_hooks([path])
     with pytest.raises(ConfigError, match="has no StepTime; did you mean StepTimes"):
-        build_hooks(["ddp_train.study.step_times.StepTime"])
+        build_hooks(["ddp_lab.study.step_times.StepTime"])
 
 
 def checkpoint_of(run_dir: Path, *words: str) -> Path:
@@ -986,7 +986,7 @@ def test_the_config_of_a_run_is_a_command(form: str) -> None:
             "model._target_=os.system: loads code from outside the modules trusted by default"
             " (SECURITY.md)"
         ),
-        "hooks=[antigravity.Hook]: loads code from outside ddp_train.study",
+        "hooks=[antigravity.Hook]: loads code from outside ddp_lab.study",
     ], "a file of a run is data, as its checkpoints are"
 
 
@@ -1730,7 +1730,7 @@ def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
 def test_an_evaluation_says_that_it_enters_no_hooks(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run")
     words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
-    hooks = "hooks=[ddp_train.study.step_times.StepTimes]"
+    hooks = "hooks=[ddp_lab.study.step_times.StepTimes]"
     notices = prepare(PROGRAM, [*words, hooks], None).notices
     assert notices == [f"{hooks} has no effect: mode=evaluate does not train"]
 

@@ -31,12 +31,7 @@ import pynvml
 import pytest
 import torch.distributed as dist
 
-from ddp_train.config.hardware import Hardware, detect_hardware
-from ddp_train.config.prepare import prepare
-from ddp_train.config.schema import Config
-from ddp_train.distributed.environment import EXIT_CODE_FILE
-from ddp_train.distributed.world import World
-from ddp_train.doctor import (
+from ddp_lab.doctor import (
     collective_checks,
     collective_runner,
     collective_stages,
@@ -48,8 +43,13 @@ from ddp_train.doctor import (
     main,
     multihost_checks,
 )
-from ddp_train.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
-from ddp_train.doctor.isolated_check import IsolatedCheck, NoAnswerError
+from ddp_lab.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
+from ddp_lab.doctor.isolated_check import IsolatedCheck, NoAnswerError
+from ddp_train.config.hardware import Hardware, detect_hardware
+from ddp_train.config.prepare import prepare
+from ddp_train.config.schema import Config
+from ddp_train.distributed.environment import EXIT_CODE_FILE
+from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.linux import children_of, state_of
 from tests.commands import LAUNCH, PROGRAM, ROOT, environment, read, run, running, wait_until
@@ -437,7 +437,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_slow_disk_is_warned_of(shim: str, tmp_path: Path) -> None:
     code = (
         "import json, sys; from dataclasses import asdict; from pathlib import Path\n"
-        "from ddp_train.doctor import host_checks\n"
+        "from ddp_lab.doctor import host_checks\n"
         "host_checks.WRITE_SECONDS = 0.1\n"
         "print(json.dumps(asdict(host_checks.run_directory(Path(sys.argv[1])))))"
     )
@@ -867,7 +867,7 @@ def probes_of(launcher: int) -> dict[int, int]:
                 part.partition(b"=")[::2]
                 for part in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             )
-            if b"ddp_train.doctor.collective_test" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"ddp_lab.doctor.collective_test" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[int(variables[b"RANK"])] = pid
     return found
 

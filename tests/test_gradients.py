@@ -15,12 +15,12 @@ import torch
 from safetensors.numpy import load_file
 from torch import nn
 
+from ddp_lab.study import gradients, trials
+from ddp_lab.study.gradient_probe import GradientProbe
+from ddp_lab.study.gradients import compare
+from ddp_lab.study.trials import Outcome, Trial, run
 from ddp_train.distributed.world import World
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.study import gradients, trials
-from ddp_train.study.gradient_probe import GradientProbe
-from ddp_train.study.gradients import compare
-from ddp_train.study.trials import Outcome, Trial, run
 from ddp_train.training.loop import fit
 from tests.jobs import config_of, job_of
 from tests.ranks import on_ranks

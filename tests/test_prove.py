@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from ddp_lab.prove.configs import for_proof
+from ddp_lab.prove.examine import Examined, examine
 from ddp_train.distributed.world import World
-from ddp_train.prove.configs import for_proof
-from ddp_train.prove.examine import Examined, examine
 from ddp_train.testing import prove
 from tests import commands
 from tests.jobs import config_of

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp_lab.study import gradients, scaling, trials, variants
+from ddp_lab.study.scaling import Cell, StepBreakdown, _efficiency, read_breakdown, verdict
+from ddp_lab.study.step_times import StepTimes
+from ddp_lab.study.trials import Outcome, Trial
+from ddp_lab.study.trials import run as run_trial
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.study import gradients, scaling, trials, variants
-from ddp_train.study.scaling import Cell, StepBreakdown, _efficiency, read_breakdown, verdict
-from ddp_train.study.step_times import StepTimes
-from ddp_train.study.trials import Outcome, Trial
-from ddp_train.study.trials import run as run_trial
 from ddp_train.training.loop import fit
 from tests.jobs import config_of, job_of, table
 from tests.ranks import on_ranks
@@ -188,11 +188,11 @@ def some_runs(trial: Trial, script: Path, stop: StopRequests) -> Outcome | None:
     processes, batch = (
         int(value(trial, key)) for key in ("launch.nproc_per_node", "train.global_batch_size")
     )
-    if "hooks=[ddp_train.study.step_times.StepTimes]" in trial.overrides and processes == 2:
+    if "hooks=[ddp_lab.study.step_times.StepTimes]" in trial.overrides and processes == 2:
         return run_trial(trial, script, stop)
     rate = {(1, 48): 100.0, (2, 96): 180.0, (1, 96): 120.0}[processes, batch]
     left = leave(trial, script, [{"kind": "train", "samples_per_second": rate}])
-    if "hooks=[ddp_train.study.step_times.StepTimes]" in trial.overrides:
+    if "hooks=[ddp_lab.study.step_times.StepTimes]" in trial.overrides:
         steps = [{"data": 0.1, "compute": 0.8, "exposed": 0.0, "host": 0.1}] * 20
         (trial.run_dir / "probe").mkdir()
         (trial.run_dir / "probe/step_times_rank_0.json").write_text(

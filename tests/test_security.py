@@ -112,7 +112,7 @@ def test_trust_in_one_package_is_no_trust_in_what_a_checkpoint_names() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["ddp_train.study.step_times.json", "ddp_train.study.step_times.json.JSONDecoder"]
+    "path", ["ddp_lab.study.step_times.json", "ddp_lab.study.step_times.json.JSONDecoder"]
 )
 def test_a_hook_is_a_class_of_the_module_that_is_trusted(path: str) -> None:
     assert problems_of(f"hooks=[{path}]") == [], "seen when it is loaded, before it is called"

@@ -20,12 +20,12 @@ from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.ops.misc import FrozenBatchNorm2d
 
+from ddp_lab.study import cost_model, measured, simulate
+from ddp_lab.study.cost_model import Cluster, Link, Step, predict
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.models.gpt import Gpt
-from ddp_train.study import cost_model, measured, simulate
-from ddp_train.study.cost_model import Cluster, Link, Step, predict
 from ddp_train.telemetry.pages.report import Report, as_markdown
 from tests.commands import ONE, ROOT, SMALL, metrics, run
 from tests.ranks import on_ranks

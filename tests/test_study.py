@@ -20,17 +20,17 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
+from ddp_lab.study import main, results, trials, variants_report
+from ddp_lab.study.provenance import conditions, load_at_start, source_digest
+from ddp_lab.study.request import Request, read_request
+from ddp_lab.study.results import METRICS, verdict
+from ddp_lab.study.trials import Outcome, Trial, trial_session
+from ddp_lab.study.variants import NEEDS_GPU, Study, merged, plan
 from ddp_train.config.overrides import read_overrides
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.whole_files import write_json
-from ddp_train.study import main, results, trials, variants_report
-from ddp_train.study.provenance import conditions, load_at_start, source_digest
-from ddp_train.study.request import Request, read_request
-from ddp_train.study.results import METRICS, verdict
-from ddp_train.study.trials import Outcome, Trial, trial_session
-from ddp_train.study.variants import NEEDS_GPU, Study, merged, plan
 from ddp_train.telemetry.pages.charts import Axis, Bar, bars
 from ddp_train.telemetry.pages.page import as_page, write
 from ddp_train.telemetry.pages.report import Plot, Report, as_csv, as_json, as_markdown, show
@@ -652,11 +652,11 @@ def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> N
     (tmp_path / "conf/experiment/mine.yaml").write_text("name: mine")
     assert before != source_digest(own), "presets of one's own too"
     for name, counts in (
-        ("ddp_train/study/variants_report.py", False),
-        ("ddp_train/doctor/host_checks.py", False),
+        ("ddp_lab/study/variants_report.py", False),
+        ("ddp_lab/doctor/host_checks.py", False),
         ("ddp_train/conf/study/tips.yaml", False),
         ("ddp_train/training/loop.py", True),
-        ("ddp_train/study/step_times.py", True),
+        ("ddp_lab/study/step_times.py", True),
         ("ddp_train/conf/config.yaml", True),
     ):
         content = (tmp_path / name).read_text()

@@ -33,6 +33,9 @@ import yaml
 from PIL import Image
 from torch import nn
 
+from ddp_lab.doctor.findings import ok
+from ddp_lab.prove.configs import for_proof
+from ddp_lab.prove.runs import Proof
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind, field_types, is_section
 from ddp_train.config.freeze import FILE, freeze
@@ -43,7 +46,6 @@ from ddp_train.config.validate import check
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.distributed.world import World
-from ddp_train.doctor.findings import ok
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep_rows, trial_pool
 from ddp_train.launcher.started import with_page
@@ -55,8 +57,6 @@ from ddp_train.parallel.compiled import FLOPS_PER_BYTE_SENT, buckets_by_flops
 from ddp_train.parallel.naming_ddp import BUCKET_MB, ddp_arguments
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.performance import switches
-from ddp_train.prove.configs import for_proof
-from ddp_train.prove.runs import Proof
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
 from ddp_train.telemetry import tracker_queue
@@ -970,7 +970,7 @@ ROWS: dict[str, Row] = {
     "device": Row("device=cpu", resolved_device, machine=GPU),
     "deterministic": Row("deterministic=false", process_flags),
     "metrics": Row(f"metrics=[{{_target_:{__name__}.Counted,name:count}}]", further_metrics),
-    "hooks": Row("hooks=[ddp_train.study.step_times.StepTimes]", steppers, machine=GPU),
+    "hooks": Row("hooks=[ddp_lab.study.step_times.StepTimes]", steppers, machine=GPU),
     "objective": Row("objective=test.accuracy", objective),
     "trusted_modules": Row("trusted_modules=[yaml]", problems, "model._target_=yaml.Loader"),
     "launch.nproc_per_node": Row("launch.nproc_per_node=3", worker_environments),

@@ -63,7 +63,7 @@ PRELOAD = (
         "ddp_train.launcher.local",
         "ddp_train.launcher.cli",
     ),
-    *("ddp_train.launcher.multihost", "ddp_train.study.main", "ddp_train.doctor.main"),
+    *("ddp_train.launcher.multihost", "ddp_lab.study.main", "ddp_lab.doctor.main"),
     *(
         "torch.distributed.algorithms.ddp_comm_hooks",
         "hydra._internal.core_plugins",

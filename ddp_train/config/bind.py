@@ -262,8 +262,8 @@ def _expected(schema: type, name: str, hint: Any) -> str:
 
 
 _PROBES = {
-    "step_times": "ddp_train.study.step_times.StepTimes",
-    "gradients": "ddp_train.study.gradient_probe.GradientProbe",
+    "step_times": "ddp_lab.study.step_times.StepTimes",
+    "gradients": "ddp_lab.study.gradient_probe.GradientProbe",
     "none": "",
 }
 _CLASS_PATH = "your_module.YourClass"

@@ -36,7 +36,7 @@ TRUSTED_METRICS = tuple(
     for name in ("aggregation", "classification", "regression", "segmentation")
 )
 """Not all of torchmetrics: other modules of it load models that an argument names."""
-TRUSTED_HOOKS = ("ddp_train.study",)
+TRUSTED_HOOKS = ("ddp_lab.study",)
 HOOK_RULE = (
     "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir,"
     " world)"

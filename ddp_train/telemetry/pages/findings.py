@@ -18,7 +18,7 @@ IDLE_GPU = 70.0
 """Per cent of the time in which a GPU computes, below which something else limits."""
 STEP = ("data", "forward", "backward", "optimizer step")
 """The phases of a training step."""
-SPLIT_STEPS = "hooks=[ddp_train.study.step_times.StepTimes]"
+SPLIT_STEPS = "hooks=[ddp_lab.study.step_times.StepTimes]"
 
 
 def findings(run: RunFiles) -> list[str]:

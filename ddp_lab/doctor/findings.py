@@ -1,0 +1,189 @@
+"""Findings of checks, and the report made of them: the table, doctor.json, the exit code.
+Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ddp_lab.doctor.isolated_check import IsolatedCheck, NoAnswerError
+from ddp_train.errors import DataError, LaunchError, WriteError
+from ddp_train.resilience.whole_files import write_json
+from ddp_train.text import counted, first_line
+
+FILE = "doctor.json"
+OK = "ok"
+WARNING = "warning"
+FAILURE = "failure"
+SKIPPED = "skipped"
+FILE_WIDTH = 160
+"""Characters in a line of the table if it is not printed to a terminal; rich's default is 80."""
+REPORT_SECONDS = 10.0
+"""Time limit for writing doctor.json."""
+EXIT_CODES = {"run_dir": WriteError.exit_code, "data set": DataError.exit_code}
+"""Of a check that did not answer in time, where it is not LaunchError's."""
+STYLES = {OK: "green", WARNING: "yellow", FAILURE: "bold red", SKIPPED: "dim"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check on one host, or on all hosts together."""
+
+    check: str
+    status: str
+    detail: str
+    """What was found; for a check that was skipped, why."""
+    remedy: str = ""
+    host: str = ""
+    """Empty: all hosts together."""
+    exit_code: int = 0
+    """Of a failure: the exit code of a run that meets it."""
+    numbers: dict[str, Any] = field(default_factory=dict)
+    """Measured values for programs, as plain JSON types."""
+
+
+def ok(check: str, detail: str, **numbers: Any) -> Finding:
+    """No problem found."""
+    return Finding(check, OK, detail, numbers=numbers)
+
+
+def warning(check: str, detail: str, remedy: str, **numbers: Any) -> Finding:
+    """A run would be slower than it could be, or fail later."""
+    return Finding(check, WARNING, detail, remedy, numbers=numbers)
+
+
+def failure(
+    check: str, detail: str, remedy: str, code: int = LaunchError.exit_code, **numbers: Any
+) -> Finding:
+    """A run would fail. code: its exit code."""
+    return Finding(check, FAILURE, detail, remedy, exit_code=code, numbers=numbers)
+
+
+def skipped(check: str, why: str) -> Finding:
+    """The check was not made."""
+    return Finding(check, SKIPPED, why)
+
+
+def run_check(check: str, function: Callable[..., Finding], *arguments: Any) -> Finding:
+    """function(*arguments). An exception in it becomes a failure of this check, so that all other
+    checks still run."""
+    try:
+        return function(*arguments)
+    except Exception as error:  # noqa: BLE001  whatever it is, it is shown
+        return failed_check(check, error)
+
+
+def isolated_finding(isolated: IsolatedCheck, deadline: float) -> Finding:
+    """The finding of a check that runs in another process. Raises as `IsolatedCheck.answer`."""
+    return Finding(**isolated.answer(deadline))
+
+
+def failed_check(check: str, error: Exception) -> Finding:
+    """The failure of a check that did not answer in time, or raised an exception."""
+    if isinstance(error, NoAnswerError):
+        remedy = (
+            "run `dmesg` to see what it waits for: a disk, a file server or a driver that does not"
+            " respond?"
+        )
+        return failure(check, str(error), remedy, EXIT_CODES.get(check, LaunchError.exit_code))
+    detail = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
+    return failure(
+        check, detail, "this is a bug: report this message and what is unusual about this host"
+    )
+
+
+def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
+    """The same findings with their host set."""
+    return [replace(finding, host=host) for finding in findings]
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """That of the first failure, 0 if there is none."""
+    return next((finding.exit_code for finding in findings if finding.status == FAILURE), 0)
+
+
+def report(findings: list[Finding], hosts: list[str], run_dir: Path, began: float) -> int:
+    """Prints the table, writes doctor.json. Returns the exit code.
+
+    began: in time.monotonic() seconds. If doctor.json cannot be written, a line says so; the exit
+    code does not change.
+    """
+    code = exit_code(findings)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(table(findings, hosts))
+    counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}
+    seconds = round(time.monotonic() - began, 1)
+    summary = [
+        f"{counts[OK]} ok",
+        counted(counts[WARNING], "warning"),
+        counted(counts[FAILURE], "failure"),
+    ]
+    if counts[SKIPPED]:
+        summary.append(f"{counts[SKIPPED]} skipped")
+    console.print(f"{', '.join(summary)}, {seconds} s", soft_wrap=True)
+    worst = next((status for status in (FAILURE, WARNING) if counts[status]), OK)
+    values = {
+        "status": worst,
+        "exit_code": code,
+        "hosts": hosts,
+        "seconds": seconds,
+        "counts": counts,
+    }
+    path = run_dir / FILE
+    writing = IsolatedCheck(
+        _write, path, values | {"findings": [asdict(finding) for finding in findings]}
+    )
+    try:
+        problem = writing.answer(time.monotonic() + REPORT_SECONDS)
+    except NoAnswerError as error:
+        problem = str(error)
+    console.print(
+        f"{path} could not be written: {problem}" if problem else f"report {path}", soft_wrap=True
+    )
+    return code
+
+
+def _write(path: Path, values: dict[str, Any]) -> str:
+    """Writes doctor.json. Returns why it could not be written, or an empty string."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, values)
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def table(findings: list[Finding], hosts: list[str]) -> Table:
+    """One row for each distinct finding. Hosts share a row if their findings are equal, or if all
+    are ok."""
+    several = len(hosts) > 1
+    names = ", ".join(hosts) if len(hosts) <= 4 else counted(len(hosts), "host")
+    made = Table(title=f"doctor: {names}")
+    for heading in ("check", *(["host"] if several else []), "status", "found", "remedy"):
+        made.add_column(heading, overflow="fold", no_wrap=heading in ("check", "status"))
+    rows: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        same = () if finding.status == OK else (finding.detail, finding.remedy)
+        rows.setdefault((finding.check, finding.status, *same), []).append(finding)
+    for (check, status, *_), group in rows.items():
+        names = [finding.host for finding in group if finding.host]
+        if not names:
+            where = ""
+        else:
+            where = "all" if len(names) == len(hosts) else ", ".join(names)
+        details = list(dict.fromkeys(finding.detail for finding in group))
+        detail = details[0] + (
+            f" (on {names[0]}; similar on the others)" if len(details) > 1 else ""
+        )
+        styled = [Text(status, STYLES[status]), Text(detail), Text(group[0].remedy)]
+        made.add_row(check, *([where] if several else []), *styled)
+    return made

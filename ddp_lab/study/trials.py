@@ -1,0 +1,240 @@
+"""Trials: runs of the ordinary launcher, each a command of its own, one after the other; and their
+results."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_lab.study.provenance import conditions
+from ddp_lab.study.request import Request
+from ddp_train.config.external_checks import unwritten
+from ddp_train.config.program import Program
+from ddp_train.distributed.environment import environment
+from ddp_train.errors import ConfigError
+from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.linux import adopting_orphans, end_with_parent
+from ddp_train.resilience import run_lock
+from ddp_train.resilience.failure_report import FILE as FAILURE
+from ddp_train.resilience.failure_report import SUMMARY
+from ddp_train.resilience.whole_files import write_json
+from ddp_train.text import word
+
+POLL_SECONDS = 0.05
+PATIENCE_SECONDS = 20.0
+"""From SIGTERM to SIGKILL for the running trial when the study is stopped."""
+REASON_LETTERS = 200
+NEVER = 1_000_000_000
+NO_PAGE = "launch.page=false"
+"""A study has one page, and its times are those of training."""
+TRAIN_ONLY = (
+    f"train.evaluate_every_epochs={NEVER}",
+    f"checkpoint.every_steps={NEVER}",
+    f"train.epochs={NEVER}",
+)
+"""Overrides of a run without evaluation and checkpoints; train.max_steps ends it."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: its overrides without `run_dir`, and its folder. Its output and its record lie next
+    to the folder."""
+
+    overrides: list[str]
+    run_dir: Path
+
+    @property
+    def run_dir_word(self) -> str:
+        return word("run_dir", self.run_dir)
+
+    @property
+    def record(self) -> Path:
+        return self.run_dir.with_name(self.run_dir.name + ".json")
+
+    @property
+    def output(self) -> Path:
+        return self.run_dir.with_name(self.run_dir.name + ".log")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run. `reason`: why it failed, "" if it completed."""
+
+    exit_code: int
+    seconds: float
+    """Wall time of the whole command."""
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    reason: str = ""
+    run_dir: Path = Path()
+
+    @property
+    def completed(self) -> bool:
+        return not self.reason
+
+
+@contextlib.contextmanager
+def trial_session(request: Request) -> Iterator[None]:
+    """Inside, trials may be run: signals are recorded, and the run directory is locked until
+    `request.resources` is closed.
+
+    Raises ConfigError if another study uses the directory, or if it holds trials from other
+    conditions.
+    """
+    lock_run_dir(request)
+    here = conditions(request.program)
+    for path in sorted(request.run_dir.glob("trials/*/*.json")):
+        there = json.loads(path.read_text()).get("conditions", {})
+        for name in sorted(here.keys() | there.keys()):
+            before = there.get(name, "unknown")
+            now = here.get(name, "none")
+            if before != now:
+                rule = f"holds trials from other conditions, {name} was {before} and is {now}"
+                raise ConfigError([f"run_dir={request.run_dir}: {rule}; use another run_dir"])
+    with request.stop.listening():
+        yield
+
+
+def lock_run_dir(request: Request) -> None:
+    """Locks the run directory. Raises ConfigError if another study uses it, or if it cannot be
+    written."""
+    try:
+        request.resources.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
+    except run_lock.LockHeldError as error:
+        raise ConfigError(
+            [
+                f"run_dir={request.run_dir}: in use by another study, {error}; wait for it, or use"
+                " another run_dir"
+            ]
+        ) from None
+    except OSError as error:
+        raise unwritten(request.run_dir, error) from None
+
+
+def run(trial: Trial, program: Program, stop: StopRequests) -> Outcome | None:
+    """Runs a trial from the start, in a process session that ends with this process. Must be called
+    inside `trial_session`. Returns None if the study is stopped, before or during the trial."""
+    if stop.received:
+        return None
+    shutil.rmtree(
+        trial.run_dir, ignore_errors=True
+    )  # of an interrupted trial: resuming it would falsify its times
+    trial.record.unlink(missing_ok=True)  # its folder is gone, and this run may be interrupted too
+    trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
+    command = program.again([*trial.overrides, NO_PAGE, trial.run_dir_word])
+    began = time.monotonic()
+    with adopting_orphans(), trial.output.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end_with_parent,  # safe: this process has one thread
+        )
+        try:
+            _wait(process, stop)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if stop.received:
+        return None
+    seconds = time.monotonic() - began
+    ended = {"exit_code": process.returncode, "seconds": round(seconds, 3)}
+    write_json(trial.record, {"words": trial.overrides, **ended, "conditions": conditions(program)})
+    return recorded_outcome(trial)
+
+
+def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
+    """Waits for the end. If the study is stopped, sends SIGTERM and returns after PATIENCE_SECONDS
+    at the latest."""
+    deadline = None
+    while process.poll() is None:
+        if stop.received and deadline is None:
+            process.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + PATIENCE_SECONDS
+        if stop.repeated or (deadline is not None and time.monotonic() > deadline):
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def recorded_outcome(trial: Trial) -> Outcome | None:
+    """The outcome of an earlier `run` of this trial; None if there is none that ended.
+
+    Raises ConfigError if that run had other overrides.
+    """
+    if not trial.record.is_file():
+        return None
+    record = json.loads(trial.record.read_text())
+    if record["words"] != trial.overrides:
+        before = set(record["words"])
+        now = set(trial.overrides)
+        differ = " ".join(sorted(before ^ now))
+        rule = f"holds a trial with other settings ({differ})"
+        raise ConfigError([f"run_dir={trial.run_dir}: {rule}; use another run_dir"])
+    return read_outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)
+
+
+def completed_outcome(trial: Trial) -> Outcome | None:
+    """The outcome of an earlier `run` of this trial if it completed. Raises as `recorded_outcome`
+    does."""
+    before = recorded_outcome(trial)
+    return before if before and before.completed else None
+
+
+def run_or_load(
+    request: Request, trial: Trial, name: str, describe: Callable[[Outcome], str]
+) -> Outcome | None:
+    """The outcome of the trial, which is run unless it completed earlier. None if the study is
+    stopped.
+
+    name: printed before the run. describe: text to print after a completed run.
+    """
+    before = completed_outcome(trial)
+    if before or request.stop.received:
+        return before
+    print(name, end="  ", flush=True)
+    now = run(trial, request.program, request.stop)
+    print("stopped" if now is None else now.reason or describe(now), flush=True)
+    return now
+
+
+def read_outcome(
+    run_dir: Path, exit_code: int, seconds: float, output: Path | None = None
+) -> Outcome:
+    """Reads a run directory. output: file with the output of the command, for a run that failed
+    without one."""
+    summary = _read(run_dir / SUMMARY)
+    failure = _read(run_dir / FAILURE)
+    if exit_code == 0 and summary.get("status") == "completed":
+        if (run_dir / "metrics.jsonl").is_file():
+            lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        else:
+            lines = []
+        return Outcome(
+            exit_code, seconds, summary, [json.loads(line) for line in lines], "", run_dir
+        )
+    if failure:
+        reason = f"{failure['kind']}: {failure['detail']}"
+    else:
+        lines = output.read_text().splitlines() if output and output.is_file() else []
+        problems = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
+        reason = "; ".join([f"exit code {exit_code}", *(problems or lines[-1:])])
+    flat = " ".join(reason.split())
+    flat = flat if len(flat) <= REASON_LETTERS else flat[: REASON_LETTERS - 3] + "..."
+    return Outcome(exit_code, seconds, {}, [], flat, run_dir)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
