@@ -30,11 +30,11 @@ bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop
 	$(BIN)/python benchmarks/overhead.py
 
 chaos: .venv/ready  ## runs under SIGKILLs at random and in every phase, 2 to 4 ranks; all must end in the same bytes
-	$(BIN)/python -m tests.chaos
-	$(BIN)/python -m tests.lost_ranks
+	$(BIN)/python -m tests.campaigns.chaos
+	$(BIN)/python -m tests.campaigns.lost_ranks
 
 fuzz: .venv/ready  ## random commands under random faults: the same bytes, or a cause that is named; goes on where it was left
-	$(BIN)/python -m tests.fuzz $(ARGS)
+	$(BIN)/python -m tests.campaigns.fuzz $(ARGS)
 
 judge: .venv/ready  ## ckpt-chaos kills three ranks at every file event of a run with checkpoints; 13 minutes on two cores
 	@$(BIN)/python -c 'import ckpt_chaos' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt ckpt-chaos

@@ -28,6 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short"
 ONE_BY_ONE = f"{PYTEST} -x"
+GPU_TESTS = "tests/end_to_end/test_gpu.py"
 """pytest prints failures at its end, which a job that is stopped at its limit does not reach."""
 OF_BAD_LOSSES = ("stays_out", "waits_once")
 ON_TWO = (
@@ -114,10 +115,15 @@ WORK = [
         330,
         f"{SCALING} --steps 60 --output FOLDER/gpt2_scaling.md tuning.buckets=large",
     ),
-    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} tests/test_gpu.py -k {name}") for name in ON_TWO),
+    *(Work(f"test_{name}", 2, 270, f"{ONE_BY_ONE} {GPU_TESTS} -k {name}") for name in ON_TWO),
     models("resnet50", "sums_fp16", SUMS_IN_FP16, flags="--batch 1024 --at-once 1", limit=420),
     models("resnet18", "sums_fp16", SUMS_IN_FP16),
-    Work("test_conv_sums", 1, 240, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_SUMS)}'"),
+    Work(
+        "test_conv_sums",
+        1,
+        240,
+        f"{PYTEST} {GPU_TESTS} -k '{' or '.join(OF_SUMS)}'",
+    ),
     *(
         Work(
             f"buckets_{name}",
@@ -128,16 +134,22 @@ WORK = [
         for name in ("gpt2", "vit_b_16", "resnet50")
     ),
     Work(
-        "test_bad_losses", 1, 120, f"{PYTEST} tests/test_gpu.py -k '{' or '.join(OF_BAD_LOSSES)}'"
+        "test_bad_losses",
+        1,
+        120,
+        f"{PYTEST} {GPU_TESTS} -k '{' or '.join(OF_BAD_LOSSES)}'",
     ),
     Work(
-        "test_others", 1, 360, f"{PYTEST} tests/test_gpu.py -k 'not {' and not '.join(ELSEWHERE)}'"
+        "test_others",
+        1,
+        360,
+        f"{PYTEST} {GPU_TESTS} -k 'not {' and not '.join(ELSEWHERE)}'",
     ),
-    Work("test_kernels", 1, 330, f"{PYTEST} tests/test_gpu.py -k {OF_KERNELS}"),
+    Work("test_kernels", 1, 330, f"{PYTEST} {GPU_TESTS} -k {OF_KERNELS}"),
     gpt2("gpt2_two", 2, 400),
     gpt2("gpt2_one", 1, 240),
     speed("resnet50_fp16", FP16),
-    Work("test_networks", 1, 300, f"{PYTEST} -n 6 tests/test_gpu.py -k test_each_network"),
+    Work("test_networks", 1, 300, f"{PYTEST} -n 6 {GPU_TESTS} -k test_each_network"),
     *(
         models(name)
         for name in (

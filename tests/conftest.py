@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests import zygote
-from tests.zygote import ROOT
+from tests.support import zygote
+from tests.support.zygote import ROOT
 
 LEAVE_SECONDS = 5.0
 """For what is ending when a test is over."""
@@ -27,7 +27,7 @@ SET_BY_IMPORTS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_
 SET_BY_LIBRARIES = {signal.SIGALRM, signal.SIGCHLD}
 """pytest-timeout's, and for good that of torch's DataLoader with processes."""
 CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
-"""Ignored by git. build/ holds SLURM's packages, which tests/slurmlab.py unpacks once."""
+"""Ignored by git. build/ holds SLURM's packages, which tests/support/slurmlab.py unpacks once."""
 
 
 def pytest_configure() -> None:

@@ -61,13 +61,13 @@ def conditions(program: Program) -> dict[str, str]:
 
 
 def source_digest(program: Program) -> str:
-    """A digest of the code and presets that determine a run, your own presets too. Studies, doctor
-    and proofs, which only start runs or report on them, are left out."""
+    """A digest of the code and presets that determine a run, your own presets too.
+
+    Of the laboratory only the hooks of runs are in it: the rest starts runs or reports on them.
+    """
     package = program.presets.parent
-    ours = [
-        path for wing in ("study", "doctor", "prove") for path in (package / wing).rglob("*.py")
-    ]
-    code = {*package.rglob("*.py")} - {*ours} | {package / name for name in RUN_INSIDE_TRIALS}
+    laboratory = package.with_name("ddp_lab")
+    code = {*package.rglob("*.py"), *(laboratory / name for name in RUN_INSIDE_TRIALS)}
     settings = {
         path
         for folder in program.folders()

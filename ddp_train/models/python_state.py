@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-PACKAGE = str(Path(__file__).resolve().parent.parent)
+CHECKOUT = Path(__file__).resolve().parents[2]
+OURS = tuple(f"{CHECKOUT / name}/" for name in ("ddp_train", "ddp_lab"))
 MOST_ITEMS = 64
 """Items of a list or dict that are looked at."""
 MOST_NUMBERS = 2**20
@@ -40,8 +41,8 @@ _OF_MODULES = (
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a source file is neither of this package, nor installed, nor Python's."""
-    if not file.endswith(".py") or file.startswith(PACKAGE):
+    """Whether a source file is neither of these packages, nor installed, nor Python's."""
+    if not file.endswith(".py") or file.startswith(OURS):
         return False
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return not any(

@@ -1,0 +1,90 @@
+"""docs/agents.md says what real runs write: its tables have every key that is there, and no
+other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.resilience.failure_report import Failure
+from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
+from tests.support.commands import ONE, ROOT, SMALL, read, run
+
+PAGE = (ROOT / "docs/agents.md").read_text()
+
+
+def told(heading: str) -> set[str]:
+    """The keys in the first column of the table below a heading."""
+    section = re.split(r"^## ", PAGE, flags=re.M)
+    (text,) = [part for part in section if part.startswith(heading + "\n")]
+    return {
+        key
+        for row in re.findall(r"^\| (`.*?) \|", text, re.M)
+        for key in re.findall(r"`(\w+)`", row)
+    }
+
+
+def test_the_exit_codes_are_those_of_the_code() -> None:
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE, re.M)}
+    classes = {LaunchError, *LaunchError.__subclasses__(), ConfigError}
+    assert codes == {0, SAVED, UNSAVED, INTERRUPTED} | {cls.exit_code for cls in classes}
+
+
+def test_the_keys_of_a_failure_are_those_of_the_file() -> None:
+    assert told("failure.json") == {field.name for field in dataclasses.fields(Failure)}
+
+
+def test_the_page_is_found_from_the_root() -> None:
+    text = (ROOT / "AGENTS.md").read_text()
+    paths = re.findall(r"\]\(([^)#]+)", text)
+    assert (
+        "docs/agents.md" in paths
+        and all((ROOT / path).exists() for path in paths)
+        and len(text.splitlines()) < 12
+    )
+
+
+@pytest.mark.slow
+def test_the_tables_have_the_keys_that_a_sweep_and_its_runs_write(tmp_path: Path) -> None:
+    done = run(
+        "-m", "optimizer.lr=1e30,0.01", *SMALL, "train.epochs=2", ONE, "run_dir=s", cwd=tmp_path
+    )
+    assert done.returncode == 70, done.stderr
+    sweep = tmp_path / "s"
+    rows = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["failed", "completed"]
+    others = {"at_once", "alone", "evaluations", "last_value"}
+    assert {key for row in rows for key in row} | others == told("results.jsonl")
+    assert [row["run_dir"] for row in rows] == [str(sweep / "0"), str(sweep / "1")]
+    assert read(sweep / "1", "summary.json").keys() == told("summary.json")
+    assert read(sweep / "0", "failure.json").keys() == told("failure.json")
+    lines = [json.loads(line) for line in (sweep / "1/metrics.jsonl").read_text().splitlines()]
+    assert {key for line in lines for key in line} == told("metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_check_starts_nothing_and_says_what_is_wrong(tmp_path: Path) -> None:
+    done = run("check", *SMALL, ONE, "seed=3", "run_dir=a", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "valid: mode=train, 1 x cpu; nothing was started" and {
+        "seed=3",
+        "model=mlp",
+    } <= {*lines}
+    done = run("check", "-m", "optimizer.lr=0.1,0.2", *SMALL, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "valid: 2 trials over optimizer.lr; nothing was started\n",
+    )
+    done = run("check", "--multirun", *SMALL, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (
+        0,
+        "valid: 1 trial without a swept key; nothing was started\n",
+    )
+    done = run("check", "train.epochs=-1", "optimizer.lrr=1", cwd=tmp_path)
+    assert done.returncode == 2 and "2 problems" in done.stderr and not list(tmp_path.iterdir())

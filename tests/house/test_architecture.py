@@ -1,0 +1,176 @@
+"""The house keeps its shape: imports go down, no circle, nothing happens at import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CORE = ROOT / "ddp_train"
+LABORATORY = ROOT / "ddp_lab"
+
+ROOMS = [
+    *("errors", "text", "linux", "tensor_tree"),
+    *("distributed", "resilience", "telemetry", "config", "launcher"),
+    *("data", "models", "tasks", "optim", "parallel", "performance"),
+    *("training", "own_loop", "testing", "__main__"),
+]
+"""Whatever lies directly in ddp_train/, from the ground up: a room imports only rooms before it."""
+
+WITH_TORCH = [
+    "ddp_train.tensor_tree",
+    *(
+        f"ddp_train.distributed.{name}"
+        for name in ("all_gather", "connections", "exchange", "flight_record")
+    ),
+    *(f"ddp_train.distributed.{name}" for name in ("preflight", "process_group", "replicas")),
+    "ddp_train.resilience.peer_check",
+    *(f"ddp_train.telemetry.{name}" for name in ("console", "hardware_monitor", "tracker")),
+    *(f"ddp_train.{room}." for room in ("data", "models", "tasks", "optim", "parallel")),
+    *("ddp_train.performance.", "ddp_train.training."),
+    *(f"ddp_train.own_loop.{name}" for name in ("loader", "process", "run", "state", "steps")),
+    "ddp_train.own_loop.wrapped",
+    *("ddp_lab.doctor.collective_test", "ddp_lab.doctor.multihost_checks"),
+    *(f"ddp_lab.study.{name}" for name in ("dry_plan", "step_times", "gradient_probe")),
+    *(f"ddp_lab.prove.{name}" for name in ("causes", "data_checks", "division", "examine")),
+    *(f"ddp_lab.prove.{name}" for name in ("fixed_draws", "hooks", "unseeded")),
+]
+"""How the names of modules begin that import torch, which only workers may do. All others run
+before a config is valid, and must answer a typo within half a second."""
+
+
+def modules_of(package: Path) -> dict[str, Path]:
+    """Files by the names of their modules. The template's files are imported in projects alone."""
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "__init__.py" and "template" not in path.parts
+    }
+
+
+def imported_by(path: Path) -> set[str]:
+    """The modules of core and laboratory that a file imports, wherever in the file."""
+    modules = modules_of(CORE) | modules_of(LABORATORY)
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (names & modules.keys()) or {node.module}
+    return {name for name in found if name.split(".")[0] in ("ddp_train", "ddp_lab")}
+
+
+IMPORTS = {
+    name: imported_by(path) for name, path in (modules_of(CORE) | modules_of(LABORATORY)).items()
+}
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Pairs of rooms of the core of which the first imports the second."""
+    pairs = {
+        (name.split(".")[1], other.split(".")[1])
+        for name in modules_of(CORE)
+        for other in IMPORTS[name]
+        if "." in other
+    }
+    return {(room, other) for room, other in pairs if room != other}
+
+
+def test_imports_go_down() -> None:
+    assert {name.split(".")[1] for name in modules_of(CORE)} == set(ROOMS)
+    upward = [(one, other) for one, other in arrows() if ROOMS.index(other) > ROOMS.index(one)]
+    assert not upward, f"imports that go up: {upward}"
+
+
+def test_the_core_never_imports_the_laboratory() -> None:
+    upward = [
+        (name, other)
+        for name in modules_of(CORE)
+        for other in IMPORTS[name]
+        if other.startswith("ddp_lab")
+    ]
+    assert not upward
+
+
+def test_the_plugin_imports_nothing_of_ours() -> None:
+    for path in (ROOT / "hydra_plugins").rglob("*.py"):
+        assert not imported_by(path), path
+
+
+def test_config_objects_stop_where_a_run_is_set_up() -> None:
+    """Constructors take plain values: no collaborator of the loop imports the config."""
+    collaborators = ["distributed", "resilience", "telemetry", "data", "models", "tasks", "optim"]
+    collaborators += ["parallel", "performance"]
+    assert not {room for room, other in arrows() if room in collaborators and other == "config"}
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    """Inside a room too."""
+    left = dict(IMPORTS)
+    while left:
+        free = [module for module, needs in left.items() if not needs & left.keys() - {module}]
+        assert free, f"a circle among {sorted(left)}"
+        for module in free:
+            del left[module]
+
+
+def test_the_loop_knows_only_collaborators() -> None:
+    text = (CORE / "training" / "loop.py").read_text()
+    code = text.split('"""', 2)[2].split("class Hook")[1]
+    for stranger in ("rank", "config", "device", "dist.", "autocast", "isinstance"):
+        assert stranger not in code, stranger
+
+
+def run_in_new_interpreter(code: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.slow
+def test_workers_start_without_hydra() -> None:
+    run_in_new_interpreter(
+        "import sys, ddp_train.training.worker; sys.exit('hydra' in sys.modules)"
+    )
+
+
+@pytest.mark.slow
+def test_torch_is_not_imported_before_the_config_is_valid() -> None:
+    """One process imports all modules; the first one behind which torch is there is named."""
+    modules = [name for name in IMPORTS if not name.startswith(tuple(WITH_TORCH))]
+    run_in_new_interpreter(f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(name)
+""")
+
+
+@pytest.mark.slow
+def test_nothing_happens_at_import() -> None:
+    """No thread, no logging handler, no signal handler, no change of torch's global state."""
+    run_in_new_interpreter("""
+import logging, signal, sys, threading, torch
+
+def state():
+    return (
+        threading.active_count(),
+        len(logging.root.handlers),
+        signal.getsignal(signal.SIGTERM),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.initial_seed(),
+        torch.distributed.is_initialized(),
+    )
+
+before = state()
+import ddp_train.training.worker, ddp_train.launcher.cli
+sys.exit(state() != before)
+""")

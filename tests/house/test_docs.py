@@ -1,0 +1,102 @@
+"""The pages for those in trouble speak of messages that exist, and of every kind of failure."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from ddp_train.errors import LaunchError
+from ddp_train.resilience import failure_report
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+MESSAGES = [found[1] or found[2] for found in re.finditer(r"^### (?:``(.+)``|`(.+)`)$", PAGE, re.M)]
+HOLE = "\0"
+"""Where a message takes a value."""
+
+
+@functools.cache
+def said_by_the_code() -> list[str]:
+    """Every text in the source, a hole for each value that an f-string takes."""
+    found = []
+    packages = [ROOT / name for name in ("ddp_train", "ddp_lab", "hydra_plugins")]
+    for path in (path for package in packages for path in package.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append(
+                    "".join(
+                        str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values
+                    )
+                )
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def is_said(message: str) -> bool:
+    """Whether one text of the code has all parts of a message in their order; `...` stands for
+    anything."""
+    pattern = re.compile(".*".join(re.escape(part) for part in message.split("...")), re.S)
+    return any(pattern.search(text) for text in said_by_the_code())
+
+
+def test_the_page_has_messages() -> None:
+    assert len(MESSAGES) > 100 and len(set(MESSAGES)) == len(MESSAGES)
+    assert not is_said("no progress for ... s (launch.patience=...)"), (
+        "what nobody says is found out"
+    )
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_each_message_is_one_that_the_code_can_say(message: str) -> None:
+    assert any(len(part.strip()) > 4 for part in message.split("...")), "too little to be found by"
+    assert is_said(message)
+
+
+def test_every_kind_of_failure_is_explained() -> None:
+    kinds = {cls.kind for cls in LaunchError.__subclasses__()} | kinds_in(
+        ROOT / "ddp_train/resilience/failure_report.py"
+    )
+    assert {"hang", "oom", "died", "data_worker", "exception"} <= kinds
+    explained = set(re.findall(r"[Kk]ind `(\w+)`", PAGE))
+    assert kinds == explained
+
+
+def kinds_in(path: Path) -> set[str]:
+    """The kinds that a module assigns: `kind = "..."`."""
+    return set(re.findall(r'^ *kind = "(\w+)"', path.read_text(), re.MULTILINE))
+
+
+def test_the_page_names_files_that_a_run_leaves() -> None:
+    assert failure_report.FILE in PAGE and failure_report.SUMMARY in PAGE
+
+
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+NAMED_TESTS = re.findall(
+    r"`(tests/\w+\.py)::(\w+)`", "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+)
+
+
+@pytest.mark.parametrize(("file", "name"), sorted(set(NAMED_TESTS)))
+def test_each_test_that_a_page_names_is_there(file: str, name: str) -> None:
+    names = {
+        node.name
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert name in names

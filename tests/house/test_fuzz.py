@@ -1,0 +1,152 @@
+"""Twenty cases of tests/campaigns/fuzz.py, of all kinds of faults; `make fuzz` runs hundreds. And
+its judge, which must see."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.campaigns.fuzz import Fuzzer, Outcome, Result, differences, prepared, table
+from tests.campaigns.fuzz_faults import FAULTS
+
+CASES = {
+    1000: (  # mlp with a validation set, two ranks, no restarts, three checkpoints
+        *(
+            "SIGKILL: launcher",
+            "SIGTERM: launcher",
+            "after: newest checkpoint damaged",
+            "disk full",
+        ),
+        "SIGTERM, then SIGKILL: rank",
+    ),
+    # batch norm and dropout, three ranks with a loader process each, one restart, an average of the
+    # weights
+    1040: (
+        *(
+            "SIGKILL: rank",
+            "SIGKILL: loader",
+            "own code: sample raises",
+            "paused: rank",
+            "own code: nan",
+        ),
+    ),
+    1020: (  # a language model, four ranks, no checkpoint before the end, the best one kept
+        *(
+            "SIGKILL: rank, then another",
+            "SIGSTOP: rank",
+            "SIGINT: launcher",
+            "removed meanwhile: checkpoints",
+        ),
+        "after: NaN in the newest checkpoint",
+    ),
+    1010: (  # a table, one process, one restart
+        *(
+            "own code: raises",
+            "after: checkpoints removed",
+            "removed meanwhile: lock.json",
+            "disk read-only",
+        ),
+        "SIGKILL: fork server",
+    ),
+}
+"""Faults by the seed of the first case: five cases share a command, whose undisturbed run is made
+once."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def fuzzer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[int, Fuzzer]]:
+    with prepared(tmp_path_factory.mktemp("fuzz")) as made:
+        yield request.param, made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", range(5))
+def test_a_fault_changes_nothing_or_is_named(number: int, fuzzer: tuple[int, Fuzzer]) -> None:
+    first, made = fuzzer
+    name = CASES[first][number]
+    if os.geteuid() != 0 and next(fault for fault in FAULTS if fault.name == name).needs_root:
+        pytest.skip("needs root")
+    result = made.case(first + number, name)
+    assert result.outcome != "WRONG", f"{result.why}\n{result.command}"
+
+
+def changed(**values: Any) -> Callable[[Outcome], None]:
+    def change(outcome: Outcome) -> None:
+        vars(outcome).update(values)
+
+    return change
+
+
+LINES = [
+    {"kind": "train", "step": 3, "loss": 0.5, "lr": 0.1},
+    {"kind": "test", "step": 3, "accuracy": 0.5},
+    {"kind": "train", "step": 6, "loss": 0.4, "lr": 0.1},
+]
+EXPECTED = Outcome(
+    "bytes", LINES, {"steps": 6, "test": {"loss": 0.25}}, {(0, 0, 0): "1 2", (1, 0, 0): "3"}
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (changed(state="others"), "weights, optimizer or buffers"),
+        (changed(summary={"steps": 6, "test": {"loss": 0.26}}), "summary.json: test"),
+        (changed(summary={"steps": 6}), "summary.json: test"),
+        (changed(samples={(0, 0, 0): "1 2", (1, 0, 0): "4"}), "samples of"),
+        (changed(samples={(0, 0, 0): "1 2"}), "samples of"),
+        (changed(lines=LINES[:2]), "lacks [('train', 6)]"),
+        (changed(lines=[*LINES, LINES[2]]), "twice"),
+        (changed(lines=[LINES[2], *LINES[:2]]), "out of order"),
+        (changed(lines=[*LINES, {"kind": "train", "step": 7}]), "has [('train', 7)] too"),
+        (
+            changed(lines=[*LINES[:2], {**LINES[2], "loss": 0.41}]),
+            "loss of ('train', 6): 0.41, not 0.4",
+        ),
+    ],
+)
+def test_the_judge_sees_what_is_wrong(change: Callable[[Outcome], None], seen: str) -> None:
+    assert differences(copy.deepcopy(EXPECTED), EXPECTED, stopped=False, lines_lost=False) == []
+    found = copy.deepcopy(EXPECTED)
+    change(found)
+    wrong = differences(found, EXPECTED, stopped=False, lines_lost=False)
+    assert len(wrong) == 1 and seen in wrong[0], wrong
+
+
+def test_a_stop_adds_a_line_and_the_next_one_is_the_mean_of_fewer_steps() -> None:
+    found = copy.deepcopy(EXPECTED)
+    found.lines.insert(2, {"kind": "train", "step": 4, "loss": 0.3, "lr": 0.1})
+    found.lines[3]["loss"] = 0.45
+    assert differences(found, EXPECTED, stopped=True, lines_lost=False) == []
+    found.lines[3]["lr"] = 0.2
+    assert "lr of ('train', 6)" in differences(found, EXPECTED, stopped=True, lines_lost=False)[0]
+
+
+def test_the_faults_have_names_of_their_own_and_a_row_each() -> None:
+    names = [fault.name for fault in FAULTS]
+    assert len(set(names)) == len(names) and {
+        name for names_ in CASES.values() for name in names_
+    } <= set(names)
+    results = [vars(Result(1, "none", "went on")), vars(Result(2, "none", "WRONG"))]
+    assert json.loads(json.dumps(results)) == results
+    assert table(results).splitlines()[-1] == "| all | 1 |  |  |  | 1 |"
+
+
+def test_with_another_number_other_ranks_have_the_samples_of_a_step() -> None:
+    found = copy.deepcopy(EXPECTED)
+    found.state = "others"
+    found.samples = {(0, 0, 0): "1", (1, 0, 0): "2", (2, 0, 0): "3", (3, 0, 0): "1"}
+    found.lines[0]["loss"] += 1e-12
+    assert differences(found, EXPECTED, stopped=False, lines_lost=False, resized=True) == []
+    found.samples[2, 0, 0] = "4"
+    found.lines[0]["loss"] += 1e-6
+    wrong = differences(found, EXPECTED, stopped=False, lines_lost=False, resized=True)
+    assert len(wrong) == 2 and "samples of" in wrong[0] and "loss of" in wrong[1]

@@ -1,0 +1,94 @@
+"""Commands that the zygote forks are what real ones are: see tests/support/zygote.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.test_fork_server import facts_of
+from tests.support import zygote
+from tests.support.commands import (
+    ENDLESS,
+    LAUNCH,
+    ONE,
+    ROOT,
+    THREE,
+    environment,
+    run,
+    running,
+    torchrun,
+    wait_until,
+)
+
+pytestmark = pytest.mark.timeout(300)  # the machine may be busy
+
+
+@pytest.mark.slow
+def test_a_worker_finds_what_that_of_a_real_command_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "facts").mkdir()
+    forked = facts_of(tmp_path / "facts", ranks=2)
+    monkeypatch.setattr(zygote, "_fits", lambda _: False)
+    real = facts_of(tmp_path / "facts", "checkpoint.resume=never", ranks=2)
+    for one, other in zip(forked, real, strict=True):
+        for facts in (one, other):  # the zygote has also loaded scikit-learn's BLAS
+            facts["common"]["BLAS threads"] = set(facts["common"]["BLAS threads"])
+            for name in (
+                "KMP_DUPLICATE_LIB_OK",
+                "KMP_INIT_AT_FORK",
+                "TORCHINDUCTOR_CACHE_DIR",
+            ):  # set by imports
+                facts["common"]["environment"].pop(name, None)
+        assert one["common"] == other["common"] and one["forked"] == other["forked"]
+
+
+def test_a_command_is_a_child_of_the_test_with_a_command_line_of_its_own(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        line = (
+            Path(f"/proc/{job.process.pid}/cmdline").read_bytes().rstrip(b"\0").decode().split("\0")
+        )
+        assert line == [*LAUNCH, f"run_dir={tmp_path}/run", *ENDLESS, THREE]
+        assert f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{job.process.pid}/status").read_text()
+        assert (os.getsid(job.process.pid), os.getpgid(job.process.pid)) == (
+            os.getsid(0),
+            os.getpgid(0),
+        )
+        assert Path(f"/proc/{job.process.pid}/cwd").resolve() == ROOT
+        job.process.send_signal(signal.SIGKILL)
+        assert job.end() == -signal.SIGKILL
+
+
+def test_what_reads_its_settings_at_import_is_started_for_real(tmp_path: Path) -> None:
+    assert zygote._fits(environment())
+    for name, value in {
+        "TORCH_LOGS": "recompiles",
+        "OMP_NUM_THREADS": "3",
+        "PYTHONHASHSEED": "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }.items():
+        assert not zygote._fits(environment({name: value})), name
+    assert zygote._fits(environment({"PYTHONPATH": str(tmp_path)}))
+    (tmp_path / "sitecustomize.py").touch()
+    assert not zygote._fits(environment({"PYTHONPATH": str(tmp_path)}))
+    assert zygote._main([*LAUNCH, ONE]) == (LAUNCH[1], [ONE])
+    assert zygote._main([*torchrun(), ONE])[0] == zygote.AGENT
+    assert zygote._main([sys.executable, "-c", "pass"])[0] is None
+
+
+@pytest.mark.slow
+def test_a_zygote_that_has_ended_is_replaced() -> None:
+    assert run("modle=mlp").returncode == 2
+    before = zygote.zygote_pid()
+    assert before
+    os.kill(before, signal.SIGKILL)
+    wait_until(
+        lambda: bool(zygote._process and zygote._process.poll()), "end of the zygote", seconds=10
+    )
+    assert run("modle=mlp").returncode == 2
+    assert zygote.zygote_pid() not in (None, before)

@@ -1,0 +1,258 @@
+"""mode=prove: ten planted defects and more are named by their cause, and nothing is said of sound
+jobs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddp_lab.prove.configs import for_proof
+from ddp_lab.prove.examine import Examined, examine
+from ddp_train.distributed.world import World
+from ddp_train.testing import prove
+from tests.support import commands
+from tests.support.jobs import config_of
+
+HERE = "tests.support.planted"
+DEFAULTS: dict[str, Any] = {
+    "model": "Net",
+    "task": "Weighted",
+    "data": "Rows",
+    "transform": ["Jitter"],
+}
+
+
+def own(transform: list[str], collate: str | None = None, **parts: str) -> dict[str, Any]:
+    sections: dict[str, Any] = {name: {"_target_": f"{HERE}.{of}"} for name, of in parts.items()}
+    sections["data"] |= {
+        "transform": [f"{HERE}.{name}" for name in transform],
+        "test_transform": [f"{HERE}.Keep"],
+    }
+    sections["data"] |= {"collate_fn": f"{HERE}.{collate}"} if collate else {}
+    return sections
+
+
+def examined(tmp_path: Path, **sections: Any) -> Examined:
+    train = {"global_batch_size": 24, **sections.pop("train", {})}
+    config = config_of(World(), train=train, trusted_modules=["tests"], **sections)
+    config = replace(config, launch=replace(config.launch, nproc_per_node=2))
+    return examine(
+        for_proof(replace(config, prove=replace(config.prove, samples=20)), tmp_path),
+        samples_each=12,
+    )
+
+
+DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "unused parameters": (
+        {"model": "Spare"},
+        "unused",
+        "unused parameters",
+        "spare.bias, spare.weight",
+    ),
+    "batch norm": (
+        {"model": "Normed"},
+        "batch_norm",
+        "gradients",
+        "(norm) uses the statistics of each process's own",
+    ),
+    "a count": ({"model": "Counting"}, "state", "state", "model.calls changes in forward passes"),
+    "a global count": (
+        {"model": "Global"},
+        "state",
+        "state",
+        "tests.support.planted.STEPS[0] changes",
+    ),
+    "numpy": (
+        {"model": "NumpyNoise"},
+        "randomness",
+        "random numbers",
+        "layer noise (Noisy) draws from numpy",
+    ),
+    "samples are mixed": (
+        {"model": "Centred"},
+        "mixing",
+        "gradients",
+        "the model's own forward mixes the samples",
+    ),
+    "mixed before a layer": (
+        {"model": "Outside"},
+        "mixing",
+        "gradients",
+        "the model's own forward mixes the samples",
+    ),
+    "padding that counts": (
+        {"model": "Recurrent", "collate": "padded", "transform": []},
+        "padding",
+        "gradients",
+        "the result depends on how a batch is put together",
+    ),
+    "a score by batch": ({"task": "ScoredByBatch"}, "batches", "evaluation", "recall is "),
+    "shuffled when it is made": (
+        {"data": "Shuffled"},
+        "randomness",
+        "order of samples",
+        "when it is made again",
+    ),
+    "a mean in the loss": (
+        {"task": "Averaging"},
+        "mean",
+        "gradients",
+        "the loss is no sum over its units",
+    ),
+    "units do not add up": (
+        {"task": "Rounding"},
+        "units batches",
+        "weights of units",
+        "loss() counts",
+    ),
+    "a clock in the loss": (
+        {"task": "Clocked"},
+        "randomness",
+        "random numbers",
+        "time.perf_counter",
+    ),
+    "a score with a memory": ({"task": "Smoothed"}, "state", "evaluation", "task.average changes"),
+    "data with a memory": (
+        {"data": "Remembering"},
+        "state",
+        "augmentation",
+        "Remembering.fetched changes with each",
+    ),
+    "unseeded data": ({"data": "Unseeded"}, "randomness", "augmentation", "planted.py:"),
+    "a cache": (
+        {"data": "Cached", "transform": []},
+        "state",
+        "augmentation",
+        "keeps what it has drawn (Cached.cache",
+    ),
+    "own generator": (
+        {"transform": ["Keep", "OwnGenerator"]},
+        "state",
+        "augmentation",
+        "OwnGenerator.generator",
+    ),
+    "a transform that seeds": (
+        {"transform": ["SeedsItself"]},
+        "randomness",
+        "augmentation",
+        "SeedsItself seeds",
+    ),
+}
+"""What is planted, the kind of its cause, the check that finds it, and what it must say."""
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_named_by_its_cause(name: str, tmp_path: Path) -> None:
+    planted, kind, check, words = DEFECTS[name]
+    found = examined(tmp_path, **own(**{**DEFAULTS, **planted}))
+    failures = [one for one in found.findings if one.status == "failure"]
+    assert found.causes() == kind.split(), failures
+    named = next(one for one in failures if one.check == check)
+    assert words in named.detail and named.remedy, named
+
+
+def test_numbers_of_a_process_are_a_warning_as_long_as_one_process_sees_no_effect(
+    tmp_path: Path,
+) -> None:
+    found = examined(tmp_path, **own(**{**DEFAULTS, "data": "Hashed"}))
+    (warned,) = [one for one in found.findings if one.status != "ok"]
+    assert (warned.check, warned.status) == ("augmentation", "warning")
+    assert (
+        "the data set Hashed asks hash(), which for texts is another in each process, planted.py:"
+        in warned.detail
+    )
+
+
+def text_file(folder: Path) -> dict[str, Any]:
+    (folder / "words.txt").write_text(
+        "how much wood would a woodchuck chuck if a woodchuck could chuck wood? " * 200
+    )
+    return {"name": "text", "path": str(folder / "words.txt"), "length": 16}
+
+
+SOUND: dict[str, Any] = {
+    "digits": {"model": {"name": "cnn", "channels": 4}},
+    "own units and keyed transforms": own(**DEFAULTS),
+    "shuffled by seeded generators": own(**{**DEFAULTS, "data": "ShuffledByGlobals"}),
+    "dropout and noise": own(**{**DEFAULTS, "model": "WithDropout"}),
+    "mixup, drawn by weight": {
+        "model": {"name": "mlp", "hidden": 8},
+        "data": {"name": "digits", "mixup": 0.5, "weights": "balanced"},
+    },
+    "language model": {
+        "model": {"name": "gpt", "layers": 1, "width": 16, "heads": 2, "dropout": 0.1},
+        "data": text_file,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_nothing_is_said_of_a_sound_job(name: str, tmp_path: Path) -> None:
+    sections = {
+        key: value(tmp_path) if callable(value) else value for key, value in SOUND[name].items()
+    }
+    found = examined(tmp_path, **sections)
+    assert {one.status for one in found.findings} == {"ok"}, [
+        one for one in found.findings if one.status != "ok"
+    ]
+    assert len(found.findings) == 8 and found.facts["precision"] == "fp64"
+    if name == "dropout and noise":
+        drawn = {"dropout", "randn_like"}
+    else:
+        drawn = {"dropout"} if "language" in name else set()
+    assert set(found.facts["draws"]) == drawn
+
+
+FORGETFUL = """
+class Decay:
+    \"""Shrinks the weights by a count that no checkpoint has.\"""
+
+    def __init__(self, job, run_dir, world):
+        self.calls = 0
+
+    def due(self, job):
+        return job.step + 1
+
+    def act(self, job):
+        self.calls += 1
+        for parameter in job.module.parameters():
+            parameter.data.mul_(1 - 0.01 * self.calls)
+"""
+
+
+@pytest.mark.slow
+def test_real_processes_are_compared_and_one_run_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row of the table from one command: a hook that forgets breaks exact resume, and nothing
+    else."""
+    (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(commands.ROOT))
+    words = [
+        f"model._target_={HERE}.WithDropout",
+        f"task._target_={HERE}.Weighted",
+        f"data._target_={HERE}.Rows",
+    ]
+    words += [
+        f"data.transform=[{HERE}.Jitter]",
+        f"data.test_transform=[{HERE}.Keep]",
+        "trusted_modules=[tests,forgetful]",
+    ]
+    with pytest.raises(AssertionError, match="does not hold: 11 ok, 1 failure"):
+        prove(
+            *words, "hooks=[forgetful.Decay]", "run_dir=here", "prove.steps=4", "prove.samples=20"
+        )
+    answer = json.loads(Path("here/prove.json").read_text())
+    rows = {row["check"]: row for row in answer["findings"]}
+    broken = [name for name, row in rows.items() if row["status"] == "failure"]
+    assert broken == ["resume after a kill"] and answer["exit_code"] == 70
+    assert "fixed: dropout, randn_like" in rows["resume on 3 processes"]["detail"]
+    assert "state_dict() of a hook" in rows["resume after a kill"]["remedy"]
+    assert 0 < rows["gradients, 3 processes"]["numbers"]["found"] < 1e-10
+    assert rows["evaluation, 3 processes"]["numbers"]["found"] < 1e-12
+    assert Path("here/report.html").is_file() and Path("here/proof/runs.log").is_file()

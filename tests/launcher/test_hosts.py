@@ -1,0 +1,433 @@
+"""Several hosts, and several runs that want the same place. Hosts are network namespaces: see
+tests/support/netlab.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load
+
+from ddp_train.distributed import preflight
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError, LaunchError, OwnershipLostError, PeerError
+from ddp_train.resilience import run_lock
+from tests.launcher.test_launcher import SLOW_END
+from tests.support.commands import (
+    ENDLESS,
+    LAUNCH,
+    LIMIT_SECONDS,
+    ONE,
+    ROOT,
+    SMALL,
+    checkpoints,
+    environment,
+    fatal_lines,
+    read,
+    run,
+    running,
+    torchrun,
+    wait_until,
+    weights,
+)
+from tests.support.netlab import Host, NetLab, why_not
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
+
+
+# --- one run at a time in a run directory ---------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, ONE) as job:
+        job.wait_for_step()
+        frozen = (job.run_dir / "config.yaml").read_bytes()
+        second = run(*ENDLESS, ONE, f"run_dir={job.run_dir}", "seed=7")
+        assert second.returncode == 2
+        assert (
+            f"another run is in it, process {job.process.pid} on {os.uname().nodename}, since "
+            in second.stderr
+        )
+        assert (job.run_dir / "config.yaml").read_bytes() == frozen, (
+            "the second one wrote before it was refused"
+        )
+        assert len(job.workers()) == 1
+        job.process.send_signal(signal.SIGKILL)
+        job.process.wait()
+    assert run_lock.owner(job.run_dir / run_lock.FILE)["pid"] == job.process.pid
+    third = run(*SMALL, ONE, f"run_dir={job.run_dir}", "train.max_steps=2")
+    assert third.returncode == 0, "the lock of a dead process is taken over"
+
+
+def test_a_lock_file_that_somebody_removed_belongs_to_nobody_else(tmp_path: Path) -> None:
+    """The run went on for hours, and then said that "process ? on ?" owned its directory."""
+    path = tmp_path / run_lock.FILE
+    with contextlib.closing(run_lock.acquire(path).file):
+        expected = run_lock.owner(path)
+        path.unlink()
+        run_lock.check_owner(tmp_path, expected)
+        path.touch()  # somebody is about to write who he is
+        with pytest.raises(OwnershipLostError):
+            run_lock.check_owner(tmp_path, expected)
+
+
+@pytest.mark.slow
+def test_no_checkpoint_after_lock_is_lost(tmp_path: Path) -> None:
+    words = [
+        "model=mlp",
+        "train.epochs=1000000",
+        "train.evaluate_every_epochs=1000000",
+        "checkpoint.every_steps=20",
+    ]
+    with running(tmp_path / "run", *words, ONE, "checkpoint.keep=100000") as job:
+        job.wait_for_file("checkpoints/step_00000020")
+        # As a network file system does when this host was cut off: the lock is another's, and
+        # nobody told us.
+        taken = {"pid": 1, "host": "elsewhere", "since": "now", "id": "other"}
+        (job.run_dir / run_lock.FILE).write_text(json.dumps(taken))
+        assert job.end() == 73, job.said()
+        failure = read(job.run_dir, "failure.json")
+        assert "belongs to another run now: process 1 on elsewhere" in failure["detail"]
+        kept = checkpoints(job.run_dir)
+        assert failure["step"] > int(kept[-1].removeprefix("step_"))
+        assert all(name.endswith("0") and len(name) == 13 for name in kept), "nothing half-written"
+        assert weights(job.run_dir)
+
+
+# --- before step 0 --------------------------------------------------------------------------------
+
+
+def compare(world: World, folder: str, change: dict[str, Any]) -> tuple[type, str, str]:
+    """The preflight on one of three processes; `change` holds what one of them has otherwise."""
+    here = change.get(world.rank, {})
+    patches = [
+        mock.patch.object(preflight, name, value) for name, value in here.items() if name != "words"
+    ]
+    port_file = Path(folder, "port")
+    if world.is_leader:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port_file.write_text(str(store.port))
+    dist.barrier()
+    if not world.is_leader:
+        store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), is_master=False)
+    frozen = Path(folder, "config.yaml")
+    frozen.write_text("frozen")
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        try:
+            preflight.agree(store, world, here.get("words", ["seed=1"]), frozen, "frozen", 20.0)
+        except LaunchError as error:
+            return type(error), str(error), error.remedy
+        finally:
+            dist.barrier()  # rank 0 serves the store
+    return type(None), "", ""
+
+
+def compared(tmp_path: Path, **change: Any) -> tuple[type, str, str]:
+    """What all three say alike if rank 2 is different."""
+    answers = on_ranks(3, compare, str(tmp_path), {2: change})
+    assert len(set(answers)) == 1, answers
+    return answers[0]
+
+
+def other_digest() -> str:
+    return "0123456789ab"
+
+
+class Late:
+    """A clock that is a minute behind."""
+
+    monotonic = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
+
+    @staticmethod
+    def time() -> float:
+        return time.time() - 60
+
+
+def test_processes_that_agree_may_train(tmp_path: Path) -> None:
+    assert compared(tmp_path)[0] is type(None)
+
+
+def test_differing_words_are_refused_by_key_and_both_values(tmp_path: Path) -> None:
+    kind, detail, _ = compared(tmp_path, words=["seed=2", "train.epochs=3"])
+    host = os.uname().nodename
+    assert kind is ConfigError
+    assert (
+        f"seed=1 on rank 0 ({host}), seed=2 on rank 2 ({host}): use the same overrides on all hosts"
+        in detail
+    )
+    assert f"no train.epochs on rank 0 ({host}), train.epochs=3 on rank 2" in detail
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "value", "remedy"),
+    [
+        (
+            {"source_digest": other_digest},
+            "ddp_train",
+            "0123456789ab",
+            "check out the same version",
+        ),
+        ({"time": Late}, "clock", "-60 s", "synchronise the clocks"),
+    ],
+)
+def test_differing_processes_are_refused_with_a_table(
+    change: dict[str, Any], name: str, value: str, remedy: str, tmp_path: Path
+) -> None:
+    kind, detail, advice = compared(tmp_path, **change)
+    assert kind is PeerError
+    heading, titles, *rows = detail.splitlines()
+    assert heading == f"the processes differ in {name}"
+    assert titles.split() == ["rank", "host", name]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2"]
+    assert rows[2].endswith(value) and not rows[1].endswith(value)
+    assert remedy in advice
+
+
+@pytest.mark.slow
+def test_a_world_smaller_than_asked_for_is_refused(tmp_path: Path) -> None:
+    """What torchrun does to a host whose clock is behind: it starts without it, and exits with
+    0."""
+    lone = [torchrun()[0], "--nproc_per_node=2", "--no-python", "env", "PET_NNODES=2", *LAUNCH]
+    done = run(f"run_dir={tmp_path}/run", *SMALL, "train.max_steps=2", command=lone)
+    assert done.returncode == 1
+    assert "torchrun was asked for 2 hosts and started 1: " + os.uname().nodename in done.stderr
+    failure = read(tmp_path / "run", "failure.json")
+    assert (failure["kind"], failure["exit_code"], failure["step"]) == ("peer", 69, 0)
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+# --- several hosts --------------------------------------------------------------------------------
+
+on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not())
+ENDPOINT = "launch.rdzv_endpoint=node0:29400"
+
+
+class Cluster:
+    """The same command on each host of a lab, one process each, in one run directory."""
+
+    def __init__(self, lab: NetLab, folder: Path) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.env: dict[str, str] = {}
+
+    def start(self, host: Host, *words: str) -> None:
+        words = ("launch.nproc_per_node=1", f"run_dir={self.run_dir}", *words)
+        with (self.folder / host.name).open("w") as output:
+            self.processes[host.name] = host.popen(
+                [*LAUNCH, *words],
+                ROOT,
+                env=environment(self.env),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def start_all(self, *words: str) -> None:
+        for host in self.lab.hosts:
+            self.start(host, f"launch.nnodes={len(self.lab.hosts)}", ENDPOINT, *words)
+
+    def wait_for_step(self) -> None:
+        def begun() -> bool:
+            for name, process in self.processes.items():
+                assert process.poll() is None, self.said(name)
+            return (self.run_dir / "metrics.jsonl").exists()
+
+        wait_until(begun, "first step")
+
+    def end(self, name: str = "node0") -> int:
+        return self.processes[name].wait(LIMIT_SECONDS)
+
+    def said(self, name: str = "node0") -> str:
+        return (self.folder / name).read_text()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with NetLab(getattr(request, "param", 2)) as lab:
+        yield Cluster(lab, tmp_path)
+
+
+@pytest.mark.slow
+@on_hosts
+@pytest.mark.parametrize(
+    ("endpoint", "expected"),
+    [
+        ("nowhere:29400", "nowhere does not resolve on node0"),
+        ("10.99.0.1:29400", "no route from node0 to 10.99.0.1"),
+        (
+            "debian:29400",
+            (
+                "debian resolves to 127.0.1.1 on node0, a loopback address that no other host can"
+                " reach"
+            ),
+        ),
+        ("node0:29555", "port 29555 of node0 is in use by another process"),
+    ],
+)
+def test_a_place_where_hosts_cannot_meet_is_named_at_once(
+    endpoint: str, expected: str, cluster: Cluster
+) -> None:
+    host = cluster.lab.hosts[0]
+    Path(cluster.lab.hosts_file).write_text(
+        Path(cluster.lab.hosts_file).read_text() + "127.0.1.1 debian\n"
+    )
+    listen = (
+        "import socket, time; s = socket.create_server(('', 29555)); print('up', flush=True);"
+        " time.sleep(600)"
+    )
+    neighbour = host.popen([sys.executable, "-c", listen], ROOT, stdout=subprocess.PIPE)
+    assert neighbour.stdout and neighbour.stdout.readline() == b"up\n"
+    cluster.start(host, "launch.nnodes=2", f"launch.rdzv_endpoint={endpoint}")
+    assert cluster.end() == 69
+    (fatal,) = fatal_lines(cluster.said())
+    assert fatal.startswith("FATAL peer (node0, hosts): ") and expected in fatal
+    assert read(cluster.run_dir, "failure.json")["exit_code"] == 69
+    neighbour.stdout.close()
+
+
+@on_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+def test_three_hosts_train_the_model_of_one(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.start_all(*SMALL, "train.max_steps=12")
+    assert [cluster.end(host.name) for host in cluster.lab.hosts] == [0, 0, 0], cluster.said()
+    assert all(not host.commands() for host in cluster.lab.hosts)
+    assert read(cluster.run_dir, "summary.json")["world_size"] == 3
+    assert list((cluster.run_dir / "hosts").iterdir()) == []
+    alone = run(*SMALL, ONE, "train.max_steps=12", f"run_dir={tmp_path}/alone")
+    assert alone.returncode == 0, alone.stderr
+    one = load(weights(tmp_path / "alone"))
+    three = load(weights(cluster.run_dir))
+    assert max((one[name] - three[name]).abs().max().item() for name in one) < 1e-5
+
+
+@on_hosts
+@pytest.mark.slow
+def test_a_host_that_never_arrives_is_not_waited_for(cluster: Cluster) -> None:
+    cluster.start(
+        cluster.lab.hosts[0], "launch.nnodes=2", ENDPOINT, "launch.join_timeout_seconds=6"
+    )
+    assert cluster.end() == 69
+    (fatal,) = fatal_lines(cluster.said())
+    assert re.search(r"1 of 2 hosts joined within \d+ s: node0$", fatal)
+    assert not cluster.lab.hosts[0].commands()
+
+
+@on_hosts
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_hosts_with_other_words_are_refused(cluster: Cluster) -> None:
+    for host, seed in zip(cluster.lab.hosts, (1, 2), strict=True):
+        cluster.start(host, "launch.nnodes=2", ENDPOINT, f"seed={seed}")
+    assert [cluster.end(name) for name in ("node0", "node1")] == [2, 2]
+    assert re.search(
+        r"seed=[12] on rank 0 \(node[01]\), seed=[12] on rank 1 \(node[01]\): use the same"
+        r" overrides",
+        read(cluster.run_dir, "failure.json")["detail"],
+    )
+    assert not (cluster.run_dir / "metrics.jsonl").exists()
+
+
+@on_hosts
+@pytest.mark.slow
+def test_a_run_directory_that_is_not_shared_is_refused(cluster: Cluster) -> None:
+    cluster.run_dir = Path("/dev/shm/run")  # each host has its own
+    cluster.start_all(*SMALL, "train.max_steps=2")
+    assert [cluster.end(name) for name in ("node0", "node1")] == [69, 69]
+    told = fatal_lines(cluster.said("node0")) + fatal_lines(cluster.said("node1"))
+    assert told and all("the processes differ in run_dir" in fatal for fatal in told)
+
+
+@on_hosts
+@pytest.mark.slow
+def test_hosts_end_with_the_exit_code_of_the_failure_of_one(cluster: Cluster) -> None:
+    """SLURM takes the highest of them; by 65 it is known that a restart would not help."""
+    (cluster.folder / "slow_end.py").write_text(SLOW_END)
+    cluster.env = {"PYTHONPATH": str(cluster.folder)}
+    cluster.start_all(
+        "model._target_=slow_end.Net", "trusted_modules=[slow_end]", "launch.max_restarts=2"
+    )
+    assert [cluster.end(name) for name in ("node0", "node1")] == [65, 65], cluster.said(
+        "node0"
+    ) + cluster.said("node1")
+    assert read(cluster.run_dir, "failure.json")["rank"] == 1
+    for name in ("node0", "node1"):
+        (fatal,) = fatal_lines(cluster.said(name))
+        assert "data (rank 1 on node1" in fatal, cluster.said(name)
+
+
+@on_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "silent"),
+    [
+        ("node0", True),
+        pytest.param("node1", True, marks=pytest.mark.nightly),
+        pytest.param("node0", False, marks=pytest.mark.nightly),
+    ],
+)
+def test_the_others_end_when_a_host_is_lost(lost: str, silent: bool, cluster: Cluster) -> None:
+    """Also if it was the head, whose store torchrun's other agents wait for without an end."""
+    cluster.start_all(*ENDLESS, "train.log_every_steps=1", "launch.timeout_seconds=6")
+    cluster.wait_for_step()
+    gone, left = sorted(cluster.lab.hosts, key=lambda host: host.name != lost)
+    gone.power_off(silent)
+    began = time.monotonic()
+    assert cluster.end(left.name) in (69, 70, 71)
+    assert time.monotonic() - began < 6 + 10 + 5, "timeout + 10 s, and room for a busy machine"
+    assert not left.commands()
+    assert len(fatal_lines(cluster.said(left.name))) == 1
+    failure = read(cluster.run_dir, "failure.json")
+    assert failure["kind"] in ("peer", "hang")
+    assert gone.name in failure["detail"] or gone.address in failure["detail"], failure
+
+
+@on_hosts
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_host_that_was_cut_off_and_a_new_run_never_write_together(cluster: Cluster) -> None:
+    """The old rank 0 hangs in a collective, alive. Until it ends nobody else gets its run
+    directory."""
+    words = (
+        "model=mlp",
+        "train.epochs=1000000",
+        "train.evaluate_every_epochs=1000000",
+        "checkpoint.every_steps=3",
+    )
+    cluster.start_all(*words, "train.log_every_steps=1", "launch.timeout_seconds=15")
+    cluster.wait_for_step()
+    wait_until(lambda: any((cluster.run_dir / "checkpoints").glob("step_????????")), "checkpoint")
+    for host in cluster.lab.hosts:
+        host.unplug()
+    writer = run_lock.owner(cluster.run_dir / run_lock.FILE)["host"]
+    (other,) = (host for host in cluster.lab.hosts if host.name != writer)
+    cluster.start(other, *words)
+    assert cluster.end(other.name) == 2, "alone, under our own launcher"
+    assert "another run is in it, process " in cluster.said(
+        other.name
+    ) and f" on {writer}, " in cluster.said(other.name)
+    assert cluster.end(writer) in (69, 70, 71)
+    for host in cluster.lab.hosts:
+        host.plug()
+    reached = int(checkpoints(cluster.run_dir)[-1].removeprefix("step_"))
+    cluster.start(other, *words, f"train.max_steps={reached + 3}")
+    assert cluster.end(other.name) == 0, cluster.said(other.name)
+    assert f"from step {reached}" in cluster.said(other.name)

@@ -1,0 +1,389 @@
+"""The launcher under fire: killed workers, a killed launcher, signals, restarts, neighbours, open
+ports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ddp_train.distributed.world import World
+from ddp_train.launcher import local
+from ddp_train.launcher.local import Attempt
+from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.resilience.restart_policy import RestartPolicy
+from tests.support import netlab
+from tests.support.commands import (
+    ENDLESS,
+    LAUNCH,
+    SMALL,
+    THREE,
+    fatal_lines,
+    foreign_code,
+    foreign_net,
+    processes_of,
+    read,
+    run,
+    running,
+    server_of,
+    torchrun,
+    wait_until,
+    weights,
+)
+from tests.support.jobs import config_of
+
+pytestmark = pytest.mark.timeout(300)  # the machine may be busy
+
+
+# --- a worker dies --------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        workers = job.workers()
+        assert sorted(workers) == [0, 1, 2]
+        os.kill(workers[2], signal.SIGKILL)
+        began = time.monotonic()
+        assert job.end() == 70
+        assert time.monotonic() - began < 5
+        assert processes_of(job.run_dir) == {}
+        failure = read(job.run_dir, "failure.json")
+        assert (failure["kind"], failure["rank"], failure["exit_code"]) == ("died", 2, 70)
+        assert "SIGKILL" in failure["detail"]
+        (fatal,) = fatal_lines(job.said())
+        assert "died (rank 2 on" in fatal
+        assert "Traceback" not in job.said(), "the survivors' complaints belong into their logs"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_started_again_ends_where_it_would_have(tmp_path: Path) -> None:
+    env = foreign_code(tmp_path)
+    words = ["train.max_steps=40", "checkpoint.every_steps=5", THREE]
+    slow, fast = (foreign_net(deterministic=True, delay=delay) for delay in (0.05, 0.0))
+    with running(tmp_path / "run", *slow, *words, "launch.max_restarts=1", env=env) as job:
+        for step, rank in ((5, 0), (15, 2)):  # rank 0 holds the store and writes the checkpoints
+            job.wait_for_file(f"checkpoints/step_{step:08d}")
+            os.kill(job.workers()[rank], signal.SIGKILL)
+        assert job.end() == 0, job.said()
+        assert job.said().count("restarting (1 of 1 restarts)") == 2, (
+            "a new checkpoint refills the budget"
+        )
+        assert processes_of(job.run_dir) == {}
+        assert read(job.run_dir, "summary.json")["status"] == "completed"
+        assert read(job.run_dir, "summary.json")["steps"] == 40
+        assert not (job.run_dir / "failure.json").exists()
+        assert "from step " in job.output.read_text()
+    done = run(*fast, *words, f"run_dir={tmp_path}/reference", env=env)
+    assert done.returncode == 0, done.stderr
+    assert weights(tmp_path / "run") == weights(tmp_path / "reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_worker_whose_torchrun_has_died_already_ends_too(tmp_path: Path, rank: int) -> None:
+    """Before it could ask the kernel to be ended with it; torch would look for the agent's store
+    for ten minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    as_worker = {
+        **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"},
+        **{"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
+        **{"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    }
+    began = time.monotonic()
+    done = run(*SMALL, f"run_dir={tmp_path / 'run'}", env=as_worker)
+    assert done.returncode == 69
+    assert time.monotonic() - began < 30
+    (fatal,) = fatal_lines(done.stderr)
+    assert fatal.startswith(f"FATAL peer (rank {rank})")
+    assert "torchrun's agent, which served it, has ended" in fatal
+
+
+def test_torchrun_restarts_a_lost_rank_into_the_same_run_directory(tmp_path: Path) -> None:
+    marker = tmp_path / "vanished"
+    words = foreign_net(fault="vanish once", rank=2, call=5, marker=str(marker))
+    done = run(
+        *words,
+        "name=restarted",
+        "train.max_steps=12",
+        "checkpoint.every_steps=3",
+        command=torchrun("--max-restarts=2"),
+        cwd=tmp_path,
+        env=foreign_code(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert marker.exists(), "the fault did not happen"
+    (run_dir,) = (tmp_path / "runs/restarted").iterdir()
+    summary = read(run_dir, "summary.json")
+    assert (summary["status"], summary["steps"], summary["world_size"]) == ("completed", 12, 3)
+    assert "from step 3" in done.stdout
+    assert weights(run_dir)
+    assert not (run_dir / "failure.json").exists(), "a completed run has not failed"
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_in_the_same_way_three_times_is_given_up(tmp_path: Path) -> None:
+    words = [*foreign_net(fault="raise", rank=1, call=3), "launch.max_restarts=9", THREE]
+    done = run(*words, f"run_dir={tmp_path}/run", env=foreign_code(tmp_path))
+    assert done.returncode == 70
+    assert len(fatal_lines(done.stderr)) == 3
+    assert done.stderr.endswith(
+        "not restarted: same failure at the same step in 3 attempts; "
+        "restarting again would not help\n"
+    )
+
+
+def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
+    """What `RestartPolicy` says to failures. seen: the step of each, the newest checkpoint at the
+    time, and the rank."""
+    restarts = RestartPolicy(allowed, run_dir)
+    said = []
+    for step, newest, *rank in seen:
+        (run_dir / f"checkpoints/step_{newest:08d}").mkdir(parents=True, exist_ok=True)
+        failure = {
+            "kind": "died",
+            "rank": rank[0] if rank else 0,
+            "step": step,
+            "detail": f"pid {time.time()}",
+        }
+        (run_dir / "failure.json").write_text(json.dumps(failure))
+        said.append(restarts.refusal())
+    return said
+
+
+@pytest.mark.slow
+def test_a_restart_that_finds_no_config_says_so_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = foreign_net(
+        fault="remove and vanish", rank=2, call=3, marker=str(run_dir / "config.yaml")
+    )
+    done = run(
+        *words, THREE, "launch.max_restarts=2", f"run_dir={run_dir}", env=foreign_code(tmp_path)
+    )
+    again = done.stderr.partition("restarting (1 of 2 restarts)")[2]
+    assert done.returncode == 73 and "Traceback" not in again, done.stderr
+    assert (
+        len(fatal_lines(again)) == 1
+        and f"{run_dir}/config.yaml cannot be read as a process starts" in again
+    )
+    assert read(run_dir, "failure.json")["kind"] == "write"
+
+
+def test_what_a_worker_could_only_say_is_not_said_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a full disk there is no failure.json, by which the first report is known."""
+    config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path / "gone"))
+    config.launch.nproc_per_node = 3
+    for has_told in (73, 0):
+        with contextlib.closing(Attempt(config, None, 0, StopRequests(), None)) as attempt:
+            attempt.board.ranks[0].reported_code = has_told
+            attempt.workers = [SimpleNamespace(returncode=code) for code in (73, None, -9)]  # type: ignore[misc]
+            assert attempt._report_exit([0, 2], [73, None, -9]) == 73
+            attempt.workers = []
+        assert ("FATAL died (rank 2" in capsys.readouterr().err) is not bool(has_told)
+
+
+@pytest.mark.parametrize(("reported", "code"), [(65, 65), (0, 70)])
+def test_the_exit_code_is_that_of_the_report_though_another_rank_ends_first(
+    reported: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path))
+    config.launch.nproc_per_node = 3
+    (tmp_path / "failure.json").touch()
+    monkeypatch.setattr(local, "REPORT_SECONDS", 0.1)
+    with contextlib.closing(Attempt(config, None, 0, StopRequests(), None)) as attempt:
+        attempt.board.ranks[0].reported_code = reported
+        assert attempt._report_exit([1], [None, 70, None]) == code
+
+
+SLOW_END = """
+import logging
+import os
+import time
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp_train.errors import DataError
+
+
+class Handler(logging.Handler):
+    def emit(self, record):
+        pass
+
+    def close(self):
+        time.sleep(3)
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        if os.environ["RANK"] == "1":
+            logging.getLogger().addHandler(Handler())
+            dist.destroy_process_group()  # the others learn of it now, not when this process has ended
+            raise DataError("its weights are broken", "mend them")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_takes_long_to_end_after_its_report_is_not_restarted(tmp_path: Path) -> None:
+    """The others end before it, with 70, for which a run is restarted; what it has reported is
+    final."""
+    (tmp_path / "slow_end.py").write_text(SLOW_END)
+    words = (
+        "model._target_=slow_end.Net",
+        "trusted_modules=[slow_end]",
+        THREE,
+        "launch.max_restarts=2",
+    )
+    done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == read(tmp_path / "run", "failure.json")["exit_code"] == 65, done.stderr
+    assert len(fatal_lines(done.stderr)) == 1 and "restart" not in done.stderr
+
+
+def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:
+    used_up = failures(2, tmp_path / "a", (1, 0), (2, 0), (3, 0))
+    assert used_up == ["", "", "launch.max_restarts=2 used up without a new checkpoint"]
+    assert failures(1, tmp_path / "b", (7, 5), (12, 10), (17, 15), (18, 15))[:3] == ["", "", ""]
+    assert failures(1, tmp_path / "c", (7, 5), (12, 10), (13, 10))[2] != ""
+    assert failures(0, tmp_path / "d", (7, 5))[0] != ""
+    assert failures(9, tmp_path / "e", (7, 5), (7, 5), (8, 5), (7, 5), (7, 5))[4] == "", (
+        "not three in a row"
+    )
+    assert "same failure" in failures(9, tmp_path / "f", (7, 5), (7, 5), (7, 5))[2]
+    assert failures(9, tmp_path / "g", (7, 5, 0), (7, 5, 1), (7, 5, 1))[2] == "", (
+        "one rank after another"
+    )
+
+
+# --- the launcher is stopped ----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        assert len(job.workers()) == 3
+        server = server_of(job.process.pid)
+        job.process.kill()
+        job.process.wait()
+        wait_until(lambda: not processes_of(job.run_dir), "end of the workers", seconds=2)
+        wait_until(
+            lambda: not Path(f"/proc/{server}").exists(), "end of the fork server", seconds=10
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_stopped_launcher_takes_its_workers_with_it(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        job.process.send_signal(number)
+        began = time.monotonic()
+        assert job.end() == code
+        assert time.monotonic() - began < 5
+        assert processes_of(job.run_dir) == {}
+        assert job.said() == ""
+        assert job.output.read_text().count("\nstopped after step ") == 1
+        assert weights(job.run_dir)
+
+
+@pytest.mark.slow
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
+    words = foreign_net(fault="deaf", delay=0.05)
+    with running(
+        tmp_path / "run",
+        *words,
+        "train.epochs=10000",
+        THREE,
+        "launch.grace_seconds=1",
+        env=foreign_code(tmp_path),
+    ) as job:
+        job.wait_for_step()
+        job.process.terminate()
+        began = time.monotonic()
+        assert job.end() == 143
+        assert 0.9 < time.monotonic() - began < 6
+        assert processes_of(job.run_dir) == {}
+        assert job.said().startswith("stopped by SIGTERM") and job.said().count("\n") == 1
+
+
+# --- neighbours -----------------------------------------------------------------------------------
+
+LISTEN = "0A"  # include/net/tcp_states.h
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
+"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as /proc/net/tcp and tcp6 write them on a little-endian
+machine."""
+
+
+def listening_addresses(pid: int) -> list[str]:
+    """The local addresses on which a process accepts TCP connections."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed in between
+            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        if (path := Path(f"/proc/{pid}/net/{table}")).exists()
+        for line in path.read_text().splitlines()[1:]
+    ]
+    return [row[1].partition(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes]
+
+
+@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
+def test_without_a_loopback_interface_no_worker_is_started(tmp_path: Path) -> None:
+    """Three ranks tried to reach each other for 150 s."""
+    done = run(
+        *SMALL,
+        THREE,
+        "launch.fork_server=false",
+        f"run_dir={tmp_path}",
+        command=["unshare", "--net", *LAUNCH],
+    )
+    assert done.returncode == 69, done.stderr
+    assert "the loopback interface is down: 127.0.0.1: Network is unreachable" in done.stderr
+    assert (
+        "remedy: ip link set lo up" in done.stderr
+        and read(tmp_path, "failure.json")["kind"] == "peer"
+    )
+    assert not [*tmp_path.glob("logs/*")]
+
+
+@pytest.mark.slow
+def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
+    with running(tmp_path / "run", *ENDLESS, THREE) as job:
+        job.wait_for_step()
+        addresses = {pid: listening_addresses(pid) for pid in processes_of(job.run_dir)}
+        assert len(addresses) == 4, "the launcher and its three workers"
+        assert addresses[job.workers()[0]], (
+            "rank 0 serves the store: the search finds nothing at all"
+        )
+        assert {address for found in addresses.values() for address in found} <= set(LOOPBACK)
+
+
+@pytest.mark.slow
+def test_two_jobs_with_the_same_words_do_not_meet(tmp_path: Path) -> None:
+    def one(_: int) -> subprocess.CompletedProcess[str]:
+        return run(*SMALL, "train.max_steps=6", command=LAUNCH, cwd=tmp_path)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(one, range(2)))
+    assert [(done.returncode, done.stderr) for done in both] == [(0, ""), (0, "")]
+    run_dirs = list((tmp_path / "runs/default").iterdir())
+    assert len(run_dirs) == 2
+    assert weights(run_dirs[0]) == weights(run_dirs[1])

@@ -1,0 +1,142 @@
+"""Pieces for a loop of the user's own: under plain torch, without config and launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ddp_train
+from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.distributed.world import World
+from ddp_train.errors import DataError
+from tests.support.commands import ROOT
+from tests.support.ranks import on_ranks
+
+BEFORE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ddp_train
+
+samples = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
+train_set = test_set = TensorDataset(samples, (samples[:, 0] > 0).long())
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+"""
+AFTER = """
+seen = sum(len(batch[0]) for batch in DataLoader(test_set, 4, sampler=test_sampler))
+scored = torch.tensor([len(test_sampler), seen])
+dist.all_reduce(scored)
+"""
+
+
+def documented_loop(world: World, folder: Path, epochs: int) -> tuple[int, list[int]]:
+    """The example of docs/pieces.md with a step in place of its dots, in a process group that is
+    there already.
+
+    Returns where it began, and the numbers of samples that its test sampler and loader had."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pieces.md").read_text(), re.S)
+    loss = "torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
+    step = f"{loss}.backward(); optimizer.step(); optimizer.zero_grad()"
+    _, loop = code.split('dist.init_process_group("gloo")\n')
+    assert loop.count("range(first_epoch, 10)") == loop.count("...") - 1 == 1
+    loop = loop.replace("range(first_epoch, 10)", f"range(first_epoch, {epochs})").replace(
+        "        ...", f"        {step}"
+    )
+    os.chdir(folder)
+    found: dict[str, Any] = {}
+    exec(BEFORE + loop + AFTER, found)
+    return found["first_epoch"], found["scored"].tolist()
+
+
+@pytest.mark.slow
+def test_the_documented_loop_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    """On three processes; a checkpoint that was damaged since is passed over."""
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    each_once = [40, 40]
+    assert on_ranks(3, documented_loop, whole, 4) == [(0, each_once)] * 3
+    assert on_ranks(3, documented_loop, parts, 2) == [(0, each_once)] * 3
+    assert on_ranks(3, documented_loop, parts, 3) == [(2, each_once)] * 3
+    (parts / "runs/mine/checkpoints/step_00000003/model.safetensors").write_bytes(b"damaged")
+    assert on_ranks(3, documented_loop, parts, 4) == [(2, each_once)] * 3
+    ends = [
+        load_file(folder / "runs/mine/checkpoints/step_00000004/model.safetensors")
+        for folder in (whole, parts)
+    ]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    kept = sorted(path.name for path in (whole / "runs/mine/checkpoints").iterdir())
+    assert kept == ["step_00000003", "step_00000004"]
+
+
+@pytest.mark.parametrize(("samples", "ranks"), [(7, 3), (3, 4), (12, 4), (1, 1)])
+def test_every_sample_is_on_one_process(samples: int, ranks: int) -> None:
+    parts = [ddp_train.ExactSampler(range(samples), ranks, rank, seed=5) for rank in range(ranks)]
+    orders = []
+    for epoch in (0, 1):
+        for part in parts:
+            part.set_epoch(epoch)
+        assert [len(part) for part in parts] == [len(list(part)) for part in parts]
+        orders.append(
+            [
+                number
+                for place in range(samples)
+                for number in [list(parts[place % ranks])[place // ranks]]
+            ]
+        )
+        assert sorted(orders[-1]) == list(range(samples))
+        plan = BatchPlan(samples, global_batch_size=samples, accumulation_steps=1, steps=2, seed=5)
+        assert orders[-1] == plan.global_batch(epoch).tolist(), "the order of a run of the launcher"
+    even = [
+        ddp_train.ExactSampler(range(samples), ranks, rank, drop_last=True) for rank in range(ranks)
+    ]
+    assert {len(list(part)) for part in even} == {samples // ranks}
+    plain = ddp_train.ExactSampler(range(samples), ranks, 0, shuffle=False)
+    assert list(plain) == list(range(0, samples, ranks))
+
+
+def test_a_rank_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="rank=3: must be at least 0 and below num_replicas=3"):
+        ddp_train.ExactSampler(range(5), 3, 3)
+    assert (
+        ddp_train.ExactSampler(range(5)).rank,
+        ddp_train.ExactSampler(range(5)).num_replicas,
+    ) == (0, 1)
+
+
+def test_nothing_saved_is_none_and_nothing_whole_is_an_error(tmp_path: Path) -> None:
+    assert ddp_train.load_checkpoint(tmp_path) is None
+    for step in (1, 2, 3):
+        place = ddp_train.save_checkpoint(
+            tmp_path, step, {"w": torch.full((2,), step)}, {"epoch": step}, keep=1
+        )
+    found = ddp_train.load_checkpoint(tmp_path)
+    assert found and found[0] == 3 and found[1]["w"].tolist() == [3, 3] and found[2] == {"epoch": 3}
+    assert [path.name for path in place.parent.iterdir()] == ["step_00000003"]
+    (place / "training.pt").write_bytes(b"")
+    with pytest.raises(DataError):
+        ddp_train.load_checkpoint(tmp_path)
+
+
+@pytest.mark.slow
+def test_all_that_is_public_can_be_imported() -> None:
+    names = "[getattr(ddp_train, name) for name in ddp_train.__all__]"
+    code = f"import sys, ddp_train; assert 'torch' not in sys.modules; {names}"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
