@@ -23,20 +23,20 @@ from page import conditions, publish
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.setup import build_job, build_module, build_strategy
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.hardware import Hardware
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job, fit
+from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.training.checkpoint import Writer
 from ddp_train.training.checkpoint_hook import CheckpointHook
-from ddp_train.training.hooks import MetricsHook
-from ddp_train.training.loop import Job, fit
-from ddp_train.training.open_data import open_datasets
-from ddp_train.training.setup import build_job, build_module, build_strategy
 
 
 class Clock:

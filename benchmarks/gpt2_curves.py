@@ -70,12 +70,12 @@ def ours(corpus: Path, steps: int, batch: int, run_dir: Path, words: list[str]) 
 def plain(run_dir: Path, device: str, seed_more: int) -> list[float]:
     """The same job without the launcher's loop, loss, optimizer and precision; its data and its
     order are the run's."""
+    from ddp_train.assembly.data_sets import open_datasets
+    from ddp_train.assembly.setup import build_plan
     from ddp_train.config.freeze import FILE, load_frozen
     from ddp_train.data.rng import hash_key
     from ddp_train.distributed.world import World
     from ddp_train.models.gpt import Gpt
-    from ddp_train.training.open_data import open_datasets
-    from ddp_train.training.setup import build_plan
 
     config = load_frozen((run_dir / FILE).read_text())
     source = open_datasets(config)[0]

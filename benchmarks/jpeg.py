@@ -10,7 +10,7 @@ them in memory: this measures no disk.
 
 The first table is `ddp_train.data.loader.Loader` over the training split, random crops of --size
 included, on this host's device, with nothing beside it: images per second from the second batch on,
-for --seconds. The second is `ddp_train.training.loop.train` as `build_job` makes it, with the same
+for --seconds. The second is `ddp_train.engine.loop.train` as `build_job` makes it, with the same
 compiled model throughout: first over one batch that stays on the device, then from the folder, each
 way twice in turns, the better of the two shown; a step is timed from the second round of the
 prefetch queue on. On a GPU, what it decodes and crops is compared with what the host does.
@@ -34,6 +34,8 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.setup import build_job, build_module, build_strategy, loader_options
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.hardware import detect_hardware
@@ -43,11 +45,9 @@ from ddp_train.data.image_folder import FolderSource, decoded_on
 from ddp_train.data.loader import Batch, Loader
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job, train
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.training.loop import Job, train
-from ddp_train.training.open_data import open_datasets
-from ddp_train.training.setup import build_job, build_module, build_strategy, loader_options
 
 DIFFERENT = 64
 CLASSES = 8

@@ -49,10 +49,7 @@ def workers(run_dir: Path) -> dict[int, int]:
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (
-                f"ddp_train.training.worker\0{run_dir}".encode()
-                in (folder / "cmdline").read_bytes()
-            ):
+            if f"ddp_train.runs.worker\0{run_dir}".encode() in (folder / "cmdline").read_bytes():
                 variables = dict(
                     part.partition(b"=")[::2]
                     for part in (folder / "environ").read_bytes().split(b"\0")

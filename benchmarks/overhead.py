@@ -1,4 +1,4 @@
-"""What a training step costs beyond a raw PyTorch loop: ddp_train.training.loop.fit against a
+"""What a training step costs beyond a raw PyTorch loop: ddp_train.engine.loop.fit against a
 hand-written one.
 
     python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--limit 15] [--output
@@ -71,6 +71,9 @@ from ddp_train.data.built_in import build_datasets
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.loader import Batch, Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed
+from ddp_train.engine.loop import Evaluation, Job, fit
+from ddp_train.engine.metrics_hook import MetricsHook
+from ddp_train.engine.step_observers import ReportedBatches, ReportedHook, ReportedStepper
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import build_schedule
 from ddp_train.optim.stepper import Stepper
@@ -84,9 +87,6 @@ from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.training.checkpoint_hook import CheckpointHook
-from ddp_train.training.hooks import MetricsHook
-from ddp_train.training.loop import Evaluation, Job, fit
-from ddp_train.training.phases import ReportedBatches, ReportedHook, ReportedStepper
 
 BATCH_SIZE = 32
 LOG_EVERY_STEPS = 50
@@ -203,8 +203,8 @@ def time_ours(
     ddp: bool = False,
     bar: bool = False,
 ) -> Times:
-    """`fit` over a job that is put together as ddp_train.training.setup and
-    ddp_train.training.worker do it."""
+    """`fit` over a job that is put together as ddp_train.assembly.setup and
+    ddp_train.runs.worker do it."""
     scene.runs += 1
     run_dir = scene.folder / f"run_{scene.runs}"
     run_dir.mkdir()

@@ -74,15 +74,15 @@ def measure(
     import torch
     import torch.distributed as dist
 
+    from ddp_train.assembly.data_sets import open_datasets
+    from ddp_train.assembly.setup import build_job, build_module, build_strategy
     from ddp_train.config.auto import resolve
     from ddp_train.config.bind import bind
     from ddp_train.config.hardware import Hardware
     from ddp_train.distributed.process_group import session
     from ddp_train.distributed.world import World
+    from ddp_train.engine.loop import train
     from ddp_train.resilience.heartbeat import RankStatus
-    from ddp_train.training.loop import train
-    from ddp_train.training.open_data import open_datasets
-    from ddp_train.training.setup import build_job, build_module, build_strategy
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

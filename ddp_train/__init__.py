@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_train.data.exact_sampler import ExactSampler
     from ddp_train.distributed.all_gather import all_gather
+    from ddp_train.inference.trained_model import load
     from ddp_train.optim.lars_lamb import Lamb, Lars
     from ddp_train.optim.muon import Muon
     from ddp_train.own_loop.start import session
     from ddp_train.parallel.sync_batch_norm import synchronised
+    from ddp_train.runs.from_python import Result, RunFailedError, run
     from ddp_train.tasks.task import Task
     from ddp_train.training.checkpoint import save_checkpoint
-    from ddp_train.training.from_python import Result, RunFailedError, run
-    from ddp_train.training.load import load
     from ddp_train.training.saved import load_checkpoint
 
 __version__ = "0.1.0"
@@ -48,7 +48,7 @@ __all__ = [
 _PLACES = {
     "Task": "ddp_train.tasks.task",
     "all_gather": "ddp_train.distributed.all_gather",
-    "load": "ddp_train.training.load",
+    "load": "ddp_train.inference.trained_model",
     "session": "ddp_train.own_loop.start",
     "ExactSampler": "ddp_train.data.exact_sampler",
     "synchronised": "ddp_train.parallel.sync_batch_norm",
@@ -56,7 +56,7 @@ _PLACES = {
     "Muon": "ddp_train.optim.muon",
     "save_checkpoint": "ddp_train.training.checkpoint",
     "load_checkpoint": "ddp_train.training.saved",
-    **dict.fromkeys(("run", "Result", "RunFailedError"), "ddp_train.training.from_python"),
+    **dict.fromkeys(("run", "Result", "RunFailedError"), "ddp_train.runs.from_python"),
 }
 
 

@@ -164,7 +164,7 @@ def under_torchrun(program: Program, world: World, argv: list[str], text: str | 
     """A rank of torchrun. text: the frozen config, on rank 0, which composed it; the others receive
     it."""
     from ddp_train.config.freeze import load_frozen
-    from ddp_train.training import worker
+    from ddp_train.runs import worker
 
     store, text = worker.receive_config(world, text)
     config = load_frozen(text)
@@ -180,7 +180,7 @@ def refuse(world: World | None, error: ConfigError) -> int:
     print(error, file=sys.stderr)
     write_torchrun_error_file(str(error))
     if world and world.hosts > 1:
-        from ddp_train.training.worker import receive_config
+        from ddp_train.runs.worker import receive_config
 
         receive_config(world, "")
     return error.exit_code

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ddp_train.linux import children_of, state_of
 
 STOPPED = {"T": "stopped", "t": "held by a debugger"}
-TRAINS = ("launch.py", "ddp_train.training.worker", "torch.distributed.run", "torchrun")
+TRAINS = ("launch.py", "ddp_train.runs.worker", "torch.distributed.run", "torchrun")
 """What stands on the command line of a launcher, a worker or an agent. Forked workers bear the
 words of a worker."""
 

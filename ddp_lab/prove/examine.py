@@ -29,6 +29,8 @@ from ddp_lab.prove.division import Division, GathersError, Pass
 from ddp_lab.prove.runs import ANSWER, BY_SIZE_ALLOWED, GRADIENTS_ALLOWED, ONE, SCORES_ALLOWED
 from ddp_lab.prove.unseeded import unseeded
 from ddp_lab.study.gradients import compare
+from ddp_train.assembly import setup
+from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.config.freeze import FILE, load_frozen
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.config.schema import Config
@@ -36,6 +38,8 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource, digests
 from ddp_train.data.rng import global_states
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job
+from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.errors import ConfigError, LaunchError, TaskError
 from ddp_train.linux import end_with_parent
 from ddp_train.models.python_state import changed, state_of
@@ -45,10 +49,6 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import counted, first_line
-from ddp_train.training import setup
-from ddp_train.training.loop import Job
-from ddp_train.training.open_data import open_datasets
-from ddp_train.training.phases import ReportedBatches
 
 DIVISIONS = ((2, 1), (3, 1), (1, 2), (3, 2))
 """Processes, and accumulation steps, that are compared with (1, 1)."""

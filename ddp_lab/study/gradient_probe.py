@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job
 from ddp_train.optim.stepper import Stepper
 from ddp_train.performance.bias_lint import biases_before_norm
-from ddp_train.training.loop import Job
 
 FOLDER = "probe"
 GRADIENTS = "gradients.safetensors"

@@ -29,8 +29,8 @@ from torch import Tensor
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Batch
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job
 from ddp_train.optim.stepper import Stepper
-from ddp_train.training.loop import Job
 
 FOLDER = "probe"
 PARTS = ("data", "compute", "exposed", "host")

@@ -45,7 +45,7 @@ from ddp_train.resilience.heartbeat import START_SECONDS
 MODULE = ("-P", "-m")
 """How Python runs a module here. -P: the working folder does not come first; a worker puts it
 last."""
-WORKER = "ddp_train.training.worker"
+WORKER = "ddp_train.runs.worker"
 POLL_SECONDS = 0.02
 MAX_DESCRIPTORS = 8
 TITLE_BYTES = 1024

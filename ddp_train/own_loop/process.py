@@ -35,10 +35,10 @@ from ddp_train.resilience.preemption import (
     stop_signals,
 )
 from ddp_train.resilience.stdio import tolerate_closed_streams
+from ddp_train.runs.failure_reporter import FailureReporter
+from ddp_train.runs.worker import JOIN_SECONDS, WATCHED_SECONDS, die_with_parent, leave
 from ddp_train.telemetry.console import LogFile, redirect_streams
 from ddp_train.text import counted
-from ddp_train.training.failure_reporter import FailureReporter
-from ddp_train.training.worker import JOIN_SECONDS, WATCHED_SECONDS, die_with_parent, leave
 
 log = logging.getLogger(__name__)
 

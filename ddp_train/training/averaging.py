@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from ddp_train.distributed.process_group import ranks, set_buffers
-from ddp_train.errors import ConfigError
+from ddp_train.engine.loop import Evaluation, evaluate
+from ddp_train.engine.scoring import join_scores
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.text import OF_AVERAGE
 from ddp_train.training import saved
 from ddp_train.training.checkpoint import copy_of
-from ddp_train.training.loop import Evaluation, evaluate
 
 STATE = "average"
 """The entry of `training.pt`."""
-
-
-def scored(evaluation: Evaluation, average: WeightAverage | None) -> Score | None:
-    """The score of a data set, with that of the average of the weights: ema_loss, ema_accuracy.
-    None if one was stopped. average: None if there is none."""
-    score = evaluate(evaluation)
-    if score is None or average is None:
-        return score
-    with average.in_model():
-        return _joined(score, evaluate(evaluation))
 
 
 def scored_checkpoint(path: Path, evaluation: Evaluation) -> Score | None:
@@ -42,32 +30,13 @@ def scored_checkpoint(path: Path, evaluation: Evaluation) -> Score | None:
     if score is None or not has_average(path):
         return score
     saved.load_model(path, evaluation.module.model, saved.AVERAGE)
-    return _joined(score, evaluate(evaluation))
+    return join_scores(score, evaluate(evaluation))
 
 
 def has_average(path: Path) -> bool:
     """Whether a checkpoint has an average. By its manifest: a file server may show a file to some
     ranks only later."""
     return saved.AVERAGE in saved.read_manifest(path)["files"]
-
-
-def _joined(score: Score, of_average: Score | None) -> Score | None:
-    if of_average is None:
-        return None
-    with_average(list(score.metrics), averaged=True)
-    more = {OF_AVERAGE + name: value for name, value in of_average.metrics.items()}
-    return dataclasses.replace(score, metrics={**score.metrics, **more})
-
-
-def with_average(names: list[str], averaged: bool) -> list[str]:
-    """The names of metrics, and of those of the average if there is one. Raises ConfigError if one
-    is there twice."""
-    more = [OF_AVERAGE + name for name in names if averaged]
-    if twice := set(names) & set(more):
-        raise ConfigError(
-            [f"train.ema_decay: a metric {min(twice)} is there already; give that one another name"]
-        )
-    return names + more
 
 
 Taken = tuple[dict[str, Tensor], dict[str, Any]]

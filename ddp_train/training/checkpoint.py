@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ddp_train.engine.selection import Selection
 from ddp_train.errors import OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.checkpoint_files import (
@@ -43,7 +44,6 @@ from ddp_train.resilience.checkpoint_files import (
 from ddp_train.tensor_tree import map_tensors, tensors
 from ddp_train.training.mirror import Mirroring
 from ddp_train.training.saved import AVERAGE, BEST, MODEL, TRAINING, best_of, defect_of, sha256_of
-from ddp_train.training.selection import Selection
 
 log = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ddp_train.distributed.process_group import total
 from ddp_train.distributed.replicas import check_same_weights
+from ddp_train.engine.loop import Job
+from ddp_train.engine.metrics_hook import MetricsHook, next_multiple
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.training import averaging
 from ddp_train.training.checkpoint import Snapshot, Writer, copy_of
-from ddp_train.training.hooks import MetricsHook, next_multiple
-from ddp_train.training.loop import Job
 
 
 class CheckpointHook:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.process_group import buffer_places, gather_later
+from ddp_train.engine.loop import Job
 from ddp_train.optim.nan_guard import NonFiniteCheck
 from ddp_train.resilience.heartbeat import ROW_BYTES
 from ddp_train.tasks.mean_loss import Mean
-from ddp_train.training.loop import Job
 from ddp_train.training.own_state import SLOTS, OfRank, is_intact_after_exchange
 
 HEAD = 2

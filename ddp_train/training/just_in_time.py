@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.distributed.connections import break_connections
+from ddp_train.engine.loop import Job
+from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.errors import LaunchError
 from ddp_train.linux import wait_until
 from ddp_train.resilience.failure_report import is_peer_error
@@ -31,8 +33,6 @@ from ddp_train.resilience.heartbeat import (
 from ddp_train.resilience.preemption import StopController
 from ddp_train.text import first_line
 from ddp_train.training.checkpoint_hook import CheckpointHook
-from ddp_train.training.hooks import MetricsHook
-from ddp_train.training.loop import Job
 from ddp_train.training.own_state import OwnState
 from ddp_train.training.survivor import Survivor
 

@@ -15,6 +15,8 @@ from typing import cast
 
 from ddp_train.distributed.connections import break_connections
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job
+from ddp_train.engine.step_observers import ReportedStepper
 from ddp_train.errors import DataError
 from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.checkpoint_files import places, read_manifest
@@ -25,9 +27,7 @@ from ddp_train.training import saved
 from ddp_train.training.checkpoint_hook import CheckpointHook
 from ddp_train.training.exchanged import Exchanged
 from ddp_train.training.just_in_time import JustInTime
-from ddp_train.training.loop import Job
 from ddp_train.training.own_state import OnDevice, OwnState, Published
-from ddp_train.training.phases import ReportedStepper
 from ddp_train.training.survivor import MARK, Survivor
 
 log = logging.getLogger(__name__)

@@ -25,12 +25,12 @@ from torch import Tensor
 from ddp_train.distributed.connections import break_connections, watch_for_losses
 from ddp_train.distributed.environment import nccl_handles_errors
 from ddp_train.distributed.process_group import backend, buffer_places
+from ddp_train.engine.loop import Job
 from ddp_train.errors import LaunchError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.resilience.heartbeat import ROW_BYTES, STARTING, StatusBoard
 from ddp_train.tasks.mean_loss import Forward, Mean, is_finite
 from ddp_train.text import first_line
-from ddp_train.training.loop import Job
 
 SLOTS = 3
 """Steps that a row holds in turns. Two are not enough: a rank may publish two steps beyond the one

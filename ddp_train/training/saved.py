@@ -17,11 +17,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ddp_train.engine.selection import Selection
 from ddp_train.errors import DataError
 from ddp_train.resilience.checkpoint_files import MANIFEST, place_of, places, read_manifest
 from ddp_train.telemetry.metrics_log import last_step
 from ddp_train.text import first_line
-from ddp_train.training.selection import Selection
 
 MODEL = "model.safetensors"
 AVERAGE = "ema.safetensors"

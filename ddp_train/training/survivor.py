@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ddp_train.distributed.process_group import set_buffers
+from ddp_train.engine.loop import Job
 from ddp_train.errors import DataError
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.checkpoint_files import place_of, places, read_manifest
@@ -26,7 +27,6 @@ from ddp_train.tasks.mean_loss import Mean
 from ddp_train.training import averaging, checkpoint, saved
 from ddp_train.training.checkpoint import Snapshot
 from ddp_train.training.checkpoint_hook import CheckpointHook, with_unreported
-from ddp_train.training.loop import Job
 from ddp_train.training.own_state import OwnState
 
 MARK = "just_in_time"

@@ -31,6 +31,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddp_train import __version__
+from ddp_train.assembly.setup import build_plan, warmup_steps
 from ddp_train.config import external_checks
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
@@ -50,10 +51,9 @@ from ddp_train.launcher.cli import _meant, usage, wrapped
 from ddp_train.launcher.sweep import Trials
 from ddp_train.launcher.sweep_rows import Writer, outcome
 from ddp_train.resilience.checkpoint_files import digest_of
+from ddp_train.runs.plan_report import _optimizer
 from ddp_train.telemetry.pages import page
 from ddp_train.text import shown
-from ddp_train.training.plan_report import _optimizer
-from ddp_train.training.setup import build_plan, warmup_steps
 from tests.support.commands import PROGRAM, run
 
 ROOT = Path(__file__).resolve().parents[2]

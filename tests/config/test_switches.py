@@ -36,6 +36,16 @@ from torch import nn
 from ddp_lab.doctor.findings import ok
 from ddp_lab.prove.configs import for_proof
 from ddp_lab.prove.runs import Proof
+from ddp_train.assembly.checkpoint_model import find_checkpoint
+from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.metrics import build_selection
+from ddp_train.assembly.setup import (
+    build_evaluation,
+    build_module,
+    build_plan,
+    build_strategy,
+    build_task,
+)
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind, field_types, is_section
 from ddp_train.config.freeze import FILE, freeze
@@ -46,6 +56,7 @@ from ddp_train.config.validate import check
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Evaluation
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep_rows, trial_pool
 from ddp_train.launcher.started import with_page
@@ -59,23 +70,13 @@ from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import SIGNALS
+from ddp_train.runs import worker
+from ddp_train.runs.display_facts import advice, text_writer
+from ddp_train.runs.plan_report import tuning_rows
+from ddp_train.runs.training_run import Run
 from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
-from ddp_train.training import saved, worker
-from ddp_train.training.loop import Evaluation
-from ddp_train.training.metrics import build_selection
-from ddp_train.training.open_data import open_datasets
-from ddp_train.training.plan_report import tuning_rows
-from ddp_train.training.run import Run
-from ddp_train.training.setup import (
-    build_evaluation,
-    build_module,
-    build_plan,
-    build_strategy,
-    build_task,
-)
-from ddp_train.training.shown import advice, text_writer
-from ddp_train.training.trained import find_checkpoint
+from ddp_train.training import saved
 from tests.support.commands import PROGRAM
 from tests.support.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
 
@@ -578,7 +579,7 @@ def steppers(case: Case) -> Any:
     module = module_of(case.config, sources[0])
     with (
         mock.patch.object(torch.cuda, "Stream"),
-        mock.patch("ddp_train.training.setup.on_stream", contextlib.nullcontext),
+        mock.patch("ddp_train.assembly.setup.on_stream", contextlib.nullcontext),
     ):
         config = dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
         made: Any = job_of(config, World(), sources, device="cpu", module=module).stepper

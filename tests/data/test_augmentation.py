@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
+from ddp_train.assembly.setup import loader_options
 from ddp_train.config.options.data import ImageFolderConfig
 from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.data import augment
@@ -26,10 +27,9 @@ from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.own import UserDataset
 from ddp_train.data.rng import uniform
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import fit
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.builtin import Classification
-from ddp_train.training.loop import fit
-from ddp_train.training.setup import loader_options
 from tests.support.jobs import config_of, datasets_of, job_of, largest_difference
 from tests.support.ranks import on_ranks
 

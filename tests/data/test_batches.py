@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_train.assembly.data_sets import open_datasets, plan_digests
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.options.data import DigitsConfig, LinearRegressionDataConfig
 from ddp_train.config.schema import Config
@@ -29,10 +30,9 @@ from ddp_train.data.sample_facts import labels_of, lengths_of, training_weights
 from ddp_train.data.sampling import ALIKE, LengthBatches, WeightedDraws, even_cuts
 from ddp_train.data.splits import Splits, parted
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import fit, train
 from ddp_train.errors import ConfigError, DataError, PeerError
-from ddp_train.training.loop import fit, train
-from ddp_train.training.open_data import open_datasets, plan_digests
-from ddp_train.training.plan_report import plan_rows
+from ddp_train.runs.plan_report import plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
 

@@ -40,11 +40,11 @@ from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.loader import _Resident
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.linux import children_of, state_of
 from ddp_train.resilience.failure_report import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.training.loop import evaluate
 from tests.support.commands import wait_until
 from tests.support.jobs import config_of, datasets_of, job_of, loader_of
 from tests.support.ranks import on_ranks

@@ -25,6 +25,12 @@ from torchvision import datasets, transforms, tv_tensors
 from torchvision.transforms import v2
 from torchvision.tv_tensors import _dataset_wrapper
 
+from ddp_train.assembly.data_sets import (
+    arguments_of_splits,
+    common_digests,
+    open_datasets,
+    scored_digests,
+)
 from ddp_train.config import metrics
 from ddp_train.config.external_checks import CHECKS
 from ddp_train.config.hardware import Hardware
@@ -41,12 +47,6 @@ from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.tensor_tree import tensors
-from ddp_train.training.open_data import (
-    arguments_of_splits,
-    common_digests,
-    open_datasets,
-    scored_digests,
-)
 from tests.support.commands import PROGRAM, ROOT
 from tests.support.jobs import config_of, loader_of, table
 from tests.support.ranks import on_ranks

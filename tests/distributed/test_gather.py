@@ -24,9 +24,9 @@ from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.exchange import tensors_from_all_ranks
 from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import evaluate, fit
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.parallel.strategy import DataParallel
-from ddp_train.training.loop import evaluate, fit
 from tests.support.jobs import config_of, job_of, largest_difference
 from tests.support.ranks import on_ranks
 

@@ -21,8 +21,8 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
 from ddp_train.resilience.failure_report import Failure, report, traceback_of
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
+from ddp_train.runs.worker import open_logs
 from ddp_train.telemetry.console import Display
-from ddp_train.training.worker import open_logs
 from tests.support.commands import (
     LAUNCH,
     ONE,

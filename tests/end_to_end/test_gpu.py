@@ -29,12 +29,14 @@ import torchvision.models
 from torch import Tensor, nn
 from torchvision.models import list_models, resnet18, resnet50
 
+from ddp_train.assembly.setup import AUTOCAST
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.options.data import DigitsConfig
 from ddp_train.config.schema import TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job, evaluate, train
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.models.gpt import Gpt
 from ddp_train.performance import worth_capturing
@@ -47,8 +49,6 @@ from ddp_train.tasks.builtin import Classification, Segmentation
 from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor, hardware_monitor_for
-from ddp_train.training.loop import Job, evaluate, train
-from ddp_train.training.setup import AUTOCAST
 from tests.campaigns import lost_gpus
 from tests.campaigns.lost_ranks import ranks_of
 from tests.launcher.test_resize import WORDS, ask, assert_close, slow_net

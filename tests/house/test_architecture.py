@@ -17,7 +17,8 @@ ROOMS = [
     *("errors", "text", "linux", "tensor_tree"),
     *("distributed", "resilience", "telemetry", "config", "launcher"),
     *("data", "models", "tasks", "optim", "parallel", "performance"),
-    *("training", "own_loop", "testing", "__main__"),
+    *("engine", "training", "assembly", "inference", "runs"),
+    *("own_loop", "testing", "__main__"),
 ]
 """Whatever lies directly in ddp_train/, from the ground up: a room imports only rooms before it."""
 
@@ -31,7 +32,8 @@ WITH_TORCH = [
     "ddp_train.resilience.peer_check",
     *(f"ddp_train.telemetry.{name}" for name in ("console", "hardware_monitor", "tracker")),
     *(f"ddp_train.{room}." for room in ("data", "models", "tasks", "optim", "parallel")),
-    *("ddp_train.performance.", "ddp_train.training."),
+    *(f"ddp_train.{room}." for room in ("performance", "engine", "training", "assembly")),
+    *("ddp_train.inference.", "ddp_train.runs."),
     *(f"ddp_train.own_loop.{name}" for name in ("loader", "process", "run", "state", "steps")),
     "ddp_train.own_loop.wrapped",
     *("ddp_lab.doctor.collective_test", "ddp_lab.doctor.multihost_checks"),
@@ -105,7 +107,7 @@ def test_the_plugin_imports_nothing_of_ours() -> None:
 def test_config_objects_stop_where_a_run_is_set_up() -> None:
     """Constructors take plain values: no collaborator of the loop imports the config."""
     collaborators = ["distributed", "resilience", "telemetry", "data", "models", "tasks", "optim"]
-    collaborators += ["parallel", "performance"]
+    collaborators += ["parallel", "performance", "engine"]
     assert not {room for room, other in arrows() if room in collaborators and other == "config"}
 
 
@@ -120,7 +122,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 
 def test_the_loop_knows_only_collaborators() -> None:
-    text = (CORE / "training" / "loop.py").read_text()
+    text = (CORE / "engine" / "loop.py").read_text()
     code = text.split('"""', 2)[2].split("class Hook")[1]
     for stranger in ("rank", "config", "device", "dist.", "autocast", "isinstance"):
         assert stranger not in code, stranger
@@ -135,9 +137,7 @@ def run_in_new_interpreter(code: str) -> None:
 
 @pytest.mark.slow
 def test_workers_start_without_hydra() -> None:
-    run_in_new_interpreter(
-        "import sys, ddp_train.training.worker; sys.exit('hydra' in sys.modules)"
-    )
+    run_in_new_interpreter("import sys, ddp_train.runs.worker; sys.exit('hydra' in sys.modules)")
 
 
 @pytest.mark.slow
@@ -171,6 +171,6 @@ def state():
     )
 
 before = state()
-import ddp_train.training.worker, ddp_train.launcher.cli
+import ddp_train.runs.worker, ddp_train.launcher.cli
 sys.exit(state() != before)
 """)

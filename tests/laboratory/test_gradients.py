@@ -20,8 +20,8 @@ from ddp_lab.study.gradient_probe import GradientProbe
 from ddp_lab.study.gradients import compare
 from ddp_lab.study.trials import Outcome, Trial, run
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import fit
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.training.loop import fit
 from tests.support.jobs import config_of, job_of
 from tests.support.ranks import on_ranks
 from tests.support.studies import asked, leave, value

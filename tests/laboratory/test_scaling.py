@@ -21,9 +21,9 @@ from ddp_lab.study.trials import Outcome, Trial
 from ddp_lab.study.trials import run as run_trial
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import fit
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.training.loop import fit
 from tests.support.jobs import config_of, job_of, table
 from tests.support.ranks import on_ranks
 from tests.support.studies import asked, leave, value

@@ -665,7 +665,7 @@ def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> N
         ("ddp_lab/study/variants_report.py", False),
         ("ddp_lab/doctor/host_checks.py", False),
         ("ddp_train/conf/study/tips.yaml", False),
-        ("ddp_train/training/loop.py", True),
+        ("ddp_train/engine/loop.py", True),
         ("ddp_lab/study/step_times.py", True),
         ("ddp_train/conf/config.yaml", True),
     ):

@@ -84,7 +84,7 @@ class Net(nn.Module):
             "open": collections.Counter(kind(entry) for entry in open_files) - collections.Counter(closed=99),
             "leads its session": os.getsid(0) == os.getpid(),
             "command line": Path("/proc/self/cmdline").read_bytes().rstrip(b"\\0").split(b"\\0")[1:5] == [
-                b"-P", b"-m", b"ddp_train.training.worker", sys.argv[1].encode()],
+                b"-P", b"-m", b"ddp_train.runs.worker", sys.argv[1].encode()],
             "logging": [type(handler).__name__ for handler in logging.root.handlers],
             "random": torch.initial_seed(),
         }

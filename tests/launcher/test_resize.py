@@ -27,13 +27,13 @@ from ddp_train.config.schema import Config, LaunchConfig, TrainConfig
 from ddp_train.config.validate import check, check_rules
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
+from ddp_train.engine.resize_hook import ResizeHook
 from ddp_train.errors import ConfigError
 from ddp_train.launcher import resize as client
 from ddp_train.launcher.resize import Requests
 from ddp_train.launcher.size import Change, Size, is_of_device, shown_counts
 from ddp_train.resilience import run_lock
 from ddp_train.telemetry.metrics_log import MetricsFile
-from ddp_train.training.resize_hook import ResizeHook
 from tests.campaigns.lost_ranks import board_of, ranks_of
 from tests.support.commands import Running, fatal_lines, metrics, read, running, wait_until, weights
 

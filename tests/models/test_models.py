@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_train.assembly import setup
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.model import TorchvisionConfig
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.builtin import Classification, Regression
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.training import setup
 from tests.support.jobs import model_of
 
 

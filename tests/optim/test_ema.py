@@ -23,17 +23,17 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.metrics import problems
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import evaluate, fit, train
+from ddp_train.engine.scoring import score_with_average
 from ddp_train.errors import ConfigError
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.stepper import Stepper
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.runs.training_run import Run
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.score_lines import headline
-from ddp_train.training.averaging import scored
 from ddp_train.training.checkpoint_hook import CheckpointHook
-from ddp_train.training.loop import evaluate, fit, train
-from ddp_train.training.run import Run
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
 
@@ -216,7 +216,7 @@ def ordered(world: World) -> tuple[str, Any]:
         *averages(job.stepper.average, job.module).values(),
     ):
         content.update(tensor.numpy().tobytes())
-    return content.hexdigest(), scored(job.evaluation, job.stepper.average)
+    return content.hexdigest(), score_with_average(job.evaluation, job.stepper.average)
 
 
 @pytest.mark.timeout(300)
@@ -357,7 +357,7 @@ def test_an_evaluation_that_is_stopped_has_no_score() -> None:
         World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY}
     )
     job = job_of(config, World())
-    whole = scored(job.evaluation, job.stepper.average)
+    whole = score_with_average(job.evaluation, job.stepper.average)
     assert whole and whole.metrics["ema_loss"] == whole.metrics["loss"]
     real = evaluate
 
@@ -366,8 +366,8 @@ def test_an_evaluation_that_is_stopped_has_no_score() -> None:
         evaluation.stop.requested.set()
         return score
 
-    with mock.patch("ddp_train.training.averaging.evaluate", stopped):
-        assert scored(job.evaluation, job.stepper.average) is None
+    with mock.patch("ddp_train.engine.scoring.evaluate", stopped):
+        assert score_with_average(job.evaluation, job.stepper.average) is None
     assert headline({"accuracy": 0.5, "ema_accuracy": 0.6}) == "50.00% (ema 60.00%)"
 
 

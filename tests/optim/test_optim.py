@@ -34,6 +34,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import fit, train
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.optim import nan_guard
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
@@ -41,7 +42,6 @@ from ddp_train.optim.split_fused import in_parts
 from ddp_train.optim.stepper import Stepper
 from ddp_train.tasks import mean_loss
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
-from ddp_train.training.loop import fit, train
 from tests.optim.test_large_batch import Calls
 from tests.support.jobs import config_of, job_of, optimizer_of, schedule_of, table
 from tests.support.ranks import on_ranks

@@ -16,10 +16,10 @@ from ddp_train.config.options.custom import CustomModelConfig
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job, evaluate, fit
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.parallel.ordered_reduction import OrderedReduction, Tree
 from ddp_train.tasks.task import ModelWithTask, Task
-from ddp_train.training.loop import Job, evaluate, fit
 from ddp_train.training.saved import load_training
 from tests.support.commands import checkpoints, run, weights
 from tests.support.jobs import config_of, job_of, table

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from ddp_train.assembly.setup import build_plan, build_strategy
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import evaluate, train
 from ddp_train.errors import ConfigError
 from ddp_train.parallel.naming_ddp import BUCKET_MB
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.training.loop import evaluate, train
-from ddp_train.training.setup import build_plan, build_strategy
 from tests.support.jobs import config_of, job_of, largest_difference, table, trained
 from tests.support.ranks import on_ranks
 

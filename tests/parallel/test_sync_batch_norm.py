@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_train.assembly.setup import build_strategy
 from ddp_train.distributed.world import World
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.training.setup import build_strategy
 from tests.support.jobs import config_of, largest_difference, table, trained
 from tests.support.ranks import on_ranks
 

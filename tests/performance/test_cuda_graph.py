@@ -18,13 +18,13 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import OPTIONS
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job, train
+from ddp_train.engine.rehearsal import rehearse
 from ddp_train.errors import LaunchError
 from ddp_train.performance.cuda_graph import WARM_UP_STEPS, GraphedStepper
 from ddp_train.resilience.failure_report import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tensor_tree import map_tensors, tensors
-from ddp_train.training.loop import Job, train
-from ddp_train.training.rehearsal import rehearse
 from tests.support.jobs import config_of, job_of, table
 from tests.support.ranks import on_ranks
 

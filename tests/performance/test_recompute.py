@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import fit
 from ddp_train.errors import ConfigError
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
-from ddp_train.training.loop import fit
 from tests.support.jobs import config_of, job_of, largest_difference
 from tests.support.ranks import on_ranks
 

@@ -24,6 +24,8 @@ import pytest
 
 from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job, fit
+from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.launcher import local
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.resilience import preemption
@@ -31,8 +33,6 @@ from ddp_train.resilience.failure_report import RankStatus
 from ddp_train.resilience.preemption import NEVER, StopController
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
-from ddp_train.training.hooks import MetricsHook
-from ddp_train.training.loop import Job, fit
 from tests.support.commands import (
     ENDLESS,
     LAUNCH,

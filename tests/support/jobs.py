@@ -11,6 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.fine_tuning import BESIDE_OPTIMIZER
+from ddp_train.assembly.setup import (
+    BESIDE_MODEL,
+    arguments_of,
+    build_job,
+    build_module,
+    build_strategy,
+    loader_options,
+)
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.hardware import Hardware
@@ -20,22 +30,12 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job, fit
 from ddp_train.models.zoo import build_model
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules import Factor, build_schedule
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.training.fine_tuning import BESIDE_OPTIMIZER
-from ddp_train.training.loop import Job, fit
-from ddp_train.training.open_data import open_datasets
-from ddp_train.training.setup import (
-    BESIDE_MODEL,
-    arguments_of,
-    build_job,
-    build_module,
-    build_strategy,
-    loader_options,
-)
 
 
 def config_of(world: World, machine: Hardware | None = None, **sections: Any) -> Config:

@@ -28,7 +28,7 @@ _SERVER.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",
-        "ddp_train.training.worker",
+        "ddp_train.runs.worker",
         "tests.support.ranks",
         "tests.support.warm",
     ]

@@ -47,7 +47,7 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 AGENT = "torch.distributed.run"
 SESSION = "ddp_train.session("
 """Scripts that have it are forked too: each of their processes would import torch."""
-MODULES = ("ddp_train.launcher.fork_server", "ddp_train.training.worker", AGENT)
+MODULES = ("ddp_train.launcher.fork_server", "ddp_train.runs.worker", AGENT)
 PRELOAD = (
     *(
         "torch",
@@ -58,7 +58,7 @@ PRELOAD = (
         "torch.distributed.run",
     ),
     *(
-        "ddp_train.training.worker",
+        "ddp_train.runs.worker",
         "ddp_train.config.prepare",
         "ddp_train.launcher.local",
         "ddp_train.launcher.cli",

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_train.assembly import setup
+from ddp_train.assembly.metrics import build_selection, check_metrics, directions
 from ddp_train.config import code_checks, metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.freeze import load_frozen
@@ -27,6 +29,9 @@ from ddp_train.data.datasets import ArraySource
 from ddp_train.data.rng import global_states
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import evaluate
+from ddp_train.engine.scoring import join_scores
+from ddp_train.engine.selection import Best
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.language_model import LanguageModel
@@ -35,10 +40,6 @@ from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask, can_predict
 from ddp_train.telemetry.score_lines import headline, score_line
 from ddp_train.text import snake_case
-from ddp_train.training import averaging, setup
-from ddp_train.training.loop import evaluate
-from ddp_train.training.metrics import build_selection, check_metrics, directions
-from ddp_train.training.selection import Best
 from tests.support.commands import PROGRAM
 from tests.support.jobs import config_of, job_of
 from tests.support.ranks import on_ranks
@@ -522,7 +523,7 @@ def test_a_name_belongs_to_one_metric() -> None:
     with pytest.raises(ConfigError, match=r"train.ema_decay: a metric ema_loss is there already"):
         set_up([], task=task, train=train)
     with pytest.raises(ConfigError, match=r"train.ema_decay: a metric ema_loss is there already"):
-        averaging._joined(
+        join_scores(
             Score({"loss": 1.0, "ema_loss": 2.0}, 3), Score({"loss": 1.5, "ema_loss": 2.5}, 3)
         )
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from ddp_train.assembly.metrics import metric_names
+from ddp_train.assembly.setup import build_plan, build_task, loader_options
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.options.model import MlpConfig
 from ddp_train.config.options.task import ClassificationConfig
@@ -25,7 +27,9 @@ from ddp_train.data.datasets import ArraySource
 from ddp_train.data.loader import Loader
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
+from ddp_train.engine.loop import evaluate, fit
 from ddp_train.errors import ConfigError, DataError, TaskError
+from ddp_train.runs.plan_report import _task as plan_of_task
 from ddp_train.tasks.builtin import BuiltIn, Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.choose import choose
 from ddp_train.tasks.language_model import LanguageModel
@@ -34,10 +38,6 @@ from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.try_out import check_loss, check_scores, undisturbed
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.training.loop import evaluate, fit
-from ddp_train.training.metrics import metric_names
-from ddp_train.training.plan_report import _task as plan_of_task
-from ddp_train.training.setup import build_plan, build_task, loader_options
 from tests.support.jobs import config_of, job_of, largest_difference
 from tests.support.ranks import on_ranks
 

@@ -22,14 +22,15 @@ from torch import nn
 
 from ddp_train.config.freeze import freeze
 from ddp_train.config.schema import Config
+from ddp_train.engine.selection import Selection
 from ddp_train.errors import ConfigError, DataError, WriteError
 from ddp_train.resilience.checkpoint_files import digest_of, places
 from ddp_train.resilience.restart_policy import RestartPolicy
+from ddp_train.runs import summary
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.training import checkpoint, saved, summary
+from ddp_train.training import checkpoint, saved
 from ddp_train.training.checkpoint import Snapshot, Writer, copy_of, write
 from ddp_train.training.saved import find, load_model, load_training
-from ddp_train.training.selection import Selection
 
 
 def snapshot(step: int, **manifest: Any) -> Snapshot:

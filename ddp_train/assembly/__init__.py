@@ -1,0 +1,1 @@
+"""From the frozen config to the objects of a run. Config objects stop here."""

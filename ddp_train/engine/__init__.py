@@ -1,0 +1,1 @@
+"""The training loop, what observes its steps, and the hooks between them."""

@@ -1,0 +1,1 @@
+"""The trained model in use: loaded, asked for predictions, exported."""

@@ -1,0 +1,1 @@
+"""One run on one process, from its start to its exit code."""

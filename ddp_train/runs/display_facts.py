@@ -1,0 +1,99 @@
+"""From the frozen config to what is shown of a run beside its losses: speeds, advice, a text that
+the model writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ddp_train.config.auto import is_launch_bound
+from ddp_train.config.schema import Config
+from ddp_train.data.datasets import BatchSource
+from ddp_train.data.tokens import TokenSource
+from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Job
+from ddp_train.errors import ConfigError
+from ddp_train.performance.bias_lint import biases_before_norm
+from ddp_train.performance.flops import flops_of_samples, one_sample, peak_flops
+from ddp_train.tasks.sampling import write_tokens
+from ddp_train.tasks.task import ModelWithTask
+from ddp_train.telemetry.rates import Rates
+from ddp_train.text import counted
+
+
+def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:
+    """What the speeds of a run are derived from. All processes must call it: all count operations,
+    since a model's forward pass may wait for all."""
+    task = job.module.task
+    gpu = config.device == "cuda"
+    unit = None if task.units_are_samples else task.unit
+    if (
+        not gpu or is_launch_bound(config) or config.data.batch_by == "tokens"
+    ):  # there samples differ in cost
+        return Rates(
+            unit
+        )  # utilisation says nothing there, and counting calls the model and delays the first step
+    flops = flops_of_samples(job.module, source)
+    peak = peak_flops(
+        torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32)
+    )
+    gpus = torch.cuda.device_count() if config.strategy.spreads_over_gpus else world.size
+    return Rates(unit, flops, peak * gpus if peak else None)
+
+
+def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
+    """From the trained model to a text of `task.sample_tokens` tokens; None if none is asked
+    for."""
+    count = getattr(config.task, "sample_tokens", 0)
+    if not count:
+        return None
+    if not isinstance(source, TokenSource):
+        raise ConfigError(
+            [
+                f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read;"
+                " use 0"
+            ]
+        )
+    prompt = config.task.sample_prompt
+    temperature = config.task.sample_temperature
+    if prompt and not source.words:
+        raise ConfigError(
+            [f"task.sample_prompt={prompt}: data=tokens needs data.tokenizer to read it; add that"]
+        )
+
+    first = [source.last_token, *(source.words.encode(prompt) if source.words else [])]
+    if max(first) >= source.vocabulary:
+        has = (
+            f"has the token {max(first):,}, and the vocabulary ends with {source.vocabulary - 1:,}"
+        )
+        raise ConfigError(
+            [f"task.sample_prompt={prompt}: {has}; use the tokenizer that the data were made with"]
+        )
+
+    def write(model: nn.Module) -> str:
+        ids = write_tokens(
+            model, first, count, source.length, source.vocabulary, temperature, config.seed
+        )
+        if source.words:
+            return prompt + source.words.decode(ids)
+        return " ".join(map(str, ids))
+
+    return write
+
+
+def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[str]:
+    """What the user may want to change in the model, a line each."""
+    sample = one_sample(source, module.model)
+    if not config.tuning.bias_lint or not isinstance(sample, tuple | list):
+        return []
+    names = biases_before_norm(module.model, sample[0]) or []
+    if not names:
+        return []
+    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    what = (
+        f"{counted(len(names), 'bias')} directly before a norm layer, which subtracts the mean"
+        " again"
+    )
+    return [f"note: {what}: {some}; build such layers with bias=False"]

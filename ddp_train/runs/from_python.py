@@ -1,0 +1,145 @@
+"""Runs from Python, a notebook or a script: `ddp_train.run("experiment=mnist",
+"train.epochs=1")`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddp_train.config.code_checks import package_of
+from ddp_train.config.overrides import read_overrides
+from ddp_train.config.prepare import read_run, resolve_and_check
+from ddp_train.config.program import started
+from ddp_train.config.schema import Config
+from ddp_train.distributed.environment import world_from_environment
+from ddp_train.errors import ConfigError
+from ddp_train.resilience import failure_report
+from ddp_train.resilience.preemption import INTERRUPTED, SAVED
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class RunFailedError(RuntimeError):
+    """A run that `ddp_train.run` started has failed: its message, `kind` and `remedy` are those of
+    failure.json."""
+
+    def __init__(self, exit_code: int, failure: dict[str, Any]) -> None:
+        self.exit_code = exit_code
+        self.failure = failure
+        self.kind = failure.get("kind")
+        self.remedy = failure.get("remedy")
+        super().__init__(failure.get("detail", f"the run ended with exit code {exit_code}"))
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has left."""
+
+    run_dir: Path
+    summary: dict[str, Any] = field(repr=False)
+    """The content of summary.json. `status` is completed, or preempted if the run was stopped."""
+    trusted_modules: list[str] = field(default_factory=list, repr=False)
+    """Packages of the caller's own code, which the words have named."""
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The best evaluation: metric, value, step, checkpoint. None if there was none."""
+        return self.summary.get("best")
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, in order: `pandas.DataFrame(result.metrics)` is a table of
+        them."""
+        return [
+            json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The last checkpoint; of an evaluation the one that it has scored."""
+        found = self.summary.get("checkpoint") or (self.summary.get("evaluated") or {}).get("path")
+        return Path(found) if found else None
+
+    def model(self, which: str = "auto") -> nn.Module:
+        """The trained model, in eval mode, on the CPU. which: of its checkpoints the best, the
+        last, or with auto the best if it is kept. Raises DataError if there is none."""
+        from ddp_train.inference.trained_model import load
+
+        checkpoint = self.run_dir if self.summary.get("evaluated") is None else self.checkpoint
+        return load(checkpoint or self.run_dir, which=which, trusted_modules=self.trusted_modules)
+
+
+def run(*overrides: str) -> Result:
+    """One run, as `ddp-train` does it with these words: in processes of its own, which end before
+    this returns.
+
+    What it prints goes to the terminal, or into the cell of a notebook. Classes that the words name
+    are imported by the processes from the folder that one stands in, from installed packages or
+    PYTHONPATH: those of a notebook's cell cannot be. A stopped run is a result too.
+
+    Raises ConfigError, before anything starts, with all that is wrong with the words, and
+    RunFailedError.
+    """
+    config, command = _checked(list(overrides))
+    run_dir = Path(str(config.run_dir))
+    with subprocess.Popen(command) as process:
+        try:
+            code = process.wait()
+        except BaseException:  # a notebook's interrupt reaches this process only
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            raise
+    summary = _read(run_dir / failure_report.SUMMARY)
+    if code not in (0, SAVED, INTERRUPTED) or not summary:
+        raise RunFailedError(code, _read(run_dir / failure_report.FILE))
+    return Result(run_dir, summary, package_of(getattr(config.model, "target", "")))
+
+
+def _checked(words: list[str]) -> tuple[Config, list[str]]:
+    """The config that these words make, and the command that does them. Raises ConfigError."""
+    if world_from_environment():
+        raise ConfigError(
+            ["ddp_train.run: starts processes itself; under torchrun use `-m ddp_train key=value`"]
+        )
+    flags = [word for word in words if word.startswith("-")]
+    if flags:
+        raise ConfigError(
+            [f"ddp_train.run({flags[0]!r}): does one run, and takes no flags; use the command line"]
+        )
+    program, words = started(None, words)
+    config, problems = read_run(program, read_overrides(program, words))
+    resolved, more = resolve_and_check(config, None)
+    if problems or more:
+        raise ConfigError(list(dict.fromkeys(problems + more)))
+    if not (resolved.mode == "train" or resolved.uses_trained) or int(resolved.launch.nnodes) > 1:
+        if resolved.launch.nnodes == 1:
+            asked = f"mode={resolved.mode}"
+        else:
+            asked = f"launch.nnodes={resolved.launch.nnodes}"
+        raise ConfigError(
+            [
+                f"ddp_train.run: trains, evaluates, predicts or exports on one host; for {asked}"
+                " use the command line"
+            ]
+        )
+    if not config.run_dir:
+        suffixes = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
+        names = (f"{resolved.run_dir}{suffix}" for suffix in suffixes)
+        resolved = replace(
+            resolved, run_dir=next(name for name in names if not Path(name).exists())
+        )
+        words = [*words, f"run_dir={resolved.run_dir}"]  # one process may start many
+    return resolved, replace(program, typed="ddp-train").again(words)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}

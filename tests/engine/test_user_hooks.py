@@ -1,0 +1,164 @@
+"""Hooks of the user's own: when they act, with what arguments, and what they go on with."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from ddp_train.engine.loop import Job
+from ddp_train.engine.user_hooks import OwnHook, OwnHooks
+from ddp_train.errors import ConfigError
+from tests.support.commands import SMALL, THREE, environment, fatal_lines, run
+
+MINE = """
+import json
+
+
+class Counts:
+    def __init__(self, job, run_dir, world, every=100, name="counts"):
+        self.every, self.file, self.steps = every, run_dir / f"{name}_{world.rank}.json", []
+
+    def due(self, job):
+        return (job.step // self.every + 1) * self.every
+
+    def act(self, job):
+        self.steps.append(job.step)
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.file.write_text(json.dumps(self.steps))
+
+
+class Epochs(Counts):
+    due = property()  # without: hasattr says no
+
+
+class Late:
+    def __init__(self, job, run_dir, world):
+        pass
+
+    def due(self, job):
+        return job.step
+
+    def act(self, job):
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_hooks_act_when_they_are_due_and_go_on_with_their_state(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    env = environment({"PYTHONPATH": str(tmp_path)})
+    counts = ["{_target_: mine.Counts, every: 3}", "{_target_: mine.Counts, every: 4, name: fours}"]
+    hooks = f"hooks=[{counts[0]}, {{_target_: mine.Epochs, name: epochs}}, {counts[1]}]"
+    words = [
+        *SMALL,
+        THREE,
+        hooks,
+        f"run_dir={tmp_path}/run",
+        "train.global_batch_size=48",
+        "train.epochs=3",
+    ]
+    for steps in (7, 12):  # five steps an epoch
+        done = run(*words, f"train.max_steps={steps}", env=env)
+        assert done.returncode == 0, done.stderr
+    for rank in range(3):
+        names = ("counts", "epochs", "fours")
+        found = {
+            name: json.loads((tmp_path / f"run/{name}_{rank}.json").read_text()) for name in names
+        }
+        assert found == {"counts": [3, 6, 9, 12], "epochs": [5, 7, 10, 12], "fours": [4, 8, 12]}
+    for hook, message in {
+        "mine.Late": (
+            "mine.Late.due(job) returned 0 and must return a whole number above job.step=0"
+        ),
+        "{_target_: mine.Counts, evry: 3}": "cannot be called with evry=3: ",
+    }.items():
+        done = run(*SMALL, THREE, f"hooks=[{hook}]", f"run_dir={tmp_path}/wrong", env=env)
+        assert (
+            done.returncode == 2 and message in done.stderr and len(fatal_lines(done.stderr)) == 1
+        ), done.stderr
+
+
+class Acts:
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+        self.acted = []
+
+    def act(self, job: Job) -> None:
+        self.acted.append(job.step)
+
+    def due(self, job: Job) -> int:
+        return job.step + 2 - job.step % 2
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+def at(step: int) -> Job:
+    return Job(*cast(Any, [None] * 8), step=step)
+
+
+def test_a_hook_that_is_owed_acts_only_if_it_was_due() -> None:
+    """Of the processes before these, which ended between a step and its hooks."""
+    for step, acted in ((4, [4]), (5, [])):
+        hook = Acts()
+        OwnHook(hook, "mine.Acts").act(at(step))
+        assert hook.acted == acted
+
+
+def test_states_find_the_hooks_of_their_class() -> None:
+    saved = OwnHooks(
+        [Acts({"n": 1}), Acts([torch.ones(2), None]), Acts()], ["a.A", "a.A", "b.B"]
+    ).state()
+    made = [Acts(), Acts(), Acts("kept")]
+    (note,) = OwnHooks(made, ["c.C", "a.A", "b.B"]).load_state(saved)
+    assert note == "note: the checkpoint has a state of the hook a.A, which no hook takes"
+    assert [hook.state for hook in made] == [None, {"n": 1}, "kept"]
+
+
+def test_a_state_that_no_checkpoint_could_give_back_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a SimpleNamespace"):
+        OwnHooks([Acts({"here": [SimpleNamespace()]})], ["a.A"])
+
+
+def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
+    """The hook goes on with its own list and tensor while a survivor may still save the state from
+    before."""
+    numbers = [1]
+    tensor = torch.zeros(2)
+    hook = Acts({"numbers": numbers, "tensor": tensor})
+    ((path, state),) = OwnHooks([hook], ["a.A"]).state()
+    numbers.append(2)
+    tensor.add_(1)
+    assert path == "a.A" and state["numbers"] == [1] and state["tensor"].tolist() == [0, 0]
+
+    enters = SimpleNamespace(state_dict=lambda: {"n": 7}, __enter__=None, __exit__=None)
+    hooks = OwnHooks([enters], ["a.Enters"])
+    assert hooks.state() == [["a.Enters", {"n": 7}]] and hooks.acting == []
+
+
+@pytest.mark.parametrize("state", [np.float64(0.5), {"best": [np.float64(0.5)]}, Counter("aab")])
+def test_numbers_that_are_only_derived_from_pythons_are_refused(state: Any) -> None:
+    """torch.load refuses them with weights_only, and the whole checkpoint with them. Before the
+    first step."""
+    with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a (float64|Counter)"):
+        OwnHooks([Acts(state)], ["a.A"])
