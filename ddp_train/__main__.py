@@ -110,7 +110,7 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
     first, imports torch."""
     from ddp_train.config.prepare import prepare
     from ddp_train.launcher import local, multihost
-    from ddp_train.launcher.started import with_page
+    from ddp_train.launcher.workload import workload_of
 
     try:
         if STUDY in argv:
@@ -133,9 +133,9 @@ def lead(program: Program, world: World | None, argv: list[str], server: ForkSer
     if prepared.config.mode == "doctor":
         return laboratory("doctor of this host")(prepared.config, program.import_path)
     stop = StopRequests(program_ends=True)
-    started = with_page(prepared.config)
+    workload = workload_of(prepared.config)
     return local.launch(
-        prepared.config, program.import_path, stop, server, prepared.at_another_number, started
+        prepared.config, program.import_path, stop, server, prepared.at_another_number, workload
     )
 
 

@@ -25,8 +25,8 @@ from ddp_train.launcher import loopback
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.launcher.size import is_of_device
-from ddp_train.launcher.started import Started
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.launcher.workload import Workload
 from ddp_train.linux import adopting_orphans, oom_kills
 from ddp_train.resilience import collectives, failure_report
 from ddp_train.resilience.hang_detector import HangDetector, note_late, working_stack
@@ -56,7 +56,7 @@ def launch(
     stop: StopRequests | None = None,
     server: ForkServer | None = None,
     at_another_number: Callable[[int], Config] | None = None,
-    started: Started = Started(),  # noqa: B008  it is frozen
+    workload: Workload = Workload(),  # noqa: B008  it is frozen
 ) -> int:
     """Runs a frozen config in new processes, and again after a failure if restarts are left.
     Returns the exit code.
@@ -65,19 +65,19 @@ def launch(
     requests for the caller, even if the run was completed all the same. server: forks the workers,
     if it can and `launch.fork_server` is true; otherwise each worker is started as a new
     interpreter. at_another_number: the config for another number of processes, where it has a
-    range. started: what runs in the processes.
+    range. workload: what runs in the processes.
     """
     stop = stop or StopRequests()
     elastic = Elastic(config, at_another_number)
     code = UNSAVED
     try:
         with stop.listening(), adopting_orphans():
-            code = loopback.reported(config, started) or _attempts(
-                config, import_path, stop, server, elastic, started
+            code = loopback.reported(config, workload) or _attempts(
+                config, import_path, stop, server, elastic, workload
             )
     finally:
         elastic.close(completed=code == 0)
-        started.page.write()
+        workload.page.write()
     return code
 
 
@@ -87,30 +87,30 @@ def _attempts(
     stop: StopRequests,
     server: ForkServer | None,
     elastic: Elastic,
-    started: Started,
+    workload: Workload,
 ) -> int:
     restarts = RestartPolicy(config.launch.max_restarts, Path(str(config.run_dir)))
     lost = None
     for number in itertools.count():
         attempt = Attempt(
-            elastic.config, import_path, number, stop, server, lost, restarts, elastic, started
+            elastic.config, import_path, number, stop, server, lost, restarts, elastic, workload
         )
         with contextlib.closing(attempt):
             code = attempt.run()
-        started.page.attempt_ended(saved=code == SAVED)
+        workload.page.attempt_ended(saved=code == SAVED)
         lost = attempt.lost
         if code == SAVED and attempt.is_for_change and not stop.received:
             _go_on(elastic, restarts)
             continue
         if code == UNSAVED or (code == SAVED and attempt.is_for_change):
-            stop.print_stopped(config, saved=code == SAVED, words=started.words)
+            stop.print_stopped(config, saved=code == SAVED, translate=workload.translate)
         if code in (SAVED, UNSAVED):
             return stop.exit_code(code)
         if code in (0, *FINAL) or (stop.received and not attempt.is_made_good):
             return code
         if attempt.refusal:
             if restarts.allowed:
-                print(f"not restarted: {started.words(attempt.refusal)}", file=sys.stderr)
+                print(f"not restarted: {workload.translate(attempt.refusal)}", file=sys.stderr)
             return code
         if attempt.saved_step is not None:
             whence = f", from step {attempt.saved_step}: no step is lost"
@@ -151,11 +151,11 @@ class Attempt:
         lost: Loss | None = None,
         restarts: RestartPolicy | None = None,
         elastic: Elastic | None = None,
-        started: Started | None = None,
+        workload: Workload | None = None,
     ) -> None:
         """number: attempts before this one. lost: by the one before. restarts: None allows none.
         elastic: None: the number of processes stays. The other parameters are those of `launch`."""
-        self.started = started or Started()
+        self.workload = workload or Workload()
         self.elastic = elastic or Elastic(config, None)
         self.is_asked_to_stop = False
         self.is_for_change = False
@@ -247,8 +247,8 @@ class Attempt:
                     devices=self.elastic.size.devices(),
                 )
                 descriptors = worker_descriptors(world, listener.fileno(), self.board.descriptor)
-                arguments = self.started.arguments(self.run_dir, rank)
-                specs.append(WorkerSpec(arguments, env, descriptors, [*self.started.program]))
+                arguments = self.workload.arguments(self.run_dir, rank)
+                specs.append(WorkerSpec(arguments, env, descriptors, [*self.workload.program]))
             if self.server and launch.fork_server:
                 self.workers += self.server.fork(specs, given_up=lambda: bool(self.stop.received))
             if not self.workers and not self.stop.received:
@@ -289,7 +289,7 @@ class Attempt:
                 return self._report_hang(detector)
             self.elastic.wait(POLL_SECONDS)
             self.elastic.see(self.board)
-            self.started.page.look([status.phase for status in self.board.ranks])
+            self.workload.page.look([status.phase for status in self.board.ranks])
             if self.elastic.is_asked and all(status.heeds_stop for status in self.board.ranks):
                 self._stop_for_change()
 
@@ -341,8 +341,8 @@ class Attempt:
             )
             # A fault (SIGSEGV, SIGABRT ...) writes the stack where it happened.
             stack = failure_report.stack_of(rank, working_stack(self.run_dir, rank))
-            failure = self.started.worded(failure)
-            facts = self.started.facts(self.config)
+            failure = self.workload.translated(failure)
+            facts = self.workload.facts(self.config)
             with self.board.locked():
                 if (
                     not self.board.reported_code()
@@ -380,13 +380,13 @@ class Attempt:
         hang = detector.diagnose(self.run_dir)
         log_file = self._log_file(hang.rank)
         timeout_seconds = self.config.launch.timeout_seconds
-        failure = self.started.worded(
+        failure = self.workload.translated(
             failure_report.failure_from_hang(hang, log_file, timeout_seconds)
         )
         lines = [failure_report.headline(failure), "stack (most recent call last):", *hang.stack]
         failure_report.append_to_log(log_file, lines)
         stack = failure_report.stack_of(hang.rank, hang.stack)
-        failure_report.report(self.run_dir, failure, self.started.facts(self.config), stack)
+        failure_report.report(self.run_dir, failure, self.workload.facts(self.config), stack)
         return failure.exit_code
 
     def _log_file(self, rank: int) -> Path:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ddp_train.config.schema import Config
 from ddp_train.errors import PeerError
-from ddp_train.launcher.started import Started
+from ddp_train.launcher.workload import Workload
 from ddp_train.resilience import failure_report
 
 
-def reported(config: Config, started: Started) -> int:
+def reported(config: Config, workload: Workload) -> int:
     """Reports an interface that is down, by one connection to itself, in under 1 ms. Returns its
     exit code, else 0."""
     if not config.strategy.has_process_group:
@@ -28,5 +28,5 @@ def reported(config: Config, started: Started) -> int:
         code = PeerError.exit_code
         how = (None, "start", detail, "ip link set lo up", "", code)
         failure = failure_report.Failure(PeerError.kind, None, socket.gethostname(), *how)
-        failure_report.report(Path(str(config.run_dir)), failure, started.facts(config))
+        failure_report.report(Path(str(config.run_dir)), failure, workload.facts(config))
         return code

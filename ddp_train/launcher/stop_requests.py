@@ -61,9 +61,11 @@ class StopRequests:
             return INTERRUPTED
         return code
 
-    def print_stopped(self, config: Config, saved: bool, words: Callable[[str], str] = str) -> None:
-        """Says that the run was stopped, and how to continue, where no worker has. words: see
-        `Started`."""
+    def print_stopped(
+        self, config: Config, saved: bool, translate: Callable[[str], str] = str
+    ) -> None:
+        """Says that the run was stopped, and how to continue, where no worker has. translate: see
+        `Workload`."""
         if sys.stdout.isatty():
             sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
         by = f" by {signal.Signals(self.received[0]).name}" if self.received else ""
@@ -72,4 +74,4 @@ class StopRequests:
             text = f"stopped{by}{how}; {config.words_to_resume} resumes from its last checkpoint"
         else:
             text = f"stopped{by}; nothing was saved"
-        print(words(text), file=sys.stderr)
+        print(translate(text), file=sys.stderr)

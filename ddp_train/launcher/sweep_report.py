@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from ddp_train.config.hardware import detect_hardware, hardware_description, versions
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.launcher.started import Started
 from ddp_train.launcher.sweep_baseline import MARK
+from ddp_train.launcher.workload import Workload
 from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE, NoPage
 from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import first_line
@@ -78,12 +78,12 @@ class SweepPage:
         """The rows of the trials that have begun, by their numbers, until they are among those of
         the sweep."""
 
-    def begins(self, row: dict[str, Any], look: Callable[[], None] | None = None) -> Started:
+    def begins(self, row: dict[str, Any], look: Callable[[], None] | None = None) -> Workload:
         """row: of a trial. look: what the launcher calls while it waits for this one; None: others
         do. Returns what the launcher is given."""
         if MARK not in row:
             self.running[row["trial"]] = row
-        return Started(page=_Watched(look)) if look else Started()
+        return Workload(page=_Watched(look)) if look else Workload()
 
     def look(self, sweep: Sweep) -> None:
         """Ten times a second, and fifty times while one trial runs: the page, if it is time for

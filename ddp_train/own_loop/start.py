@@ -29,8 +29,8 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer, can_fork
 from ddp_train.launcher.local import launch
-from ddp_train.launcher.started import Started
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.launcher.workload import Workload
 from ddp_train.linux import keep_exit_codes
 from ddp_train.own_loop.settings import Settings, UsageError, in_words, is_interactive
 from ddp_train.resilience import run_lock
@@ -164,17 +164,17 @@ def _start(settings: Settings) -> int:
         backend="nccl" if settings.device == "cuda" else "gloo",
     )
     config = Config(run_dir=str(settings.run_dir), device=settings.device, launch=own)
-    started = Started(
+    workload = Workload(
         program=tuple(program),
         arguments=lambda run_dir, rank: arguments,
         facts=lambda config: settings.facts(settings.processes),
-        words=in_words,
+        translate=in_words,
     )
     keep_exit_codes()
     server = ForkServer(None) if can_fork(program) else None
     sys.stdout.flush()
     try:
-        return launch(config, None, StopRequests(program_ends=True), server, started=started)
+        return launch(config, None, StopRequests(program_ends=True), server, workload=workload)
     finally:
         if server:
             server.close()

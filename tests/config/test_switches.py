@@ -59,10 +59,10 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.launcher import local, multihost, sweep_rows, trial_pool
-from ddp_train.launcher.started import with_page
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.sweep_baseline import Baseline
 from ddp_train.launcher.sweep_numbers import Numbers
+from ddp_train.launcher.workload import workload_of
 from ddp_train.parallel import compiled as compiled_ddp
 from ddp_train.parallel.compiled import FLOPS_PER_BYTE_SENT, buckets_by_flops
 from ddp_train.parallel.naming_ddp import BUCKET_MB, ddp_arguments
@@ -848,7 +848,7 @@ def asked_to_fork(case: Case) -> Any:
 
 def page(case: Case) -> Any:
     """Which class writes the page of the run."""
-    return type(with_page(case.config).page).__name__
+    return type(workload_of(case.config).page).__name__
 
 
 def proof(case: Case) -> Any:

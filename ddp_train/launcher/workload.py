@@ -1,5 +1,4 @@
-"""What the launcher starts in each process of a run, and in which words it then speaks of it.
-Torch-free."""
+"""What the launcher runs in the processes of a run, and how it speaks of it. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,31 +19,35 @@ def _run_dir_and_rank(run_dir: Path, rank: int) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Started:
-    """The defaults are those of `python launch.py`: our worker, with a frozen config."""
+class Workload:
+    """The program of a run's processes. The defaults are those of `python launch.py`: our worker,
+    with a frozen config."""
 
     program: tuple[str, ...] = (*MODULE, WORKER)
     """What Python runs in each process, as on its command line."""
     arguments: Callable[[Path, int], list[str]] = _run_dir_and_rank
-    """Of the program, for a run directory and a rank."""
+    """Arguments of the program, for a run directory and a rank."""
     facts: Callable[[Config], dict[str, Any]] = described
     """The fields of summary.json that are known before the run starts."""
-    words: Callable[[str], str] = str
-    """A message, with the keys of the config as the user of this program knows them."""
+    translate: Callable[[str], str] = str
+    """Replaces the keys of the config in a message by the names that the user of this program
+    knows."""
     page: NoPage = dataclasses.field(default_factory=NoPage)
-    """That the launcher writes of the run."""
+    """The page of the run that the launcher writes."""
 
-    def worded(self, failure: Failure) -> Failure:
-        return dataclasses.replace(
-            failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy)
-        )
+    def translated(self, failure: Failure) -> Failure:
+        """A failure in the terms of this program's user."""
+        detail = self.translate(failure.detail)
+        remedy = self.translate(failure.remedy)
+        return dataclasses.replace(failure, detail=detail, remedy=remedy)
 
 
-def with_page(config: Config) -> Started:
-    """Our worker, and the page of a run that trains, unless it shall have none."""
+def workload_of(config: Config) -> Workload:
+    """Our worker. A run that trains has a page, unless `launch.page` is false."""
     from ddp_train.config.freeze import not_default
     from ddp_train.telemetry.pages.live import LivePage
 
     if config.mode != "train" or not config.launch.page:
-        return Started()
-    return Started(page=LivePage(Path(str(config.run_dir)), not_default(config)))
+        return Workload()
+    page = LivePage(Path(str(config.run_dir)), not_default(config))
+    return Workload(page=page)
