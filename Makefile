@@ -61,7 +61,7 @@ clean:  ## remove what set-up, tests and runs left behind; data/ stays
 # pip would compile all 16,000 files to bytecode, one after the other, in a minute. COMPILE does the 2,000 that a start
 # imports, in 10 s: the first `python launch.py` is no slower. Python does the others when they are first imported.
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
-COMPILE := $(BIN)/python -c 'import ddp_train.launcher.cli, ddp_train.runs.worker, torch._dynamo'
+COMPILE := $(BIN)/python -c 'import ddp_train.commands.flags, ddp_train.runs.worker, torch._dynamo'
 
 .venv/base: pyproject.toml constraints.txt | .venv/bin/pip
 	@echo "Setting up .venv, once: PyTorch with its CUDA libraries is a download of 3 GB, 5.7 GB on disk."

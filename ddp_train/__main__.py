@@ -18,6 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+from ddp_train.commands.new_project import INIT, create
+from ddp_train.commands.packages import require_packages
 from ddp_train.config.program import Program, started
 from ddp_train.distributed.agent import end_with_agent
 from ddp_train.distributed.environment import (
@@ -29,8 +31,6 @@ from ddp_train.distributed.environment import (
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
-from ddp_train.launcher.new_project import INIT, create
-from ddp_train.launcher.packages import require_packages
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import keep_exit_codes
 from ddp_train.resilience import stdio
@@ -63,9 +63,9 @@ def main(script: Path | None, argv: list[str]) -> int:
         if argv[:1] == [INIT]:
             return create(argv[1:])
         if argv and argv[0] in OF_RUNS:  # imported here: they read YAML, which may not be installed
-            return getattr(import_module(f"ddp_train.launcher.{argv[0]}"), argv[0])(argv[1:])
+            return getattr(import_module(f"ddp_train.commands.{argv[0]}"), argv[0])(argv[1:])
         if argv[:1] == [CHECK]:
-            from ddp_train.launcher.check import check
+            from ddp_train.commands.check import check
 
             return check(*started(script, argv[1:]))
         program, argv = started(script, argv)
@@ -149,8 +149,8 @@ def with_flags(
     program: Program, world: World | None, argv: list[str], server: ForkServer | None
 ) -> int:
     """Help, --cfg and the like, or a sweep, of which a page is written. Returns the exit code."""
-    from ddp_train.launcher.cli import through_hydra
-    from ddp_train.launcher.sweep import Trials
+    from ddp_train.commands.flags import through_hydra
+    from ddp_train.sweeps.trials import Trials
 
     trials = Trials(program, server)
     try:

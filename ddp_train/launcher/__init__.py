@@ -1,1 +1,1 @@
-"""Starts and watches the processes of a run on one host or on several, and of a sweep."""
+"""Starts and watches the processes of a run on one host or on several. Torch-free."""

@@ -24,8 +24,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from ddp_train.commands.resize import resize
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.resize import resize
 from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, places, read_manifest
 from ddp_train.training.saved import defect_of, sha256_of
 from tests.campaigns import fuzz_code

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddp_train.launcher.resize import resize
+from ddp_train.commands.resize import resize
 from tests.campaigns.lost_ranks import ranks_of
 from tests.support.commands import Running, metrics, read, running, wait_until
 

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 
 from ddp_train import __version__
 from ddp_train.assembly.setup import build_plan, warmup_steps
+from ddp_train.commands.flags import _meant, usage, wrapped
 from ddp_train.config import external_checks
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
@@ -47,11 +48,10 @@ from ddp_train.config.schema import OPTIONS, SECTIONS, Config, schema_of
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.cli import _meant, usage, wrapped
-from ddp_train.launcher.sweep import Trials
-from ddp_train.launcher.sweep_rows import Writer, outcome
 from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.runs.plan_report import _optimizer
+from ddp_train.sweeps.rows import Writer, outcome
+from ddp_train.sweeps.trials import Trials
 from ddp_train.telemetry.pages import page
 from ddp_train.text import shown
 from tests.support.commands import PROGRAM, run

@@ -58,10 +58,8 @@ from ddp_train.data.sample_facts import lengths_of
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
-from ddp_train.launcher import local, multihost, sweep_rows, trial_pool
+from ddp_train.launcher import local, multihost
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.launcher.sweep_baseline import Baseline
-from ddp_train.launcher.sweep_numbers import Numbers
 from ddp_train.launcher.workload import workload_of
 from ddp_train.parallel import compiled as compiled_ddp
 from ddp_train.parallel.compiled import FLOPS_PER_BYTE_SENT, buckets_by_flops
@@ -74,6 +72,10 @@ from ddp_train.runs import worker
 from ddp_train.runs.display_facts import advice, text_writer
 from ddp_train.runs.plan_report import tuning_rows
 from ddp_train.runs.training_run import Run
+from ddp_train.sweeps import pool as trial_pool
+from ddp_train.sweeps import rows as sweep_rows
+from ddp_train.sweeps.baseline import Baseline
+from ddp_train.sweeps.trial_numbers import Numbers
 from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
 from ddp_train.training import saved

@@ -38,9 +38,9 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.selection import Best, Selection
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.launcher import sweep_words
-from ddp_train.launcher.sweep import Trials
-from ddp_train.launcher.sweep_rows import outcome
+from ddp_train.sweeps import sweep_overrides as sweep_words
+from ddp_train.sweeps.rows import outcome
+from ddp_train.sweeps.trials import Trials
 from ddp_train.tasks.choose import TASKS
 from ddp_train.training.checkpoint import Writer
 from ddp_train.training.saved import described, find

@@ -16,6 +16,7 @@ LABORATORY = ROOT / "ddp_lab"
 ROOMS = [
     *("errors", "text", "linux", "tensor_tree"),
     *("distributed", "resilience", "telemetry", "config", "launcher"),
+    *("sweeps", "commands"),
     *("data", "models", "tasks", "optim", "parallel", "performance"),
     *("engine", "training", "assembly", "inference", "runs"),
     *("own_loop", "testing", "__main__"),
@@ -171,6 +172,6 @@ def state():
     )
 
 before = state()
-import ddp_train.runs.worker, ddp_train.launcher.cli
+import ddp_train.runs.worker, ddp_train.commands.flags
 sys.exit(state() != before)
 """)

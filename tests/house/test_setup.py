@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train.commands.new_project import create
+from ddp_train.commands.packages import NEEDED
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.new_project import create
-from ddp_train.launcher.packages import NEEDED
 
 ROOT = Path(__file__).resolve().parents[2]
 BARE = [sys.executable, "-S"]

@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from ddp_train.commands import resize as client
 from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.freeze import freeze
 from ddp_train.config.hardware import Hardware
@@ -29,8 +30,8 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.engine.resize_hook import ResizeHook
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import resize as client
-from ddp_train.launcher.resize import Requests
+from ddp_train.launcher import resize as launcher_side
+from ddp_train.launcher.resize import Requests, address
 from ddp_train.launcher.size import Change, Size, is_of_device, shown_counts
 from ddp_train.resilience import run_lock
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -369,7 +370,7 @@ def test_a_launcher_answers_one_request_after_the_other(run_dir: Path, lock: run
         wait_until(lambda: requests.wait(0.1) or "2" in codes, "answer")
         assert codes == {"2": 69}, "while a change is under way"
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(client._address(run_lock.owner(run_dir / run_lock.FILE)))
+            stranger.connect(address(run_lock.owner(run_dir / run_lock.FILE)))
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
             requests.wait(1)
         assert requests.asked and requests.asked.count == 3
@@ -385,12 +386,11 @@ def test_a_launcher_answers_one_request_after_the_other(run_dir: Path, lock: run
 
 def test_another_user_is_not_heard(run_dir: Path, lock: run_lock.Lock) -> None:
     with closing(Requests(run_dir, lambda count: "")) as requests:
-        with mock.patch.object(client, "_other_end", return_value=(1, 12345)):
+        with mock.patch.object(launcher_side, "other_end", return_value=(1, 12345)):
             thread = threading.Thread(target=client.resize, args=[[str(run_dir), "3"]])
-            with mock.patch.object(os, "getpid", return_value=1):
-                thread.start()
-                requests.wait(5)
-                thread.join(5)
+            thread.start()
+            requests.wait(5)
+            thread.join(5)
         assert requests.asked is None
 
 

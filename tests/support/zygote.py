@@ -61,7 +61,7 @@ PRELOAD = (
         "ddp_train.runs.worker",
         "ddp_train.config.prepare",
         "ddp_train.launcher.local",
-        "ddp_train.launcher.cli",
+        "ddp_train.commands.flags",
     ),
     *("ddp_train.launcher.multihost", "ddp_lab.study.main", "ddp_lab.doctor.main"),
     *(

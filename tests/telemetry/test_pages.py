@@ -21,18 +21,18 @@ import pytest
 from rich.console import Console
 from scipy import stats
 
+from ddp_train.commands.compare import compare
+from ddp_train.commands.watch import screen, watch
 from ddp_train.config.freeze import not_default
 from ddp_train.config.options.model import MlpConfig
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.compare import compare
-from ddp_train.launcher.sweep import Trials
-from ddp_train.launcher.sweep_report import SweepPage, print_results
-from ddp_train.launcher.watch import screen, watch
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
 from ddp_train.resilience.whole_files import write_json
+from ddp_train.sweeps.page import SweepPage, print_results
+from ddp_train.sweeps.trials import Trials
 from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves, thinned
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.findings import findings

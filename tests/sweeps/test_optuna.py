@@ -17,11 +17,14 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 
+from ddp_train.commands import flags as cli
 from ddp_train.config.schema import Config, SweepConfig
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import cli, sweep, sweep_pruning, sweep_rows
-from ddp_train.launcher.sweep_baseline import Baseline
-from ddp_train.launcher.sweep_numbers import Numbers
+from ddp_train.sweeps import pruning as sweep_pruning
+from ddp_train.sweeps import rows as sweep_rows
+from ddp_train.sweeps import trials as sweep
+from ddp_train.sweeps.baseline import Baseline
+from ddp_train.sweeps.trial_numbers import Numbers
 from hydra_plugins.ddp_train_pool._devices import PoolError
 from hydra_plugins.ddp_train_pool._jobs import Pruned
 from tests.support.commands import (

@@ -21,23 +21,21 @@ from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import (
-    local,
-    sweep_check,
-    sweep_lock,
-    sweep_pruning,
-    sweep_rows,
-    sweep_words,
-    trial_pool,
-)
+from ddp_train.launcher import local
 from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.launcher.sweep_baseline import MARK, Baseline
-from ddp_train.launcher.sweep_numbers import Numbers
-from ddp_train.launcher.sweep_pruning import Reports
-from ddp_train.launcher.sweep_report import SweepPage
-from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.resilience.preemption import SAVED, UNSAVED
+from ddp_train.sweeps import check as sweep_check
+from ddp_train.sweeps import lock as sweep_lock
+from ddp_train.sweeps import pool as trial_pool
+from ddp_train.sweeps import pruning as sweep_pruning
+from ddp_train.sweeps import rows as sweep_rows
+from ddp_train.sweeps import sweep_overrides as sweep_words
+from ddp_train.sweeps.baseline import MARK, Baseline
+from ddp_train.sweeps.page import SweepPage
+from ddp_train.sweeps.pool import TrialPool
+from ddp_train.sweeps.pruning import Reports
+from ddp_train.sweeps.trial_numbers import Numbers
 from hydra_plugins.ddp_train_pool._jobs import SweepEnd
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ddp_train.config.hardware import Hardware
 from ddp_train.config.schema import Config
-from ddp_train.launcher import sweep_words
+from ddp_train.sweeps import sweep_overrides as sweep_words
 
 NAME = "pool"
 LOG = "log.txt"

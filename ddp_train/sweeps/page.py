@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from ddp_train.config.hardware import detect_hardware, hardware_description, versions
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.launcher.sweep_baseline import MARK
 from ddp_train.launcher.workload import Workload
+from ddp_train.sweeps.baseline import MARK
 from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE, NoPage
 from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import first_line

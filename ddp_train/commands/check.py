@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import sys
 
+from ddp_train.commands.flags import SWEEP
 from ddp_train.config.conflicts import notices
 from ddp_train.config.freeze import not_default
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.program import Program
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.cli import SWEEP
-from ddp_train.launcher.sweep import Trials
+from ddp_train.sweeps.trials import Trials
 from ddp_train.text import counted, shown
 
 CHECK = "check"

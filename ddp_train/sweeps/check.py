@@ -22,8 +22,8 @@ from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.program import Program
 from ddp_train.config.schema import Config
 from ddp_train.config.validate import check_rules
-from ddp_train.launcher import trial_pool
-from ddp_train.launcher.sweep_words import LAUNCHER, OPTUNA, SWEEPER, key, last
+from ddp_train.sweeps import pool as trial_pool
+from ddp_train.sweeps.sweep_overrides import LAUNCHER, OPTUNA, SWEEPER, key, last
 from ddp_train.text import first_line
 
 OWN = ("", "basic", OPTUNA)

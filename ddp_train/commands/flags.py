@@ -25,8 +25,8 @@ from ddp_train.config.reuse import KEY, OF_A_RUN
 from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.sweep import Trials
 from ddp_train.resilience.preemption import stop_signals
+from ddp_train.sweeps.trials import Trials
 from ddp_train.text import did_you_mean, shown
 
 SWEEP = ("-m", "--multirun")

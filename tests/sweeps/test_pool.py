@@ -29,11 +29,13 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.prepare import is_of_sweep
 from ddp_train.config.schema import Config, LaunchConfig, SweepConfig
 from ddp_train.errors import ConfigError
-from ddp_train.launcher import sweep, sweep_rows, trial_pool
-from ddp_train.launcher.sweep_numbers import Numbers
-from ddp_train.launcher.trial_pool import TrialPool
 from ddp_train.linux import children_of, state_of
 from ddp_train.resilience import run_lock
+from ddp_train.sweeps import pool as trial_pool
+from ddp_train.sweeps import rows as sweep_rows
+from ddp_train.sweeps import trials as sweep
+from ddp_train.sweeps.pool import TrialPool
+from ddp_train.sweeps.trial_numbers import Numbers
 from hydra_plugins.ddp_train_pool import _devices, _jobs
 from hydra_plugins.ddp_train_pool._devices import EVERYBODY, Devices, Gpu, Locks, PoolError, named
 from hydra_plugins.ddp_train_pool.launcher import PoolLauncher

@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ddp_train.commands.compare import found_runs
 from ddp_train.config.program import typed
 from ddp_train.errors import ConfigError
-from ddp_train.launcher.compare import found_runs
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, TRAIN, RunFiles, glance
 from ddp_train.telemetry.pages.run_page import FIRST_SCORES, duration
 from ddp_train.telemetry.pages.tables import Table, fitted, show, width_of

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_train.launcher.sweep_numbers import Numbers
+from ddp_train.sweeps.trial_numbers import Numbers
 from ddp_train.text import counted
 
 MARK = "alone"

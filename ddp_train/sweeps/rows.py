@@ -18,10 +18,10 @@ from ddp_train.config.metrics import SPLITS, read_objective
 from ddp_train.config.prepare import SWEEP_RESULTS as RESULTS
 from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.launcher import sweep_words
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED
+from ddp_train.sweeps import sweep_overrides as sweep_words
 from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import did_you_mean, first_line
 from hydra_plugins.ddp_train_pool._jobs import Pruned

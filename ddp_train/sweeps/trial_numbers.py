@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_train.launcher import sweep_rows
+from ddp_train.sweeps import rows as sweep_rows
 
 FILE = "trials.jsonl"
 """In the directory of the sweep: a line each time that a start of the sweep takes up a trial."""

@@ -1,0 +1,1 @@
+"""What one types: flags, and the commands beside training. Torch-free."""
