@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def counted(model: nn.Module, images: torch.Tensor, conv_sums: bool) -> tuple[float, float]:
     """Bytes of a step, forward and backward. images: [n, c, h, w]."""
-    from ddp_train.performance.conv_sums import ConvSums
+    from ddp_train.kernels.conv_sums import ConvSums
 
     torch._dynamo.reset()
     model = model.to(memory_format=torch.channels_last)

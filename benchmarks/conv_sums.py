@@ -26,12 +26,12 @@ from torchvision.models import resnet50
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_train.performance.conv_sums import (  # noqa: E402
+from ddp_train.kernels.conv_sums import (  # noqa: E402
     CHANNELS,
     Case,
-    _empty,
-    _kernel,
-    _milliseconds,
+    empty_outputs,
+    fastest_kernel,
+    median_milliseconds,
 )
 
 PRECISIONS = {"fp16, batch 1,024": (torch.float16, 1024), "bf16, batch 256": (torch.bfloat16, 256)}
@@ -73,14 +73,14 @@ def measured(case: Case) -> list[float]:
         )
         for shape in (case.x_shape, case.weight_shape)
     )
-    y, sums = _empty(x, weight, *case.window)
-    run = _kernel(case)
-    torchs = _milliseconds(partial(functional.conv2d, x, weight, None, *case.window))
-    copy = _milliseconds(functional.conv2d(x, weight, None, *case.window).clone)
+    y, sums = empty_outputs(x, weight, *case.window)
+    run = fastest_kernel(case)
+    torchs = median_milliseconds(partial(functional.conv2d, x, weight, None, *case.window))
+    copy = median_milliseconds(functional.conv2d(x, weight, None, *case.window).clone)
     return [
         torchs,
         copy / 2,
-        _milliseconds(partial(run, x, weight, y, sums)) if run else float("inf"),
+        median_milliseconds(partial(run, x, weight, y, sums)) if run else float("inf"),
     ]
 
 

@@ -69,7 +69,7 @@ Measure = Callable[..., None]
 
 
 def of_losses(measure: Measure) -> None:
-    from ddp_train.performance.cross_entropy import cross_entropy_sum
+    from ddp_train.kernels.cross_entropy import cross_entropy_sum
 
     draw = torch.Generator("cuda").manual_seed(0)
     targets = torch.randint(0, CLASSES, (TOKENS,), device="cuda", generator=draw)
@@ -97,7 +97,7 @@ def of_losses(measure: Measure) -> None:
 
 
 def of_pools(measure: Measure) -> None:
-    from ddp_train.performance.max_pool import max_pool
+    from ddp_train.kernels.max_pool import max_pool
 
     images = torch.randn(PICTURES, 64, 112, 112, device="cuda", dtype=torch.float16)
     images = images.contiguous(memory_format=torch.channels_last).requires_grad_()
@@ -118,8 +118,10 @@ def of_pools(measure: Measure) -> None:
 
 
 def of_fetches() -> dict[str, Callable[[], object]]:
-    from ddp_train.data.fetch_kernel import fetched
-    from ddp_train.data.rows import normalised_rows
+    from ddp_train.data.rows import normalised_rows, normalised_rows_by
+    from ddp_train.kernels.fetch import fetch
+
+    fetched = normalised_rows_by(fetch)
 
     held = torch.randint(0, 256, (2 * PICTURES, 3, 224, 224), dtype=torch.uint8, device="cuda")
     held = held.contiguous(memory_format=torch.channels_last)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ddp_train.data import augment as augmentation
 from ddp_train.data.copy_stream import to_device
 from ddp_train.data.rng import hash_key, uniform
-from ddp_train.data.rows import normalised_rows, rows
+from ddp_train.data.rows import NormalisedRows, normalised_rows, rows
 from ddp_train.errors import DataError
 from ddp_train.tensor_tree import tensors
 
@@ -105,8 +105,8 @@ class ArraySource:
         self.scaled: tuple[tuple[float, ...], tuple[float, ...]] | None = None
         """Mean and standard deviation with which pixels from 0 to 1 became `inputs`, if they are
         not scaled here."""
-        self.normalised = normalised_rows
-        """How images are fetched and normalised; on GPUs by one kernel, see `fetch_kernel`."""
+        self.normalised: NormalisedRows = normalised_rows
+        """How images are fetched and normalised; on GPUs by one kernel, see `kernels.fetch`."""
         self.erasing: augmentation.Erasing | None = None
         numbers = 1 if targets.ndim == 1 else targets[0].numel()
         self.outputs = numbers if targets.is_floating_point() else classes or int(targets.max()) + 1

@@ -19,7 +19,9 @@ from ddp_train.data.image_folder import FolderSource
 from ddp_train.data.loader_processes import LoaderProcesses
 from ddp_train.data.mix import Mix
 from ddp_train.data.prefetch import GpuDecoder
+from ddp_train.data.rows import normalised_rows_by
 from ddp_train.errors import DataError, LaunchError
+from ddp_train.kernels import interface
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted
 
@@ -222,9 +224,7 @@ class Loader:
                 and self.device.type == "cuda"
                 and isinstance(held, ArraySource)
             ):
-                from ddp_train.data.fetch_kernel import fetched  # imports Triton
-
-                held.normalised = fetched
+                held.normalised = normalised_rows_by(interface.load_fetch())
             self.batches = _Resident(held, micro_batches, self._place, self.device)
         elif self.folder is not None and decoded_on_gpu:
             readers = max(1, options.num_workers)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ddp_train.data.augment import normalise
+from ddp_train.data.augment import factor_and_offset, normalise
 
 WORD = torch.int64
+NormalisedRows = Callable[[Tensor, Tensor, tuple[float, ...], tuple[float, ...]], Tensor]
+"""Normalised images of a set that is held, by their numbers; see `normalised_rows`."""
 
 
 def normalised_rows(
@@ -16,6 +20,26 @@ def normalised_rows(
     """float32 [len(index), c, h, w]: images of `held`, uint8, normalised, in their memory format.
     index: int64."""
     return normalise(rows(held, index), mean, std, torch.float32)
+
+
+def normalised_rows_by(
+    kernel: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor | None],
+) -> NormalisedRows:
+    """`normalised_rows` by a kernel, to the last bit, and by torch where the kernel gives None.
+
+    kernel: see `kernels.interface.load_fetch`.
+    """
+
+    def normalised(
+        held: Tensor, index: Tensor, mean: tuple[float, ...], std: tuple[float, ...]
+    ) -> Tensor:
+        factor, offset = factor_and_offset(mean, std, torch.float32, held.device)
+        images = kernel(held, index, factor, offset)
+        if images is None:
+            return normalised_rows(held, index, mean, std)
+        return images
+
+    return normalised
 
 
 def rows(held: Tensor, index: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_train.optim import split_fused
+from ddp_train.kernels import interface
 from ddp_train.optim.lars_lamb import Lamb, Lars
 from ddp_train.optim.muon import Muon
 
@@ -62,7 +62,7 @@ def build_optimizer(
     trained = [parameter for group in groups for parameter in group["params"]]
     one_dtype = len({parameter.dtype for parameter in trained}) == 1
     if captured and implementation == "fused" and one_dtype:
-        cls = split_fused.CLASSES[cls]
+        cls = interface.split_optimizer_class(cls)
     optimizer = cls(groups, **arguments)
     for group in optimizer.param_groups if implementation == "fused" and name == "sgd" else ():
         # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel

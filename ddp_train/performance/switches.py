@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from ddp_train.distributed.environment import set_cublas_workspace, set_triton_cache
+from ddp_train.distributed.environment import set_cublas_workspace
+from ddp_train.kernels import interface
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.tasks.language_model import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
@@ -60,35 +60,16 @@ def tune_model(
         # faster than one for all.
         given: dict[str, Any] = {"mode": compile_mode}
         if conv_sums:
-            given = {"options": torch._inductor.list_mode_options(compile_mode) | _with_conv_sums()}
+            given = {"options": interface.conv_sums_options(compile_mode)}
         module.compile(dynamic=False, **given)
         module.score = torch.compile(module.score, dynamic=False, mode=compile_mode)
 
 
-def _with_conv_sums() -> dict[str, Any]:
-    from torch._inductor import config
-
-    from ddp_train.performance.conv_sums import ConvSums
-
-    given: dict[str, Any] = {"pre_grad_custom_pass": ConvSums()}
-    if hasattr(config, "pre_grad_pass_timing"):  # not in torch 2.11, which has no other order
-        given["pre_grad_pass_timing"] = (
-            "early"  # before the compiler's cache is asked, which does not know our timing
-        )
-    return given
-
-
 def use_triton_kernels(module: ModelWithTask) -> None:
     """Triton is imported only for a model and a task that have use for it."""
-    set_triton_cache()
-    if any(isinstance(layer, nn.MaxPool2d) for layer in module.model.modules()):
-        from ddp_train.performance.max_pool import replace_max_pools
-
-        replace_max_pools(module.model)
+    interface.replace_max_pools(module.model)
     if isinstance(module.task, LanguageModel):
-        from ddp_train.performance.cross_entropy import cross_entropy_sum
-
-        module.task.cross_entropy_sum = cross_entropy_sum
+        module.task.cross_entropy_sum = interface.load_cross_entropy_sum()
 
 
 def set_garbage_collection(freeze: bool) -> None:

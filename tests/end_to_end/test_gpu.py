@@ -38,10 +38,16 @@ from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, evaluate, train
 from ddp_train.errors import NonFiniteLossError
+from ddp_train.kernels.conv_sums import (
+    Case,
+    ConvSums,
+    conv_sums,
+    fastest_kernel,
+    milliseconds_saved,
+)
 from ddp_train.models.gpt import Gpt
 from ddp_train.performance import worth_capturing
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
-from ddp_train.performance.conv_sums import Case, ConvSums, _kernel, _saved, conv_sums
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.performance.switches import tune_model
 from ddp_train.performance.worth_capturing import CaptureTrial
@@ -51,8 +57,8 @@ from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor, hardware_monitor_for
 from tests.campaigns import lost_gpus
 from tests.campaigns.lost_ranks import ranks_of
+from tests.kernels import triton_kernels
 from tests.launcher.test_resize import WORDS, ask, assert_close, slow_net
-from tests.performance import triton_kernels
 from tests.resilience.test_hangs import WAYWARD
 from tests.support.commands import (
     ONE,
@@ -830,7 +836,7 @@ def test_convolutions_sum_up_their_outputs(dtype: torch.dtype) -> None:
             math.prod(filters[1:])
         )
         window = [stride] * 2, [padding] * 2, [dilation] * 2
-        assert _kernel(Case(x.device, dtype, x.shape, weight.shape, *map(tuple, window)))
+        assert fastest_kernel(Case(x.device, dtype, x.shape, weight.shape, *map(tuple, window)))
         y, sums = conv_sums(x, weight, *window)
         expected = torch.conv2d(x, weight, None, stride, padding, dilation).float()
         torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
@@ -847,7 +853,7 @@ def test_a_resnet_learns_the_same_by_the_sums_of_its_convolutions(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients and running averages as near to those in 32 bits as by two passes."""
-    monkeypatch.setattr("ddp_train.performance.conv_sums.ConvSums", partial(ConvSums, always=True))
+    monkeypatch.setattr("ddp_train.kernels.conv_sums.ConvSums", partial(ConvSums, always=True))
     torch.manual_seed(0)
     net = resnet18(num_classes=10)
     images = torch.randn(32, 3, 128, 128, device="cuda")
@@ -886,12 +892,12 @@ def test_convolutions_are_chosen_by_the_sums_that_save_time(
 ) -> None:
     """How many of a ResNet-50's is for the GPU to say; its numbers are printed."""
     torch._dynamo.reset()
-    _saved.cache_clear()
+    milliseconds_saved.cache_clear()
     net = resnet50(num_classes=10)
     images = torch.randn(256, 3, 224, 224, device="cuda")
     module = ModelWithTask(net, Classification(classes=10), "cuda", AUTOCAST[precision]).cuda()
     tune_model(module, channels_last=True, compile_mode="default", conv_sums=True)
-    with caplog.at_level("INFO", "ddp_train.performance.conv_sums"):
+    with caplog.at_level("INFO", "ddp_train.kernels.conv_sums"):
         (module((images, torch.arange(256, device="cuda") % 10))[0] * 8).backward()
     print(
         said := re.findall(
@@ -906,7 +912,7 @@ def test_a_target_that_is_no_class_is_told() -> None:
     """By an assertion of the device, as torch's own loss does; the process cannot use its GPU any
     more."""
     code = (
-        "import torch; from ddp_train.performance.cross_entropy import cross_entropy_sum as f; "
+        "import torch; from ddp_train.kernels.cross_entropy import cross_entropy_sum as f; "
         "f(torch.zeros(2, 5000, device='cuda'), torch.tensor([3, 5000], device='cuda')).item()"
     )
     done = subprocess.run(

@@ -17,6 +17,7 @@ ROOMS = [
     *("errors", "text", "linux", "tensor_tree"),
     *("distributed", "resilience", "telemetry", "config", "launcher"),
     *("sweeps", "commands"),
+    "kernels",
     *("data", "models", "tasks", "optim", "parallel", "performance"),
     *("engine", "training", "assembly", "inference", "runs"),
     *("own_loop", "testing", "__main__"),
@@ -34,7 +35,7 @@ WITH_TORCH = [
     *(f"ddp_train.telemetry.{name}" for name in ("console", "hardware_monitor", "tracker")),
     *(f"ddp_train.{room}." for room in ("data", "models", "tasks", "optim", "parallel")),
     *(f"ddp_train.{room}." for room in ("performance", "engine", "training", "assembly")),
-    *("ddp_train.inference.", "ddp_train.runs."),
+    *("ddp_train.kernels.", "ddp_train.inference.", "ddp_train.runs."),
     *(f"ddp_train.own_loop.{name}" for name in ("loader", "process", "run", "state", "steps")),
     "ddp_train.own_loop.wrapped",
     *("ddp_lab.doctor.collective_test", "ddp_lab.doctor.multihost_checks"),
@@ -108,8 +109,15 @@ def test_the_plugin_imports_nothing_of_ours() -> None:
 def test_config_objects_stop_where_a_run_is_set_up() -> None:
     """Constructors take plain values: no collaborator of the loop imports the config."""
     collaborators = ["distributed", "resilience", "telemetry", "data", "models", "tasks", "optim"]
-    collaborators += ["parallel", "performance", "engine"]
+    collaborators += ["kernels", "parallel", "performance", "engine"]
     assert not {room for room, other in arrows() if room in collaborators and other == "config"}
+
+
+def test_kernels_are_reached_by_their_interface_alone() -> None:
+    for name in modules_of(CORE):
+        if name.split(".")[1] != "kernels":
+            kernels = {other for other in IMPORTS[name] if other.startswith("ddp_train.kernels.")}
+            assert kernels <= {"ddp_train.kernels.interface"}, name
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -139,6 +147,15 @@ def run_in_new_interpreter(code: str) -> None:
 @pytest.mark.slow
 def test_workers_start_without_hydra() -> None:
     run_in_new_interpreter("import sys, ddp_train.runs.worker; sys.exit('hydra' in sys.modules)")
+
+
+@pytest.mark.slow
+def test_no_kernel_is_imported_by_a_worker_that_uses_none() -> None:
+    run_in_new_interpreter("""
+import sys, ddp_train.runs.worker
+kernels = {name for name in sys.modules if name.startswith("ddp_train.kernels.")}
+sys.exit(kernels != {"ddp_train.kernels.interface"})
+""")
 
 
 @pytest.mark.slow

@@ -36,9 +36,9 @@ from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit, train
 from ddp_train.errors import NonFiniteLossError
+from ddp_train.kernels.split_fused import in_parts
 from ddp_train.optim import nan_guard
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
-from ddp_train.optim.split_fused import in_parts
 from ddp_train.optim.stepper import Stepper
 from ddp_train.tasks import mean_loss
 from ddp_train.tasks.mean_loss import Mean, RunningLoss

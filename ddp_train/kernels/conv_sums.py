@@ -95,7 +95,7 @@ class ConvSums(CustomGraphPass):
             if not self._fit(conv.meta.get("example_value"), of_conv, of_norm):
                 continue
             if not self.always:
-                savings.append(_saved(_case(conv.meta["example_value"], of_conv)))
+                savings.append(milliseconds_saved(_case(conv.meta["example_value"], of_conv)))
                 if savings[-1] <= 0:
                     continue
             dtype = conv.meta["example_value"].dtype
@@ -235,7 +235,7 @@ def conv_sums(
     x, weight = (one.contiguous(memory_format=torch.channels_last) for one in (x, weight))
     if x.is_cuda:
         with torch.cuda.device_of(x):
-            run = _kernel(
+            run = fastest_kernel(
                 Case(
                     x.device,
                     x.dtype,
@@ -245,7 +245,7 @@ def conv_sums(
                 )
             )
             if run:
-                y, sums = _empty(x, weight, stride, padding, dilation)
+                y, sums = empty_outputs(x, weight, stride, padding, dilation)
                 run(x, weight, y, sums)
                 return y, sums
     y = functional.conv2d(x, weight, None, stride, padding, dilation).contiguous(
@@ -258,7 +258,7 @@ def conv_sums(
 
 
 @conv_sums.register_fake
-def _empty(
+def empty_outputs(
     x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]
 ) -> tuple[Tensor, Tensor]:
     n = len(x)
@@ -355,18 +355,20 @@ Run = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @cache
-def _saved(case: Case) -> float:
+def milliseconds_saved(case: Case) -> float:
     """Milliseconds that a sum in the convolution saves, beside torch's convolution and a pass over
     its output."""
-    run = _kernel(case)
+    run = fastest_kernel(case)
     if not run:
         return 0.0
     x, weight, y, sums = _zeros(case)
     with torch.cuda.device_of(x):
-        convolution = _milliseconds(partial(functional.conv2d, x, weight, None, *case.window))
-        copy = _milliseconds(y.clone)  # a pass reads, and a copy reads and writes
+        convolution = median_milliseconds(partial(functional.conv2d, x, weight, None, *case.window))
+        copy = median_milliseconds(y.clone)  # a pass reads, and a copy reads and writes
         # Timed once more: the fastest of several is in part the luckiest.
-        return MARGIN * (convolution + copy / 2) - _milliseconds(partial(run, x, weight, y, sums))
+        return MARGIN * (convolution + copy / 2) - median_milliseconds(
+            partial(run, x, weight, y, sums)
+        )
 
 
 def _zeros(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -377,11 +379,11 @@ def _zeros(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         )
         for shape in (case.x_shape, case.weight_shape)
     )
-    return x, weight, *_empty(x, weight, *case.window)
+    return x, weight, *empty_outputs(x, weight, *case.window)
 
 
 @cache
-def _kernel(case: Case) -> Run | None:
+def fastest_kernel(case: Case) -> Run | None:
     """The fastest of cuDNN's plans, timed on zeros. None: it has none, and the log says why."""
     import cudnn  # pyright: ignore[reportMissingImports]
 
@@ -437,14 +439,14 @@ def _kernel(case: Case) -> Run | None:
         except RuntimeError as error:  # this plan alone
             reason = first_line(error)
         else:
-            timed.append((_milliseconds(partial(run, index, x, weight, y, sums)), index))
+            timed.append((median_milliseconds(partial(run, index, x, weight, y, sums)), index))
     if timed:
         return partial(run, min(timed)[1])
     log.info("tuning.conv_sums: cuDNN has no kernel for %s (%s)", case, reason)
     return None
 
 
-def _milliseconds(work: Callable[[], object]) -> float:
+def median_milliseconds(work: Callable[[], object]) -> float:
     work()
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(TIMED_RUNS)]
     torch.cuda._sleep(SLEEP_CYCLES)

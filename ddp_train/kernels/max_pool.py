@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_train.performance.custom_ops import once_differentiable, only_backward
+from ddp_train.kernels.custom_ops import once_differentiable, only_backward
 
 FORWARD_BLOCK = 1024
 BACKWARD_BLOCK = 2048

@@ -1,7 +1,7 @@
 """Our Triton kernels against torch. On a GPU: tests/end_to_end/test_gpu.py. Without one, by
 Triton's interpreter in numpy:
 
-TRITON_INTERPRET=1 python -m tests.performance.triton_kernels
+TRITON_INTERPRET=1 python -m tests.kernels.triton_kernels
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from ddp_train.data.fetch_kernel import fetched
-from ddp_train.data.rows import normalised_rows
-from ddp_train.performance.cross_entropy import IGNORED, cross_entropy
-from ddp_train.performance.custom_ops import only_backward
-from ddp_train.performance.max_pool import MaxPool2d, max_pool, replace_max_pools
+from ddp_train.data.rows import normalised_rows, normalised_rows_by
+from ddp_train.kernels.cross_entropy import IGNORED, cross_entropy
+from ddp_train.kernels.custom_ops import only_backward
+from ddp_train.kernels.fetch import fetch
+from ddp_train.kernels.max_pool import MaxPool2d, max_pool, replace_max_pools
 
 WINDOWS = [
     # n, c, height, width, kernel, stride, padding
@@ -90,6 +90,7 @@ def check_fetch(device: str) -> None:
     """The same bits and strides: pictures of several sizes and numbers of channels, in both memory
     formats."""
     draw = torch.Generator().manual_seed(0)
+    fetched = normalised_rows_by(fetch)
     for shape in (
         (9, 3, 20, 19),
         (5, 1, 28, 28),

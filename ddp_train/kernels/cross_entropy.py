@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from ddp_train.performance.custom_ops import once_differentiable, only_backward
+from ddp_train.kernels.custom_ops import once_differentiable, only_backward
 
 IGNORED = -100
 """torch's own: a target of this value has no loss."""

@@ -23,8 +23,16 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor import config
 
-from ddp_train.performance.conv_sums import Case, ConvSums, _kernel, _saved, conv_sums, normalised
-from ddp_train.performance.switches import _with_conv_sums, tune_model
+from ddp_train.kernels.conv_sums import (
+    Case,
+    ConvSums,
+    conv_sums,
+    fastest_kernel,
+    milliseconds_saved,
+    normalised,
+)
+from ddp_train.kernels.interface import conv_sums_options
+from ddp_train.performance.switches import tune_model
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
 from tests.config.test_switches import GPU, case_of
@@ -318,10 +326,10 @@ def test_convolutions_that_save_no_time_are_left_as_they_are(
             return made
         return 3.0 if getattr(work, "func", None) else 2.0
 
-    monkeypatch.setattr("ddp_train.performance.conv_sums._kernel", kernel)
-    monkeypatch.setattr("ddp_train.performance.conv_sums._milliseconds", timed)
-    caplog.set_level(logging.INFO, "ddp_train.performance.conv_sums")
-    _saved.cache_clear()
+    monkeypatch.setattr("ddp_train.kernels.conv_sums.fastest_kernel", kernel)
+    monkeypatch.setattr("ddp_train.kernels.conv_sums.median_milliseconds", timed)
+    caplog.set_level(logging.INFO, "ddp_train.kernels.conv_sums")
+    milliseconds_saved.cache_clear()
     counted = Counted("cpu", FP32)
     torch.manual_seed(0)
     learned(Net(), torch.randn(6, 8, 17, 19), counted)
@@ -336,12 +344,12 @@ def test_convolutions_that_save_no_time_are_left_as_they_are(
         caplog.text.count(f"cuDNN sums up {saved} of 2 convolutions, which saves {less:.2f} ms")
         == 2
     )
-    _saved.cache_clear()
+    milliseconds_saved.cache_clear()
 
 
 def test_the_choice_comes_before_the_compilers_cache() -> None:
     """Where torch asks that first otherwise. What comes of it: the test below."""
-    given = _with_conv_sums()
+    given = conv_sums_options("default")
     assert {"pre_grad_custom_pass"} == set(given) - {"pre_grad_pass_timing"}
     assert given.get("pre_grad_pass_timing") == (
         "early" if hasattr(config, "pre_grad_pass_timing") else None
@@ -354,10 +362,11 @@ def test_a_choice_is_not_taken_from_the_compilers_cache(tmp_path: Path) -> None:
     code = """
 import sys, torch
 from torch import nn
-from ddp_train.performance import conv_sums, switches
+from ddp_train.kernels import conv_sums
+from ddp_train.performance import switches
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
-conv_sums._saved = lambda case: float(sys.argv[1])
+conv_sums.milliseconds_saved = lambda case: float(sys.argv[1])
 conv_sums.ConvSums.__init__.__defaults__ = ("cpu", (torch.float32,), False)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 49, 3))
@@ -433,12 +442,12 @@ def test_the_fastest_kernel_is_taken(
         )
         return milliseconds.pop(0)
 
-    monkeypatch.setattr("ddp_train.performance.conv_sums._milliseconds", timed)
+    monkeypatch.setattr("ddp_train.kernels.conv_sums.median_milliseconds", timed)
     half = torch.float16
     shapes = (torch.Size((2, 8, 4, 4)), torch.Size((16, 8, 1, 1)))
     gc.disable()
     try:
-        found = _kernel.__wrapped__(
+        found = fastest_kernel.__wrapped__(
             Case(torch.device("cpu"), half, *shapes, (1, 1), (0, 0), (1, 1))
         )
         assert not any(one() is not None for one in tensors)
@@ -491,7 +500,7 @@ def test_its_batch_norm_is_fused_though_something_was_compiled_before() -> None:
     """In a process that has not imported it."""
     code = (
         "from torch._inductor import decomposition; decomposition.select_decomp_table(); import"
-        " torch; from ddp_train.performance import conv_sums; assert"
+        " torch; from ddp_train.kernels import conv_sums; assert"
         " torch.ops.ddp_train.normalised.default in decomposition.select_decomp_table()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
@@ -501,7 +510,7 @@ def test_its_batch_norm_is_fused_though_something_was_compiled_before() -> None:
 def test_what_the_compiler_makes_learns_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With C++ where a GPU has Triton."""
     counted = Counted("cpu", (torch.bfloat16,), always=True)
-    monkeypatch.setattr("ddp_train.performance.conv_sums.ConvSums", lambda: counted)
+    monkeypatch.setattr("ddp_train.kernels.conv_sums.ConvSums", lambda: counted)
     batch = (
         torch.randn(4, 8, 32, 32).contiguous(memory_format=torch.channels_last),
         torch.tensor([0, 1, 2, 0]),
