@@ -32,7 +32,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.distributed.environment import visible_devices
-from ddp_train.telemetry.hardware_monitor import GIB, GPU_METRICS, GpuSampler, HardwareMonitor
+from ddp_train.telemetry.figures import GIB, GPU_METRICS
+from ddp_train.telemetry.gpu_sampler import GpuSampler
+from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRED = (

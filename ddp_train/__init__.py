@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ddp_train.parallel.sync_batch_norm import synchronised
     from ddp_train.runs.from_python import Result, RunFailedError, run
     from ddp_train.tasks.task import Task
+    from ddp_train.telemetry.trackers.tracker import Tracker
     from ddp_train.training.checkpoint import save_checkpoint
     from ddp_train.training.saved import load_checkpoint
 
@@ -36,6 +37,7 @@ __all__ = [
     "Result",
     "RunFailedError",
     "Task",
+    "Tracker",
     "all_gather",
     "load",
     "load_checkpoint",
@@ -47,6 +49,7 @@ __all__ = [
 
 _PLACES = {
     "Task": "ddp_train.tasks.task",
+    "Tracker": "ddp_train.telemetry.trackers.tracker",
     "all_gather": "ddp_train.distributed.all_gather",
     "load": "ddp_train.inference.trained_model",
     "session": "ddp_train.own_loop.start",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 OF_AVERAGE = "ema_"
@@ -23,6 +23,17 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{shown(v)}" for k, v in value.items()) + "}"
     return str(value)
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested values by their dotted keys: `optimizer.lr`. An empty dict is a value."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= dotted(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def word(key: str, value: object) -> str:

@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -407,26 +407,10 @@ def set_triton_cache() -> None:
         )
 
 
-def disable_tracker_telemetry() -> None:
-    """Turns off MLflow's usage statistics and W&B's crash reports, and allows MLflow's file store,
-    which it refuses by default. Variables that the user has set are kept."""
-    for name, value in (
-        ("MLFLOW_DISABLE_TELEMETRY", "true"),
-        ("WANDB_ERROR_REPORTING", "false"),
-        ("MLFLOW_ALLOW_FILE_STORE", "true"),
-    ):
+def set_default_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables that the user has not set."""
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
-
-
-def wandb_mode() -> str:
-    """WANDB_MODE: online, offline or disabled. Offline by default, so that nothing leaves this
-    host."""
-    return os.environ.get("WANDB_MODE", "offline")
-
-
-def mlflow_uri() -> str | None:
-    """MLFLOW_TRACKING_URI. Never write it to a file: it may hold a password."""
-    return os.environ.get("MLFLOW_TRACKING_URI")
 
 
 def set_cublas_workspace() -> None:

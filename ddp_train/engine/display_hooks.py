@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ddp_train.data.loader import Batch
 from ddp_train.engine.loop import Hook, Job
 from ddp_train.telemetry.console import Display
-from ddp_train.telemetry.tracker_queue import TrackerThread
-from ddp_train.telemetry.trackers import TensorBoard
+from ddp_train.telemetry.trackers.delivery import TrackerThread
+from ddp_train.telemetry.trackers.tensorboard import TensorBoard
 
 WAITING_HISTOGRAMS = 4
 """Copies of all weights that may wait to be written; later epochs are skipped until one is."""
@@ -43,11 +43,12 @@ class WeightHistograms:
                 name: p.detach().to("cpu", copy=True)
                 for name, p in job.module.model.named_parameters()
             }
-            self.thread.do(functools.partial(self._show, job.step, weights))
+            self.thread.call_later(functools.partial(self._show, job.step, weights))
 
     def _show(self, step: int, weights: dict[str, Tensor]) -> None:
         try:
-            self.thread.show(functools.partial(self.board.histograms, step, weights))
+            if self.thread.is_open:
+                self.board.show_weights(step, weights)
         finally:
             self.slots.release()
 
@@ -86,8 +87,7 @@ def tensorboard_details(
             data = first_batch().data
             inputs = data[0] if isinstance(data, tuple | list) else data
             if isinstance(inputs, Tensor):
-                picture = functools.partial(thread.tracker.picture, model, inputs[:IMAGES])
-                thread.do(functools.partial(thread.show, picture))
-                thread.waiting.join()  # the model is traced: nobody else may use it
+                thread.show(functools.partial(thread.tracker.show_model, model, inputs[:IMAGES]))
+                thread.wait_until_idle()  # the model is traced: nobody else may use it
             return [WeightHistograms(thread, thread.tracker)]
     return []

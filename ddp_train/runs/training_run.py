@@ -17,7 +17,6 @@ from ddp_train.assembly.checkpoint_model import facts_of_model, find_checkpoint
 from ddp_train.assembly.data_sets import common_digests, open_datasets, plan_digests, scored_digests
 from ddp_train.config.freeze import to_values
 from ddp_train.config.options.custom import hooks_of
-from ddp_train.config.schema import TRACKERS
 from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.loader import Batch
@@ -49,8 +48,12 @@ from ddp_train.runs.summary import write as write_summary
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.rates import Rates
-from ddp_train.telemetry.tracker_queue import Tracking, flat, open_trackers
-from ddp_train.telemetry.trackers import Run as TrackedRun
+from ddp_train.telemetry.trackers.mlflow import Mlflow
+from ddp_train.telemetry.trackers.scalars import plain_values
+from ddp_train.telemetry.trackers.tensorboard import TensorBoard
+from ddp_train.telemetry.trackers.tracker import TrackedRun, Tracker
+from ddp_train.telemetry.trackers.tracking import Tracking, open_trackers
+from ddp_train.telemetry.trackers.wandb import Wandb
 from ddp_train.text import counted
 from ddp_train.training import averaging, checkpoint, mirrored, saved
 from ddp_train.training.checkpoint_hook import CheckpointHook
@@ -99,7 +102,7 @@ class Run(RunContext):
             found = find_checkpoint(self.config, self.world, self.device)
             launch = self.config.launch
             with open_trackers(
-                self.tracker_names(), launch.grace_seconds, launch.timeout_seconds
+                self.trackers(), launch.grace_seconds, launch.timeout_seconds
             ) as tracking:
                 summary = self.train(sources, found, tracking)
                 if summary["status"] == "completed" or not self.status.goes_on:
@@ -116,11 +119,12 @@ class Run(RunContext):
     def scored_batches(self, source: BatchSource) -> Iterator[Batch]:
         return setup.scored_batches(self.config, source, self.device)
 
-    def tracker_names(self) -> list[str]:
+    def trackers(self) -> list[Tracker]:
         """Trackers are fed by rank 0 alone."""
-        if self.world.is_leader:
-            return [name for name in TRACKERS if getattr(self.config.tracker, name)]
-        return []
+        if not self.world.is_leader:
+            return []
+        kinds = (TensorBoard, Wandb, Mlflow)
+        return [kind() for kind in kinds if getattr(self.config.tracker, kind.name)]
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -292,7 +296,7 @@ class Run(RunContext):
 
     def start_trackers(self, tracking: Tracking, log: MetricsFile, first_step: int) -> None:
         config = self.config
-        hyperparameters = flat(
+        hyperparameters = plain_values(
             {name: value for name, value in to_values(config).items() if name != "reasons"}
         )
         run = TrackedRun(

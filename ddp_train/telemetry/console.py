@@ -25,7 +25,7 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from ddp_train.telemetry.hardware_monitor import summary_line
+from ddp_train.telemetry.figures import summary_line
 from ddp_train.telemetry.rates import in_words
 from ddp_train.telemetry.score_lines import headline, score_line, shown_metric
 from ddp_train.text import counted

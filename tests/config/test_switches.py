@@ -76,8 +76,8 @@ from ddp_train.sweeps import pool as trial_pool
 from ddp_train.sweeps import rows as sweep_rows
 from ddp_train.sweeps.baseline import Baseline
 from ddp_train.sweeps.trial_numbers import Numbers
-from ddp_train.telemetry import tracker_queue
 from ddp_train.telemetry.console import Display
+from ddp_train.telemetry.trackers import tracking
 from ddp_train.training import saved
 from tests.support.commands import PROGRAM
 from tests.support.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
@@ -303,10 +303,6 @@ def run_of(config: Config) -> Run:
     """A run in this process, on the CPU, without a process group."""
     config = dataclasses.replace(config, strategy=OPTIONS["strategy"]["single"]())
     return Run(config, World(), "cpu", RankStatus(), Display(active=True), None, mock.Mock())
-
-
-def trackers_named(names: list[str]) -> list[Any]:
-    return [tracker() for tracker in tracker_queue.KINDS if tracker.name in names]
 
 
 def evaluation_of(case: Case, train: BatchSource, test: BatchSource) -> Evaluation:
@@ -744,10 +740,8 @@ def trackers(case: Case) -> Any:
 
     begun = run_of(case.config)
     metrics = mock.Mock(kept=[], listeners=[])
-    with mock.patch.object(tracker_queue, "TrackerThread", thread):
-        begun.start_trackers(
-            tracker_queue.Tracking(trackers_named(begun.tracker_names()), 1.0, 1.0), metrics, 0
-        )
+    with mock.patch.object(tracking, "TrackerThread", thread):
+        begun.start_trackers(tracking.Tracking(begun.trackers(), 1.0, 1.0), metrics, 0)
     return told
 
 

@@ -32,7 +32,7 @@ WITH_TORCH = [
     ),
     *(f"ddp_train.distributed.{name}" for name in ("preflight", "process_group", "replicas")),
     "ddp_train.resilience.peer_check",
-    *(f"ddp_train.telemetry.{name}" for name in ("console", "hardware_monitor", "tracker")),
+    *(f"ddp_train.telemetry.{name}" for name in ("gpu_sampler", "hardware_monitor")),
     *(f"ddp_train.{room}." for room in ("data", "models", "tasks", "optim", "parallel")),
     *(f"ddp_train.{room}." for room in ("performance", "engine", "training", "assembly")),
     *("ddp_train.kernels.", "ddp_train.inference.", "ddp_train.runs."),

@@ -17,16 +17,10 @@ import torch
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.tasks.mean_loss import RunningLoss
-from ddp_train.telemetry import hardware_monitor
-from ddp_train.telemetry.hardware_monitor import (
-    GIB,
-    GPU_METRICS,
-    GpuSampler,
-    HardwareMonitor,
-    combined,
-    nvml_device,
-    summary_line,
-)
+from ddp_train.telemetry import gpu_sampler, hardware_monitor
+from ddp_train.telemetry.figures import GIB, GPU_METRICS, combined, summary_line
+from ddp_train.telemetry.gpu_sampler import GpuSampler, nvml_device
+from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from tests.support.ranks import on_ranks
 
 SECOND = "GPU-22222222-0000-0000-0000-000000000000"
@@ -121,7 +115,7 @@ class Nvml:
         monkeypatch.setattr(
             torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=uuids[number])
         )
-        monkeypatch.setattr(hardware_monitor, "_peak_of_torch", lambda number: 2 * GIB)
+        monkeypatch.setattr(gpu_sampler, "peak_of_torch", lambda number: 2 * GIB)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda number: None)
 
     def handle(self, name: str) -> int:
@@ -204,7 +198,7 @@ def test_without_nvml_there_are_no_figures_of_it(
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     with caplog.at_level(logging.INFO):
         gpus = GpuSampler([0], None)
-    gpus.keep_sampling()
+    gpus.start()
     measured = HardwareMonitor(gpus)
     measured.deliver([measured.collect()])
     assert set(measured.interval(1.0)) == {"cpu_cores", "resident_gib", "torch_memory_gib"}

@@ -19,8 +19,11 @@ from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import archive_previous_run, prepare
 from ddp_train.config.schema import TrackerConfig
 from ddp_train.errors import ConfigError
-from ddp_train.telemetry.tracker_queue import DeliveryLog, TrackerThread, Tracking, flat, scalars_of
-from ddp_train.telemetry.trackers import Mlflow, Run
+from ddp_train.telemetry.trackers.delivery import DeliveryLog, TrackerThread
+from ddp_train.telemetry.trackers.mlflow import Mlflow
+from ddp_train.telemetry.trackers.scalars import plain_values, scalars_of
+from ddp_train.telemetry.trackers.tracker import TrackedRun, Tracker
+from ddp_train.telemetry.trackers.tracking import Tracking
 from tests.support.commands import PROGRAM, SMALL, THREE, metrics, read, run
 
 STEPS = list(range(1, 13))
@@ -255,7 +258,7 @@ def test_trackers_that_fail_are_named_once_and_training_goes_on(tmp_path: Path) 
     assert len(metrics(run_dir)) == 12
 
 
-class Noted:
+class Noted(Tracker):
     """A tracker that notes what it is told, and fails where it is asked to."""
 
     name = "noted"
@@ -263,7 +266,7 @@ class Noted:
     def __init__(
         self, keeps: float = math.inf, run_id: str = "one", bad_step: int | None = None
     ) -> None:
-        self.keeps_up_to = keeps
+        self.keeps = keeps
         self.run_id = run_id
         self.bad_step = bad_step
         self.out_of_reach = False
@@ -271,11 +274,14 @@ class Noted:
         self.told: list[Any] = []
         self.closed = threading.Event()
 
-    def open(self, run: Run, run_id: str | None) -> str:
+    def open(self, run: TrackedRun, run_id: str | None) -> str:
         self.opened.append(run_id)
         if self.bad_step is not None and len(self.opened) == 1:
             raise ConnectionError("nobody there")
         return self.run_id
+
+    def last_step(self) -> float:
+        return self.keeps
 
     def write(self, step: int, scalars: dict[str, float]) -> None:
         if step == self.bad_step or self.out_of_reach:
@@ -296,7 +302,9 @@ def steps_told(tracker: Noted, run_dir: Path, kept: int, more: range) -> list[in
     """The steps of which a tracker is told by a process that begins with `kept` lines and then
     records `more`."""
     tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=600.0)
-    tracking.start(Run(run_dir, "", "", {}, kept), [line(step) for step in range(1, kept + 1)])
+    tracking.start(
+        TrackedRun(run_dir, "", "", {}, kept), [line(step) for step in range(1, kept + 1)]
+    )
     for step in more:
         tracking.write(line(step))
     tracking.finish({"status": "preempted"})
@@ -330,12 +338,12 @@ def test_what_was_not_told_before_a_kill_is_told_now(tmp_path: Path) -> None:
 def test_what_was_missed_in_an_outage_is_told_after_it(tmp_path: Path) -> None:
     tracker = Noted()
     tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=600.0)
-    tracking.start(Run(tmp_path, "", "", {}, 0), [])
-    tracking.threads[0].waiting.join()
+    tracking.start(TrackedRun(tmp_path, "", "", {}, 0), [])
+    tracking.threads[0].wait_until_idle()
     for step in range(1, 6):
         tracker.out_of_reach = step in (2, 3)
         tracking.write(line(step))
-        tracking.threads[0].waiting.join()
+        tracking.threads[0].wait_until_idle()
     tracking.finish({"status": "preempted"})
     assert [step for step, _ in tracker.told if isinstance(step, int)] == [1, 2, 3, 4, 5]
     assert read(tmp_path, "trackers.json") == {"noted": {"id": "one", "train": 5}}
@@ -349,9 +357,9 @@ def test_a_password_in_an_address_is_not_told(
     def failing() -> None:
         raise ConnectionError("no answer from https://me:open-sesame@host:5000/api")
 
-    background = TrackerThread(Noted(), Run(tmp_path, "", "", {}, 0), DeliveryLog(tmp_path))
-    background.do(failing)
-    background.waiting.join()
+    background = TrackerThread(Noted(), TrackedRun(tmp_path, "", "", {}, 0), DeliveryLog(tmp_path))
+    background.call_later(failing)
+    background.wait_until_idle()
     assert "no answer from https://host:5000/api" in caplog.text and "Traceback" in caplog.text
     assert "sesame" not in caplog.text
 
@@ -377,8 +385,8 @@ def test_mlflow_has_one_run_whatever_fails_and_takes_long_values(
         monkeypatch.setenv(f"MLFLOW_{name}", value)
     tracker = Mlflow()
     with pytest.raises(Exception, match="not a name"):
-        tracker.open(Run(tmp_path, "mine", "project", {"not a name: %": 1}, 0), None)
-    run_id = tracker.open(Run(tmp_path, "mine", "project", {"long": "x" * 7_000}, 0), None)
+        tracker.open(TrackedRun(tmp_path, "mine", "project", {"not a name: %": 1}, 0), None)
+    run_id = tracker.open(TrackedRun(tmp_path, "mine", "project", {"long": "x" * 7_000}, 0), None)
     experiment = tracker.client.get_experiment_by_name("project")
     assert experiment
     (found,) = tracker.client.search_runs([experiment.experiment_id])
@@ -390,7 +398,7 @@ def test_each_later_line_is_tried_and_nobody_waits_for_ever(
 ) -> None:
     tracker = Noted(bad_step=3)
     tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=1.0)
-    tracking.start(Run(tmp_path, "", "", {}, 0), [])
+    tracking.start(TrackedRun(tmp_path, "", "", {}, 0), [])
     for step in range(1, 5):
         tracking.write(line(step))
     tracking.finish({"status": "completed", "test": {"loss": 1.0}, "backend": "none"})
@@ -415,12 +423,12 @@ def test_a_tracker_that_stands_still_does_not_fill_the_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = threading.Event()
-    run = Run(tmp_path, "", "", {}, 0)
+    run = TrackedRun(tmp_path, "", "", {}, 0)
     background = TrackerThread(Noted(), run, DeliveryLog(tmp_path))
-    background.do(release.wait)
+    background.call_later(release.wait)
     for _ in range(10_010):
-        background.do(lambda: None)
-    assert background.waiting.qsize() <= 10_000
+        background.call_later(lambda: None)
+    assert background.calls.qsize() <= 10_000
     assert [record.message for record in caplog.records if "behind" in record.message] == [
         "tracker noted is 10,000 lines behind: later ones are left out; training continues"
     ]
@@ -445,7 +453,7 @@ def test_a_line_becomes_numbers() -> None:
     assert scalars_of({"kind": "test", "step": 1, "loss": math.inf, "accuracy": 0.5}) == {
         "test/accuracy": 0.5
     }
-    assert flat({"a": {"b": None, "c": [1, 2], "d": {}}, "e": True}) == {
+    assert plain_values({"a": {"b": None, "c": [1, 2], "d": {}}, "e": True}) == {
         "a.b": "null",
         "a.c": "[1,2]",
         "e": True,
