@@ -66,10 +66,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
 from ddp_train.data.built_in import build_datasets
 from ddp_train.data.datasets import ArraySource
-from ddp_train.data.loader import Batch, Loader, LoaderOptions
+from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed
 from ddp_train.engine.loop import Evaluation, Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook

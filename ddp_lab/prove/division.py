@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_lab.prove.fixed_draws import fixed_draws
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import BatchSource
-from ddp_train.data.loader import Batch, Loader, LoaderOptions
+from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.mix import Mix
 from ddp_train.data.rng import StepSeed, global_states
 from ddp_train.distributed.training_step import TrainingStep
@@ -96,7 +97,7 @@ class Division:
         return [list(replace(plan, rank=rank).micro_batches(step)) for rank in range(processes)]
 
     def fetched(self, micro_batches: Sequence[MicroBatch]) -> list[Batch]:
-        return list(Loader(self.source, micro_batches, "cpu", self.options, mix=self.mix))
+        return list(Loader(self.source, micro_batches, "cpu", self.options, self.mix))
 
     def compute(
         self, step: int, processes: int = 1, accumulation: int = 1, trace: bool = False

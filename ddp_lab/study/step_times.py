@@ -26,8 +26,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.loader import Batch
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.optim.stepper import Stepper

@@ -14,8 +14,8 @@ from ddp_train.config.metrics import FurtherMetric
 from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.schema import DIRECTIONS, Config
 from ddp_train.config.user_code import instantiate
+from ddp_train.data.batch import Batch
 from ddp_train.data.datasets import BatchSource
-from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.scoring import names_with_average

@@ -20,9 +20,10 @@ from ddp_train.config.metrics import further
 from ddp_train.config.options.model import FineTuning
 from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import BatchSource
-from ddp_train.data.loader import Batch, Loader, LoaderOptions
+from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.data.sample_facts import lengths_of
@@ -317,10 +318,12 @@ def build_job(
     else:
         stepper = Stepper(optimizer, factor, scaler, **options)
     # One iterator lives through all epochs.
-    loading = replace(loader_options(config, module.task), persistent_workers=False)
-    loader = Loader(
-        train_source, plan.from_step(first_step), device, loading, _resident(config.data), mix
+    loading = replace(
+        loader_options(config, module.task),
+        persistent_workers=False,
+        resident=_is_resident(config.data),
     )
+    loader = Loader(train_source, plan.from_step(first_step), device, loading, mix)
     return Job(
         plan=plan,
         module=module,
@@ -347,13 +350,8 @@ def build_evaluation(
     """What `evaluate` needs."""
     batch_size = config.train.evaluate_batch_size
     micro_batches = evaluation_batches(len(source), batch_size, world.rank, world.size)
-    loader = Loader(
-        source,
-        micro_batches,
-        device,
-        loader_options(config, module.task),
-        resident=_resident(config.data),
-    )
+    loading = replace(loader_options(config, module.task), resident=_is_resident(config.data))
+    loader = Loader(source, micro_batches, device, loading)
     return Evaluation(
         module=module,
         strategy=strategy,
@@ -370,11 +368,11 @@ def loader_options(config: Config, task: Task | None = None) -> LoaderOptions:
     dtype = torch.float64 if config.tuning.precision == "fp64" else None
     each = isinstance(task, Supervised) and task.units_are_samples
     return LoaderOptions(
-        dtype=dtype, a_target_each=each, **keys_taken_by(LoaderOptions, config.tuning)
+        dtype=dtype, one_target_per_sample=each, **keys_taken_by(LoaderOptions, config.tuning)
     )
 
 
-def _resident(data: Any) -> bool:
+def _is_resident(data: Any) -> bool:
     return getattr(data, "placement", "host") == "device"
 
 
@@ -403,4 +401,4 @@ def _batch(
 ) -> Batch:
     """One batch; no loader process is started for it."""
     options = replace(loader_options(config), num_workers=0)
-    return next(iter(Loader(source, [micro_batch], device, options, mix=mix)))
+    return next(iter(Loader(source, [micro_batch], device, options, mix)))

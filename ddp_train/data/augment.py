@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddp_train.data.copy_stream import to_device
+from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import hash_key, uniform
 
 ERASING_TRIES = 10

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.data import augment as augmentation
-from ddp_train.data.copy_stream import to_device
+from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.data.rows import NormalisedRows, normalised_rows, rows
 from ddp_train.errors import DataError
@@ -105,7 +105,7 @@ class ArraySource:
         self.scaled: tuple[tuple[float, ...], tuple[float, ...]] | None = None
         """Mean and standard deviation with which pixels from 0 to 1 became `inputs`, if they are
         not scaled here."""
-        self.normalised: NormalisedRows = normalised_rows
+        self.fetch_normalised: NormalisedRows = normalised_rows
         """How images are fetched and normalised; on GPUs by one kernel, see `kernels.fetch`."""
         self.erasing: augmentation.Erasing | None = None
         numbers = 1 if targets.ndim == 1 else targets[0].numel()
@@ -148,7 +148,7 @@ class ArraySource:
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         index = to_device(torch.from_numpy(indices), self.inputs.device)
         if self.std:
-            inputs = self.normalised(self.inputs, index, self.mean, self.std)
+            inputs = self.fetch_normalised(self.inputs, index, self.mean, self.std)
         else:
             inputs = rows(self.inputs, index)
         if self.augmentation and epoch is not None:

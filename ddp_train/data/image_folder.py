@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ddp_train.data import augment
-from ddp_train.data.copy_stream import to_device
 from ddp_train.data.crop import CropBox, crop_box_for, resized, resized_together
+from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.text import first_line

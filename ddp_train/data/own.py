@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from ddp_train.data.copy_stream import to_device
+from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import global_states, hash_key, keyed_generators
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tensor_tree import tensors

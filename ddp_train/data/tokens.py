@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_train.data.copy_stream import to_device
+from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import hash_key
 from ddp_train.errors import DataError
 from ddp_train.text import counted

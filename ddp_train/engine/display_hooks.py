@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ddp_train.data.loader import Batch
+from ddp_train.data.batch import Batch
 from ddp_train.engine.loop import Hook, Job
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.trackers.delivery import TrackerThread

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.loader import Batch
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.resilience.preemption import StopController

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.loader import Batch, Loader
+from ddp_train.data.loader import Loader
 from ddp_train.engine.loop import Hook, Job
 from ddp_train.errors import PeersLostError
 from ddp_train.optim.stepper import Stepper
@@ -38,23 +39,23 @@ class ReportedBatches:
         self.data = PHASE_NUMBERS[prefix + "data"]
         self.forward = PHASE_NUMBERS[prefix + "forward"]
         self.end = prefix + "end"
-        loader.on_fetched = self._fetched
 
     def __iter__(self) -> Iterator[Batch]:
-        self._wait()
-        for batch in self.loader:
-            yield batch
-            self._wait()
+        self._report_waiting()
+        for fetched in self.loader.stream:
+            self._report_fetched()
+            yield self.loader.place(fetched)
+            self._report_waiting()
         self.status.phase = self.end
 
-    def _wait(self) -> None:
+    def _report_waiting(self) -> None:
         if self.status.order:
             raise PeersLostError  # at once, and not at the next exchange
         self.status.phase_number = self.data
-        self.status.fetching = self.loader.in_flight
+        self.status.fetching = self.loader.stream.in_flight
 
-    def _fetched(self) -> None:
-        """The host has the batch; what is waited for from here on is the device."""
+    def _report_fetched(self) -> None:
+        """Reports that the host has the batch: what is waited for from here on is the device."""
         self.status.batches += 1
         self.status.phase_number = self.forward
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.loader import Batch
 from ddp_train.parallel.naming_ddp import requiring_grad, without_gradient
 from ddp_train.parallel.strategy import DistributedDataParallel, unknown
 from ddp_train.tasks.task import ModelWithTask

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.loader import Batch
 from ddp_train.errors import LaunchError, is_out_of_memory
 from ddp_train.models.python_state import look_through
 from ddp_train.optim.stepper import Stepper

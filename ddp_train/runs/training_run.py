@@ -18,8 +18,8 @@ from ddp_train.assembly.data_sets import common_digests, open_datasets, plan_dig
 from ddp_train.config.freeze import to_values
 from ddp_train.config.options.custom import hooks_of
 from ddp_train.config.user_code import build_hooks
+from ddp_train.data.batch import Batch
 from ddp_train.data.datasets import BatchSource, check_same_data
-from ddp_train.data.loader import Batch
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import changes_of_number, hosts_follow, lost_rank
 from ddp_train.distributed.process_group import Store, from_leader, local_leader_first, set_buffers

@@ -53,8 +53,11 @@ from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.validate import check
+from ddp_train.data.batch import Batch
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.sample_facts import lengths_of
+from ddp_train.data.streams.in_process import InProcessStream
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
@@ -88,6 +91,7 @@ CPU = Hardware(cpus=4)
 GPU = Hardware(cpus=4, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0))
 EIGHT_GPUS = dataclasses.replace(GPU, gpus=8)
 
+NO_SAMPLES = MicroBatch(None, 0, np.arange(0), 0, 0.0, True)
 SMALL = "strategy=single model.channels=4 data.limit=48 train.global_batch_size=24 train.epochs=2"
 """A run of 4 steps, 2 per epoch."""
 ALSO = {
@@ -458,16 +462,18 @@ def memory_formats(case: Case) -> Any:
         ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cpu"
     )
     weights = [weight for weight in model_in(case).parameters() if weight.ndim == 4]
-    four = [*weights, loader._place(torch.zeros(2, 3, 4, 4))]
+    four = [*weights, loader.place(Batch(torch.zeros(2, 3, 4, 4), NO_SAMPLES)).data]
     return [tensor.is_contiguous(memory_format=torch.channels_last) for tensor in four]
 
 
 def data_loader(case: Case) -> Any:
-    """The settings of the DataLoader. On GPUs: nothing is loaded."""
+    """Who reads the batches, and the settings of the DataLoader. On GPUs: nothing is loaded."""
     source = ArraySource(torch.zeros(4, 1), torch.zeros(4))
-    built: Any = loader_of(
-        source, [], case.config.tuning, World().device(case.config.device)
-    ).batches
+    device = World().device(case.config.device)
+    stream: Any = loader_of(source, [], case.config.tuning, device).stream
+    if isinstance(stream, InProcessStream):
+        return "in this process", stream.pin_memory
+    built = stream.data_loader
     return built.num_workers, built.prefetch_factor, built.persistent_workers, built.pin_memory
 
 
@@ -477,22 +483,22 @@ def where_data_are_held(case: Case) -> Any:
         return case.problems
     train, test = open_datasets(case.config)[:2]
     evaluation: Any = evaluation_of(case, train, test)
-    return type(evaluation.batches.loader.batches)
+    return type(evaluation.batches.loader.stream)
 
 
 def copies_to_the_device(case: Case) -> Any:
     tensor = mock.Mock(spec=torch.Tensor)
     tensor.to.return_value = torch.zeros(2)
-    loader_of(
-        ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0"
-    )._place(tensor)
+    tuning = dataclasses.replace(case.config.tuning, copy_stream=False)
+    source = ArraySource(torch.zeros(4, 1), torch.zeros(4))
+    loader_of(source, [], tuning, "cuda:0").place(Batch(tensor, NO_SAMPLES))
     return tensor.to.call_args.kwargs
 
 
 def copies_beside_the_computation(case: Case) -> Any:
-    return loader_of(
-        ArraySource(torch.zeros(4, 1), torch.zeros(4)), [], case.config.tuning, "cuda:0"
-    ).copies_beside
+    source = ArraySource(torch.zeros(4, 1), torch.zeros(4))
+    stream: Any = loader_of(source, [], case.config.tuning, "cuda:0").stream
+    return type(stream.placement)
 
 
 def process_flags(case: Case) -> Any:

@@ -4,6 +4,7 @@ processes."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -216,11 +217,12 @@ def batches(
         "non_blocking": False,
         "channels_last": False,
     }
-    options = loader_options(Config(tuning=TuningConfig(**{**off, **tuning})))
+    config = Config(tuning=TuningConfig(**{**off, **tuning}))
+    options = replace(loader_options(config), resident=resident)
     found = []
     for rank in range(ranks):
         plan = BatchPlan(len(source), 6, 1, 3, 0, rank, ranks)
-        loader = Loader(source, list(plan.micro_batches()), "cpu", options, resident, mix)
+        loader = Loader(source, list(plan.micro_batches()), "cpu", options, mix)
         found.append(
             [
                 (*batch.data, batch.micro_batch.num_real, batch.micro_batch.indices)

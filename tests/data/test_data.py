@@ -37,8 +37,8 @@ from ddp_train.config.schema import TuningConfig
 from ddp_train.data import augment, rng
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import ArraySource, BatchSource
-from ddp_train.data.loader import _Resident
 from ddp_train.data.own import UserDataset
+from ddp_train.data.streams.resident import ResidentStream
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
@@ -576,10 +576,10 @@ def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
             loader_of(train, list(plan.micro_batches()), tuning, "cpu", resident=r)
             for r in (False, True)
         ]
-        held = made[1].batches
-        assert isinstance(held, _Resident)
-        held.samples_at_once = 100
-        assert len(list(held._groups())) > 2 * 3, "several groups in each epoch"
+        held = made[1].stream
+        assert isinstance(held, ResidentStream)
+        held.samples_per_group = 100
+        assert len(list(held.groups())) > 2 * 3, "several groups in each epoch"
         for batch, other in zip(*made, strict=True):
             assert (
                 batch.micro_batch is other.micro_batch

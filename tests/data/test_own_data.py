@@ -9,8 +9,6 @@ import io
 import os
 import random
 import struct
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -47,7 +45,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.tensor_tree import tensors
-from tests.support.commands import PROGRAM, ROOT
+from tests.support.commands import PROGRAM
 from tests.support.jobs import config_of, loader_of, table
 from tests.support.ranks import on_ranks
 
@@ -1030,63 +1028,3 @@ def test_what_a_checkpoint_names_is_loaded_only_if_it_is_trusted() -> None:
         "data.transform[0].transforms.0._target_=os.system",
         "data.collate_fn=a.f",
     ]
-
-
-STUCK = """
-import os, sys, time
-from pathlib import Path
-import numpy as np, torch
-from ddp_train.data import loader_processes
-from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.loader import Loader, LoaderOptions
-from ddp_train.linux import children_of
-
-class Numbers:
-    def get_batch(self, indices, epoch):
-        return torch.from_numpy(indices), torch.from_numpy(indices)
-
-    def __len__(self):
-        return 24
-
-def stand_still():
-    with open(sys.argv[1], "a") as file:
-        if file.tell() < int(sys.argv[2]):
-            file.write(".")
-            file.flush()
-            time.sleep(600)
-
-os.register_at_fork(after_in_child=stand_still)
-loader_processes.BEGIN_SECONDS = 1.0
-steps = [MicroBatch(0, step, np.arange(4 * step, 4 * step + 4), 4, 1.0, True) for step in range(6)]
-for persistent in (False, True):
-    Path(sys.argv[1]).write_text("")
-    batches = Loader(Numbers(), steps, "cpu", LoaderOptions(num_workers=2, persistent_workers=persistent))
-    for _ in range(2):
-        began = time.monotonic()
-        found = [batch.inputs.tolist() for batch in batches]
-        assert found == [one.indices.tolist() for one in steps], found
-        assert not batches.in_flight, batches.in_flight
-        print(f"{time.monotonic() - began:.2f}")
-    batches.close()
-    assert children_of(os.getpid()) == [], children_of(os.getpid())
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stuck", [1, 3])
-def test_a_loader_process_that_stands_still_in_its_fork_is_started_anew(
-    stuck: int, tmp_path: Path
-) -> None:
-    """As if another thread had held a lock that it needs. It waited for its first batch for ever.
-    With 3, the first of the second try is stuck too."""
-    command = [sys.executable, "-c", STUCK, str(tmp_path / "stuck"), str(stuck)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    first, second, persistent_first, persistent_second = map(float, done.stdout.split())
-    tries = 1 if stuck == 1 else 2
-    assert tries < min(first, persistent_first) and max(first, persistent_first) < tries + 5, (
-        done.stdout
-    )
-    assert max(second, persistent_second) < 1, "nothing is waited for where all is well"
-    assert done.stderr.count("did not come to life within 1 s of a fork") == 2 * tries, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,7 +96,8 @@ def loader_of(
     resident: bool = False,
 ) -> Loader:
     """A loader with the switches of a tuning section."""
-    return Loader(source, micro_batches, device, loader_options(Config(tuning=tuning)), resident)
+    options = replace(loader_options(Config(tuning=tuning)), resident=resident)
+    return Loader(source, micro_batches, device, options)
 
 
 def module_of(config: Config, source: BatchSource, device: str = "cpu") -> ModelWithTask:

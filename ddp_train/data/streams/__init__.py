@@ -1,0 +1,1 @@
+"""The ways in which batches come to the device, a class for each."""

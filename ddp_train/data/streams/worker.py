@@ -1,0 +1,103 @@
+"""Batches that loader processes read."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ddp_train.data.batch import Batch
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.streams.batch_stream import BatchReader
+from ddp_train.data.streams.loader_processes import LoaderProcesses
+from ddp_train.data.streams.placement import BatchPlacement
+from ddp_train.errors import LaunchError
+
+
+class WorkerStream:
+    """Reads batches ahead in the processes of a DataLoader.
+
+    The DataLoader's index is a micro-batch, so that its processes need no epoch and keep no state:
+    they live through all epochs and prefetch across their ends.
+    """
+
+    def __init__(
+        self,
+        reader: BatchReader,
+        micro_batches: Iterable[MicroBatch],
+        placement: BatchPlacement,
+        num_workers: int,
+        **data_loader_options: Any,
+    ) -> None:
+        """Starts no process yet.
+
+        num_workers: loader processes, at least one.
+        data_loader_options: further arguments of the DataLoader.
+        """
+        self.placement = placement
+        self.in_flight: deque[MicroBatch] = deque()
+        self.processes = LoaderProcesses(num_workers)
+        self.data_loader: DataLoader[Any] = DataLoader(
+            _MicroBatchDataset(reader),
+            batch_size=None,  # an item is a batch already
+            sampler=_HandedOut(micro_batches, self.in_flight),
+            num_workers=num_workers,
+            # Else its iterator draws from the generator that a step's dropout was seeded in.
+            generator=torch.Generator(),
+            worker_init_fn=self.processes.enter,
+            **data_loader_options,
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.processes.iterate(self.data_loader):
+            self.in_flight.popleft()
+            if isinstance(batch, LaunchError):
+                try:
+                    raise batch
+                finally:
+                    # The error would keep this frame, and both of them the loader processes, until
+                    # some later collection.
+                    del batch
+            yield batch
+
+    def place(self, batch: Batch) -> Batch:
+        return self.placement(batch)
+
+    def close(self) -> None:
+        """Ends loader processes that wait for a next pass.
+
+        If they are left to the garbage collector it closes their queue before they hear of their
+        end, and torch waits for each in vain, ten seconds.
+        """
+        self.processes.release(self.data_loader)
+
+
+class _MicroBatchDataset(Dataset):
+    """A dataset whose index is a micro-batch, and whose item is its batch."""
+
+    def __init__(self, reader: BatchReader) -> None:
+        self.reader = reader
+
+    def __getitem__(self, micro_batch: MicroBatch) -> Batch | LaunchError:
+        try:
+            return self.reader.read(micro_batch)
+        except LaunchError as error:
+            # As a value: the DataLoader would wrap it into text and drop its remedy.
+            return error
+
+
+class _HandedOut:
+    """Micro-batches, each of which is noted when it is handed to a loader process."""
+
+    def __init__(self, micro_batches: Iterable[MicroBatch], in_flight: deque[MicroBatch]) -> None:
+        self.micro_batches = micro_batches
+        self.in_flight = in_flight
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        self.in_flight.clear()
+        for micro_batch in self.micro_batches:
+            self.in_flight.append(micro_batch)
+            yield micro_batch
