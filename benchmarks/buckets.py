@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from ddp_train.models.gpt import Gpt
+from ddp_train.models.gpt.network import Gpt
 
 MODES = {
     "25 MiB": (lambda _: 25, True),

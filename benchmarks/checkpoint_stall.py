@@ -27,10 +27,10 @@ from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.setup import build_job, build_module, build_strategy
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import Hardware
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook
+from ddp_train.hardware import Hardware
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor

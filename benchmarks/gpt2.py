@@ -63,7 +63,7 @@ def peer(corpus: Path, batch: int, steps: int) -> None:
     """What a careful person writes by hand. Rank 0 prints RESULT {...}."""
     import torch.distributed as dist
 
-    from ddp_train.models.gpt import Gpt
+    from ddp_train.models.gpt.network import Gpt
 
     dist.init_process_group("nccl")
     rank = dist.get_rank()
@@ -156,7 +156,7 @@ def ours(
 
 def corpus_in(folder: Path, processes: int) -> Path:
     """A file of tokens that is the longer the more processes read it."""
-    from ddp_train.data.corpus import standard_library
+    from ddp_train.data.corpus.sources import standard_library
 
     content = b"\n".join(path.read_bytes() for path in standard_library()) * processes
     np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(folder / "corpus.bin")

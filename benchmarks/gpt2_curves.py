@@ -75,7 +75,7 @@ def plain(run_dir: Path, device: str, seed_more: int) -> list[float]:
     from ddp_train.config.freeze import FILE, load_frozen
     from ddp_train.data.rng import hash_key
     from ddp_train.distributed.world import World
-    from ddp_train.models.gpt import Gpt
+    from ddp_train.models.gpt.network import Gpt
 
     config = load_frozen((run_dir / FILE).read_text())
     source = open_datasets(config)[0]
@@ -152,7 +152,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.plot:
         return plot(*arguments.plot)
-    from ddp_train.data.corpus import standard_library
+    from ddp_train.data.corpus.sources import standard_library
 
     words = ["tuning=max"]
     device = "cuda"

@@ -38,15 +38,15 @@ from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.setup import build_job, build_module, build_strategy, loader_options
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import detect_hardware
-from ddp_train.config.schema import Config
 from ddp_train.data.batch import Batch
 from ddp_train.data.crop import crop_box_for, resized_together
-from ddp_train.data.image_folder import FolderSource, decoded_on
+from ddp_train.data.image_folder.source import FolderSource, decoded_on
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, train
+from ddp_train.hardware import detect_hardware
+from ddp_train.options.schema import Config
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
 

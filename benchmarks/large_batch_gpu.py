@@ -31,7 +31,8 @@ from torchvision.models import resnet50
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from ddp_train.config.options.optimizer import AdamWConfig, LambConfig, LarsConfig, SgdConfig
+from ddp_train.optim.config import AdamWConfig, SgdConfig
+from ddp_train.optim.lars_lamb.config import LambConfig, LarsConfig
 from ddp_train.optim.optimizers import build_optimizer
 
 LIMIT = 1e-4

@@ -76,7 +76,7 @@ from ddp_train.engine.loop import Evaluation, Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.step_observers import ReportedBatches, ReportedHook, ReportedStepper
 from ddp_train.optim.optimizers import build_optimizer
-from ddp_train.optim.schedules import build_schedule
+from ddp_train.optim.schedules.factors import build_schedule
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import DistributedDataParallel as Ddp
 from ddp_train.parallel.strategy import Single

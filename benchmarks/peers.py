@@ -186,7 +186,7 @@ def tokens(
     arguments: argparse.Namespace, device: torch.device
 ) -> tuple[nn.Module, list[Tensor], list[Tensor]]:
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from ddp_train.models.gpt import Gpt
+    from ddp_train.models.gpt.network import Gpt
 
     network = Gpt(
         VOCABULARY, arguments.length, arguments.layers, arguments.heads, arguments.width

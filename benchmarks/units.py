@@ -78,10 +78,10 @@ def measure(
     from ddp_train.assembly.setup import build_job, build_module, build_strategy
     from ddp_train.config.auto import resolve
     from ddp_train.config.bind import bind
-    from ddp_train.config.hardware import Hardware
     from ddp_train.distributed.process_group import session
     from ddp_train.distributed.world import World
     from ddp_train.engine.loop import train
+    from ddp_train.hardware import Hardware
     from ddp_train.resilience.heartbeat import RankStatus
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from ddp_train.data.exact_sampler import ExactSampler
     from ddp_train.distributed.all_gather import all_gather
     from ddp_train.inference.trained_model import load
-    from ddp_train.optim.lars_lamb import Lamb, Lars
-    from ddp_train.optim.muon import Muon
+    from ddp_train.optim.lars_lamb.optimizers import Lamb, Lars
+    from ddp_train.optim.muon.optimizer import Muon
     from ddp_train.own_loop.start import session
     from ddp_train.parallel.sync_batch_norm import synchronised
     from ddp_train.runs.from_python import Result, RunFailedError, run
@@ -55,8 +55,8 @@ _PLACES = {
     "session": "ddp_train.own_loop.start",
     "ExactSampler": "ddp_train.data.exact_sampler",
     "synchronised": "ddp_train.parallel.sync_batch_norm",
-    **dict.fromkeys(("Lars", "Lamb"), "ddp_train.optim.lars_lamb"),
-    "Muon": "ddp_train.optim.muon",
+    **dict.fromkeys(("Lars", "Lamb"), "ddp_train.optim.lars_lamb.optimizers"),
+    "Muon": "ddp_train.optim.muon.optimizer",
     "save_checkpoint": "ddp_train.training.checkpoint",
     "load_checkpoint": "ddp_train.training.saved",
     **dict.fromkeys(("run", "Result", "RunFailedError"), "ddp_train.runs.from_python"),

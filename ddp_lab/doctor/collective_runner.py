@@ -21,10 +21,10 @@ from ddp_lab.doctor.collective_stages import (
     Stage,
 )
 from ddp_lab.doctor.isolated_check import END_SECONDS
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import LISTEN_SOCKET, probe_environment, worker_environment
 from ddp_train.distributed.world import World
 from ddp_train.linux import end_with_parent, state_of
+from ddp_train.options.schema import Config
 
 PATIENCE_SECONDS = 20.0
 """Longest silence of test processes while they communicate, unless launch.timeout_seconds is less.

@@ -18,9 +18,9 @@ from typing import Any
 from ddp_lab.doctor.findings import Finding, failure, ok, skipped, warning
 from ddp_train.config.auto import process_count
 from ddp_train.config.data_checks import missing_data
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import gloo_interface
 from ddp_train.errors import DataError, PeerError, WriteError
+from ddp_train.options.schema import Config
 from ddp_train.text import counted
 
 KIB = 2**10

@@ -27,7 +27,6 @@ from ddp_lab.doctor.findings import (
     skipped,
 )
 from ddp_lab.doctor.isolated_check import IsolatedCheck, NoAnswerError
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import (
     host_number,
     hosts_started,
@@ -36,6 +35,7 @@ from ddp_train.distributed.environment import (
 )
 from ddp_train.distributed.world import World
 from ddp_train.errors import PeerError
+from ddp_train.options.schema import Config
 
 if TYPE_CHECKING:  # both import torch, which is needed only if there are other hosts
     from ddp_lab.doctor.multihost_checks import Peers

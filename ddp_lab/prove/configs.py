@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.study.trials import NEVER
-from ddp_train.config.options.schedule import ConstantConfig
-from ddp_train.config.options.strategy import DdpConfig
-from ddp_train.config.schema import Config, TrackerConfig
+from ddp_train.optim.schedules.config import ConstantConfig
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import TrackerConfig
+from ddp_train.parallel.ddp.config import DdpConfig
 
 HOOKS = "ddp_lab.prove.hooks"
 EVERY_STEPS = 2

@@ -33,7 +33,6 @@ from ddp_train.assembly import setup
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.config.freeze import FILE, load_frozen
 from ddp_train.config.program import import_from_working_folder
-from ddp_train.config.schema import Config
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource, digests
 from ddp_train.data.rng import global_states
@@ -43,6 +42,7 @@ from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.errors import ConfigError, LaunchError, TaskError
 from ddp_train.linux import end_with_parent
 from ddp_train.models.python_state import changed, state_of
+from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Single
 from ddp_train.performance.switches import set_process_flags
 from ddp_train.resilience.heartbeat import RankStatus

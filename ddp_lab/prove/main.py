@@ -23,11 +23,11 @@ from ddp_train.config.external_checks import unwritten
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import lock_run_dir, read_run, resolve_and_check
 from ddp_train.config.program import Program
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import new_run_id
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.options.schema import Config
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.telemetry.pages.page import write

@@ -24,12 +24,12 @@ from ddp_lab.study.gradients import compare
 from ddp_lab.study.trials import Outcome, read_outcome
 from ddp_train.config.freeze import freeze
 from ddp_train.config.program import Program
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import preload_environment
 from ddp_train.errors import LaunchError
 from ddp_train.launcher import local
 from ddp_train.launcher.fork_server import MODULE, ForkServer
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.options.schema import Config
 from ddp_train.resilience.checkpoint_files import places, read_manifest
 from ddp_train.text import counted
 

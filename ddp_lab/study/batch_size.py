@@ -13,10 +13,10 @@ from ddp_lab.study.provenance import load_at_start, provenance
 from ddp_lab.study.request import Request, bind_settings, resolve_run, this_hardware
 from ddp_lab.study.results import interval_samples_per_second
 from ddp_lab.study.trials import TRAIN_ONLY, Outcome, Trial, recorded_outcome, run, trial_session
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.key import key
-from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.hardware import Hardware
+from ddp_train.options.key import key
+from ddp_train.options.schema import Config
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.telemetry.pages.charts import Axis, Curve, curves
 from ddp_train.telemetry.pages.report import Plot, Report

@@ -14,9 +14,9 @@ import numpy as np
 from ddp_lab.study.provenance import provenance
 from ddp_lab.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_lab.study.trials import Outcome, Trial, run_or_load, trial_session
-from ddp_train.config.key import AUTO, key
-from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.options.key import AUTO, key
+from ddp_train.options.schema import Config
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.tables import Table

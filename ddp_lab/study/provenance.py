@@ -10,9 +10,9 @@ import os
 import platform
 import sys
 
-from ddp_train.config.hardware import detect_hardware, hardware_description, versions
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import visible_devices
+from ddp_train.hardware import detect_hardware, hardware_description, versions
 
 RUN_INSIDE_TRIALS = ("study/step_times.py", "study/gradient_probe.py")
 """Modules of studies that run inside a trial, and so belong to its conditions."""

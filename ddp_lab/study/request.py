@@ -13,16 +13,16 @@ import yaml
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind_fields
-from ddp_train.config.hardware import Hardware, detect_hardware
-from ddp_train.config.key import range_of
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.processes import KEY
 from ddp_train.config.program import Program
-from ddp_train.config.schema import Config
 from ddp_train.config.validate import check, check_rules, section_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware, detect_hardware
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.options.key import range_of
+from ddp_train.options.schema import Config
 from ddp_train.text import did_you_mean
 
 STUDY_KEYS = ("mode", "study", "run_dir", "name")
@@ -106,7 +106,7 @@ def read_request(program: Program, overrides: list[str]) -> Request:
 
 
 def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
-    """Binds the settings to a dataclass whose fields are made by `config.key.key`. Raises
+    """Binds the settings to a dataclass whose fields are made by `options.key.key`. Raises
     ConfigError."""
     problems: list[str] = []
     bound = bind_fields(schema, "study.", settings, problems)

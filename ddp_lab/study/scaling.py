@@ -16,9 +16,9 @@ from ddp_lab.study.provenance import load_at_start, provenance
 from ddp_lab.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_lab.study.results import interval_samples_per_second
 from ddp_lab.study.trials import TRAIN_ONLY, Outcome, Trial, run_or_load, trial_session
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.key import AUTO, key
 from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.hardware import Hardware
+from ddp_train.options.key import AUTO, key
 from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.telemetry.pages.charts import Axis, Curve, curves
 from ddp_train.telemetry.pages.report import Plot, Report

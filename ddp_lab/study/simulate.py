@@ -28,10 +28,10 @@ from ddp_lab.study.cost_model import (
 from ddp_lab.study.provenance import provenance
 from ddp_lab.study.request import Request, bind_settings
 from ddp_lab.study.trials import lock_run_dir
-from ddp_train.config.key import key
 from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
 from ddp_train.linux import end_with_parent
+from ddp_train.options.key import key
 from ddp_train.telemetry.pages.charts import Axis, Curve, curves
 from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.tables import Table

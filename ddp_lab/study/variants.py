@@ -13,10 +13,10 @@ from typing import Any, Union
 
 from ddp_lab.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
 from ddp_lab.study.results import METRICS
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.key import AUTO, key
-from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware
+from ddp_train.options.key import AUTO, key
+from ddp_train.options.schema import Config
 from ddp_train.text import did_you_mean
 
 LAYOUTS = ("comparison", "runs", "growth")

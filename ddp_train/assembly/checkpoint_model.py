@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.assembly import setup
-from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
@@ -19,6 +18,7 @@ from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, TaskError
 from ddp_train.models.zoo import build_model
+from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.choose import TASKS
 from ddp_train.tasks.own import complete

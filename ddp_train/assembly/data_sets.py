@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_train.config.options.custom import NOT_TELLING, CustomDataConfig
-from ddp_train.config.schema import Config
 from ddp_train.config.user_code import (
     build_transforms,
     call_of,
@@ -24,13 +22,15 @@ from ddp_train.data.augment import Erasing
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.built_in import build_datasets
 from ddp_train.data.datasets import ArraySource, BatchSource, digests
-from ddp_train.data.image_folder import FolderSource
+from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.own import UserDataset
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.sample_facts import training_weights
 from ddp_train.data.splits import Splits, parted
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
 from ddp_train.errors import ConfigError, DataError, PeerError
+from ddp_train.options.custom import NOT_TELLING, CustomDataConfig
+from ddp_train.options.schema import Config
 from ddp_train.text import first_line, shown
 
 log = logging.getLogger(__name__)

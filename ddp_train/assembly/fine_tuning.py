@@ -13,15 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.config.auto import optimizer_at_batch
-from ddp_train.config.options.custom import CustomOptimizerConfig
-from ddp_train.config.options.model import TorchvisionConfig
-from ddp_train.config.options.optimizer import MuonConfig
-from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.errors import ConfigError, DataError, ModelError
+from ddp_train.models.config import TorchvisionConfig
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.pretrained import (
     Origin,
@@ -31,8 +28,11 @@ from ddp_train.models.pretrained import (
     torchvision_weights,
 )
 from ddp_train.optim.groups import MATCH, depths_of, parameter_groups
-from ddp_train.optim.muon import apart, hidden_matrices
+from ddp_train.optim.muon.config import MuonConfig
+from ddp_train.optim.muon.optimizer import apart, hidden_matrices
 from ddp_train.optim.optimizers import build_optimizer
+from ddp_train.options.custom import CustomOptimizerConfig
+from ddp_train.options.schema import Config
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import did_you_mean, shown
 from ddp_train.training import saved

@@ -11,8 +11,6 @@ import torch
 
 from ddp_train.config import metrics
 from ddp_train.config.metrics import FurtherMetric
-from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.schema import DIRECTIONS, Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch import Batch
 from ddp_train.data.datasets import BatchSource
@@ -22,6 +20,8 @@ from ddp_train.engine.scoring import names_with_average
 from ddp_train.engine.selection import AUTO, Best, Selection
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import ConfigError
+from ddp_train.options.custom import CustomConfig
+from ddp_train.options.schema import Config, built_in_directions
 from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, NamedMetric, Predictions
 from ddp_train.tasks.task import ModelWithTask, ScoreSums, Task, can_predict
 from ddp_train.tasks.try_out import undisturbed
@@ -115,7 +115,7 @@ def directions(module: ModelWithTask) -> dict[str, str | None]:
     own may have that of the built-in metric of its name. None for a further metric whose direction
     nobody knows. That of a metric of the average of the weights is the metric's own."""
     better = {
-        **DIRECTIONS,
+        **built_in_directions(),
         **module.task.better,
         **(module.further.better if module.further else {}),
     }
@@ -141,7 +141,7 @@ def check_metrics(
             f"task._target_={own}: better[{name!r}]: there is no metric {name}, but"
             f" {', '.join(names)}{did_you_mean(name, names)}"
             for name in module.task.better
-            if own and name not in names and name not in DIRECTIONS  # inherited, perhaps
+            if own and name not in names and name not in built_in_directions()  # inherited, perhaps
         ]
         all_names = names_with_average(names) if averaged else names
         problems += metrics.unusable(config, all_names, directions(module))

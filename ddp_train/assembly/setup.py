@@ -17,8 +17,6 @@ from ddp_train.assembly.fine_tuning import UnfreezeHook, optimizer_of, trained_p
 from ddp_train.assembly.metrics import build_further
 from ddp_train.config.auto import CAPTURED_IF_IT_PAYS, warmup_asked
 from ddp_train.config.metrics import further
-from ddp_train.config.options.model import FineTuning
-from ddp_train.config.schema import Config
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
@@ -36,10 +34,12 @@ from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.zoo import build_model
 from ddp_train.optim.ema import WeightAverage
-from ddp_train.optim.schedules import build_schedule
+from ddp_train.optim.schedules.factors import build_schedule
 from ddp_train.optim.stepper import Stepper
+from ddp_train.options.model import FineTuning
+from ddp_train.options.schema import Config
 from ddp_train.parallel.alone import Alone
-from ddp_train.parallel.ordered_reduction import OrderedReduction
+from ddp_train.parallel.ordered.reduction import OrderedReduction
 from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, Single, Strategy
 from ddp_train.performance import switches
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream

@@ -18,13 +18,14 @@ from hydra.errors import HydraException
 
 import ddp_train
 from ddp_train.config.bind import is_section, key_named_like, own_keys
-from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.overrides import register_schema
 from ddp_train.config.program import CONFIG_DIR, PRESETS, Program
 from ddp_train.config.reuse import KEY, OF_A_RUN
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.options.custom import CustomConfig
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SECTIONS, Config
 from ddp_train.resilience.preemption import stop_signals
 from ddp_train.sweeps.trials import Trials
 from ddp_train.text import did_you_mean, shown

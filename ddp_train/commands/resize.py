@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from ddp_train.config.freeze import FILE, load_frozen
-from ddp_train.config.key import range_of
 from ddp_train.config.program import typed
-from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.launcher.resize import address, other_end, received
 from ddp_train.launcher.size import shown_counts
+from ddp_train.options.key import range_of
+from ddp_train.options.schema import Config
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.text import did_you_mean, word

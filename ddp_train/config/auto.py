@@ -7,14 +7,16 @@ import dataclasses
 import math
 from typing import Any
 
-from ddp_train.config.hardware import Hardware, why_no_triton
-from ddp_train.config.key import range_of
-from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.options.strategy import OrderedConfig
 from ddp_train.config.processes import counts_of, first_count, hosts_at_start
-from ddp_train.config.schema import OPTIONS, Config, TuningConfig
 from ddp_train.distributed.environment import new_run_id, range_of_hosts
 from ddp_train.distributed.world import World
+from ddp_train.hardware import Hardware, why_no_triton
+from ddp_train.options.custom import CustomConfig
+from ddp_train.options.key import range_of
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import TuningConfig
+from ddp_train.parallel.ordered.config import OrderedConfig
 
 RESIDENT_SHARE = 0.25
 """Part of a GPU's memory that a data set may take for data.placement=auto to hold it there."""

@@ -14,11 +14,12 @@ from typing import Any, TypeGuard
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException, ValidationError
 
-from ddp_train.config.key import broken_rule
-from ddp_train.config.options.custom import CustomConfig
 from ddp_train.config.program import CLOSE
-from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config, schema_of
 from ddp_train.config.values import from_environment, is_secret
+from ddp_train.options.custom import CustomConfig
+from ddp_train.options.key import broken_rule
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SCALARS, SECTIONS, Config, schema_of
 from ddp_train.text import did_you_mean, shown
 
 _TYPE_NAMES = {

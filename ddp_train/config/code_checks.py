@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config import metrics
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.custom import CustomConfig, hooks_of
-from ddp_train.config.schema import Config
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.distributed.world import World
+from ddp_train.hardware import Hardware
+from ddp_train.options.custom import CustomConfig, hooks_of
+from ddp_train.options.schema import Config
 from ddp_train.text import shown
 
 TRUSTED_MODULES = (

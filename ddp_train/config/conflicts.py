@@ -14,13 +14,14 @@ from typing import Any
 
 from ddp_train.config import fine_tuning, metrics
 from ddp_train.config.auto import OWN_GRAPHS, capture_blockers, process_count, why_no_buckets
-from ddp_train.config.hardware import Hardware, why_no_triton
-from ddp_train.config.key import range_of
-from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.options.optimizer import SgdConfig
-from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
-from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
+from ddp_train.hardware import Hardware, why_no_triton
+from ddp_train.optim.config import SgdConfig
+from ddp_train.options.custom import CustomConfig
+from ddp_train.options.key import range_of
+from ddp_train.options.schema import Config
+from ddp_train.parallel.ddp.config import DdpConfig
+from ddp_train.parallel.ordered.config import OrderedConfig
 from ddp_train.text import counted, shown
 
 

@@ -8,9 +8,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from ddp_train.config.options.custom import NOT_TELLING, CustomDataConfig
-from ddp_train.config.options.data import TextConfig, TokensConfig
-from ddp_train.config.schema import Config
+from ddp_train.data.corpus.config import TextConfig, TokensConfig
+from ddp_train.options.custom import NOT_TELLING, CustomDataConfig
+from ddp_train.options.schema import Config
 from ddp_train.text import did_you_mean, shown
 
 SPLITS = ("train", "validation", "test")

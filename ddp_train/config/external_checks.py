@@ -17,14 +17,17 @@ from typing import Any
 
 from ddp_train.config import code_checks
 from ddp_train.config.data_checks import missing_data, wrong_own_data
-from ddp_train.config.hardware import Hardware
 from ddp_train.config.migrate import bind_frozen, migrated
-from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
-from ddp_train.config.options.model import GptConfig, TorchvisionConfig
-from ddp_train.config.options.strategy import OrderedConfig
-from ddp_train.config.schema import OPTIONS, SECTIONS, TRACKERS, Config
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DiskFullError
+from ddp_train.hardware import Hardware
+from ddp_train.models.config import TorchvisionConfig
+from ddp_train.models.gpt.config import GptConfig
+from ddp_train.options.custom import CustomConfig, CustomDataConfig
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SECTIONS, Config
+from ddp_train.options.sections import TRACKERS
+from ddp_train.parallel.ordered.config import OrderedConfig
 from ddp_train.resilience.checkpoint_files import MANIFEST, places, read_manifest
 from ddp_train.text import did_you_mean, shown
 

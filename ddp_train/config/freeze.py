@@ -14,10 +14,10 @@ from typing import Any
 import yaml
 
 from ddp_train.config.external_checks import unwritten
-from ddp_train.config.hardware import Hardware, hardware_description, versions
 from ddp_train.config.migrate import bind_frozen
-from ddp_train.config.schema import Config, schema_of
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware, hardware_description, versions
+from ddp_train.options.schema import Config, schema_of
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_text

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.schema import DIRECTIONS, OPTIONS, Config
+from ddp_train.options.custom import CustomConfig
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import Config, built_in_directions
 from ddp_train.text import OF_AVERAGE, RESERVED, did_you_mean, shown, snake_case
 
 AUTO = "auto"
@@ -275,5 +276,5 @@ def read_objective(objective: str, summary: dict[str, Any]) -> tuple[str, float 
     name = objective_name(objective, bool(summary.get("validation")))
     split, _, metric = name.partition(".")
     value = summary.get(name) if name in MEASURED else (summary.get(split) or {})[metric]
-    better = MEASURED.get(name) or summary.get("better", DIRECTIONS).get(metric) or "min"
+    better = MEASURED.get(name) or summary.get("better", built_in_directions()).get(metric) or "min"
     return name, value if isinstance(value, int | float) and math.isfinite(value) else None, better

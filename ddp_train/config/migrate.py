@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ddp_train.config.bind import bind
-from ddp_train.config.key import range_of
-from ddp_train.config.schema import Config
+from ddp_train.options.key import range_of
+from ddp_train.options.schema import Config
 
 
 def migrated(values: dict[str, Any]) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_train.config import metrics, reuse
 from ddp_train.config.bind import all_keys, bind, no_list, own_keys
 from ddp_train.config.code_checks import package_of
-from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.presets import chosen_presets, content_of, nameless, schema_name
 from ddp_train.config.program import PRESETS, Program
-from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.user_code import torch_optimizers
 from ddp_train.config.values import as_typed, in_quotes, leaves, plain, quoted, unclosed
 from ddp_train.errors import ConfigError
+from ddp_train.options.custom import CustomConfig, hooks_of
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SCALARS, SECTIONS, Config
 from ddp_train.text import did_you_mean, shown
 
 if TYPE_CHECKING:

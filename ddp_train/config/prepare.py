@@ -14,15 +14,16 @@ from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.conflicts import notices
 from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritten
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
-from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.overrides import Overrides, read_config, read_overrides
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.reuse import held_config
-from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware, detect_hardware
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import Config
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.lost_hosts import FILE as LOST_HOSTS
 

@@ -13,9 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_train.config.bind import no_list
 from ddp_train.config.program import PRESETS, Program
-from ddp_train.config.schema import OPTIONS, SECTIONS
 from ddp_train.config.values import leaves
 from ddp_train.errors import ConfigError
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SECTIONS
 from ddp_train.text import did_you_mean, shown
 
 UNNAMED = 'in "<unicode string>", '

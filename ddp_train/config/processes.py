@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.key import Range, range_of
-from ddp_train.config.options.strategy import OrderedConfig
-from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
+from ddp_train.hardware import Hardware
+from ddp_train.options.key import Range, range_of
+from ddp_train.options.schema import Config
+from ddp_train.parallel.ordered.config import OrderedConfig
 
 KEY = "launch.nproc_per_node"
 HOSTS = "launch.nnodes"

@@ -14,7 +14,7 @@ from ddp_train.config.bind import custom_fields
 from ddp_train.config.external_checks import manifest_config
 from ddp_train.config.migrate import migrated
 from ddp_train.config.program import FOLDER, PRESETS, sets_a_run
-from ddp_train.config.schema import OPTIONS
+from ddp_train.options.registry import OPTIONS
 
 KEY = "config"
 OF_A_RUN = "the config of an earlier run, its folder or its config.yaml, which further words change"

@@ -18,9 +18,9 @@ from ddp_train.config.code_checks import (
     is_trusted,
     trusted_for,
 )
-from ddp_train.config.options.custom import CustomConfig, hooks_of
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
+from ddp_train.options.custom import CustomConfig, hooks_of
 from ddp_train.text import did_you_mean
 
 

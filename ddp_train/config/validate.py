@@ -9,13 +9,13 @@ from typing import Any
 
 from ddp_train.config import conflicts, external_checks, fine_tuning
 from ddp_train.config.auto import process_count
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.key import broken_rule, range_of
 from ddp_train.config.processes import hosts_at_start, problems_of_hosts
 from ddp_train.config.processes import problems as range_problems
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import hosts_requested, srun_tasks
 from ddp_train.distributed.world import World
+from ddp_train.hardware import Hardware
+from ddp_train.options.key import broken_rule, range_of
+from ddp_train.options.schema import Config
 from ddp_train.text import counted, shown
 
 MOST_BESIDE = 256

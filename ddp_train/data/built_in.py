@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from ddp_train.data import augment as augmentation
-from ddp_train.data.corpus import text_sources, token_sources
+from ddp_train.data.corpus.sources import text_sources, token_sources
 from ddp_train.data.datasets import ArraySource, BatchSource
-from ddp_train.data.image_folder import FolderSource
+from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.rng import hash_key
 from ddp_train.errors import DataError
 

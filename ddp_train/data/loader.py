@@ -10,7 +10,7 @@ import torch
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource, HeldSource
-from ddp_train.data.image_folder import FolderSource
+from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.mix import Mix
 from ddp_train.data.rows import normalised_rows_by
 from ddp_train.data.streams.batch_stream import BatchReader, BatchStream

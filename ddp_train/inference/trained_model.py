@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from ddp_train.assembly import checkpoint_model
 from ddp_train.config.code_checks import code_problems
 from ddp_train.config.migrate import bind_frozen
-from ddp_train.config.options.custom import CustomDataConfig
-from ddp_train.config.schema import Config
 from ddp_train.config.user_code import build_transforms
-from ddp_train.data.corpus import Bytes, Tokenizer
+from ddp_train.data.corpus.sources import Bytes, Tokenizer
 from ddp_train.data.raw import ImageInput, TextInput, ToInput, TransformedInput, numbers
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.inference.predictions import checked_columns, labels_of
+from ddp_train.options.custom import CustomDataConfig
+from ddp_train.options.schema import Config
 from ddp_train.tasks.task import has_own_columns
 from ddp_train.training import saved
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.freeze import freeze
-from ddp_train.config.hardware import gpu_names, unreachable_gpus
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import gpu_names, unreachable_gpus
 from ddp_train.launcher.resize import Requests
 from ddp_train.launcher.size import Change, Size
+from ddp_train.options.schema import Config
 from ddp_train.resilience.heartbeat import StatusBoard
 from ddp_train.text import counted
 

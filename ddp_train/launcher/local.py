@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import worker_descriptors, worker_environment
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, LaunchError, WriteError
@@ -28,6 +27,7 @@ from ddp_train.launcher.size import is_of_device
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workload import Workload
 from ddp_train.linux import adopting_orphans, oom_kills
+from ddp_train.options.schema import Config
 from ddp_train.resilience import collectives, failure_report
 from ddp_train.resilience.hang_detector import HangDetector, note_late, working_stack
 from ddp_train.resilience.heartbeat import STARTING, StatusBoard

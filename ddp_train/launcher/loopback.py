@@ -6,9 +6,9 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from ddp_train.config.schema import Config
 from ddp_train.errors import PeerError
 from ddp_train.launcher.workload import Workload
+from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report
 
 

@@ -27,13 +27,13 @@ from pathlib import Path
 
 from ddp_train.config.auto import described
 from ddp_train.config.program import Program
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import BEGUN, REPORTED, agent_environment, stopping_file
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.launcher import meeting_point
 from ddp_train.launcher.local import FINAL
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import children_of, end_with_parent
+from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report, run_lock
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ddp_train.config.schema import Config
+from ddp_train.options.schema import Config
 from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.preemption import (
     INTERRUPTED,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ddp_train.errors import ConfigError
-from ddp_train.models.gpt import Gpt
+from ddp_train.models.gpt.network import Gpt
 from ddp_train.text import first_line
 
 

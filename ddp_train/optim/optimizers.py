@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_train.kernels import interface
-from ddp_train.optim.lars_lamb import Lamb, Lars
-from ddp_train.optim.muon import Muon
+from ddp_train.optim.lars_lamb.optimizers import Lamb, Lars
+from ddp_train.optim.muon.optimizer import Muon
 
 CLASSES: dict[str, type[Optimizer]] = {
     "sgd": torch.optim.SGD,

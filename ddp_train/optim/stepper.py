@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
-from ddp_train.optim.schedules import Factor
+from ddp_train.optim.schedules.factors import Factor
 from ddp_train.tasks.mean_loss import ExtraPayload, Mean, RunningLoss
 
 

@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddp_train.config.hardware import detect_hardware
-from ddp_train.config.schema import Config, LaunchConfig
 from ddp_train.distributed.environment import (
     PROCESSES,
     launcher_pid,
@@ -27,11 +25,14 @@ from ddp_train.distributed.environment import (
 )
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import detect_hardware
 from ddp_train.launcher.fork_server import ForkServer, can_fork
 from ddp_train.launcher.local import launch
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workload import Workload
 from ddp_train.linux import keep_exit_codes
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import LaunchConfig
 from ddp_train.own_loop.settings import Settings, UsageError, in_words, is_interactive
 from ddp_train.resilience import run_lock
 

@@ -12,7 +12,7 @@ import torch
 from ddp_train.distributed.environment import set_cublas_workspace
 from ddp_train.kernels import interface
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
-from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
+from ddp_train.options.schema import Config
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.runs.summary import Summary
 from ddp_train.telemetry.console import Display

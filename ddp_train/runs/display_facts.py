@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from ddp_train.config.auto import is_launch_bound
-from ddp_train.config.schema import Config
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.errors import ConfigError
+from ddp_train.options.schema import Config
 from ddp_train.performance.bias_lint import biases_before_norm
 from ddp_train.performance.flops import flops_of_samples, one_sample, peak_flops
 from ddp_train.tasks.sampling import write_tokens

@@ -15,9 +15,9 @@ from ddp_train.config.code_checks import package_of
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.program import started
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import world_from_environment
 from ddp_train.errors import ConfigError
+from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ddp_train.assembly import checkpoint_model, metrics, setup
 from ddp_train.assembly.data_sets import common_digests
-from ddp_train.config.options.custom import CustomDataConfig
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
 from ddp_train.data.splits import Splits
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.inference.export import export_model
 from ddp_train.inference.predictions import predicted, write_predictions
+from ddp_train.options.custom import CustomDataConfig
 from ddp_train.runs.context import RunContext
 from ddp_train.training import averaging, saved
 

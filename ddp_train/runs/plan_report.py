@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from ddp_train.config import metrics
 from ddp_train.config.auto import optimizer_at_batch, process_count, warmup_asked
 from ddp_train.config.metrics import further
-from ddp_train.config.schema import TRACKERS, Config, TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.optim.muon import Muon
+from ddp_train.optim.muon.optimizer import Muon
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import TRACKERS, TuningConfig
 from ddp_train.tasks.task import Task
 from ddp_train.telemetry.rates import Rates, shown_flops
 from ddp_train.text import counted, shown, snake_case

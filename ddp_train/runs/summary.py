@@ -12,13 +12,13 @@ from torch import nn
 from ddp_train.assembly import metrics
 from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start
-from ddp_train.config.schema import Config
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.loop import Evaluation, Job
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import WriteError
 from ddp_train.models.zoo import parameter_counts
+from ddp_train.options.schema import Config
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.tasks.score import Score

@@ -16,7 +16,6 @@ from ddp_train.assembly import fine_tuning, metrics, setup
 from ddp_train.assembly.checkpoint_model import facts_of_model, find_checkpoint
 from ddp_train.assembly.data_sets import common_digests, open_datasets, plan_digests, scored_digests
 from ddp_train.config.freeze import to_values
-from ddp_train.config.options.custom import hooks_of
 from ddp_train.config.user_code import build_hooks
 from ddp_train.data.batch import Batch
 from ddp_train.data.datasets import BatchSource, check_same_data
@@ -35,6 +34,7 @@ from ddp_train.engine.step_observers import ReportedHook
 from ddp_train.engine.user_hooks import OwnHooks
 from ddp_train.models.pretrained import Origin, in_words
 from ddp_train.models.zoo import parameter_counts
+from ddp_train.options.custom import hooks_of
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
 from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.heartbeat import StatusBoard

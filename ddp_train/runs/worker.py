@@ -19,7 +19,6 @@ import torch
 from ddp_train.config.auto import described
 from ddp_train.config.freeze import FILE, load_frozen, not_default
 from ddp_train.config.program import import_from_working_folder
-from ddp_train.config.schema import Config
 from ddp_train.distributed import flight_record
 from ddp_train.distributed.environment import launcher_pid, world_from_environment, write_exit_code
 from ddp_train.distributed.preflight import agree
@@ -27,6 +26,7 @@ from ddp_train.distributed.process_group import Store, open_store, session, shar
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError, NonFiniteLossError, PeerError, WriteError
 from ddp_train.linux import end_with_parent
+from ddp_train.options.schema import Config
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
 from ddp_train.resilience import collectives, heartbeat, peer_check
 from ddp_train.resilience.heartbeat import status_on_board

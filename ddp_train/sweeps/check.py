@@ -16,12 +16,12 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import Overrides, read_overrides, register_schema
 from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.program import Program
-from ddp_train.config.schema import Config
 from ddp_train.config.validate import check_rules
+from ddp_train.hardware import Hardware
+from ddp_train.options.schema import Config
 from ddp_train.sweeps import pool as trial_pool
 from ddp_train.sweeps.sweep_overrides import LAUNCHER, OPTUNA, SWEEPER, key, last
 from ddp_train.text import first_line

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddp_train.config.hardware import detect_hardware, hardware_description, versions
 from ddp_train.distributed.environment import visible_devices
+from ddp_train.hardware import detect_hardware, hardware_description, versions
 from ddp_train.launcher.workload import Workload
 from ddp_train.sweeps.baseline import MARK
 from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE, NoPage

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import Config
+from ddp_train.hardware import Hardware
+from ddp_train.options.schema import Config
 from ddp_train.sweeps import sweep_overrides as sweep_words
 
 NAME = "pool"

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 
 from ddp_train.config.metrics import SPLITS, read_objective
 from ddp_train.config.prepare import SWEEP_RESULTS as RESULTS
-from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.options.schema import Config
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED

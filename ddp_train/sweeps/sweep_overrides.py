@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ddp_train.config.metrics import MEASURED, has_validation
-from ddp_train.config.schema import Config
+from ddp_train.options.schema import Config
 from ddp_train.text import word
 
 LAUNCHER = "hydra/launcher"

@@ -13,17 +13,17 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
-from ddp_train.config.hardware import detect_hardware
 from ddp_train.config.metrics import BY_TEST, by_test, direction_of, has_validation, objective_name
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare
 from ddp_train.config.program import Program
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import detect_hardware
 from ddp_train.launcher import local
 from ddp_train.launcher.fork_server import ForkServer, preload
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.options.schema import Config
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 from ddp_train.sweeps import check as sweep_check
 from ddp_train.sweeps import lock as sweep_lock

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.builtin import BuiltIn, Classification, Multilabel, Regression, Segmentation
-from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.language_model.task import LanguageModel
 
 TASKS: dict[str, type[BuiltIn]] = {
     "classification": Classification,

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ddp_train.config.external_checks import changed, of_another_run
 from ddp_train.config.migrate import bind_frozen
-from ddp_train.config.schema import Config
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError, WriteError
+from ddp_train.options.schema import Config
 from ddp_train.resilience.checkpoint_files import place_of, places, step_of
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController

@@ -18,10 +18,10 @@ from ddp_train.assembly.fine_tuning import begin, weights_of
 from ddp_train.config.external_checks import torchvision_classifiers
 from ddp_train.config.fine_tuning import check
 from ddp_train.config.fine_tuning import torchvision_weights as names_of_weights
-from ddp_train.config.hardware import Hardware
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.hardware import Hardware
 from ddp_train.inference.trained_model import load
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.pretrained import begin_with, in_words, read_weights, torchvision_weights

@@ -37,17 +37,19 @@ from ddp_train.config import external_checks
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
 from ddp_train.config.freeze import FILE, freeze, load_frozen, to_text
-from ddp_train.config.hardware import Hardware
 from ddp_train.config.migrate import migrated
-from ddp_train.config.options.custom import CustomConfig, CustomModelConfig
-from ddp_train.config.options.strategy import DdpConfig, OrderedConfig
 from ddp_train.config.overrides import Overrides, compose, read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
 from ddp_train.config.program import Program, started
-from ddp_train.config.schema import OPTIONS, SECTIONS, Config, schema_of
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware
+from ddp_train.options.custom import CustomConfig, CustomModelConfig
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SECTIONS, Config, schema_of
+from ddp_train.parallel.ddp.config import DdpConfig
+from ddp_train.parallel.ordered.config import OrderedConfig
 from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.runs.plan_report import _optimizer
 from ddp_train.sweeps.rows import Writer, outcome

@@ -49,9 +49,7 @@ from ddp_train.assembly.setup import (
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind, field_types, is_section
 from ddp_train.config.freeze import FILE, freeze
-from ddp_train.config.hardware import Hardware
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.schema import OPTIONS, SCALARS, SECTIONS, Config
 from ddp_train.config.validate import check
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
@@ -61,9 +59,12 @@ from ddp_train.data.streams.in_process import InProcessStream
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
+from ddp_train.hardware import Hardware
 from ddp_train.launcher import local, multihost
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workload import workload_of
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SCALARS, SECTIONS, Config
 from ddp_train.parallel import compiled as compiled_ddp
 from ddp_train.parallel.compiled import FLOPS_PER_BYTE_SENT, buckets_by_flops
 from ddp_train.parallel.naming_ddp import BUCKET_MB, ddp_arguments
@@ -1373,7 +1374,7 @@ def test_where_triton_can_make_nothing_it_is_left_out_and_refused(
     asked: str, answer: Any, what: str
 ) -> None:
     words = "model=resnet50 data=synthetic train.max_steps=9999"
-    with mock.patch(f"ddp_train.config.hardware.{asked}", return_value=answer):
+    with mock.patch(f"ddp_train.hardware.{asked}", return_value=answer):
         config = case_of(words, GPU).config
         assert not config.tuning.compile and not config.tuning.triton_kernels
         assert config.reasons["compile"] == config.reasons["triton_kernels"] == what

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from ddp_train.assembly.setup import loader_options
-from ddp_train.config.options.data import ImageFolderConfig
-from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.data import augment
 from ddp_train.data.augment import ERASING_TRIES, Erasing, erase, erased_boxes
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource
+from ddp_train.data.image_folder.config import ImageFolderConfig
 from ddp_train.data.loader import Loader
 from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.own import UserDataset
@@ -30,6 +29,8 @@ from ddp_train.data.rng import uniform
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import TuningConfig
 from ddp_train.tasks.builtin import Classification
 from tests.support.jobs import config_of, datasets_of, job_of, largest_difference
 from tests.support.ranks import on_ranks

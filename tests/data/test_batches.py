@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_train.assembly.data_sets import open_datasets, plan_digests
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.data import DigitsConfig, LinearRegressionDataConfig
-from ddp_train.config.schema import Config
 from ddp_train.config.validate import check
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
+from ddp_train.data.config import DigitsConfig, LinearRegressionDataConfig
 from ddp_train.data.datasets import check_same_data
 from ddp_train.data.own import UserDataset
 from ddp_train.data.padding import padded
@@ -32,6 +30,8 @@ from ddp_train.data.splits import Splits, parted
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit, train
 from ddp_train.errors import ConfigError, DataError, PeerError
+from ddp_train.hardware import Hardware
+from ddp_train.options.schema import Config
 from ddp_train.runs.plan_report import plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks

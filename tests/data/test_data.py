@@ -24,25 +24,25 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from ddp_train.config import external_checks
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.data import (
+from ddp_train.data import augment, rng
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
+from ddp_train.data.config import (
     Cifar10Config,
     DigitsConfig,
-    ImageFolderConfig,
     LinearRegressionDataConfig,
     MnistConfig,
     SyntheticConfig,
 )
-from ddp_train.config.schema import TuningConfig
-from ddp_train.data import augment, rng
-from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import ArraySource, BatchSource
+from ddp_train.data.image_folder.config import ImageFolderConfig
 from ddp_train.data.own import UserDataset
 from ddp_train.data.streams.resident import ResidentStream
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.hardware import Hardware
 from ddp_train.linux import children_of, state_of
+from ddp_train.options.sections import TuningConfig
 from ddp_train.resilience.failure_report import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
 from tests.support.commands import wait_until

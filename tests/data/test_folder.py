@@ -17,15 +17,20 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from ddp_train.config.auto import resolve
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.data import ImageFolderConfig
-from ddp_train.config.schema import TuningConfig
 from ddp_train.data import crop
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
-from ddp_train.data.image_folder import IMAGENET_MEAN, IMAGENET_STD, FolderSource, require_decoder
+from ddp_train.data.image_folder.config import ImageFolderConfig
+from ddp_train.data.image_folder.source import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    FolderSource,
+    require_decoder,
+)
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.hardware import Hardware
+from ddp_train.options.sections import TuningConfig
 from tests.support.commands import THREE, read, run, weights
 from tests.support.jobs import config_of, datasets_of, loader_of
 from tests.support.ranks import on_ranks

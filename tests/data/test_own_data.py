@@ -31,10 +31,7 @@ from ddp_train.assembly.data_sets import (
 )
 from ddp_train.config import metrics
 from ddp_train.config.external_checks import CHECKS
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.custom import CustomDataConfig
 from ddp_train.config.overrides import read_config, read_overrides
-from ddp_train.config.schema import Config
 from ddp_train.data import shards
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.loader import Loader, LoaderOptions
@@ -44,6 +41,9 @@ from ddp_train.data.shards import INDEX, TarShards
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
+from ddp_train.hardware import Hardware
+from ddp_train.options.custom import CustomDataConfig
+from ddp_train.options.schema import Config
 from ddp_train.tensor_tree import tensors
 from tests.support.commands import PROGRAM
 from tests.support.jobs import config_of, loader_of, table

@@ -19,13 +19,13 @@ from torch.nn import functional
 from ddp_train import all_gather
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import Hardware
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.exchange import tensors_from_all_ranks
 from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.hardware import Hardware
 from ddp_train.parallel.strategy import DataParallel
 from tests.support.jobs import config_of, job_of, largest_difference
 from tests.support.ranks import on_ranks

@@ -30,14 +30,13 @@ from torch import Tensor, nn
 from torchvision.models import list_models, resnet18, resnet50
 
 from ddp_train.assembly.setup import AUTOCAST
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.data import DigitsConfig
-from ddp_train.config.schema import TuningConfig
 from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.config import DigitsConfig
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, evaluate, train
 from ddp_train.errors import NonFiniteLossError
+from ddp_train.hardware import Hardware
 from ddp_train.kernels.conv_sums import (
     Case,
     ConvSums,
@@ -45,14 +44,15 @@ from ddp_train.kernels.conv_sums import (
     fastest_kernel,
     milliseconds_saved,
 )
-from ddp_train.models.gpt import Gpt
+from ddp_train.models.gpt.network import Gpt
+from ddp_train.options.sections import TuningConfig
 from ddp_train.performance import worth_capturing
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.performance.switches import tune_model
 from ddp_train.performance.worth_capturing import CaptureTrial
 from ddp_train.tasks.builtin import Classification, Segmentation
-from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor, hardware_monitor_for
 from tests.campaigns import lost_gpus

@@ -24,20 +24,18 @@ from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.config import metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.conflicts import notices
-from ddp_train.config.options.custom import CustomDataConfig
-from ddp_train.config.options.data import (
-    DigitsConfig,
-    ImageFolderConfig,
-    LinearRegressionDataConfig,
-)
-from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.config import DigitsConfig, LinearRegressionDataConfig
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.image_folder.config import ImageFolderConfig
 from ddp_train.data.splits import Splits, parted
 from ddp_train.distributed.world import World
 from ddp_train.engine.selection import Best, Selection
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.options.custom import CustomDataConfig
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import Config
 from ddp_train.sweeps import sweep_overrides as sweep_words
 from ddp_train.sweeps.rows import outcome
 from ddp_train.sweeps.trials import Trials

@@ -13,9 +13,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "ddp_train"
 LABORATORY = ROOT / "ddp_lab"
 
+OPTION_CLASSES = "the modules config.py of the rooms"
+"""The classes of options, each beside its implementation: a layer of its own."""
+
 ROOMS = [
     *("errors", "text", "linux", "tensor_tree"),
-    *("distributed", "resilience", "telemetry", "config", "launcher"),
+    *("distributed", "hardware", "options", OPTION_CLASSES),
+    *("resilience", "telemetry", "config", "launcher"),
     *("sweeps", "commands"),
     "kernels",
     *("data", "models", "tasks", "optim", "parallel", "performance"),
@@ -45,6 +49,15 @@ WITH_TORCH = [
 ]
 """How the names of modules begin that import torch, which only workers may do. All others run
 before a config is valid, and must answer a typo within half a second."""
+
+
+def is_option_class(module: str) -> bool:
+    """Tell whether a module is the config.py of a room or of a package in it."""
+    return module.endswith(".config")
+
+
+def room_of(module: str) -> str:
+    return OPTION_CLASSES if is_option_class(module) else module.split(".")[1]
 
 
 def modules_of(package: Path) -> dict[str, Path]:
@@ -77,7 +90,7 @@ IMPORTS = {
 def arrows() -> set[tuple[str, str]]:
     """Pairs of rooms of the core of which the first imports the second."""
     pairs = {
-        (name.split(".")[1], other.split(".")[1])
+        (room_of(name), room_of(other))
         for name in modules_of(CORE)
         for other in IMPORTS[name]
         if "." in other
@@ -86,9 +99,15 @@ def arrows() -> set[tuple[str, str]]:
 
 
 def test_imports_go_down() -> None:
-    assert {name.split(".")[1] for name in modules_of(CORE)} == set(ROOMS)
+    assert {room_of(name) for name in modules_of(CORE)} == set(ROOMS)
     upward = [(one, other) for one, other in arrows() if ROOMS.index(other) > ROOMS.index(one)]
     assert not upward, f"imports that go up: {upward}"
+
+
+def test_classes_of_options_import_only_the_ground() -> None:
+    allowed = {"errors", "text", "options", OPTION_CLASSES}
+    upward = {other for room, other in arrows() if room == OPTION_CLASSES} - allowed
+    assert not upward
 
 
 def test_the_core_never_imports_the_laboratory() -> None:
@@ -110,7 +129,8 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
     """Constructors take plain values: no collaborator of the loop imports the config."""
     collaborators = ["distributed", "resilience", "telemetry", "data", "models", "tasks", "optim"]
     collaborators += ["kernels", "parallel", "performance", "engine"]
-    assert not {room for room, other in arrows() if room in collaborators and other == "config"}
+    of_a_config = {"options", OPTION_CLASSES, "config"}
+    assert not {pair for pair in arrows() if pair[0] in collaborators and pair[1] in of_a_config}
 
 
 def test_kernels_are_reached_by_their_interface_alone() -> None:
@@ -161,7 +181,9 @@ sys.exit(kernels != {"ddp_train.kernels.interface"})
 @pytest.mark.slow
 def test_torch_is_not_imported_before_the_config_is_valid() -> None:
     """One process imports all modules; the first one behind which torch is there is named."""
-    modules = [name for name in IMPORTS if not name.startswith(tuple(WITH_TORCH))]
+    modules = [
+        name for name in IMPORTS if is_option_class(name) or not name.startswith(tuple(WITH_TORCH))
+    ]
     run_in_new_interpreter(f"""
 import importlib, sys
 for name in {modules!r}:

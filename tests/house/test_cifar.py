@@ -20,11 +20,11 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_train.config.hardware import Hardware
 from ddp_train.config.validate import check
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.hardware import Hardware
 from ddp_train.performance.cuda_graph import GraphedStepper
 from examples import get_cifar10
 from examples.cifar import FilterMuon, Net, Pictures, orthogonalised, whitening

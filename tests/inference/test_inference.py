@@ -16,11 +16,9 @@ from torch import nn
 
 import ddp_train
 from ddp_train.assembly.data_sets import open_datasets
-from ddp_train.config.options.custom import CustomConfig, CustomDataConfig
-from ddp_train.config.options.data import DigitsConfig
-from ddp_train.config.schema import Config
+from ddp_train.data.config import DigitsConfig
 from ddp_train.data.datasets import ArraySource
-from ddp_train.data.image_folder import FolderSource
+from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.raw import ImageInput
 from ddp_train.errors import ConfigError, DataError, TaskError, WriteError
 from ddp_train.inference.export import export_model
@@ -31,9 +29,11 @@ from ddp_train.inference.predictions import (
     write_predictions,
 )
 from ddp_train.inference.trained_model import _predictions
+from ddp_train.options.custom import CustomConfig, CustomDataConfig
+from ddp_train.options.schema import Config
 from ddp_train.runs.inference_run import _refuse_other_data
 from ddp_train.tasks.builtin import Multilabel, Regression, Segmentation
-from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.task import Task
 from tests.support.commands import ONE, THREE, environment, fatal_lines, read, run
 from tests.support.jobs import datasets_of

@@ -45,13 +45,13 @@ from ddp_lab.doctor import (
 )
 from ddp_lab.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
 from ddp_lab.doctor.isolated_check import IsolatedCheck, NoAnswerError
-from ddp_train.config.hardware import Hardware, detect_hardware
 from ddp_train.config.prepare import prepare
-from ddp_train.config.schema import Config
 from ddp_train.distributed.environment import EXIT_CODE_FILE
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, PeerError
+from ddp_train.hardware import Hardware, detect_hardware
 from ddp_train.linux import children_of, state_of
+from ddp_train.options.schema import Config
 from tests.support.commands import (
     LAUNCH,
     PROGRAM,

@@ -25,7 +25,7 @@ from ddp_lab.study.cost_model import Cluster, Link, Step, predict
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.models.gpt import Gpt
+from ddp_train.models.gpt.network import Gpt
 from ddp_train.telemetry.pages.report import Report, as_markdown
 from tests.support.commands import ONE, ROOT, SMALL, metrics, run
 from tests.support.ranks import on_ranks

@@ -22,17 +22,19 @@ from safetensors.torch import load
 from ddp_train.commands import resize as client
 from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.freeze import freeze
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.strategy import OrderedConfig, SingleConfig
-from ddp_train.config.schema import Config, LaunchConfig, TrainConfig
 from ddp_train.config.validate import check, check_rules
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.engine.resize_hook import ResizeHook
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware
 from ddp_train.launcher import resize as launcher_side
 from ddp_train.launcher.resize import Requests, address
 from ddp_train.launcher.size import Change, Size, is_of_device, shown_counts
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import LaunchConfig, TrainConfig
+from ddp_train.parallel.config import SingleConfig
+from ddp_train.parallel.ordered.config import OrderedConfig
 from ddp_train.resilience import run_lock
 from ddp_train.telemetry.metrics_log import MetricsFile
 from tests.campaigns.lost_ranks import board_of, ranks_of

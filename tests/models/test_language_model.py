@@ -18,16 +18,16 @@ from torch.nn import functional
 
 from ddp_train.assembly.setup import build_plan
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import Hardware
 from ddp_train.config.validate import check
 from ddp_train.data.built_in import build_datasets
-from ddp_train.data.corpus import standard_library
+from ddp_train.data.corpus.sources import standard_library
 from ddp_train.data.datasets import check_same_data, digests
 from ddp_train.data.tokens import IGNORED, TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.models.gpt import Gpt
+from ddp_train.hardware import Hardware
+from ddp_train.models.gpt.network import Gpt
 from ddp_train.models.zoo import build_model
 from ddp_train.tasks.sampling import write_tokens
 from tests.support.commands import read, run, weights

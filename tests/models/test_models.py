@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ddp_train.assembly import setup
-from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.options.model import TorchvisionConfig
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.models.config import TorchvisionConfig
+from ddp_train.options.custom import CustomConfig
 from ddp_train.tasks.builtin import Classification, Regression
 from ddp_train.tasks.task import ModelWithTask
 from tests.support.jobs import model_of

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_train.config.freeze import freeze
-from ddp_train.config.hardware import Hardware
 from ddp_train.config.metrics import problems
-from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit, train
 from ddp_train.engine.scoring import score_with_average
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.stepper import Stepper
+from ddp_train.options.schema import Config
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.runs.training_run import Run

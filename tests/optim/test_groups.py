@@ -10,14 +10,15 @@ from torch import Tensor, nn
 
 from ddp_train.config.external_checks import _differences, _of_the_state
 from ddp_train.config.fine_tuning import check
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import OPTIONS, Config
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
 from ddp_train.errors import ConfigError
-from ddp_train.models.gpt import Gpt
+from ddp_train.hardware import Hardware
+from ddp_train.models.gpt.network import Gpt
 from ddp_train.optim.groups import depths_of, parameter_groups
 from ddp_train.optim.optimizers import build_optimizer
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import Config
 from ddp_train.runs.plan_report import plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks

@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
 from ddp_train.assembly.setup import warmup_steps
-from ddp_train.config.options.optimizer import LambConfig, LarsConfig, OptimizerConfig
-from ddp_train.config.schema import OPTIONS
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit, train
 from ddp_train.errors import ConfigError
-from ddp_train.optim.lars_lamb import Lamb, Lars
+from ddp_train.optim.lars_lamb.config import LambConfig, LarsConfig
+from ddp_train.optim.lars_lamb.optimizers import Lamb, Lars
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
+from ddp_train.options.optimizer import OptimizerConfig
+from ddp_train.options.registry import OPTIONS
 from ddp_train.runs.plan_report import plan_rows
 from ddp_train.tasks.mean_loss import RunningLoss
 from tests.support.jobs import config_of, job_of, largest_difference, optimizer_of, table, trained

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torchvision.models import resnet18, vit_b_16
 
-from ddp_train.config.options.optimizer import MuonConfig
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import train
 from ddp_train.errors import ConfigError
-from ddp_train.models.gpt import Gpt
-from ddp_train.optim import muon
-from ddp_train.optim.muon import TOGETHER, Muon, hidden_matrices, orthogonalised
+from ddp_train.models.gpt.network import Gpt
+from ddp_train.optim.muon.config import MuonConfig
+from ddp_train.optim.muon.optimizer import TOGETHER, Muon, hidden_matrices, orthogonalised
+from ddp_train.optim.muon.optimizer import optimizer as muon
 from ddp_train.runs.plan_report import plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks

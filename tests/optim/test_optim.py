@@ -16,20 +16,6 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ddp_train.config.options.optimizer import (
-    AdadeltaConfig,
-    AdamConfig,
-    AdamWConfig,
-    RmspropConfig,
-    SgdConfig,
-)
-from ddp_train.config.options.schedule import (
-    ConstantConfig,
-    CosineConfig,
-    OneCycleConfig,
-    PolynomialConfig,
-    StepConfig,
-)
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.process_group import from_all_ranks
@@ -38,7 +24,15 @@ from ddp_train.engine.loop import fit, train
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.kernels.split_fused import in_parts
 from ddp_train.optim import nan_guard
+from ddp_train.optim.config import AdadeltaConfig, AdamConfig, AdamWConfig, RmspropConfig, SgdConfig
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
+from ddp_train.optim.schedules.config import (
+    ConstantConfig,
+    CosineConfig,
+    OneCycleConfig,
+    PolynomialConfig,
+    StepConfig,
+)
 from ddp_train.optim.stepper import Stepper
 from ddp_train.tasks import mean_loss
 from ddp_train.tasks.mean_loss import Mean, RunningLoss

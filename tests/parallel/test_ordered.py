@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.options.custom import CustomModelConfig
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, evaluate, fit
 from ddp_train.errors import NonFiniteLossError
-from ddp_train.parallel.ordered_reduction import OrderedReduction, Tree
+from ddp_train.options.custom import CustomModelConfig
+from ddp_train.parallel.ordered.reduction import OrderedReduction, Tree
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.training.saved import load_training
 from tests.support.commands import checkpoints, run, weights

@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import OPTIONS
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, train
 from ddp_train.engine.rehearsal import rehearse
 from ddp_train.errors import LaunchError
+from ddp_train.hardware import Hardware
+from ddp_train.options.registry import OPTIONS
 from ddp_train.performance.cuda_graph import WARM_UP_STEPS, GraphedStepper
 from ddp_train.resilience.failure_report import failure_from
 from ddp_train.resilience.heartbeat import RankStatus

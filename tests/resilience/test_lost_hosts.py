@@ -21,13 +21,15 @@ from torch import nn
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.freeze import load_frozen, to_text
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.strategy import OrderedConfig, SingleConfig
-from ddp_train.config.schema import Config, LaunchConfig, TrainConfig
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
+from ddp_train.hardware import Hardware
 from ddp_train.launcher import meeting_point
 from ddp_train.launcher.multihost import OF_A_RANGE, NetworkLocation, _read_exit_codes, command
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import LaunchConfig, TrainConfig
+from ddp_train.parallel.config import SingleConfig
+from ddp_train.parallel.ordered.config import OrderedConfig
 from ddp_train.resilience import lost_hosts, run_lock
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.training.exchanged import Exchanged

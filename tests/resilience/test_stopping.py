@@ -22,12 +22,12 @@ from unittest import mock
 
 import pytest
 
-from ddp_train.config.schema import Config
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.launcher import local
 from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.options.schema import Config
 from ddp_train.resilience import preemption
 from ddp_train.resilience.failure_report import RankStatus
 from ddp_train.resilience.preemption import NEVER, StopController

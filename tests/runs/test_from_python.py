@@ -16,9 +16,9 @@ from torch import nn
 
 import ddp_train
 from ddp_train.config.code_checks import code_problems
-from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.options.data import DigitsConfig
+from ddp_train.data.config import DigitsConfig
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.options.custom import CustomConfig
 from tests.support.commands import LIMIT_SECONDS, ROOT, THREE
 from tests.support.jobs import datasets_of
 

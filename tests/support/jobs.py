@@ -24,17 +24,18 @@ from ddp_train.assembly.setup import (
 )
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.schema import Config, TuningConfig
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
+from ddp_train.hardware import Hardware
 from ddp_train.models.zoo import build_model
 from ddp_train.optim.optimizers import build_optimizer
-from ddp_train.optim.schedules import Factor, build_schedule
+from ddp_train.optim.schedules.factors import Factor, build_schedule
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import TuningConfig
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.task import ModelWithTask
 

@@ -7,7 +7,7 @@ import gc
 import importlib
 
 from ddp_train.config.bind import bind
-from ddp_train.config.schema import OPTIONS
+from ddp_train.options.registry import OPTIONS
 
 for _name in (
     "pytest",

@@ -18,8 +18,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_train.commands import flags as cli
-from ddp_train.config.schema import Config, SweepConfig
 from ddp_train.errors import ConfigError
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import SweepConfig
 from ddp_train.sweeps import pruning as sweep_pruning
 from ddp_train.sweeps import rows as sweep_rows
 from ddp_train.sweeps import trials as sweep

@@ -25,11 +25,12 @@ from unittest import mock
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 
-from ddp_train.config.hardware import Hardware
 from ddp_train.config.prepare import is_of_sweep
-from ddp_train.config.schema import Config, LaunchConfig, SweepConfig
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware
 from ddp_train.linux import children_of, state_of
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import LaunchConfig, SweepConfig
 from ddp_train.resilience import run_lock
 from ddp_train.sweeps import pool as trial_pool
 from ddp_train.sweeps import rows as sweep_rows

@@ -24,7 +24,6 @@ from ddp_train.config import code_checks, metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.freeze import load_frozen
 from ddp_train.config.prepare import prepare
-from ddp_train.config.schema import Config
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.rng import global_states
 from ddp_train.data.splits import Splits
@@ -33,8 +32,9 @@ from ddp_train.engine.loop import evaluate
 from ddp_train.engine.scoring import join_scores
 from ddp_train.engine.selection import Best
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.options.schema import Config
 from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
-from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.own import complete
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask, can_predict

@@ -18,10 +18,6 @@ from torch.utils.data import default_collate
 
 from ddp_train.assembly.metrics import metric_names
 from ddp_train.assembly.setup import build_plan, build_task, loader_options
-from ddp_train.config.options.custom import CustomConfig
-from ddp_train.config.options.model import MlpConfig
-from ddp_train.config.options.task import ClassificationConfig
-from ddp_train.config.schema import Config
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.loader import Loader
@@ -29,10 +25,14 @@ from ddp_train.data.own import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit
 from ddp_train.errors import ConfigError, DataError, TaskError
+from ddp_train.models.config import MlpConfig
+from ddp_train.options.custom import CustomConfig
+from ddp_train.options.schema import Config
 from ddp_train.runs.plan_report import _task as plan_of_task
 from ddp_train.tasks.builtin import BuiltIn, Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.choose import choose
-from ddp_train.tasks.language_model import LanguageModel
+from ddp_train.tasks.config import ClassificationConfig
+from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.own import complete
 from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.task import ModelWithTask, Task

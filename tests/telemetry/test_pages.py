@@ -24,10 +24,10 @@ from scipy import stats
 from ddp_train.commands.compare import compare
 from ddp_train.commands.watch import screen, watch
 from ddp_train.config.freeze import not_default
-from ddp_train.config.options.model import MlpConfig
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.schema import Config
 from ddp_train.errors import ConfigError
+from ddp_train.models.config import MlpConfig
+from ddp_train.options.schema import Config
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
 from ddp_train.resilience.whole_files import write_json

@@ -17,8 +17,8 @@ import pytest
 
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import archive_previous_run, prepare
-from ddp_train.config.schema import TrackerConfig
 from ddp_train.errors import ConfigError
+from ddp_train.options.sections import TrackerConfig
 from ddp_train.telemetry.trackers.delivery import DeliveryLog, TrackerThread
 from ddp_train.telemetry.trackers.mlflow import Mlflow
 from ddp_train.telemetry.trackers.scalars import plain_values, scalars_of

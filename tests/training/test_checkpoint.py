@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from ddp_train.config.freeze import freeze
-from ddp_train.config.schema import Config
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import ConfigError, DataError, WriteError
+from ddp_train.options.schema import Config
 from ddp_train.resilience.checkpoint_files import digest_of, places
 from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.runs import summary

@@ -26,10 +26,11 @@ from fsspec.spec import AbstractFileSystem
 from ddp_lab.prove.configs import for_proof
 from ddp_lab.study.request import resolve_run
 from ddp_train.config.freeze import to_values
-from ddp_train.config.hardware import Hardware
-from ddp_train.config.options.optimizer import SgdConfig
-from ddp_train.config.schema import CheckpointConfig, Config
 from ddp_train.errors import DataError, WriteError
+from ddp_train.hardware import Hardware
+from ddp_train.optim.config import SgdConfig
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import CheckpointConfig
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, place_of, read_manifest
 from ddp_train.resilience.heartbeat import RankStatus

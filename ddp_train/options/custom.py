@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ddp_train.config.key import key
-from ddp_train.config.options.data import DataFacts, mixing_alpha, sample_weights, validation_part
-from ddp_train.config.options.model import FineTuning, ModelFacts
-from ddp_train.config.options.optimizer import Groups, OptimizerFacts
+from ddp_train.options.data import DataFacts, mixing_alpha, sample_weights, validation_part
+from ddp_train.options.key import key
+from ddp_train.options.model import FineTuning, ModelFacts
+from ddp_train.options.optimizer import Groups, OptimizerFacts
 
 NOT_TELLING = ("download", "augment", "transform", "transforms", "target_transform")
 """Arguments of data sets that do not say which samples they have."""

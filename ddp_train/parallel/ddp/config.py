@@ -1,51 +1,13 @@
-"""How replicas are wrapped, and what is true of each strategy."""
+"""The option strategy=ddp."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ddp_train.config.key import key
+from ddp_train.options.key import key
+from ddp_train.options.strategy import StrategyConfig
 from ddp_train.text import shown
-
-
-@dataclass
-class StrategyConfig:
-    """What every strategy answers."""
-
-    name: str = "single"
-    has_process_group: ClassVar[bool] = False
-    """Whether several processes may run, connected by torch.distributed."""
-    spreads_over_gpus: ClassVar[bool] = False
-    """Whether one process uses all visible GPUs."""
-    capture_blocker: ClassVar[str] = ""
-    """Why its step cannot be captured as a CUDA graph."""
-    sync_bn = find_unused_parameters = False
-    comm_hook = "none"
-
-    def sizes_of_buckets(self, asked: str = "default") -> dict[str, Any]:
-        """Those that are given, by their keys. asked: tuning.buckets."""
-        return {}
-
-    def notices(self, processes: int) -> dict[str, bool]:
-        """Of keys without effect, and whether they are asked for."""
-        return {}
-
-
-@dataclass
-class SingleConfig(StrategyConfig):
-    """One process, one device."""
-
-    name: str = "single"
-
-
-@dataclass
-class DpConfig(StrategyConfig):
-    """torch.nn.DataParallel: one process, all visible GPUs."""
-
-    name: str = "dp"
-    spreads_over_gpus: ClassVar[bool] = True
-    capture_blocker: ClassVar[str] = "DataParallel runs in several threads"
 
 
 @dataclass
@@ -109,19 +71,3 @@ class DdpConfig(StrategyConfig):
             for name, default in vars(DdpConfig()).items()
             if processes == 1 and self.is_plain and (value := applies.get(name)) is not None
         }
-
-
-@dataclass
-class OrderedConfig(StrategyConfig):
-    """Gradients summed in a fixed order: the same bits on any number of processes, slower than
-    ddp."""
-
-    name: str = "ordered"
-    has_process_group: ClassVar[bool] = True
-    capture_blocker: ClassVar[str] = "a captured step runs no Python"
-    virtual_shards: int = key(
-        8, "parts of a global batch; a power of two, and a multiple of the processes", at_least=1
-    )
-
-
-STRATEGIES = (SingleConfig, DpConfig, DdpConfig, OrderedConfig)

@@ -4,25 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_train.config.key import key
-
-
-@dataclass
-class ScheduleConfig:
-    """Learning rates as functions of the optimizer step, which is the same on all ranks."""
-
-    name: str = "constant"
-    warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
-    warmup_epochs: float | None = key(
-        None, "length of the warm-up in epochs, in place of warmup_steps", above=0
-    )
-    warmup_at_most: float | None = key(
-        None,
-        "largest part of the run for the warm-up, which is cut to it; null: one as long as the run"
-        " is refused",
-        above=0,
-        below=1,
-    )
+from ddp_train.options.key import key
+from ddp_train.options.schedule import ScheduleConfig
 
 
 @dataclass
@@ -65,6 +48,3 @@ class OneCycleConfig(ScheduleConfig):
     )
     div_factor: float = key(25.0, "lr divided by the first learning rate", at_least=1)
     final_div_factor: float = key(1e4, "first learning rate divided by the last", at_least=1)
-
-
-SCHEDULES = (ConstantConfig, StepConfig, CosineConfig, PolynomialConfig, OneCycleConfig)

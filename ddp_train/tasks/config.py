@@ -1,18 +1,14 @@
-"""What a model is trained for, with its loss and its metrics."""
+"""The tasks for classes and numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddp_train.config.key import key
+from ddp_train.options.key import key
+from ddp_train.options.task import TaskConfig
 
 _CLASS_WEIGHTS = "factor on the loss of each class; the mean stays one over {unit}s"
-
-
-@dataclass
-class TaskConfig:
-    name: str = "auto"
 
 
 @dataclass
@@ -73,31 +69,3 @@ class SegmentationConfig(TaskConfig):
     class_weights: list[float] | None = key(
         None, _CLASS_WEIGHTS.format(unit="valid pixel"), at_least=0
     )
-
-
-@dataclass
-class LanguageModelConfig(TaskConfig):
-    """The next token."""
-
-    metrics: ClassVar[dict[str, str]] = {"loss": "min", "perplexity": "min", "bits_per_byte": "min"}
-    name: str = "language_model"
-    loss: str = key(
-        "cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",)
-    )
-    sample_tokens: int = key(
-        0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0
-    )
-    sample_prompt: str = key("", "beginning of that text", may_be_empty=True)
-    sample_temperature: float = key(
-        0.8, "of that text; towards 0, ever more the likeliest token", above=0
-    )
-
-
-TASKS = (
-    AutoTaskConfig,
-    ClassificationConfig,
-    MultilabelConfig,
-    RegressionConfig,
-    SegmentationConfig,
-    LanguageModelConfig,
-)

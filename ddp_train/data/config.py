@@ -1,0 +1,98 @@
+"""Data sets that are held in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddp_train.options.data import DataConfig, LabelledImagesConfig
+from ddp_train.options.key import key
+
+
+@dataclass
+class DigitsConfig(LabelledImagesConfig):
+    """1,797 handwritten digits, 8x8, that scikit-learn ships; 1,433 to train, 364 to test, no
+    download."""
+
+    name: str = "digits"
+    augment: bool = key(True, "shift each image by up to one pixel")
+
+    images: ClassVar[tuple[int, int, int] | None] = (1797, 1, 8)
+
+
+@dataclass
+class TorchvisionDataConfig(LabelledImagesConfig):
+    root: str = key("data", "folder that holds the data set", is_path=True)
+    download: bool = key(False, "download it if it is missing")
+    augment: bool = key(False, "random shifts; flips too for cifar10 and fashion_mnist")
+
+
+_IDX_FILES = tuple(
+    f"raw/{name}-ubyte"
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+)
+
+
+@dataclass
+class MnistConfig(TorchvisionDataConfig):
+    """60,000 + 10,000 handwritten digits, 28x28."""
+
+    name: str = "mnist"
+    files: ClassVar[tuple[str, ...]] = tuple(f"MNIST/{name}" for name in _IDX_FILES)
+    images: ClassVar[tuple[int, int, int] | None] = (70_000, 1, 28)
+
+
+@dataclass
+class FashionMnistConfig(MnistConfig):
+    """60,000 + 10,000 pieces of clothing, 28x28."""
+
+    name: str = "fashion_mnist"
+    files: ClassVar[tuple[str, ...]] = tuple(f"FashionMNIST/{name}" for name in _IDX_FILES)
+
+
+@dataclass
+class Cifar10Config(TorchvisionDataConfig):
+    """50,000 + 10,000 colour photographs, 32x32."""
+
+    name: str = "cifar10"
+    files: ClassVar[tuple[str, ...]] = tuple(
+        f"cifar-10-batches-py/{name}"
+        for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
+    )
+    images: ClassVar[tuple[int, int, int] | None] = (60_000, 3, 32)
+
+
+@dataclass
+class SyntheticConfig(LabelledImagesConfig):
+    """Random images with a class-dependent pattern, made on the fly: for benchmarks."""
+
+    name: str = "synthetic"
+    samples: int = key(4096, "samples in the training set", at_least=1)
+    test_samples: int = key(1024, "samples in the test set", at_least=1)
+    channels: int = key(3, "channels of an image", at_least=1)
+    image_size: int = key(32, "height and width in pixels", at_least=1)
+    classes: int = key(10, "number of classes", at_least=2)
+
+    def in_memory_bytes(self) -> int:
+        return (self.samples + self.test_samples) * self.channels * self.image_size**2
+
+    def image_shape(self) -> tuple[int, int]:
+        return self.channels, self.image_size
+
+
+@dataclass
+class LinearRegressionDataConfig(DataConfig):
+    """A generated table: y = w x + b + noise."""
+
+    name: str = "linear_regression"
+    is_regression: ClassVar[bool | None] = True
+    samples: int = key(2048, "samples in the training set", at_least=1)
+    test_samples: int = key(512, "samples in the test set", at_least=1)
+    features: int = key(20, "columns of the table", at_least=1)
+    noise: float = key(0.1, "standard deviation of the noise", at_least=0)
+
+    def in_memory_bytes(self) -> int:
+        return (self.samples + self.test_samples) * self.sample_bytes()
+
+    def sample_bytes(self) -> int:
+        return 4 * self.features

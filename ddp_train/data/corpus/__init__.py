@@ -1,0 +1,1 @@
+"""Text and tokens, cut into windows."""

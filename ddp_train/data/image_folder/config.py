@@ -1,0 +1,32 @@
+"""The option data=image_folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddp_train.options.data import LabelledImagesConfig
+from ddp_train.options.key import key
+
+
+@dataclass
+class ImageFolderConfig(LabelledImagesConfig):
+    """One folder per class under ROOT/train and ROOT/val: the layout of ImageNet."""
+
+    name: str = "image_folder"
+    class_folders: ClassVar[tuple[str, ...]] = ("train", "val")
+    root: str = key("data/imagenet", "folder that holds train/ and val/", is_path=True)
+    image_size: int = key(224, "height and width after the crop, in pixels", at_least=1)
+    augment: bool = key(True, "random resized crop and horizontal flip")
+    decode: str = key(
+        "auto",
+        "JPEG decoder: PIL, torchvision in processes, or the GPU; auto: gpu with under 8 cores per"
+        " GPU, else processes",
+        choices=("auto", "pil", "processes", "gpu"),
+    )
+
+    def image_shape(self) -> tuple[int, int]:
+        return 3, self.image_size
+
+    def sample_bytes(self) -> int:
+        return 3 * self.image_size**2  # uint8 until it is on the device

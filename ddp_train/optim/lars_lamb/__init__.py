@@ -1,0 +1,1 @@
+"""LARS and LAMB: a learning rate for each layer."""

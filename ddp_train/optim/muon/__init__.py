@@ -1,0 +1,1 @@
+"""Muon: momentum orthogonalised for matrices, AdamW for the rest."""

@@ -1,0 +1,40 @@
+"""The option optimizer=muon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddp_train.options.key import key
+from ddp_train.options.optimizer import OptimizerConfig
+
+
+@dataclass
+class MuonConfig(OptimizerConfig):
+    """Momentum orthogonalised for matrices, AdamW for the rest. docs/optimizers.md"""
+
+    name: str = "muon"
+    can_be_captured: ClassVar[bool] = True
+    lr: float = key(0.02, "learning rate of matrices after warm-up", above=0)
+    weight_decay: float = key(
+        0.01, "weight decay, decoupled from the gradient, of both methods", at_least=0
+    )
+    momentum: float = key(0.95, "momentum of matrices", at_least=0, below=1)
+    nesterov: bool = key(True, "Nesterov momentum")
+    ns_steps: int = key(5, "iterations that orthogonalise", at_least=1, at_most=20)
+    adjust_lr: str = key(
+        "original",
+        "learning rate by shape: times sqrt(max(1, rows / columns)), or times 0.2 sqrt(max(rows,"
+        " columns)), so that learning rates found for AdamW fit",
+        choices=("original", "match_rms_adamw"),
+    )
+    matrices: list[str] = key(
+        [],
+        "globs over names of what Muon updates; default: weights of two and more dimensions, but of"
+        " embeddings and of the output layer",
+        example="[blocks.*.weight]",
+    )
+    adamw_lr: float = key(3e-4, "learning rate of the rest after warm-up, AdamW's", above=0)
+    beta1: float = key(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
+    beta2: float = key(0.95, "AdamW's decay of the second moment", at_least=0, below=1)
+    eps: float = key(1e-8, "AdamW's, added to the denominator", above=0)

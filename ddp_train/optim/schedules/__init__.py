@@ -1,0 +1,1 @@
+"""Learning rates as functions of the optimizer step."""

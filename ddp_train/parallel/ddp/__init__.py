@@ -1,0 +1,1 @@
+"""DistributedDataParallel: one process per GPU."""

@@ -1,0 +1,1 @@
+"""Gradients summed in a fixed order."""

@@ -1,0 +1,27 @@
+"""The option task=language_model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ddp_train.options.key import key
+from ddp_train.options.task import TaskConfig
+
+
+@dataclass
+class LanguageModelConfig(TaskConfig):
+    """The next token."""
+
+    metrics: ClassVar[dict[str, str]] = {"loss": "min", "perplexity": "min", "bits_per_byte": "min"}
+    name: str = "language_model"
+    loss: str = key(
+        "cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",)
+    )
+    sample_tokens: int = key(
+        0, "tokens of a text that the model writes at the end, to run_dir/sample.txt", at_least=0
+    )
+    sample_prompt: str = key("", "beginning of that text", may_be_empty=True)
+    sample_temperature: float = key(
+        0.8, "of that text; towards 0, ever more the likeliest token", above=0
+    )
