@@ -54,7 +54,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed
 from ddp_train.engine.loop import Evaluation, Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook
-from ddp_train.engine.step_observers import ReportedBatches, ReportedHook, ReportedStepper
+from ddp_train.engine.step_observers import PhaseReports, ReportedBatches, ReportedHook
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules.factors import build_schedule
 from ddp_train.optim.stepper import Stepper
@@ -214,6 +214,7 @@ def time_ours(
     arguments = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
     optimizer = build_optimizer(module.parameters(), "sgd", implementation="foreach", **arguments)
     schedule = build_schedule("cosine", plan.steps, final_factor=0.0)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
     evaluation = Evaluation(
         module=module,
         strategy=strategy,
@@ -225,12 +226,7 @@ def time_ours(
         module=module,
         wrapped=strategy.wrap(module),
         strategy=strategy,
-        stepper=cast(
-            Stepper,
-            ReportedStepper(
-                Stepper(optimizer, schedule, torch.amp.GradScaler("cpu", enabled=False)), status
-            ),
-        ),
+        stepper=Stepper(optimizer, schedule, scaler, observers=[PhaseReports(status)]),
         batches=batches,
         evaluation=evaluation,
         seed_step=StepSeed(SEED, 0, "cpu"),

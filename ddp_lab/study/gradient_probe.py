@@ -7,8 +7,9 @@ Used in a run of one step: micro-batches, strategy and precision are those of th
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
-from ddp_train.optim.stepper import Stepper
+from ddp_train.optim.stepper import StepObserver
 from ddp_train.performance.bias_lint import biases_before_norm
 
 FOLDER = "probe"
@@ -56,13 +57,13 @@ class GradientProbe:
             self.handles = [self.model.register_forward_pre_hook(self._look)]
         else:
             self.facts["unseen"].append("the layers of a compiled model")
-        self.stepper = self.job.stepper
-        self.job.stepper = cast(Stepper, _ProbedStepper(self.stepper, self))
+        self.observer = _FirstUpdate(self.take)
+        self.job.stepper.observers.append(self.observer)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._forget()
-        self.job.stepper = self.stepper
+        self.job.stepper.observers.remove(self.observer)
 
     def _look(self, model: nn.Module, given: tuple[Any, ...]) -> None:
         """Called before the first forward pass."""
@@ -97,12 +98,12 @@ class GradientProbe:
     def take(self) -> None:
         """Before the optimizer step: the gradients are complete, exchanged and as the backward pass
         left them."""
-        scale = self.stepper.scaler.get_scale() if self.stepper.scaled else 1.0
+        scale = self.job.stepper.scaler.get_scale() if self.job.stepper.scaled else 1.0
         if (
-            self.stepper.divisor
+            self.job.stepper.divisor
         ):  # the number of tokens or pixels, by which the optimizer step divides
-            units = self.stepper.divisor()
-            self.stepper.divisor = lambda: units
+            units = self.job.stepper.divisor()
+            self.job.stepper.divisor = lambda: units
             scale *= units
         named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         missing = [name for name, parameter in named.items() if parameter.grad is None]
@@ -134,20 +135,14 @@ class GradientProbe:
         ]
 
 
-class _ProbedStepper:
-    """A Stepper whose first step shows its gradients to the probe. All else is the stepper's
-    own."""
+class _FirstUpdate(StepObserver):
+    """Calls a function before the first optimizer step."""
 
-    def __init__(self, stepper: Stepper, probe: GradientProbe) -> None:
-        self.stepper = stepper
-        self.probe = probe
-        self.taken = False
+    def __init__(self, take: Callable[[], None]) -> None:
+        self.take = take
+        self.is_taken = False
 
-    def step(self) -> None:
-        if not self.taken:
-            self.probe.take()
-            self.taken = True
-        self.stepper.step()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stepper, name)
+    def before_update(self) -> None:
+        if not self.is_taken:
+            self.take()
+            self.is_taken = True

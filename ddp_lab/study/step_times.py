@@ -1,5 +1,4 @@
-"""Times the parts of each training step by wrapping the batches and the stepper of a job; the loop
-is unchanged.
+"""Times the parts of each training step: wraps the batches of a job and observes its stepper.
 
     asked          got                              ready              exchanged       stepped
                    asked
@@ -21,7 +20,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
-from ddp_train.optim.stepper import Stepper
+from ddp_train.optim.stepper import StepObserver
 
 FOLDER = "probe"
 PARTS = ("data", "compute", "exposed", "host")
@@ -63,7 +62,7 @@ class StepTimes:
             if parameter.requires_grad
         ]
         job.batches = _TimedBatches(job.batches, self)
-        job.stepper = cast(Stepper, _TimedStepper(job.stepper, self))
+        self.job.stepper.observers.append(_Marks(self))
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
@@ -144,20 +143,14 @@ class _TimedBatches:
             yield batch
 
 
-class _TimedStepper:
-    """A Stepper whose two methods that the loop calls are timed."""
+class _Marks(StepObserver):
+    """Marks where backward passes and optimizer steps end."""
 
-    def __init__(self, stepper: Stepper, times: StepTimes) -> None:
-        self.stepper = stepper
+    def __init__(self, times: StepTimes) -> None:
         self.times = times
 
-    def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
-        self.stepper.backward(loss, units, micro_batch)
+    def after_backward(self, micro_batch: MicroBatch) -> None:
         self.times.backward_ends()
 
-    def step(self) -> None:
-        self.stepper.step()
+    def after_update(self, steps_done: int) -> None:
         self.times.step_ends()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stepper, name)

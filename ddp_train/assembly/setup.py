@@ -7,7 +7,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from ddp_train.data.sampling import LengthBatches, WeightedDraws
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Job
-from ddp_train.engine.step_observers import ReportedBatches, ReportedStepper
+from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.zoo import build_model
@@ -299,6 +299,7 @@ def build_job(
         "max_grad_norm": config.train.max_grad_norm,
         "allow_missing_grads": strategy.allow_missing_grads,
         "skip_non_finite": config.train.on_non_finite == "skip",
+        "observers": [PhaseReports(status)],
         "average": (
             WeightAverage(module, decay, config.train.ema_warmup, skips, trained.values())
             if decay
@@ -329,7 +330,7 @@ def build_job(
         module=module,
         wrapped=forward,
         strategy=strategy,
-        stepper=cast(Stepper, ReportedStepper(stepper, status)),
+        stepper=stepper,
         batches=ReportedBatches(loader, status),
         evaluation=build_evaluation(config, world, device, module, strategy, scored_source, status),
         seed_step=StepSeed(config.seed, world.rank, device),

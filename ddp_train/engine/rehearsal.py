@@ -6,7 +6,6 @@ import torch
 
 from ddp_train.distributed.process_group import barrier
 from ddp_train.engine.loop import Job
-from ddp_train.engine.step_observers import ReportedStepper
 from ddp_train.performance.cuda_graph import GraphedStepper
 
 
@@ -14,10 +13,7 @@ def rehearse(job: Job) -> None:
     """Captures the training step, and scores the first batch of an evaluation. Nothing is reported
     as done, and the weights stay what they are. Without captured steps, or a whole batch, it does
     nothing."""
-    if isinstance(job.stepper, ReportedStepper):
-        stepper = job.stepper.unreported
-    else:
-        stepper = job.stepper
+    stepper = job.stepper
     if (
         not isinstance(stepper, GraphedStepper)
         or not job.plan.is_full(job.step)

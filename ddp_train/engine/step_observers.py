@@ -1,5 +1,4 @@
-"""Reports to the status board where a rank is, from outside: batches, stepper and hooks know
-nothing of it.
+"""Reports to the status board where a rank is; batches, stepper and hooks know nothing of it.
 
 The launcher reads these phases to tell which rank hangs, and where (resilience/hang_detector.py).
 An assignment to shared memory is all that a report costs.
@@ -8,7 +7,6 @@ An assignment to shared memory is all that a report costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch import Tensor
 
@@ -17,15 +15,15 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Loader
 from ddp_train.engine.loop import Hook, Job
 from ddp_train.errors import PeersLostError
-from ddp_train.optim.stepper import Stepper
+from ddp_train.optim.stepper import StepObserver, Stepper
 from ddp_train.resilience.heartbeat import PHASE_NUMBERS, RankStatus
-from ddp_train.tasks.mean_loss import Mean
+from ddp_train.tasks.mean_loss import Mean, RunningLoss
 
 BACKWARD = PHASE_NUMBERS["backward"]
 OPTIMIZER_STEP = PHASE_NUMBERS["optimizer step"]
 Publish = Callable[[int, Mean], Callable[[], None]]
-"""Takes the number of the step that is being computed, and this process's mean loss since the last
-look, with it. Returns what must be called before the update."""
+"""Called as publish(step, loss): the step that is being computed, and the mean loss of this process
+since the last logging interval. Returns a function to call before the update."""
 
 
 class ReportedBatches:
@@ -60,61 +58,47 @@ class ReportedBatches:
         self.status.phase_number = self.forward
 
 
-class ReportedStepper:
-    """A Stepper that reports its two parts, and the steps that are done. All else, assignments too,
-    is its own."""
+class PhaseReports(StepObserver):
+    """Reports the two parts of a step, and the number of steps that are done."""
 
-    def __init__(self, stepper: Stepper, status: RankStatus) -> None:
-        own = StepReports(stepper, status)
-        parts = {"backward": own.backward, "step": own.step, "continue_from": own.continue_from}
-        vars(self).update(unreported=stepper, reports=own, **parts)
-
-    def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("_") or name == "unreported"
-        ):  # not there yet: while this is copied, for example
-            raise AttributeError(name)
-        return getattr(self.unreported, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.unreported, name, value)
-
-
-class StepReports:
-    """What a ReportedStepper does itself. A class of its own, since Python caches no attribute of
-    one that has a `__getattr__`: a look at each took 0.6 us of a step."""
-
-    def __init__(self, stepper: Stepper, status: RankStatus) -> None:
-        self.stepper = stepper
+    def __init__(self, status: RankStatus) -> None:
         self.status = status
-        self.publish: Publish | None = None
-        """With each step once it is set, before its gradients are exchanged. On the CPU, where
-        looking at a loss costs nothing."""
-        self.published = Mean()
-        self.arrive: Callable[[], None] = lambda: None
 
-    def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
+    def before_backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         self.status.phase_number = BACKWARD
-        if self.publish and micro_batch.is_last:
-            seen = loss.item(), self.stepper.units_seen(units, micro_batch), micro_batch
-            self.published = self.stepper.losses.known_with(*seen)
-            self.arrive = self.publish(self.stepper.steps_done + 1, self.published)
-        self.stepper.backward(loss, units, micro_batch)
 
-    def step(self) -> None:
-        self.arrive()
+    def before_update(self) -> None:
         self.status.phase_number = OPTIMIZER_STEP
-        self.stepper.step()
-        if (
-            self.publish and self.published.sum != self.stepper.losses.known_sum
-        ):  # the step was skipped
-            losses = self.stepper.losses
-            self.publish(self.stepper.steps_done, Mean(losses.known_sum, losses.known_units))
-        self.status.step = self.stepper.steps_done
 
-    def continue_from(self, step: int) -> None:
-        self.stepper.continue_from(step)
-        self.status.step = step
+    def after_update(self, steps_done: int) -> None:
+        self.status.step = steps_done
+
+
+class LossPublisher(StepObserver):
+    """Publishes this process's mean loss with each step, before its gradients are exchanged.
+
+    On the CPU only, where looking at a loss costs nothing.
+    """
+
+    def __init__(self, losses: RunningLoss, publish: Publish) -> None:
+        self.losses = losses
+        self.publish = publish
+        self.published = Mean()
+        self.wait_for_arrival: Callable[[], None] = lambda: None
+
+    def before_backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
+        if micro_batch.is_last:
+            units_seen = Stepper.units_seen(units, micro_batch)
+            self.published = self.losses.known_with(loss.item(), units_seen, micro_batch)
+            self.wait_for_arrival = self.publish(micro_batch.step + 1, self.published)
+
+    def before_update(self) -> None:
+        self.wait_for_arrival()
+
+    def after_update(self, steps_done: int) -> None:
+        was_skipped = self.published.sum != self.losses.known_sum
+        if was_skipped:
+            self.publish(steps_done, Mean(self.losses.known_sum, self.losses.known_units))
 
 
 class ReportedHook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,26 @@ from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.optim.schedules.factors import Factor
 from ddp_train.tasks.mean_loss import ExtraPayload, Mean, RunningLoss
+
+
+class StepObserver:
+    """Called at four points of each step, on every process; a subclass overrides those it needs.
+
+    An observer must not hold the stepper, or anything else that refers to the wrapped model: DDP
+    must be freed before its process group is closed.
+    """
+
+    def before_backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
+        """Called before each backward pass, with the arguments of `Stepper.backward`."""
+
+    def after_backward(self, micro_batch: MicroBatch) -> None:
+        """Called after each; behind the last one of a step DDP has exchanged the gradients."""
+
+    def before_update(self) -> None:
+        """Called before the optimizer step."""
+
+    def after_update(self, steps_done: int) -> None:
+        """Called after the optimizer step, which `steps_done` includes."""
 
 
 class Stepper:
@@ -31,10 +51,11 @@ class Stepper:
         skip_non_finite: bool = False,
         average: WeightAverage | None = None,
         check_gradients: Callable[[], None] = lambda: None,
+        observers: Sequence[StepObserver] = (),
     ) -> None:
         """mean_of_units, check_gradients: see `Strategy`. max_grad_norm: gradients are clipped to
         this norm. allow_missing_grads, skip_non_finite: see `nan_guard.NonFiniteCheck`. average: of
-        the weights, to be kept."""
+        the weights, to be kept. observers: called in this order."""
         self.optimizer = optimizer
         self.factor = factor
         self.scaler = scaler
@@ -42,6 +63,7 @@ class Stepper:
         self.max_grad_norm = max_grad_norm
         self.average = average
         self.check_gradients = check_gradients
+        self.observers = list(observers)
         self.parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]
@@ -114,6 +136,13 @@ class Stepper:
         The backward pass starts from the micro-batch's scale, or from NaN if the loss is not
         finite.
         """
+        for observer in self.observers:
+            observer.before_backward(loss, units, micro_batch)
+        self._backward(loss, units, micro_batch)
+        for observer in self.observers:
+            observer.after_backward(micro_batch)
+
+    def _backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         number: float | Tensor = micro_batch.num_real
         if units is not None:
             self.count(units, micro_batch.scale, micro_batch.is_last)
@@ -149,7 +178,8 @@ class Stepper:
                 self.divisor = self.mean_of_units(torch.stack(self.scaled_units))
                 self.scaled_units.clear()
 
-    def units_seen(self, units: Tensor | None, micro_batch: MicroBatch) -> float | Tensor:
+    @staticmethod
+    def units_seen(units: Tensor | None, micro_batch: MicroBatch) -> float | Tensor:
         """For the mean loss that is reported; a stand-in has none."""
         if units is None or not micro_batch.num_real:
             if units is None or units.is_cpu:
@@ -160,6 +190,13 @@ class Stepper:
     def step(self) -> None:
         """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not
         finite; on a GPU with a fused optimizer it is `mean_loss` that raises it."""
+        for observer in self.observers:
+            observer.before_update()
+        self._step()
+        for observer in self.observers:
+            observer.after_update(self.steps_done)
+
+    def _step(self) -> None:
         self.set_lr(self.factor(self.steps_done))
         self.update()
         self.steps_done += 1

@@ -130,10 +130,10 @@ class GraphedStepper(Stepper):
         with watched, on_stream(self.stream):
             return self.wrapped(data)
 
-    def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
+    def _backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         if self.graph is None or loss is not self.loss:
             with on_stream(self.stream):
-                super().backward(loss, units, micro_batch)
+                super()._backward(loss, units, micro_batch)
             return
         self._fill(self.scale, micro_batch.scale)
         self.set_lr(self.factor(self.steps_done))
@@ -141,14 +141,14 @@ class GraphedStepper(Stepper):
         self.losses.add(loss.clone(), self.units_seen(units, micro_batch), micro_batch)
         self.replayed = True
 
-    def step(self) -> None:
+    def _step(self) -> None:
         if self.replayed:
             self.replayed = False
             self.steps_done += 1
             return
         full = self.is_full(self.steps_done)
         with on_stream(self.stream):
-            super().step()
+            super()._step()
         if full and self.warm_up_left:
             self._warmed_up()
 
@@ -175,9 +175,9 @@ class GraphedStepper(Stepper):
             while self.warm_up_left:
                 with sync_gradients(batch.micro_batch):
                     loss, units = self._by_kernels(batch.data, full=True)
-                    super().backward(loss, units, batch.micro_batch)
+                    super()._backward(loss, units, batch.micro_batch)
                 with on_stream(self.stream):
-                    super().step()
+                    super()._step()
                 self._warmed_up()
             self._capture_if_it_pays(batch.data)
             if reason := self.trial.in_python or kept_in_python(

@@ -166,6 +166,7 @@ class Run(RunContext):
             self.restore(found, job, record, select, own, data_digests)
             hooks_owed = hooks_owed or record.owes_score
         job.stepper.continue_from(first_step)
+        self.status.step = first_step
         trained = list(fine_tuning.trained_parameters(config, module))
         facts = {
             "data_digests": data_digests,

@@ -67,7 +67,7 @@ class Exchanged:
         those of all ranks."""
         if (
             step in self.kept
-        ):  # `ReportedStepper` says it again if a loss was dropped, which other ranks need not do
+        ):  # `LossPublisher` says it again if a loss was dropped, which other ranks need not do
             return lambda: None
         own = [buffer.detach().clone() for buffer in self.buffers]
         floating = [buffer.double().flatten() for buffer in own if buffer.is_floating_point()]

@@ -11,12 +11,11 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 from ddp_train.distributed.connections import break_connections
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
-from ddp_train.engine.step_observers import ReportedStepper
+from ddp_train.engine.step_observers import LossPublisher
 from ddp_train.errors import DataError
 from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.checkpoint_files import places, read_manifest
@@ -57,7 +56,9 @@ def saver_of(
     else:
         own = Published(board, rank) if on_cpu else OnDevice(board, rank, job.stepper.device)
     if on_cpu and not isinstance(own, OnDevice):
-        cast(ReportedStepper, job.stepper).reports.publish = own.publish
+        publisher = LossPublisher(job.stepper.losses, own.publish)
+        # First: what it waits for before an update counts to the backward pass.
+        job.stepper.observers.insert(0, publisher)
     if board:
         return JustInTime(board, rank, run_dir, checkpoints, own)
     return LostHost(rank, run_dir, checkpoints, own, status)

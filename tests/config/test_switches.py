@@ -588,7 +588,7 @@ def steppers(case: Case) -> Any:
     ):
         config = dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
         made: Any = job_of(config, World(), sources, device="cpu", module=module).stepper
-        return type(made.unreported)
+        return type(made)
 
 
 def spared_objects(case: Case) -> Any:

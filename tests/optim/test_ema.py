@@ -179,7 +179,7 @@ def test_captured_steps_move_it_too() -> None:
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.cuda, "Stream"))
-            for module in ("training.setup", "performance.cuda_graph"):
+            for module in ("assembly.setup", "performance.cuda_graph"):
                 stack.enter_context(
                     mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext)
                 )

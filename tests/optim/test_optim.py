@@ -412,7 +412,7 @@ def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(
     job = job_of(config, World(), (bad, table(24)))
     step = next(step for step in range(4) if 40 in job.plan.global_batch(step))
     stepper: Any = job.stepper
-    stepper.unreported.check_finite = DeviceNonFiniteCheck(stepper.optimizer, stepper.losses)
+    stepper.check_finite = DeviceNonFiniteCheck(stepper.optimizer, stepper.losses)
     batches = iter(job.batches)
     train(job, batches, until=step)
     stepper.check_finite.check_losses(step)
@@ -598,7 +598,7 @@ def run_past_a_closed_gate(world: World, on_device: bool, skip: bool) -> tuple[A
     job = job_of(config, world, (source, source))
     stepper: Any = job.stepper
     if on_device:
-        stepper.unreported.check_finite = DeviceNonFiniteCheck(stepper.optimizer, stepper.losses)
+        stepper.check_finite = DeviceNonFiniteCheck(stepper.optimizer, stepper.losses)
     try:
         fit(job)
         stepper.mean_loss()
