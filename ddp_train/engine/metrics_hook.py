@@ -9,10 +9,11 @@ from ddp_train.engine.loop import Job
 from ddp_train.engine.scoring import score_with_average
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tasks.score import Score
-from ddp_train.telemetry.console import Display, epoch_line
+from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.rates import Rates, in_words
+from ddp_train.telemetry.summary_lines import epoch_line, epoch_title
 from ddp_train.text import counted
 
 RESIZE = "resize"
@@ -156,15 +157,12 @@ class MetricsHook:
         epoch = self._epoch(job)
         before = (epoch - 1) * steps_per_epoch
         samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(before)
+        title = epoch_title(epoch, self.epochs)
         cut_short = job.step < before + steps_per_epoch
         if cut_short:
-            note = f"cut to {job.step - before} of {counted(steps_per_epoch, 'step')}"
-        else:
-            note = ""
+            title += f"  cut to {job.step - before} of {counted(steps_per_epoch, 'step')}"
         score = self.score and (self.split, self.score.as_dict())
-        line = epoch_line(
-            epoch, self.epochs, note, self.last_epoch_loss, score, self.epoch_seconds[-1], samples
-        )
+        line = epoch_line(title, self.last_epoch_loss, score, self.epoch_seconds[-1], samples)
         self.display.line("  ".join(filter(None, [line, self.hardware.short_of_gpus()])))
 
     def catch_up(self, job: Job) -> None:

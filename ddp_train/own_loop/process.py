@@ -37,7 +37,7 @@ from ddp_train.resilience.preemption import (
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.runs.failure_reporter import FailureReporter
 from ddp_train.runs.worker import JOIN_SECONDS, WATCHED_SECONDS, die_with_parent, leave
-from ddp_train.telemetry.console import LogFile, redirect_streams
+from ddp_train.telemetry.log_files import LogFile, redirect_streams
 from ddp_train.text import counted
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,8 @@ from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.runs.failure_reporter import FailureReporter
 from ddp_train.runs.training_run import Run
-from ddp_train.telemetry.console import Display, start_logging
+from ddp_train.telemetry.console import Display
+from ddp_train.telemetry.log_files import start_logging
 from ddp_train.telemetry.pages.live import LivePage
 
 WATCHED_SECONDS = 20 * 24 * 3600.0

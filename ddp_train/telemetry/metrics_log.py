@@ -1,84 +1,94 @@
-"""metrics.jsonl: a line per logging interval and per evaluation."""
+"""metrics.jsonl: a line for each logging interval and each evaluation. Torch-free."""
 
 from __future__ import annotations
 
 import errno
-import io
 import json
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from ddp_train.resilience.whole_files import write_text
+from ddp_train.telemetry.json_files import parse_object, read_byte_lines
 
 METRICS = "metrics.jsonl"
 DAMAGED = METRICS + ".damaged"
+Line = dict[str, Any]
+"""`kind` (train, validation, test, resize), `step` and numbers."""
 log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """metrics.jsonl: a line per logging interval and per evaluation. Inactive on all ranks but one.
+    """Writer of metrics.jsonl. Inactive on all ranks but one.
 
-    What cannot be written is left out, with one warning; each later line is tried again.
+    A line that cannot be written is left out, with one warning for all; the next one is tried.
     """
 
     def __init__(self, run_dir: Path, active: bool, first_step: int) -> None:
-        """Lines of steps after `first_step` go: they are of a process that was lost, and come
-        again."""
+        """Keep the lines up to a step.
+
+        first_step: later lines are removed. A process that was lost wrote them, and they are
+            written again.
+        """
         self.path = run_dir / METRICS
         self.active = active
-        self.warned = False
-        self.kept: list[dict[str, Any]] = []
-        """The lines that it begins with."""
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.has_warned = False
+        self.kept: list[Line] = []
+        """The lines that the file begins with."""
+        self.listeners: list[Callable[[Line], None]] = []
         """Called with each line, whether it could be written or not."""
         if active and self.path.is_file():
             try:
-                self._take_up(first_step)
+                self._truncate(first_step)
             except OSError as error:
                 self._warn(error)
 
-    def _take_up(self, first_step: int) -> None:
-        """Keeps the lines up to `first_step`, and sets those aside that are none."""
+    def _truncate(self, first_step: int) -> None:
+        """Keep the lines up to `first_step`, and move damaged ones to a file of their own."""
         lines = self.path.read_bytes().splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):  # a killed process left it half written
             lines.pop()
-        parsed = [_parsed(line) for line in lines]
-        self.kept = [line for line in parsed if line and line["step"] <= first_step]
-        if damaged := [number for number, line in enumerate(parsed) if line is None]:
+        damaged = []
+        first_damaged = 0
+        for number, text in enumerate(lines, start=1):
+            line = parse_line(text)
+            if line is None:
+                damaged.append(text)
+                first_damaged = first_damaged or number
+            elif line["step"] <= first_step:
+                self.kept.append(line)
+        if damaged:
             aside = self.path.with_name(DAMAGED)
             with aside.open("ab") as file:
-                file.writelines(lines[number] for number in damaged)
+                file.writelines(damaged)
             log.warning(
-                "%s: line %d is damaged; such lines are now in %s", self.path, damaged[0] + 1, aside
+                "%s: line %d is damaged; such lines are now in %s", self.path, first_damaged, aside
             )
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in self.kept))
 
     def has(self, kind: str, step: int) -> bool:
-        """Whether it began with a line of this kind and step."""
+        """Whether the file began with a line of this kind and step."""
         return any(line["kind"] == kind and line["step"] == step for line in self.kept)
 
     def write(self, **values: Any) -> None:
         if not self.active:
             return
-        known = {
-            key: None if isinstance(v, float) and not math.isfinite(v) else v
-            for key, v in values.items()
-        }
+        line = {name: _finite_or_none(value) for name, value in values.items()}
         for listener in self.listeners:
-            listener(known)
-        line = (json.dumps(known) + "\n").encode()  # JSON knows no NaN
+            listener(line)
         try:
-            self._append(line)
+            self._append((json.dumps(line) + "\n").encode())
         except OSError as error:
             self._warn(error)
 
     def _append(self, line: bytes) -> None:
-        """Opens the file for each line: on a network file system others see what is in it when it
-        is closed."""
+        """Append a whole line, or nothing.
+
+        The file is opened for each line: others see it on a network file system once it is closed.
+        """
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             written = os.write(file, line)
@@ -89,31 +99,54 @@ class MetricsFile:
             os.close(file)
 
     def _warn(self, error: OSError) -> None:
-        if not self.warned:
-            self.warned = True
+        if not self.has_warned:
+            self.has_warned = True
             log.warning("%s cannot be written: %s; training continues", self.path, error)
 
 
+def _finite_or_none(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def parse_line(text: bytes) -> Line | None:
+    """A line of the file; None if it is damaged."""
+    line = parse_object(text)
+    if line is None or type(line.get("step")) is not int or not isinstance(line.get("kind"), str):
+        return None
+    return line
+
+
+def read_metrics(path: Path, last_bytes: int | None = None) -> list[Line]:
+    """The lines that are whole.
+
+    last_bytes: read only the end of the file.
+    """
+    return _parsed(read_byte_lines(path, last_bytes))
+
+
+def read_thinned(path: Path, kind: str, most: int) -> list[Line]:
+    """About `most` lines of one kind, spread evenly, and the last one."""
+    # Chosen before they are parsed, which takes 10 us each.
+    mark = f'"kind": "{kind}"'.encode()
+    lines = [text for text in read_byte_lines(path) if mark in text]
+    stride = max(1, math.ceil(len(lines) / most))
+    return _parsed([*lines[:-1:stride], *lines[-1:]])
+
+
+def _parsed(texts: Iterable[bytes]) -> list[Line]:
+    return [line for line in map(parse_line, texts) if line is not None]
+
+
 def last_step(run_dir: Path) -> int:
-    """The last one of which there is a line; 0 if there is none, or if it is no file but a device,
-    which has no end."""
-    file = run_dir / METRICS
+    """The last step that has a line; 0 without one."""
+    path = run_dir / METRICS
+    if not path.is_file():  # a device has no end
+        return 0
     try:
-        with file.open("rb") if file.is_file() else io.BytesIO() as lines:
-            return max((line["step"] for line in map(_parsed, lines) if line), default=0)
+        with path.open("rb") as file:
+            return max((line["step"] for line in _parsed(file)), default=0)
     except OSError:
         return 0
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A line of the file; None if it is damaged."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    whole = (
-        isinstance(found, dict)
-        and type(found.get("step")) is int
-        and isinstance(found.get("kind"), str)
-    )
-    return found if whole else None

@@ -1,7 +1,8 @@
-"""A score in words: all of it, or the one number that is of most interest."""
+"""A score as text: all of it, or the metric of most interest. Torch-free."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ddp_train.text import OF_AVERAGE
@@ -9,46 +10,60 @@ from ddp_train.text import OF_AVERAGE
 NOT_METRICS = ("correct", "samples")
 PERCENT = ("accuracy", "top5", "f1_macro", "exact_match", "pixel_accuracy", "mean_iou")
 """Metrics from 0 to 1 that are read as percentages, the one of most interest first."""
-OTHERS_BUILT_IN = ("loss", "perplexity", "bits_per_byte", "rmse", "mae", "mse")
-MOST_OWN = 3
-MOST = 20
-"""The most metrics of one's own in an epoch's line, and of all metrics at the end: one may have a
-number for each of a thousand classes."""
+OTHER_BUILT_IN = ("loss", "perplexity", "bits_per_byte", "rmse", "mae", "mse")
+HEADLINES = (*PERCENT, "perplexity", "rmse")
+"""Metrics of an epoch's line, the first that is there."""
+BUILT_IN = (*PERCENT, *OTHER_BUILT_IN, *NOT_METRICS)
+USER_METRICS = 3
+"""Most metrics of the user in an epoch's line."""
+MOST_METRICS = 20
+"""Most metrics at the end of a run: there may be one for each of a thousand classes."""
 
 
-def headline(score: dict[str, Any]) -> str:
-    """What an epoch's line says: the one built-in metric of most interest, `97.50%`, `mean_iou
-    81.20%`, `perplexity 12.3` or `loss 0.1234`, and metrics of one's own; with an average of the
-    weights the first one's too: `97.50% (ema 97.80%)`. Of more than three of one's own the last:
-    what is derived stands behind what it is of."""
-    name = next((name for name in (*PERCENT, "perplexity", "rmse") if name in score), "loss")
-    if name == "accuracy":
-        text = shown_metric(name, score[name])
-    else:
-        text = f"{name} {shown_metric(name, score[name])}"
-    if (of_average := score.get(OF_AVERAGE + name)) is not None:
+def headline(score: Mapping[str, Any]) -> str:
+    """The score in an epoch's line.
+
+    That is the built-in metric of most interest (`97.50%`, `mean_iou 81.20%`, `perplexity 12.3` or
+    `loss 0.1234`), the same of the averaged weights (`97.50% (ema 97.80%)`), and the last three
+    metrics of the user: a derived metric comes after those that it is derived from.
+    """
+    name = next((name for name in HEADLINES if name in score), "loss")
+    text = shown_metric(name, score[name])
+    if name != "accuracy":
+        text = f"{name} {text}"
+    of_average = score.get(OF_AVERAGE + name)
+    if of_average is not None:
         text += f" (ema {shown_metric(name, of_average)})"
-    built_in = (*PERCENT, *OTHERS_BUILT_IN, *NOT_METRICS)
-    own = [name for name in score if name not in built_in and not name.startswith(OF_AVERAGE)]
-    return "  ".join(
-        [text, *(f"{name} {shown_metric(name, score[name])}" for name in own[-MOST_OWN:])]
-    )
+    users = [
+        f"{name} {shown_metric(name, value)}"
+        for name, value in score.items()
+        if name not in BUILT_IN and not name.startswith(OF_AVERAGE)
+    ]
+    return "  ".join([text, *users[-USER_METRICS:]])
 
 
-def score_line(score: dict[str, Any]) -> str:
+def score_line(score: Mapping[str, Any]) -> str:
     """All metrics, the loss last: `accuracy 97.50% (351/360), loss 0.1234`."""
-    names = [name for name in score if name not in ("loss", *NOT_METRICS)]
-    texts = [f"{name} {shown_metric(name, score[name])}" for name in names]
-    if "correct" in score:
-        place = names.index("accuracy")
-        texts[place] += f" ({score['correct']}/{score['samples']})"
-    if len(texts) > MOST:
-        texts[MOST:] = [f"{len(texts) - MOST} more in summary.json"]
-    over = "" if texts else f" over {score['samples']} samples"
-    return ", ".join([*texts, f"loss {shown_metric('loss', score['loss'])}{over}"])
+    texts = []
+    for name, value in score.items():
+        if name == "loss" or name in NOT_METRICS:
+            continue
+        text = f"{name} {shown_metric(name, value)}"
+        if name == "accuracy" and "correct" in score:
+            text += f" ({score['correct']}/{score['samples']})"
+        texts.append(text)
+    loss = f"loss {shown_metric('loss', score['loss'])}"
+    if not texts:
+        return f"{loss} over {score['samples']} samples"
+    if len(texts) > MOST_METRICS:
+        texts[MOST_METRICS:] = [f"{len(texts) - MOST_METRICS} more in summary.json"]
+    return ", ".join([*texts, loss])
 
 
 def shown_metric(name: str, value: float) -> str:
+    """`97.50%`, `0.1234` or `1,234.5`."""
     if name.removeprefix(OF_AVERAGE) in PERCENT:
         return f"{value:.2%}"
-    return f"{value:,.1f}" if abs(value) >= 1_000 else f"{value:.4f}"
+    if abs(value) >= 1_000:
+        return f"{value:,.1f}"
+    return f"{value:.4f}"

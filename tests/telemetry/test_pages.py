@@ -40,7 +40,7 @@ from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Plot, Report
-from ddp_train.telemetry.pages.run_files import RunFiles, flat, glance, is_locked, read_run
+from ddp_train.telemetry.pages.run_files import RunFiles, as_typed, glance, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page, uses
 from ddp_train.telemetry.pages.sweep_page import goes_on, noise, sweep_page, trials_table
 from ddp_train.telemetry.pages.tables import Table, show
@@ -178,7 +178,7 @@ def test_the_timeline_goes_on_where_earlier_processes_ended(tmp_path: Path) -> N
         timeline = Timeline(tmp_path)
         timeline.last -= 3.0
         timeline.look(["data", "start"])
-        timeline.happened("failure", "died (rank 1)", 7)
+        timeline.add_event("failure", "died (rank 1)", 7)
         timeline.write()
     found = read(tmp_path, "timeline.json")
     assert found["seconds"][0]["data"] == pytest.approx(6.0, abs=0.5) and found["seconds"][1] == {}
@@ -379,7 +379,7 @@ def test_settings_are_shown_as_they_are_typed(tmp_path: Path) -> None:
     sections = {section.title: section for section in run_page(read_run(folder), typed).sections}
     lines = sections["Settings that are not the default"].lines  # type: ignore
     assert lines == ["seed=3", "model._target_=net.Net", "model.how=oom", "launch.nproc_per_node=1"]
-    assert flat({"model": {"name": "custom", "target": "a.B", "arguments": {}}}).keys() == {
+    assert as_typed({"model": {"name": "custom", "target": "a.B", "arguments": {}}}).keys() == {
         "model.name",
         "model._target_",
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_train.telemetry.pages.noise import Welch, welch
 from ddp_train.telemetry.pages.report import Report
-from ddp_train.telemetry.pages.run_files import COMPLETED, RunFiles, best, flat
+from ddp_train.telemetry.pages.run_files import COMPLETED, RunFiles, as_typed, best
 from ddp_train.telemetry.pages.run_page import FIRST_SCORES, duration, score_plots
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
@@ -56,7 +56,7 @@ def last_score(run: RunFiles, metric: str) -> float | None:
 def differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Table:
     """A row for each setting, version and so on that is not the same in all of them."""
     facts = [_facts(run) for run in runs]
-    configs = [flat(run.config) for run in runs]
+    configs = [as_typed(run.config) for run in runs]
     rows = []
     for key in list(dict.fromkeys(key for config in configs for key in config)):
         values = [
@@ -136,7 +136,7 @@ def groups_of(runs: Sequence[RunFiles], names: Sequence[str]) -> list[tuple[str,
     for name, run in zip(names, runs, strict=True):
         config = {
             key: value
-            for key, value in flat(run.config).items()
+            for key, value in as_typed(run.config).items()
             if key.partition(".")[0] not in OF_THE_RUN
         }
         config.pop(SEED, None)

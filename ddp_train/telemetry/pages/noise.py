@@ -1,5 +1,7 @@
-"""Whether a difference between runs is more than noise. Welch's t-test, written out: scipy takes a
-second to import."""
+"""Welch's t-test: is a difference between runs more than noise?
+
+Written out, since scipy takes a second to import.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +11,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ALPHA = 0.05
-"""A difference that chance alone makes in fewer than 1 of 20 cases counts as one."""
+"""A difference counts if chance alone makes one as large in fewer than 1 of 20 cases."""
+BISECTIONS = 100
+TERMS = 300
+TINY = 1e-300
+"""In place of 0 in a denominator of the continued fraction."""
 
 
 @dataclass(frozen=True)
 class Welch:
-    """Of two samples: the difference of their means (second minus first), and how often chance
-    makes one as large."""
+    """The difference of the means of two samples, second minus first."""
 
     difference: float
     low: float
     high: float
     """The interval that contains the true difference in 95 % of cases."""
     p: float
+    """How often chance makes a difference as large."""
 
     @property
     def is_more_than_noise(self) -> bool:
         return self.p < ALPHA
 
 
-def welch(one: Sequence[float], other: Sequence[float]) -> Welch | None:
-    """B. L. Welch, Biometrika 34 (1947): means of two samples whose variances may differ. None with
-    fewer than two values in one of them."""
-    if min(len(one), len(other)) < 2:
+def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
+    """Compare the means of two samples whose variances may differ (Welch, Biometrika 34, 1947).
+
+    Returns None with fewer than two values in one of them.
+    """
+    if min(len(first), len(second)) < 2:
         return None
-    parts = [statistics.variance(values) / len(values) for values in (one, other)]
-    difference = statistics.fmean(other) - statistics.fmean(one)
-    error = math.sqrt(sum(parts))
+    first_part = statistics.variance(first) / len(first)
+    second_part = statistics.variance(second) / len(second)
+    difference = statistics.fmean(second) - statistics.fmean(first)
+    error = math.sqrt(first_part + second_part)
     if not error:  # the same value in every run of each
-        return Welch(difference, difference, difference, 1.0 if not difference else 0.0)
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(of) - 1) for part, of in zip(parts, (one, other), strict=True)
-    )
+        return Welch(difference, difference, difference, 0.0 if difference else 1.0)
+    spread = first_part**2 / (len(first) - 1) + second_part**2 / (len(second) - 1)
+    freedom = (first_part + second_part) ** 2 / spread
     reach = _quantile(1 - ALPHA / 2, freedom) * error
-    return Welch(
-        difference, difference - reach, difference + reach, two_sided(difference / error, freedom)
-    )
+    p = two_sided(difference / error, freedom)
+    return Welch(difference, difference - reach, difference + reach, p)
 
 
 def two_sided(t: float, freedom: float) -> float:
@@ -53,46 +60,36 @@ def two_sided(t: float, freedom: float) -> float:
 
 
 def _quantile(probability: float, freedom: float) -> float:
-    """The t below which Student's t is so often, by bisection. probability: above 0.5."""
+    """The t below which Student's t is with a probability above 0.5, by bisection."""
     low = 0.0
     high = 1e6
-    for _ in range(100):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (
-            (middle, high) if two_sided(middle, freedom) / 2 > 1 - probability else (low, middle)
-        )
+        if two_sided(middle, freedom) / 2 > 1 - probability:
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def _incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function, by Lentz's continued fraction (Numerical Recipes,
-    6.4)."""
+    """The regularised incomplete beta function, by Lentz's method (Numerical Recipes, 6.4)."""
     if x <= 0 or x >= 1:
         return min(max(x, 0.0), 1.0)
     if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
         return 1 - _incomplete_beta(1 - x, b, a)
-    front = (
-        math.exp(
-            a * math.log(x)
-            + b * math.log1p(-x)
-            + math.lgamma(a + b)
-            - math.lgamma(a)
-            - math.lgamma(b)
-        )
-        / a
-    )
-    tiny = 1e-300
+    log_beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    front = math.exp(a * math.log(x) + b * math.log1p(-x) - log_beta) / a
     c = 1.0
-    d = 1 / (1 - (a + b) * x / (a + 1) or 1e-300)
-    found = d
-    for m in range(1, 300):
-        for term in (
-            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
-            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
-        ):
-            d = 1 / (1 + term * d or tiny)
-            c = 1 + term / c or tiny
-            found *= c * d
+    d = 1 / (1 - (a + b) * x / (a + 1) or TINY)
+    fraction = d
+    for m in range(1, TERMS):
+        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even, odd):
+            d = 1 / (1 + term * d or TINY)
+            c = 1 + term / c or TINY
+            fraction *= c * d
         if abs(c * d - 1) < 1e-14:
             break
-    return front * found
+    return front * fraction

@@ -1,11 +1,9 @@
-"""What a run directory holds, read whole, whatever of it is missing or cut off."""
+"""The files of a run directory, whichever of them are missing or cut off."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,31 +14,34 @@ import yaml
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
-from ddp_train.telemetry.metrics_log import METRICS
+from ddp_train.telemetry.json_files import read_object, read_objects
+from ddp_train.telemetry.metrics_log import METRICS, Line, read_metrics
 from ddp_train.telemetry.pages.timeline import FILE as TIMELINE
+from ddp_train.text import dotted
 
 CONFIG = "config.yaml"
 COMMANDS = "commands.jsonl"
 TRAIN = "train"
 SPLITS = ("validation", "test")
-"""The kinds of the lines of metrics.jsonl: an interval of training, and evaluations."""
+"""Kinds of lines of metrics.jsonl: a logging interval of training, and evaluations."""
 TAIL_BYTES = 2**16
-NO_SCORE = ("kind", "step", "epoch", "time", "correct", "samples")
+NOT_METRICS = ("kind", "step", "epoch", "time", "correct", "samples")
 """Fields of the line of an evaluation that are no metric."""
 RUNNING = "running"
 COMPLETED = "completed"
 FAILED = "failed"
 STOPPED = "stopped"
 ENDED = "ended"
+"""States of a run. Stopped: and saved. Ended: killed, and nothing more is known."""
 
 
 @dataclass(frozen=True)
 class RunFiles:
-    """The files of one run. A file that is not there is empty here."""
+    """The files of one run; empty are those that do not exist."""
 
     run_dir: Path
     config: dict[str, Any] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
+    metrics: list[Line] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     failure: dict[str, Any] = field(default_factory=dict)
     commands: list[dict[str, Any]] = field(default_factory=list)
@@ -49,7 +50,7 @@ class RunFiles:
 
     @property
     def state(self) -> str:
-        """running, completed, failed, stopped (and saved), or ended: killed, without a word."""
+        """running, completed, failed, stopped or ended."""
         status = self.summary.get("status")
         if status == "completed":
             return COMPLETED
@@ -57,160 +58,153 @@ class RunFiles:
             return RUNNING
         if status == "failed" or self.failure:
             return FAILED
-        return STOPPED if status == "preempted" else ENDED
+        if status == "preempted":
+            return STOPPED
+        return ENDED
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of(self, kind: str) -> list[Line]:
+        """The lines of metrics.jsonl of one kind."""
         return [line for line in self.metrics if line["kind"] == kind]
 
     @property
     def split(self) -> str:
-        """The split that was scored while training: validation, or test if there is none."""
-        return next((split for split in SPLITS if self.of(split)), SPLITS[-1])
+        """The split that was evaluated during training: validation, or test without one."""
+        for split in SPLITS:
+            if self.of(split):
+                return split
+        return SPLITS[-1]
 
     @property
     def scores(self) -> list[str]:
-        """The metrics of the evaluations."""
-        return list(
-            dict.fromkeys(
-                name
-                for line in self.of(self.split)
-                for name, value in line.items()
-                if name not in NO_SCORE and isinstance(value, int | float)
-            )
-        )
+        """Names of the metrics of the evaluations."""
+        names: dict[str, None] = {}
+        for line in self.of(self.split):
+            for name, value in line.items():
+                if name not in NOT_METRICS and isinstance(value, int | float):
+                    names[name] = None
+        return list(names)
 
     def better(self, metric: str) -> str:
-        """max or min. An accuracy is better the higher it is, whatever else is known."""
-        told = (self.summary.get("better") or {}).get(metric)
-        return told or ("max" if metric.startswith(("accuracy", "top5")) else "min")
+        """The better direction, max or min; that of an accuracy is known without a summary."""
+        direction = (self.summary.get("better") or {}).get(metric)
+        if direction:
+            return direction
+        if metric.startswith(("accuracy", "top5")):
+            return "max"
+        return "min"
+
+    @property
+    def last_start(self) -> dict[str, Any]:
+        """The last line of commands.jsonl; a session has its facts in the summary."""
+        if self.commands:
+            return self.commands[-1]
+        return self.summary
 
     @property
     def command(self) -> str:
-        return str((self.commands or [self.summary])[-1].get("command") or "")
+        """The command line of the last start."""
+        return str(self.last_start.get("command") or "")
 
 
 def read_run(run_dir: Path) -> RunFiles:
-    """Raises OSError if a file that is there cannot be read."""
+    """All files of a run. Raises OSError if one that is there cannot be read."""
     return RunFiles(
         run_dir,
-        _yaml(run_dir / CONFIG),
-        read_lines(run_dir / METRICS),
-        _json(run_dir / SUMMARY),
-        _json(run_dir / FAILURE),
-        read_lines(run_dir / COMMANDS, of_steps=False),
-        _json(run_dir / TIMELINE),
-        is_locked(run_dir / run_lock.FILE),
+        config=_read_yaml(run_dir / CONFIG),
+        metrics=read_metrics(run_dir / METRICS),
+        summary=read_object(run_dir / SUMMARY),
+        failure=read_object(run_dir / FAILURE),
+        commands=read_objects(run_dir / COMMANDS),
+        timeline=read_object(run_dir / TIMELINE),
+        is_running=is_locked(run_dir / run_lock.FILE),
     )
 
 
 def glance(run_dir: Path) -> RunFiles:
-    """The run without its config and its past: the last lines of metrics.jsonl, and how it ended.
-    Raises OSError."""
+    """The end of a run: its last lines of metrics.jsonl, and how it ended. Raises OSError."""
     return RunFiles(
         run_dir,
-        metrics=read_lines(run_dir / METRICS, last_bytes=TAIL_BYTES),
-        summary=_json(run_dir / SUMMARY),
-        failure=_json(run_dir / FAILURE),
+        metrics=read_metrics(run_dir / METRICS, last_bytes=TAIL_BYTES),
+        summary=read_object(run_dir / SUMMARY),
+        failure=read_object(run_dir / FAILURE),
         is_running=is_locked(run_dir / run_lock.FILE),
     )
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this host holds the lock of a run. By the kernel's list: who asks by
-    taking the lock, as `run_lock.is_held` does, may refuse a run that starts at that moment."""
+    """Whether a process of this host holds the lock of a run, by the kernel's list.
+
+    Taking the lock to find out, as `run_lock.is_held` does, may refuse a run that starts just then.
+    """
     try:
-        found = path.stat()
+        facts = path.stat()
         locks = Path("/proc/locks").read_text()
     except OSError:
         return False
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    device = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}"
+    place = f"{device}:{facts.st_ino}"
     return any("FLOCK" in line and place in line.split() for line in locks.splitlines())
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder is the directory of a run: it has its config, or what a loop of one's own
-    has left."""
-    return (path / CONFIG).is_file() or ((path / SUMMARY).is_file() and (path / "logs").is_dir())
+    """Whether a folder has the config of a run, or the files that a session leaves."""
+    if (path / CONFIG).is_file():
+        return True
+    return (path / SUMMARY).is_file() and (path / "logs").is_dir()
 
 
 def runs_in(folder: Path, depth: int = 4) -> list[Path]:
-    """The runs in a folder, itself one of them or those of its folders; the newest last."""
+    """The runs in a folder, which may be one itself, and in its folders; the newest last."""
     if is_run(folder):
         return [folder]
     if not depth:
         return []
-    inner = [
-        Path(entry.path) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
-    ]
-    found = [
-        run for path in inner if not path.name.startswith(".") for run in runs_in(path, depth - 1)
-    ]
-    return sorted(found, key=lambda path: path.stat().st_mtime)
+    runs = []
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
+            runs += runs_in(Path(entry.path), depth - 1)
+    return sorted(runs, key=lambda path: path.stat().st_mtime)
 
 
-def read_lines(
-    path: Path, of_steps: bool = True, last_bytes: int | None = None, kind: str = "", most: int = 0
-) -> list[dict[str, Any]]:
-    """Lines of JSON. One that is cut off or damaged is none. of_steps: each has its kind and its
-    step. last_bytes: only those in them. kind, most: only lines of that kind, spread evenly, with
-    the last one: they are chosen before they are parsed, which takes 10 us each."""
+def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        if last_bytes is not None and path.stat().st_size > last_bytes:
-            file.seek(-last_bytes, os.SEEK_END)
-        lines = file.read().splitlines()
-    if kind:
-        lines = [line for line in lines if f'"kind": "{kind}"'.encode() in line]
-        lines = [*lines[: -1 : max(1, -(-len(lines) // most))], *lines[-1:]]
-    found = []
-    for line in lines:
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(values, dict) and (not of_steps or {"kind", "step"} <= values.keys()):
-            found.append(values)
-    return found
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError:  # cut off: the disk was full
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _yaml(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text()) if path.is_file() else {}
+        values = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested values by their dotted keys, as they are typed: `optimizer.lr`. A class of one's own
-    has `target` and `arguments` in the config, typed as `model._target_=my_net.Net
-    model.width=8`."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{name}.".replace(".arguments.", "."))
-        elif (name, value) != ("arguments", {}):
-            found[re.sub(r"\.target$", "._target_", prefix + str(name))] = value
-    return found
+def as_typed(config: dict[str, Any]) -> dict[str, Any]:
+    """The values of a config by their keys, as they are typed.
+
+    A class of the user is `target` and `arguments` in the config, and on the command line
+    `model._target_=my_net.Net model.width=8`.
+    """
+    typed = {}
+    for key, value in dotted(config).items():
+        if key.rpartition(".")[2] == "arguments" and value == {}:
+            continue
+        key = key.replace(".arguments.", ".")
+        if key.endswith(".target"):
+            key = key.removesuffix("target") + "_target_"
+        typed[key] = value
+    return typed
 
 
-def best(lines: Sequence[dict[str, Any]], metric: str, better: str) -> dict[str, Any] | None:
-    """The line with the best value of a metric."""
-    known = [
-        line
-        for line in lines
-        if isinstance(line.get(metric), int | float) and math.isfinite(line[metric])
-    ]
-    pick = max if better == "max" else min
-    if known:
-        return pick(known, key=lambda line: line[metric])
-    return None
+def best(lines: Sequence[Line], metric: str, better: str) -> Line | None:
+    """The line with the best value of a metric.
+
+    better: max or min.
+    """
+    known = []
+    for line in lines:
+        value = line.get(metric)
+        if isinstance(value, int | float) and math.isfinite(value):
+            known.append(line)
+    if not known:
+        return None
+    if better == "max":
+        return max(known, key=lambda line: line[metric])
+    return min(known, key=lambda line: line[metric])

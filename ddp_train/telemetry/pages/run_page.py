@@ -15,7 +15,7 @@ from typing import Any
 from ddp_train.telemetry.pages.charts import Axis, Curve, Mark, curves
 from ddp_train.telemetry.pages.findings import findings
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
-from ddp_train.telemetry.pages.run_files import COMPLETED, RUNNING, TRAIN, RunFiles, best, flat
+from ddp_train.telemetry.pages.run_files import COMPLETED, RUNNING, TRAIN, RunFiles, as_typed, best
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
 from ddp_train.text import OF_AVERAGE, shown, word
@@ -57,8 +57,8 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
     plots = [*score_plots([("", run)], by_step), *_rate_plots(run, by_step), *_course(run, marks)]
     tables = [_evaluations(run)] if run.of(run.split) else []
     happened = [[clock(mark["time"]), mark["step"], mark["text"]] for mark in marks]
-    config = flat(run.config)
-    chosen = {key: shown(value) for key, value in flat(typed).items() if value != "custom"}
+    config = as_typed(run.config)
+    chosen = {key: shown(value) for key, value in as_typed(typed).items() if value != "custom"}
     for key, equals, value in (one.lstrip("+").partition("=") for one in shlex.split(run.command)):
         if equals and "." in key and key not in (*chosen, "checkpoint.resume"):
             chosen[key] = value  # `auto` might have chosen the same

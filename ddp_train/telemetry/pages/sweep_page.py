@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_train.telemetry.metrics_log import METRICS
+from ddp_train.telemetry.metrics_log import METRICS, read_thinned
 from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
 from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
@@ -20,7 +20,6 @@ from ddp_train.telemetry.pages.run_files import (
     RUNNING,
     STOPPED,
     TRAIN,
-    read_lines,
     read_run,
 )
 from ddp_train.telemetry.pages.run_page import clock, near, uses
@@ -251,12 +250,12 @@ def _curves(sweep_dir: Path, order: Sequence[Row], objective: str) -> Plot:
     order = order[:MOST_CURVES]
     paths = [_run_dir(sweep_dir, row) / METRICS for row in order]
     most = POINTS // max(1, len(order))
-    read = [read_lines(path, kind=split, most=most) for path in paths] if split else []
+    read = [read_thinned(path, split, most) for path in paths] if split else []
     kind = split if any(len(lines) > 1 for lines in read) else TRAIN
     if kind == split:
         read = read
     else:
-        read = [read_lines(path, kind=TRAIN, most=most) for path in paths]
+        read = [read_thinned(path, TRAIN, most) for path in paths]
     key = metric if kind == split else "loss"
     drawn = []
     for place, (row, lines) in enumerate(zip(order, read, strict=True)):

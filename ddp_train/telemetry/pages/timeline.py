@@ -1,68 +1,60 @@
-"""Where each rank of a run spends its time, and what happens to the run: as the launcher sees it.
-Torch-free.
+"""Seconds that each rank spends in each phase, and events of a run, as its launcher sees them.
 
 Each rank publishes its phase in shared memory for the hang detector anyway
 (resilience/heartbeat.py). The launcher looks 50 times a second; the share of its looks is the share
-of the time, and training pays nothing for it.
+of the time, and training pays nothing for it. Torch-free.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_train.resilience.whole_files import write_json
+from ddp_train.telemetry.json_files import read_object
 
 FILE = "timeline.json"
-START = ("start", "data set", "build", "end")
-"""Phases that are no part of training."""
+NOT_TRAINING = ("start", "data set", "build", "end")
+"""Phases outside of training."""
 
 
 class Timeline:
-    """Seconds of each rank in each phase, and events, over all starts of a run."""
+    """Seconds and events over all starts of a run."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Goes on with what earlier processes of the run have left."""
+        """Continue the file that earlier processes of the run have left."""
         self.path = run_dir / FILE
-        before = _read(self.path)
+        before = read_object(self.path)
         self.seconds: list[dict[str, float]] = [dict(rank) for rank in before.get("seconds", [])]
+        """For each rank its seconds, by phase."""
         self.events: list[dict[str, Any]] = list(before.get("events", []))
         self.last = time.monotonic()
 
     def look(self, phases: Sequence[str]) -> None:
-        """The phases of all ranks at this moment."""
+        """Count the time since the last look for the phases that the ranks are in."""
         now = time.monotonic()
         passed = now - self.last
         self.last = now
         while len(self.seconds) < len(phases):
             self.seconds.append({})
         for rank, phase in zip(self.seconds, phases, strict=False):
-            if phase not in START:
+            if phase not in NOT_TRAINING:
                 rank[phase] = rank.get(phase, 0.0) + passed
 
-    def happened(self, kind: str, text: str, step: int | None) -> None:
-        """kind: start, failure, stop, resize."""
+    def add_event(self, kind: str, text: str, step: int | None) -> None:
+        """Add what has just happened.
+
+        kind: start, failure, stop or resize.
+        """
         self.events.append({"kind": kind, "time": time.time(), "step": step, "text": text})
 
     def write(self) -> None:
-        """Raises OSError. Under torchrun nothing was seen, and there is no file."""
+        """Write the file, if anything was seen: under torchrun nothing is. Raises OSError."""
         if not self.seconds and not self.events:
             return
-        seconds = [
-            {phase: round(value, 3) for phase, value in rank.items()} for rank in self.seconds
-        ]
+        seconds = []
+        for rank in self.seconds:
+            seconds.append({phase: round(value, 3) for phase, value in rank.items()})
         write_json(self.path, {"seconds": seconds, "events": self.events})
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (
-        OSError,
-        ValueError,
-    ):  # there is none, or it was cut off: what it told is lost, and nothing else
-        return {}
-    return found if isinstance(found, dict) else {}

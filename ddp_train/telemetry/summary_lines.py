@@ -1,0 +1,117 @@
+"""Lines that a run prints: an epoch, a checkpoint, the summary. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ddp_train.telemetry.figures import summary_line
+from ddp_train.telemetry.rates import in_words
+from ddp_train.telemetry.score_lines import headline, score_line, shown_metric
+from ddp_train.text import counted
+
+Summary = Mapping[str, Any]
+"""The content of summary.json."""
+WHICH = {"best": ", the best of its run by {metric}", "last": ", the last of its run"}
+
+
+def epoch_title(epoch: int, epochs: int) -> str:
+    """`epoch  3/20`."""
+    return f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
+
+
+def epoch_line(
+    title: str,
+    loss: float | None,
+    score: tuple[str, dict[str, Any]] | None,
+    seconds: float,
+    samples: int,
+) -> str:
+    """`epoch  3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`.
+
+    title: see `epoch_title`.
+    loss: mean over the epoch.
+    score: name of the split that was evaluated, and `Score.as_dict`.
+    seconds: of training.
+    samples: number that was trained in these seconds.
+    """
+    parts = [title]
+    if loss is not None:
+        parts.append(f"loss {loss:.4f}")
+    if score:
+        split, metrics = score
+        parts.append(f"{split} {headline(metrics)}")
+    parts.append(f"{seconds:.1f} s")
+    parts.append(f"{samples / seconds:,.0f} samples/s")
+    return "  ".join(parts)
+
+
+def checkpoint_line(checkpoint: Mapping[str, Any]) -> str:
+    """The checkpoint that is evaluated.
+
+    checkpoint: see `checkpoint.described`.
+    """
+    which = WHICH.get(checkpoint["which"], "").format_map(checkpoint)
+    line = f"checkpoint {checkpoint['path']}: step {checkpoint['step']:,}{which}"
+    if checkpoint["metric"]:
+        line += f", {_selected(checkpoint)}"
+    return line
+
+
+def _selected(selection: Mapping[str, Any]) -> str:
+    """The value of the metric that a checkpoint was selected by."""
+    return shown_metric(selection["metric"].partition(".")[2], selection["value"])
+
+
+def summary_lines(summary: Summary, run_dir: Path, to_resume: str) -> list[str]:
+    """The end of a run, or of its part until it was stopped.
+
+    to_resume: the command-line words that resume it.
+    """
+    if summary.get("predictions"):
+        return [_prediction_line(summary["predictions"])]
+    if summary.get("export"):
+        return [
+            f"{model['file']}: differs from the model by {model['largest_difference']:.1g} at most"
+            for model in summary["export"].values()
+        ]
+    if summary["status"] == "preempted":
+        return [f"stopped after step {summary['steps']:,} and saved; resume with {to_resume}"]
+    lines = [*_score_lines(summary), *_speed_lines(summary)]
+    figures = summary_line(summary.get("figures", {}))
+    if figures:
+        lines.append(figures)
+    return [*lines, f"run directory {run_dir}"]
+
+
+def _prediction_line(predictions: Mapping[str, Any]) -> str:
+    columns = []
+    for name, shape in predictions["columns"].items():
+        columns.append(f"{name} {shape}" if shape else name)
+    samples = counted(predictions["samples"], "sample")
+    where = f"{predictions['split']} in {predictions['file']}"
+    return f"predictions for {samples} of {where}: {', '.join(columns)}"
+
+
+def _score_lines(summary: Summary) -> list[str]:
+    lines = []
+    early = summary.get("stopped_early")
+    if early:
+        lines.append(f"stopped early after step {early['step']:,}: {early['reason']}")
+    if summary.get("validation"):
+        lines.append(f"validation {score_line(summary['validation'])}")
+    lines.append(f"test {score_line(summary['test'])}")
+    best = summary.get("best") or {}
+    if best.get("test"):
+        what = f"best {best['metric']} {_selected(best)} after step {best['step']:,}"
+        lines.append(f"{what}: test {score_line(best['test'])}")
+    return lines
+
+
+def _speed_lines(summary: Summary) -> list[str]:
+    if not summary.get("samples_per_second"):
+        return []
+    overall = f"({summary['samples_per_second_with_evaluation']:,.0f} samples/s with evaluation)"
+    steps = counted(summary["steps"], "step")
+    return [f"{in_words(summary)} {overall}, {steps}, {summary['seconds']:.1f} s"]
