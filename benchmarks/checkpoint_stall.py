@@ -25,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.setup import build_job, build_module, build_strategy
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
+from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.distributed.world import World
@@ -35,8 +37,6 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
-from ddp_train.training.checkpoint import Writer
-from ddp_train.training.checkpoint_hook import CheckpointHook
 
 
 class Clock:

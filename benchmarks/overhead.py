@@ -66,6 +66,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
 from ddp_train.data.built_in import build_datasets
@@ -87,7 +88,6 @@ from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
-from ddp_train.training.checkpoint_hook import CheckpointHook
 
 BATCH_SIZE = 32
 LOG_EVERY_STEPS = 50

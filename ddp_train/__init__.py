@@ -15,18 +15,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ddp_train.checkpoints.reader import load_checkpoint
+    from ddp_train.checkpoints.writer import save_checkpoint
     from ddp_train.data.exact_sampler import ExactSampler
     from ddp_train.distributed.all_gather import all_gather
     from ddp_train.inference.trained_model import load
     from ddp_train.optim.lars_lamb.optimizers import Lamb, Lars
     from ddp_train.optim.muon.optimizer import Muon
-    from ddp_train.own_loop.start import session
     from ddp_train.parallel.sync_batch_norm import synchronised
     from ddp_train.runs.from_python import Result, RunFailedError, run
+    from ddp_train.sessions.start import session
     from ddp_train.tasks.task import Task
     from ddp_train.telemetry.trackers.tracker import Tracker
-    from ddp_train.training.checkpoint import save_checkpoint
-    from ddp_train.training.saved import load_checkpoint
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,13 +52,13 @@ _PLACES = {
     "Tracker": "ddp_train.telemetry.trackers.tracker",
     "all_gather": "ddp_train.distributed.all_gather",
     "load": "ddp_train.inference.trained_model",
-    "session": "ddp_train.own_loop.start",
+    "session": "ddp_train.sessions.start",
     "ExactSampler": "ddp_train.data.exact_sampler",
     "synchronised": "ddp_train.parallel.sync_batch_norm",
     **dict.fromkeys(("Lars", "Lamb"), "ddp_train.optim.lars_lamb.optimizers"),
     "Muon": "ddp_train.optim.muon.optimizer",
-    "save_checkpoint": "ddp_train.training.checkpoint",
-    "load_checkpoint": "ddp_train.training.saved",
+    "save_checkpoint": "ddp_train.checkpoints.writer",
+    "load_checkpoint": "ddp_train.checkpoints.reader",
     **dict.fromkeys(("run", "Result", "RunFailedError"), "ddp_train.runs.from_python"),
 }
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ddp_lab.prove.fixed_draws import fixed_draws
 from ddp_lab.study.gradient_probe import GradientProbe
+from ddp_train.checkpoints.layout import MANIFEST, places
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.linux import wait_until
-from ddp_train.resilience.checkpoint_files import MANIFEST, places
 
 WRITTEN_SECONDS = 60.0
 """For a checkpoint that was begun. Without one the proof says that the killed run left none."""

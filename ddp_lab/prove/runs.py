@@ -22,6 +22,7 @@ from ddp_lab.doctor.findings import WARNING, Finding, failure, ok, skipped
 from ddp_lab.prove.configs import EVERY_STEPS, HOOKS, counts_of, variant
 from ddp_lab.study.gradients import compare
 from ddp_lab.study.trials import Outcome, read_outcome
+from ddp_train.checkpoints.layout import places, read_manifest
 from ddp_train.config.freeze import freeze
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import preload_environment
@@ -30,7 +31,6 @@ from ddp_train.launcher import local
 from ddp_train.launcher.fork_server import MODULE, ForkServer
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.schema import Config
-from ddp_train.resilience.checkpoint_files import places, read_manifest
 from ddp_train.text import counted
 
 LOG = "runs.log"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.assembly import setup
+from ddp_train.checkpoints import reader
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
@@ -23,7 +24,6 @@ from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.choose import TASKS
 from ddp_train.tasks.own import complete
 from ddp_train.tasks.task import ModelWithTask, Task, has_columns
-from ddp_train.training import saved
 
 
 def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
@@ -33,11 +33,11 @@ def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
     section = config.checkpoint
     trains = config.mode == "train"
     again = world.attempt > 0 and trains and section.resume != "auto"
-    found = saved.find("auto", run_dir) if again else None
-    found = found or saved.find(
+    found = reader.find("auto", run_dir) if again else None
+    found = found or reader.find(
         section.resume, run_dir, "last" if section.which == "auto" and trains else section.which
     )
-    step = saved.read_manifest(found)["step"] if found else -1
+    step = reader.read_manifest(found)["step"] if found else -1
     same_everywhere(step, device, f"the checkpoint in {run_dir}")
     return found
 

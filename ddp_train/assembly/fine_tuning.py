@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_train.checkpoints import reader
 from ddp_train.config.auto import optimizer_at_batch
 from ddp_train.config.user_code import instantiate
 from ddp_train.distributed.process_group import local_leader_first
@@ -35,7 +36,6 @@ from ddp_train.options.custom import CustomOptimizerConfig
 from ddp_train.options.schema import Config
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import did_you_mean, shown
-from ddp_train.training import saved
 
 
 def weights_of(init_from: str) -> Weights:
@@ -48,11 +48,11 @@ def weights_of(init_from: str) -> Weights:
     if not path.is_dir():
         return read_weights(path, key)
     try:
-        found = saved.find(init_from, path, "auto")
+        found = reader.find(init_from, path, "auto")
     except DataError as error:
         raise DataError(f"{key}: {error}", "name another run, a checkpoint, or a file") from error
     assert found, "it is named, and find raises if it is not valid"
-    return read_weights(found / saved.MODEL, key if found == path else f"{key} ({found.name})")
+    return read_weights(found / reader.MODEL, key if found == path else f"{key} ({found.name})")
 
 
 def begin(config: Config, model: nn.Module, world: World, device: str) -> Origin | None:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ddp_train.checkpoints.layout import MANIFEST, places, read_manifest
 from ddp_train.config import code_checks
 from ddp_train.config.data_checks import missing_data, wrong_own_data
 from ddp_train.config.migrate import bind_frozen, migrated
@@ -28,7 +29,6 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
 from ddp_train.options.sections import TRACKERS
 from ddp_train.parallel.ordered.config import OrderedConfig
-from ddp_train.resilience.checkpoint_files import MANIFEST, places, read_manifest
 from ddp_train.text import did_you_mean, shown
 
 LEAST_OPEN_FILES = 64

@@ -9,13 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ddp_train.checkpoints.layout import MANIFEST, places
 from ddp_train.distributed.world import World
 from ddp_train.hardware import Hardware
 from ddp_train.models.config import TorchvisionConfig
 from ddp_train.options.custom import CustomConfig
 from ddp_train.options.key import broken_rule
 from ddp_train.options.schema import Config
-from ddp_train.resilience.checkpoint_files import MANIFEST, places
 from ddp_train.text import did_you_mean, shown
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")

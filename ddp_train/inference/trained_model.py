@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.assembly import checkpoint_model
+from ddp_train.checkpoints import reader
 from ddp_train.config.code_checks import code_problems
 from ddp_train.config.migrate import bind_frozen
 from ddp_train.config.user_code import build_transforms
@@ -21,7 +22,6 @@ from ddp_train.inference.predictions import checked_columns, labels_of
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.schema import Config
 from ddp_train.tasks.task import has_own_columns
-from ddp_train.training import saved
 
 Predictions = Callable[[nn.Module, Tensor], Mapping[str, Tensor]]
 """Model and a batch of inputs -> columns."""
@@ -109,15 +109,15 @@ def load(
     Raises DataError if there is no valid checkpoint or not what is asked for, ConfigError if its
     model's code is not trusted or does not exist.
     """
-    found = saved.find(str(run), Path(run), which)
+    found = reader.find(str(run), Path(run), which)
     assert found, "it is named, and find raises if it is not valid"
-    manifest = saved.read_manifest(found)
+    manifest = reader.read_manifest(found)
     config, problems = bind_frozen(manifest["config"])
     problems += code_problems("model", config.model, trusted_modules)
     if problems:
         raise ConfigError(problems)
     model = checkpoint_model.model_of(config, manifest, str(found))
-    saved.load_model(found, model, saved.weights_file(found, average))
+    reader.load_model(found, model, reader.weights_file(found, average))
     task = checkpoint_model.task_name(config, manifest) or "custom"
     to_input = _to_input(config, manifest, trusted_modules)
     return Trained(

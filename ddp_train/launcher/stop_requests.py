@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ddp_train.checkpoints.layout import places
 from ddp_train.options.schema import Config
-from ddp_train.resilience.checkpoint_files import places
 from ddp_train.resilience.preemption import (
     INTERRUPTED,
     SAME_REQUEST_SECONDS,

@@ -3,7 +3,7 @@ Torch-free.
 
 Under DDP every rank has the same weights and moments, so a death need not cost the steps since the
 last checkpoint. The idea is that of just-in-time checkpointing (EuroSys 2024,
-doi:10.1145/3627703.3650085). This is the launcher's part; the workers' is training/just_in_time.py.
+doi:10.1145/3627703.3650085). This is the launcher's part; the workers' is recovery/just_in_time.py.
 They speak through the status board alone: the store may have died with rank 0.
 """
 

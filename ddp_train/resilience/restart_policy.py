@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from ddp_train.resilience.checkpoint_files import places, step_of
+from ddp_train.checkpoints.layout import places, step_of
 from ddp_train.resilience.failure_report import FILE
 
 SAME_FAILURES = 3

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ddp_train.checkpoints.layout import places, step_of
 from ddp_train.distributed.environment import (
     restarts_left,
     write_reported,
@@ -20,7 +21,6 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
 from ddp_train.performance.memory_snapshot import VIEWER, snapshot_file
 from ddp_train.resilience import failure_report, lost_hosts, peer_check
-from ddp_train.resilience.checkpoint_files import places, step_of
 from ddp_train.resilience.heartbeat import SAVED, RankStatus, StatusBoard
 from ddp_train.resilience.stdio import TolerantStream
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_train.assembly import checkpoint_model, metrics, setup
 from ddp_train.assembly.data_sets import common_digests
+from ddp_train.checkpoints import averaged_weights, reader
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
 from ddp_train.data.splits import Splits
@@ -20,7 +21,6 @@ from ddp_train.inference.export import export_model
 from ddp_train.inference.predictions import predicted, write_predictions
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.runs.context import RunContext
-from ddp_train.training import averaging, saved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +40,12 @@ class Inference(RunContext):
         found = self.found()
         common_digests(sources, sources.test, device)
         _refuse_other_data(
-            sources.test, saved.read_manifest(found), isinstance(config.data, CustomDataConfig)
+            sources.test, reader.read_manifest(found), isinstance(config.data, CustomDataConfig)
         )
         strategy = setup.build_strategy(config, self.world, device)
         module = setup.build_module(config, sources.train, strategy, device)
         if module.further:
-            scored = averaging.has_average(found)
+            scored = averaged_weights.has_average(found)
             metrics.check_metrics(
                 config,
                 module,
@@ -56,10 +56,10 @@ class Inference(RunContext):
         evaluation = setup.build_evaluation(
             config, self.world, device, module, strategy, sources.test, self.status
         )
-        evaluated = saved.described(found)
+        evaluated = reader.described(found)
         self.display.checkpoint(evaluated)
         began = time.perf_counter()
-        score = averaging.scored_checkpoint(found, evaluation)
+        score = averaged_weights.scored_checkpoint(found, evaluation)
         evaluation.close()
         facts = {
             "steps": evaluated["step"],
@@ -77,16 +77,17 @@ class Inference(RunContext):
         source = sources.named(split)
         if source is None:
             raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
-        manifest = saved.read_manifest(found)
+        manifest = reader.read_manifest(found)
         _refuse_other_data(source, manifest, isinstance(config.data, CustomDataConfig))
         common_digests(sources, source, self.device)
         strategy = setup.build_strategy(config, self.world, self.device)
         module = checkpoint_model.module_of(config, manifest, strategy, self.device)
-        saved.load_model(found, module.model, saved.weights_file(found, config.checkpoint.average))
+        weights = reader.weights_file(found, config.checkpoint.average)
+        reader.load_model(found, module.model, weights)
         evaluation = setup.build_evaluation(
             config, self.world, self.device, module, strategy, source, self.status
         )
-        used = saved.described(found)
+        used = reader.described(found)
         self.display.checkpoint(used)
         file = self.run_dir / f"predictions.{config.predict.format}"
         began = time.perf_counter()
@@ -109,12 +110,12 @@ class Inference(RunContext):
         """Writes a checkpoint's model in other forms, each compared with the model. Raises
         ConfigError, DataError and WriteError."""
         found = self.found()
-        manifest = saved.read_manifest(found)
-        used = saved.described(found)
+        manifest = reader.read_manifest(found)
+        used = reader.described(found)
         model = checkpoint_model.model_of(
             self.config, manifest, str(found)
         )  # as it is: nothing is tuned
-        saved.load_model(found, model, saved.weights_file(found, self.config.checkpoint.average))
+        reader.load_model(found, model, reader.weights_file(found, self.config.checkpoint.average))
         self.display.checkpoint(used)
         began = time.perf_counter()
         written = export_model(model, manifest, self.run_dir, self.config.export.formats)

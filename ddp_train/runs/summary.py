@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ddp_train.assembly import metrics
+from ddp_train.checkpoints import averaged_weights, reader
 from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start
 from ddp_train.distributed.process_group import from_leader
@@ -23,7 +24,6 @@ from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
-from ddp_train.training import averaging, saved
 
 Scores = dict[str, Score]
 """By the name of the split."""
@@ -68,7 +68,7 @@ class Summary:
             stopped_early=select.stopped_early,
             train={"loss": record.last_epoch_loss},
             best=scores and self.best_of(job, select, scores, test),
-            checkpoint=saved.existing(self.run_dir, job.step),
+            checkpoint=reader.existing(self.run_dir, job.step),
             seconds=seconds,
             samples_seen=samples_seen,
             epoch_seconds=record.epoch_seconds,
@@ -91,14 +91,14 @@ class Summary:
         if best is None:
             return None
         # From rank 0: a file server may show it to the others later.
-        place = from_leader(saved.existing(self.run_dir, best["step"]), self.device)
+        place = from_leader(reader.existing(self.run_dir, best["step"]), self.device)
         found: dict[str, Any] = {**best, "checkpoint": place}
         if "validation" in scores and self.config.checkpoint.best:
             if best["step"] == job.step:
                 found["test"] = scores["test"].as_dict()
             elif place:
                 found["test"] = (
-                    tested := averaging.scored_checkpoint(Path(place), test)
+                    tested := averaged_weights.scored_checkpoint(Path(place), test)
                 ) and tested.as_dict()
         return found
 

@@ -15,6 +15,10 @@ import torch
 from ddp_train.assembly import fine_tuning, metrics, setup
 from ddp_train.assembly.checkpoint_model import facts_of_model, find_checkpoint
 from ddp_train.assembly.data_sets import common_digests, open_datasets, plan_digests, scored_digests
+from ddp_train.checkpoints import averaged_weights, mirror_run, reader
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
+from ddp_train.checkpoints.mirror import Mirror, Mirroring
+from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
 from ddp_train.config.user_code import build_hooks
 from ddp_train.data.batch import Batch
@@ -36,6 +40,8 @@ from ddp_train.models.pretrained import Origin, in_words
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.options.custom import hooks_of
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
+from ddp_train.recovery.just_in_time import RecoveryHook
+from ddp_train.recovery.lost_host import saver_of
 from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.heartbeat import StatusBoard
 from ddp_train.resilience.preemption import StopController
@@ -55,11 +61,6 @@ from ddp_train.telemetry.trackers.tracker import TrackedRun, Tracker
 from ddp_train.telemetry.trackers.tracking import Tracking, open_trackers
 from ddp_train.telemetry.trackers.wandb import Wandb
 from ddp_train.text import counted
-from ddp_train.training import averaging, checkpoint, mirrored, saved
-from ddp_train.training.checkpoint_hook import CheckpointHook
-from ddp_train.training.just_in_time import RecoveryHook
-from ddp_train.training.lost_host import saver_of
-from ddp_train.training.mirror import Mirror, Mirroring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Run(RunContext):
                 summary = use.predict(sources)
             self.publish(summary)
         else:
-            if note := mirrored.fetch(self.config, self.world, self.device, self.status):
+            if note := mirror_run.fetch(self.config, self.world, self.device, self.status):
                 self.display.line(note)
             found = find_checkpoint(self.config, self.world, self.device)
             launch = self.config.launch
@@ -134,7 +135,7 @@ class Run(RunContext):
         config = self.config
         device = self.device
         data_digests = common_digests(sources, sources.train, device)
-        origin = saved.read_manifest(found) if found else {}
+        origin = reader.read_manifest(found) if found else {}
         first_step = origin.get("step", 0)
         hooks_owed = bool(origin.get("hooks_owed"))
         strategy = setup.build_strategy(config, self.world, device)
@@ -248,13 +249,15 @@ class Run(RunContext):
         """Weights, buffers of every rank, optimizer and counters, from a checkpoint."""
         data = self.config.data
         if self.run_dir in found.parents:
-            then = saved.read_manifest(found).get("data_digests", {})
+            then = reader.read_manifest(found).get("data_digests", {})
             check_same_data(data.name, getattr(data, "root", None), then, data_digests)
-        training = saved.load_training(found)
-        note = averaging.restore(found, training, job.stepper.average, job.module, self.world.rank)
+        training = reader.load_training(found)
+        note = averaged_weights.restore(
+            found, training, job.stepper.average, job.module, self.world.rank
+        )
         if note:
             self.display.line(note)
-        saved.load_model(found, job.module.model)
+        reader.load_model(found, job.module.model)
         if len(training["buffers"]) == self.world.size > 1:
             set_buffers(job.module, training["buffers"][self.world.rank])
         job.stepper.load_state(training)
@@ -275,7 +278,7 @@ class Run(RunContext):
         if self.world.is_leader:
             selection = select.best.selection if section.best else None
             mirroring = Mirroring(Mirror(section.mirror), self.run_dir) if section.mirror else None
-            writer = checkpoint.Writer(
+            writer = Writer(
                 self.run_dir, section.keep, selection, self.status.set_saving, mirroring
             )
         manifest = {
@@ -350,7 +353,7 @@ class Run(RunContext):
         test: Evaluation,
         offer: AbstractContextManager[None],
         hooks_owed: bool,
-        writer: checkpoint.Writer | None,
+        writer: Writer | None,
     ) -> Scores | None:
         """Trains; a signal stops all ranks after one and the same step. Returns the scores of the
         weights that the run ends with, None if stopped. offer: to save if a peer dies. hooks_owed:
@@ -375,7 +378,7 @@ class Run(RunContext):
                 fit(job)
                 stopped = job.step < job.plan.steps
                 scores = None if stopped else self.final_scores(job, record, select, test)
-                is_over = mirrored.finish(
+                is_over = mirror_run.finish(
                     writer and writer.mirroring, self.config, job.stop, self.status, self.device
                 )
                 return scores if is_over else None

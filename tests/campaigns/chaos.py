@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from ddp_train.training.saved import load_training
+from ddp_train.checkpoints.reader import load_training
 from tests.support.commands import Running, checkpoints, processes_of, running, wait_until, weights
 
 SAMPLES = 210

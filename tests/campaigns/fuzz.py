@@ -46,10 +46,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ddp_train.checkpoints.layout import places
 from ddp_train.engine.metrics_hook import RESIZE
 from ddp_train.linux import adopting_orphans, children_of, state_of
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import places
 from ddp_train.telemetry.metrics_log import last_step
 from tests.campaigns import chaos, fuzz_faults
 from tests.campaigns.fuzz_faults import FAILED, STOPPED, Command, Fault, Stage

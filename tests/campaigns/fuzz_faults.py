@@ -24,10 +24,10 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from ddp_train.checkpoints.layout import MANIFEST, digest_of, places, read_manifest
+from ddp_train.checkpoints.reader import defect_of, sha256_of
 from ddp_train.commands.resize import resize
 from ddp_train.errors import ConfigError
-from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, places, read_manifest
-from ddp_train.training.saved import defect_of, sha256_of
 from tests.campaigns import fuzz_code
 from tests.campaigns.lost_ranks import board_of, ranks_of
 from tests.support.commands import Running, hear_signals, processes_of, server_of

@@ -32,6 +32,7 @@ from hypothesis import strategies as st
 
 from ddp_train import __version__
 from ddp_train.assembly.setup import build_plan, warmup_steps
+from ddp_train.checkpoints.layout import digest_of
 from ddp_train.commands.flags import _meant, usage, wrapped
 from ddp_train.config import external_checks
 from ddp_train.config.auto import resolve
@@ -50,7 +51,6 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config, schema_of
 from ddp_train.parallel.ddp.config import DdpConfig
 from ddp_train.parallel.ordered.config import OrderedConfig
-from ddp_train.resilience.checkpoint_files import digest_of
 from ddp_train.runs.plan_report import _optimizer
 from ddp_train.sweeps.rows import Writer, outcome
 from ddp_train.sweeps.trials import Trials

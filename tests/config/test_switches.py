@@ -46,6 +46,7 @@ from ddp_train.assembly.setup import (
     build_strategy,
     build_task,
 )
+from ddp_train.checkpoints import reader
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind, field_types, is_section
 from ddp_train.config.freeze import FILE, freeze
@@ -82,7 +83,6 @@ from ddp_train.sweeps.baseline import Baseline
 from ddp_train.sweeps.trial_numbers import Numbers
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.trackers import tracking
-from ddp_train.training import saved
 from tests.support.commands import PROGRAM
 from tests.support.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
 
@@ -789,7 +789,7 @@ def objective(case: Case) -> Any:
 def asked_checkpoint(case: Case) -> Any:
     """Which one of a run's checkpoints."""
     asked: list[Any] = []
-    with mock.patch.object(saved, "find", lambda *arguments: asked.append(arguments)):
+    with mock.patch.object(reader, "find", lambda *arguments: asked.append(arguments)):
         find_checkpoint(case.config, World(), "cpu")
     return asked
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_train.checkpoints.layout import digest_of
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import resolve_and_check
 from ddp_train.config.user_code import build_hooks, instantiate
 from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError
 from ddp_train.options.custom import CustomConfig
-from ddp_train.resilience.checkpoint_files import digest_of
 from tests.support.commands import (
     ONE,
     PROGRAM,

@@ -21,6 +21,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.checkpoints.reader import described, find
+from ddp_train.checkpoints.writer import Writer
 from ddp_train.config import metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.conflicts import notices
@@ -40,8 +42,6 @@ from ddp_train.sweeps import sweep_overrides as sweep_words
 from ddp_train.sweeps.rows import outcome
 from ddp_train.sweeps.trials import Trials
 from ddp_train.tasks.choose import TASKS
-from ddp_train.training.checkpoint import Writer
-from ddp_train.training.saved import described, find
 from tests.support.commands import ONE, PROGRAM, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.support.commands import metrics as lines_of
 from tests.support.jobs import config_of

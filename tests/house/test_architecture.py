@@ -19,14 +19,18 @@ OPTION_CLASSES = "the modules config.py of the rooms"
 ROOMS = [
     *("errors", "text", "linux", "tensor_tree"),
     *("distributed", "hardware", "options", OPTION_CLASSES),
-    *("resilience", "telemetry", "config", "launcher"),
+    *("checkpoints.layout", "resilience", "telemetry", "config", "launcher"),
     *("sweeps", "commands"),
     "kernels",
     *("data", "models", "tasks", "optim", "parallel", "performance"),
-    *("engine", "training", "assembly", "inference", "runs"),
-    *("own_loop", "testing", "__main__"),
+    *("engine", "checkpoints", "recovery", "assembly", "inference", "runs"),
+    *("sessions", "testing", "__main__"),
 ]
-"""Whatever lies directly in ddp_train/, from the ground up: a room imports only rooms before it."""
+"""Whatever lies directly in ddp_train/, from the ground up: a room imports only rooms before it.
+
+A module that is named with its room lies on a floor of its own: `checkpoints.layout` says without
+torch where checkpoints are, to the config and the launcher too.
+"""
 
 WITH_TORCH = [
     "ddp_train.tensor_tree",
@@ -38,10 +42,12 @@ WITH_TORCH = [
     "ddp_train.resilience.peer_check",
     *(f"ddp_train.telemetry.{name}" for name in ("gpu_sampler", "hardware_monitor")),
     *(f"ddp_train.{room}." for room in ("data", "models", "tasks", "optim", "parallel")),
-    *(f"ddp_train.{room}." for room in ("performance", "engine", "training", "assembly")),
+    *(f"ddp_train.{room}." for room in ("performance", "engine", "recovery", "assembly")),
     *("ddp_train.kernels.", "ddp_train.inference.", "ddp_train.runs."),
-    *(f"ddp_train.own_loop.{name}" for name in ("loader", "process", "run", "state", "steps")),
-    "ddp_train.own_loop.wrapped",
+    *(f"ddp_train.checkpoints.{name}" for name in ("averaged_weights", "checkpoint_hook")),
+    *(f"ddp_train.checkpoints.{name}" for name in ("mirror", "reader", "writer")),
+    *(f"ddp_train.sessions.{name}" for name in ("loader", "process", "run", "state", "steps")),
+    "ddp_train.sessions.wrapped",
     *("ddp_lab.doctor.collective_test", "ddp_lab.doctor.multihost_checks"),
     *(f"ddp_lab.study.{name}" for name in ("dry_plan", "step_times", "gradient_probe")),
     *(f"ddp_lab.prove.{name}" for name in ("causes", "data_checks", "division", "examine")),
@@ -57,6 +63,9 @@ def is_option_class(module: str) -> bool:
 
 
 def room_of(module: str) -> str:
+    inside = module.removeprefix("ddp_train.")
+    if inside in ROOMS:
+        return inside
     return OPTION_CLASSES if is_option_class(module) else module.split(".")[1]
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.config.freeze import freeze
 from ddp_train.config.metrics import problems
 from ddp_train.distributed.world import World
@@ -33,7 +34,6 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.runs.training_run import Run
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.score_lines import headline
-from ddp_train.training.checkpoint_hook import CheckpointHook
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
 
@@ -378,7 +378,7 @@ def test_the_average_is_copied_when_the_checkpoint_before_is_written() -> None:
     )
     calls = mock.Mock()
     hook = CheckpointHook(calls.writer, mock.Mock(), {})
-    with mock.patch("ddp_train.training.averaging.taken", calls.taken):
+    with mock.patch("ddp_train.checkpoints.averaged_weights.taken", calls.taken):
         hook._save(job_of(config, World()))
     assert [name for name, _, _ in calls.mock_calls] == ["writer.wait", "taken", "writer.submit"]
 

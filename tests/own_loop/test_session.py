@@ -27,7 +27,7 @@ import ddp_train
 from ddp_train.data.batch_plan import epoch_order
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
-from ddp_train.own_loop.settings import is_interactive
+from ddp_train.sessions.settings import is_interactive
 from tests.support import zygote
 from tests.support.commands import (
     LIMIT_SECONDS,

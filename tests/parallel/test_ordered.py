@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_train.checkpoints.reader import load_training
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.world import World
@@ -20,7 +21,6 @@ from ddp_train.errors import NonFiniteLossError
 from ddp_train.options.custom import CustomModelConfig
 from ddp_train.parallel.ordered.reduction import OrderedReduction, Tree
 from ddp_train.tasks.task import ModelWithTask, Task
-from ddp_train.training.saved import load_training
 from tests.support.commands import checkpoints, run, weights
 from tests.support.jobs import config_of, job_of, table
 from tests.support.ranks import on_ranks

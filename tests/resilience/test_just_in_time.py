@@ -23,6 +23,8 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import LaunchError, PeersLostError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
+from ddp_train.recovery import own_state
+from ddp_train.recovery.own_state import OfRank, Published, Row
 from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NOT_SAVED,
@@ -36,8 +38,6 @@ from ddp_train.resilience.heartbeat import (
 )
 from ddp_train.resilience.just_in_time import LATE_SECONDS, save_by_survivor
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
-from ddp_train.training import own_state
-from ddp_train.training.own_state import OfRank, Published, Row
 from tests.campaigns.lost_ranks import Kill, Outcome, board_of, differences, kill, outcome, ranks_of
 from tests.support.commands import checkpoints, read, run, running, wait_until
 

@@ -30,9 +30,9 @@ from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig, TrainConfig
 from ddp_train.parallel.config import SingleConfig
 from ddp_train.parallel.ordered.config import OrderedConfig
+from ddp_train.recovery.exchanged import Exchanged
 from ddp_train.resilience import lost_hosts, run_lock
 from ddp_train.tasks.mean_loss import Mean
-from ddp_train.training.exchanged import Exchanged
 from tests.launcher.test_hosts import ENDPOINT, Cluster, on_hosts
 from tests.launcher.test_resize import WORDS, assert_close, slow_net
 from tests.support.commands import (

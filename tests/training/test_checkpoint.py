@@ -20,17 +20,18 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_train.checkpoints import reader
+from ddp_train.checkpoints import writer as writing
+from ddp_train.checkpoints.layout import digest_of, places
+from ddp_train.checkpoints.reader import find, load_model, load_training
+from ddp_train.checkpoints.writer import Snapshot, Writer, copy_of, write
 from ddp_train.config.freeze import freeze
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import ConfigError, DataError, WriteError
 from ddp_train.options.schema import Config
-from ddp_train.resilience.checkpoint_files import digest_of, places
 from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.runs import summary
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.training import checkpoint, saved
-from ddp_train.training.checkpoint import Snapshot, Writer, copy_of, write
-from ddp_train.training.saved import find, load_model, load_training
 
 
 def snapshot(step: int, **manifest: Any) -> Snapshot:
@@ -52,7 +53,7 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     load_model(path, model)
     assert torch.equal(model.weight, one.model["weight"])
     assert load_training(path)["optimizer"]["state"][0]["step"] == 7
-    manifest = saved.read_manifest(path)
+    manifest = reader.read_manifest(path)
     assert (manifest["step"], manifest["answer"]) == (7, 42)
 
 
@@ -297,14 +298,14 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(
     writer = Writer(tmp_path, keep=1)
     writer.submit(lambda: snapshot(1))
     writer.finish()
-    whole = checkpoint.write
+    whole = writing.write
 
     def spoiling(run_dir: Path, snapshot: Snapshot, *more: Any) -> Path:
         path = whole(run_dir, snapshot, *more)
-        (path / saved.MODEL).write_bytes(b"\0" * (path / saved.MODEL).stat().st_size)
+        (path / reader.MODEL).write_bytes(b"\0" * (path / reader.MODEL).stat().st_size)
         return path
 
-    monkeypatch.setattr(checkpoint, "write", spoiling)
+    monkeypatch.setattr(writing, "write", spoiling)
     writer.submit(lambda: snapshot(2))
     with pytest.raises(WriteError, match="corrupt as soon as it is written"):
         writer.finish()
@@ -315,13 +316,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = threading.Event()
-    whole = checkpoint.write
+    whole = writing.write
 
     def slow(run_dir: Path, snapshot: Snapshot, *more: Any) -> Path:
         assert held.wait(10)
         return whole(run_dir, snapshot, *more)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(writing, "write", slow)
     state = {"weight": torch.zeros(3)}
     writer = Writer(tmp_path, keep=2)
     writer.submit(lambda: Snapshot(1, map_tensors(copy_of, state), {}, {}))
@@ -431,16 +432,16 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCapture
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path.touch, (tmp_path / "ran",))
 
-    torch.save({"optimizer": Evil()}, path / saved.TRAINING)
-    manifest = json.loads((path / checkpoint.MANIFEST).read_text())
+    torch.save({"optimizer": Evil()}, path / reader.TRAINING)
+    manifest = json.loads((path / writing.MANIFEST).read_text())
     manifest.pop("sha256")  # somebody who can write there can make the digests fit
-    content = (path / saved.TRAINING).read_bytes()
-    manifest["files"][saved.TRAINING] = {
+    content = (path / reader.TRAINING).read_bytes()
+    manifest["files"][reader.TRAINING] = {
         "bytes": len(content),
-        "sha256": saved.sha256_of(path / saved.TRAINING),
+        "sha256": reader.sha256_of(path / reader.TRAINING),
     }
     manifest["sha256"] = digest_of(manifest)
-    (path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
+    (path / writing.MANIFEST).write_text(json.dumps(manifest))
     assert find("auto", tmp_path) == older
     assert "step_00000002 is passed over: training.pt is not plain data" in caplog.text
     with pytest.raises(DataError, match="is not plain data"):

@@ -25,6 +25,10 @@ from fsspec.spec import AbstractFileSystem
 
 from ddp_lab.prove.configs import for_proof
 from ddp_lab.study.request import resolve_run
+from ddp_train.checkpoints.layout import MANIFEST, digest_of, place_of, read_manifest
+from ddp_train.checkpoints.mirror import Mirror, Mirroring, owner_of
+from ddp_train.checkpoints.mirror_run import fetch_alone, finish
+from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
 from ddp_train.errors import DataError, WriteError
 from ddp_train.hardware import Hardware
@@ -32,12 +36,8 @@ from ddp_train.optim.config import SgdConfig
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import CheckpointConfig
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import MANIFEST, digest_of, place_of, read_manifest
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
-from ddp_train.training.checkpoint import Writer
-from ddp_train.training.mirror import Mirror, Mirroring, owner_of
-from ddp_train.training.mirrored import fetch_alone, finish
 from tests.support.commands import (
     PROGRAM,
     SMALL,
@@ -172,7 +172,9 @@ def test_what_cannot_be_read_is_not_passed_over_and_not_removed(
     ):
         begun(mirror, tmp_path / "empty")
     manifests = [read_manifest(place_of(tmp_path / "run", step)) for step in (2, 1)]
-    pulling = mock.patch("ddp_train.training.mirror.read_manifest", side_effect=[*manifests, full])
+    pulling = mock.patch(
+        "ddp_train.checkpoints.mirror.read_manifest", side_effect=[*manifests, full]
+    )
     with (
         pulling,
         pytest.raises(

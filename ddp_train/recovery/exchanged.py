@@ -17,9 +17,9 @@ from torch import Tensor
 from ddp_train.distributed.process_group import buffer_places, gather_later
 from ddp_train.engine.loop import Job
 from ddp_train.optim.nan_guard import NonFiniteCheck
+from ddp_train.recovery.own_state import SLOTS, OfRank, is_intact_after_exchange
 from ddp_train.resilience.heartbeat import ROW_BYTES
 from ddp_train.tasks.mean_loss import Mean
-from ddp_train.training.own_state import SLOTS, OfRank, is_intact_after_exchange
 
 HEAD = 2
 """Numbers before those of the buffers: the sum and the units of the loss."""

@@ -12,22 +12,22 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+from ddp_train.checkpoints import reader
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
+from ddp_train.checkpoints.layout import places, read_manifest
 from ddp_train.distributed.connections import break_connections
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.engine.step_observers import LossPublisher
 from ddp_train.errors import DataError
+from ddp_train.recovery.exchanged import Exchanged
+from ddp_train.recovery.just_in_time import JustInTime
+from ddp_train.recovery.own_state import OnDevice, OwnState, Published
+from ddp_train.recovery.survivor import MARK, Survivor
 from ddp_train.resilience import lost_hosts
-from ddp_train.resilience.checkpoint_files import places, read_manifest
 from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import SAVED, RankStatus, StatusBoard
 from ddp_train.text import first_line
-from ddp_train.training import saved
-from ddp_train.training.checkpoint_hook import CheckpointHook
-from ddp_train.training.exchanged import Exchanged
-from ddp_train.training.just_in_time import JustInTime
-from ddp_train.training.own_state import OnDevice, OwnState, Published
-from ddp_train.training.survivor import MARK, Survivor
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class LostHost:
                 if (
                     manifest["step"] >= step
                     and manifest.get(MARK)
-                    and saved.find(str(place), place)
+                    and reader.find(str(place), place)
                 ):
                     return True
         return False

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_train.checkpoints import averaged_weights
+from ddp_train.checkpoints.writer import Snapshot, Writer, copy_of
 from ddp_train.distributed.process_group import total
 from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import MetricsHook, next_multiple
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.training import averaging
-from ddp_train.training.checkpoint import Snapshot, Writer, copy_of
 
 
 class CheckpointHook:
@@ -81,7 +81,7 @@ class CheckpointHook:
             self.writer.wait()
         average = job.stepper.average
         writes = self.writer is not None
-        taken = average and averaging.taken(average, job.strategy, job.module, copies=writes)
+        taken = average and averaged_weights.taken(average, job.strategy, job.module, copies=writes)
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:
                 scores = {
@@ -98,7 +98,7 @@ class CheckpointHook:
         self,
         job: Job,
         buffers: Tensor,
-        taken: averaging.Taken | None,
+        taken: averaged_weights.Taken | None,
         state: dict[str, Any],
         manifest: dict[str, Any],
     ) -> Snapshot:
@@ -106,7 +106,7 @@ class CheckpointHook:
         manifest: entries that only this checkpoint has."""
         average, of_average = taken or (None, None)
         training = job.stepper.state() | {"buffers": buffers} | state
-        training |= {averaging.STATE: of_average} if of_average else {}
+        training |= {averaged_weights.STATE: of_average} if of_average else {}
         return Snapshot(
             step=job.step,
             model=map_tensors(copy_of, job.module.model.state_dict()),

@@ -23,13 +23,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from ddp_train.checkpoints.layout import MANIFEST, place_of, places, read_manifest, step_of
+from ddp_train.checkpoints.reader import defect_of
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import DataError, WriteError
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import MANIFEST, place_of, places, read_manifest, step_of
 from ddp_train.resilience.preemption import StopController
 from ddp_train.text import first_line
-from ddp_train.training.saved import defect_of
 
 OWNER = "owner.json"
 """Which run copies its checkpoints there."""

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_train.checkpoints import reader
+from ddp_train.checkpoints.layout import read_manifest
+from ddp_train.checkpoints.writer import Snapshot, Writer, copy_of
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere, set_buffers
 from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.errors import DataError
-from ddp_train.own_loop.settings import UsageError
-from ddp_train.own_loop.wrapped import Wrapped
-from ddp_train.resilience.checkpoint_files import read_manifest
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.sessions.settings import UsageError
+from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import map_tensors
 from ddp_train.text import counted, first_line
-from ddp_train.training import saved
-from ddp_train.training.checkpoint import Snapshot, Writer, copy_of
 
 
 @dataclass
@@ -76,12 +76,12 @@ class State:
     def restore(self, device: str, rank: int, processes: int) -> Position:
         """From the newest checkpoint that is whole; from the beginning if there is none. Raises
         DataError if it is of other objects."""
-        found = saved.find("auto", self.run_dir)
+        found = reader.find("auto", self.run_dir)
         step = read_manifest(found)["step"] if found else -1
         same_everywhere(step, device, "the step of the newest checkpoint")
         if found is None:
             return Position()
-        training = saved.load_training(found)
+        training = reader.load_training(found)
         position = Position(**training["position"])
         then = training["objects"]
         if differing := sorted({*then} ^ {*self.others}):
@@ -91,7 +91,7 @@ class State:
                 f" {', '.join(differing)}",
                 "give run.resume what it got when that was saved, or start over in another run_dir",
             )
-        saved.load_model(found, self.model.module)
+        reader.load_model(found, self.model.module)
         if len(training["buffers"]) == processes > 1:
             set_buffers(self.model.module, training["buffers"][rank])
         for name, holder in self.others.items():

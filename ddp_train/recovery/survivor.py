@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
+from ddp_train.checkpoints import averaged_weights, reader
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, with_unreported
+from ddp_train.checkpoints.layout import place_of, places, read_manifest
+from ddp_train.checkpoints.writer import Snapshot, write
 from ddp_train.distributed.process_group import set_buffers
 from ddp_train.engine.loop import Job
 from ddp_train.errors import DataError
+from ddp_train.recovery.own_state import OwnState
 from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import place_of, places, read_manifest
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.mean_loss import Mean
-from ddp_train.training import averaging, checkpoint, saved
-from ddp_train.training.checkpoint import Snapshot
-from ddp_train.training.checkpoint_hook import CheckpointHook, with_unreported
-from ddp_train.training.own_state import OwnState
 
 MARK = "just_in_time"
 """The entry of the manifest that tells these checkpoints from others."""
@@ -98,7 +98,7 @@ class Survivor:
         if not snapshot.manifest["hooks_owed"] and self._is_saved(job.step):
             return True
         job.stepper.check_finite.check_weights(job.step)
-        new = checkpoint.write(self.run_dir, snapshot, self.owner)
+        new = write(self.run_dir, snapshot, self.owner)
         for place in places(self.run_dir):  # of the deaths before, which no hook has removed yet
             with contextlib.suppress(
                 OSError, ValueError
@@ -116,7 +116,7 @@ class Survivor:
             return (
                 place.is_dir()
                 and not read_manifest(place).get(MARK)
-                and bool(saved.find(str(place), place))
+                and bool(reader.find(str(place), place))
             )
         return False
 
@@ -165,7 +165,7 @@ class Survivor:
         average = (
             job.stepper.average
         )  # buffers are the same on all ranks then: no collective is needed
-        taken = average and averaging.taken(average, job.strategy, job.module, copies=True)
+        taken = average and averaged_weights.taken(average, job.strategy, job.module, copies=True)
         again = owed and not state["record"]["owes_score"]
         return self.checkpoints.snapshot(
             job, gathered, taken, state, {MARK: True, "hooks_owed": again, "test": None}

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ddp_train.checkpoints import reader
+from ddp_train.checkpoints.writer import copy_of
 from ddp_train.distributed.process_group import ranks, set_buffers
 from ddp_train.engine.loop import Evaluation, evaluate
 from ddp_train.engine.scoring import join_scores
@@ -15,8 +17,6 @@ from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.training import saved
-from ddp_train.training.checkpoint import copy_of
 
 STATE = "average"
 """The entry of `training.pt`."""
@@ -25,18 +25,18 @@ STATE = "average"
 def scored_checkpoint(path: Path, evaluation: Evaluation) -> Score | None:
     """The score of a checkpoint, which is loaded, and of its average if it has one. None if one was
     stopped."""
-    saved.load_model(path, evaluation.module.model)
+    reader.load_model(path, evaluation.module.model)
     score = evaluate(evaluation)
     if score is None or not has_average(path):
         return score
-    saved.load_model(path, evaluation.module.model, saved.AVERAGE)
+    reader.load_model(path, evaluation.module.model, reader.AVERAGE)
     return join_scores(score, evaluate(evaluation))
 
 
 def has_average(path: Path) -> bool:
     """Whether a checkpoint has an average. By its manifest: a file server may show a file to some
     ranks only later."""
-    return saved.AVERAGE in saved.read_manifest(path)["files"]
+    return reader.AVERAGE in reader.read_manifest(path)["files"]
 
 
 Taken = tuple[dict[str, Tensor], dict[str, Any]]
@@ -60,7 +60,7 @@ def restore(
     rank: int,
 ) -> str:
     """Continues the average of a checkpoint; the model is overwritten, so it must be loaded after
-    this. training: what `saved.load_training` returned. Returns what the user should know, "" if
+    this. training: what `reader.load_training` returned. Returns what the user should know, "" if
     nothing."""
     state = training.get(STATE)
     if average is None:
@@ -71,13 +71,13 @@ def restore(
             )
         return ""
     if state is None:
-        saved.load_model(path, module.model)
+        reader.load_model(path, module.model)
         average.begin()
         return (
             f"note: {path.name} has no average of the weights: it begins with the weights after the"
             " next step"
         )
-    saved.load_model(path, module.model, saved.AVERAGE)
+    reader.load_model(path, module.model, reader.AVERAGE)
     if len(state["buffers"]) == ranks() > 1:
         set_buffers(module, state["buffers"][rank])
     average.begin(state)

@@ -1,5 +1,5 @@
 """Checkpoints that are there: found, verified, described, loaded. What is in one:
-training/checkpoint.py."""
+writer.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ddp_train.checkpoints.layout import MANIFEST, place_of, places, read_manifest
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import DataError
-from ddp_train.resilience.checkpoint_files import MANIFEST, place_of, places, read_manifest
 from ddp_train.telemetry.metrics_log import last_step
 from ddp_train.text import first_line
 

@@ -8,17 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ddp_train.config.external_checks import changed, of_another_run
-from ddp_train.config.migrate import bind_frozen
-from ddp_train.distributed.process_group import from_leader
-from ddp_train.distributed.world import World
-from ddp_train.errors import DataError, WriteError
-from ddp_train.options.schema import Config
-from ddp_train.resilience.checkpoint_files import place_of, places, step_of
-from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.resilience.preemption import StopController
-from ddp_train.training.checkpoint import link_best
-from ddp_train.training.mirror import (
+from ddp_train.checkpoints.layout import place_of, places, step_of
+from ddp_train.checkpoints.mirror import (
     COPIED,
     COPYING,
     FAILED,
@@ -28,7 +19,16 @@ from ddp_train.training.mirror import (
     best_step,
     owner_of,
 )
-from ddp_train.training.saved import defect_of
+from ddp_train.checkpoints.reader import defect_of
+from ddp_train.checkpoints.writer import link_best
+from ddp_train.config.external_checks import changed, of_another_run
+from ddp_train.config.migrate import bind_frozen
+from ddp_train.distributed.process_group import from_leader
+from ddp_train.distributed.world import World
+from ddp_train.errors import DataError, WriteError
+from ddp_train.options.schema import Config
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.resilience.preemption import StopController
 
 LOOK_SECONDS = 0.1
 log = logging.getLogger(__name__)

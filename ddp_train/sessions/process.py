@@ -21,9 +21,6 @@ from ddp_train.distributed import flight_record, process_group
 from ddp_train.distributed.environment import threads_asked
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
-from ddp_train.own_loop.run import Run
-from ddp_train.own_loop.settings import Settings, in_words, is_interactive
-from ddp_train.own_loop.steps import Steps, StoppedError
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
 from ddp_train.resilience import collectives, failure_report, heartbeat, peer_check, run_lock
 from ddp_train.resilience.heartbeat import RankStatus, status_on_board
@@ -37,6 +34,9 @@ from ddp_train.resilience.preemption import (
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.runs.failure_reporter import FailureReporter
 from ddp_train.runs.worker import JOIN_SECONDS, WATCHED_SECONDS, die_with_parent, leave
+from ddp_train.sessions.run import Run
+from ddp_train.sessions.settings import Settings, in_words, is_interactive
+from ddp_train.sessions.steps import Steps, StoppedError
 from ddp_train.telemetry.log_files import LogFile, redirect_streams
 from ddp_train.text import counted
 

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.exchange import tensors_from_all_ranks
 from ddp_train.distributed.process_group import ranks, total
-from ddp_train.own_loop.loader import (
+from ddp_train.sessions.loader import (
     TestLoader,
     TrainingLoader,
     common_digests,
     options_of,
     source_of,
 )
-from ddp_train.own_loop.settings import UsageError
-from ddp_train.own_loop.state import State, check_objects
-from ddp_train.own_loop.steps import Steps
-from ddp_train.own_loop.wrapped import Wrapped
+from ddp_train.sessions.settings import UsageError
+from ddp_train.sessions.state import State, check_objects
+from ddp_train.sessions.steps import Steps
+from ddp_train.sessions.wrapped import Wrapped
 
 Collate = Callable[[list[Any]], Any]
 

@@ -18,9 +18,9 @@ from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.own import UserDataset
 from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.engine.step_observers import ReportedBatches
-from ddp_train.own_loop.settings import UsageError
-from ddp_train.own_loop.state import averaged_buffers
-from ddp_train.own_loop.steps import Steps
+from ddp_train.sessions.settings import UsageError
+from ddp_train.sessions.state import averaged_buffers
+from ddp_train.sessions.steps import Steps
 
 Collate = Callable[[list[Any]], Any]
 SAME_DATA = (

@@ -1,5 +1,5 @@
 """Writes checkpoints: a directory per step, written aside and renamed. They are read in
-training/saved.py.
+reader.py.
 
 step_00000150/
     model.safetensors    the weights under the model's own names, whatever strategy trained them
@@ -30,10 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ddp_train.engine.selection import Selection
-from ddp_train.errors import OwnershipLostError, WriteError
-from ddp_train.resilience import run_lock
-from ddp_train.resilience.checkpoint_files import (
+from ddp_train.checkpoints.layout import (
     MANIFEST,
     check_writable,
     digest_of,
@@ -41,9 +38,20 @@ from ddp_train.resilience.checkpoint_files import (
     places,
     reason_of,
 )
+from ddp_train.checkpoints.mirror import Mirroring
+from ddp_train.checkpoints.reader import (
+    AVERAGE,
+    BEST,
+    MODEL,
+    TRAINING,
+    best_of,
+    defect_of,
+    sha256_of,
+)
+from ddp_train.engine.selection import Selection
+from ddp_train.errors import OwnershipLostError, WriteError
+from ddp_train.resilience import run_lock
 from ddp_train.tensor_tree import map_tensors, tensors
-from ddp_train.training.mirror import Mirroring
-from ddp_train.training.saved import AVERAGE, BEST, MODEL, TRAINING, best_of, defect_of, sha256_of
 
 log = logging.getLogger(__name__)
 

@@ -33,11 +33,11 @@ from ddp_train.launcher.workload import Workload
 from ddp_train.linux import keep_exit_codes
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig
-from ddp_train.own_loop.settings import Settings, UsageError, in_words, is_interactive
 from ddp_train.resilience import run_lock
+from ddp_train.sessions.settings import Settings, UsageError, in_words, is_interactive
 
 if TYPE_CHECKING:
-    from ddp_train.own_loop.run import Run
+    from ddp_train.sessions.run import Run
 
 
 @contextlib.contextmanager
@@ -91,7 +91,7 @@ def session(
             raise
         print(f"{error}\n  remedy: {error.remedy}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    from ddp_train.own_loop.process import (
+    from ddp_train.sessions.process import (
         joined,
     )  # it imports torch: the process that only watches does without
 

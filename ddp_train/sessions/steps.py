@@ -20,11 +20,11 @@ from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.process_group import total
 from ddp_train.distributed.training_step import CURRENT, training_step
 from ddp_train.distributed.world import World
-from ddp_train.own_loop.settings import Settings, UsageError
-from ddp_train.own_loop.state import Position, State
-from ddp_train.own_loop.wrapped import Wrapped
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions.settings import Settings, UsageError
+from ddp_train.sessions.state import Position, State
+from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.distributed.connections import break_connections
 from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.errors import LaunchError
 from ddp_train.linux import wait_until
+from ddp_train.recovery.own_state import OwnState
+from ddp_train.recovery.survivor import Survivor
 from ddp_train.resilience.failure_report import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NO_ORDER,
@@ -32,9 +35,6 @@ from ddp_train.resilience.heartbeat import (
 )
 from ddp_train.resilience.preemption import StopController
 from ddp_train.text import first_line
-from ddp_train.training.checkpoint_hook import CheckpointHook
-from ddp_train.training.own_state import OwnState
-from ddp_train.training.survivor import Survivor
 
 ORDER_SECONDS = 3.0
 """How long a worker with a peer's error waits for the launcher to say that a rank is dead. It sees

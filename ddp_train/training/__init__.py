@@ -1,1 +1,0 @@
-"""One run on one process: from the frozen config to the last summary."""
