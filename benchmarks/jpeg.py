@@ -39,7 +39,7 @@ from ddp_train.assembly.setup import build_job, build_module, build_strategy, lo
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.data.batch import Batch
-from ddp_train.data.crop import crop_box_for, resized_together
+from ddp_train.data.crop import crop_box_for, resize_crops
 from ddp_train.data.image_folder.source import FolderSource, decoded_on
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.environment import visible_devices
@@ -179,10 +179,8 @@ def agreement(source: FolderSource, device: torch.device) -> list[str]:
         crop_box_for(image.shape[1], image.shape[2], source.image_size, draws)
         for image, draws in zip(whole, source._draws(indices, 0), strict=True)
     ]
-    there = resized_together(
-        [image.to(device) for image in whole], windows, source.image_size
-    ).cpu()
-    same = torch.equal(there, resized_together(whole, windows, source.image_size))
+    there = resize_crops([image.to(device) for image in whole], windows, source.image_size).cpu()
+    same = torch.equal(there, resize_crops(whole, windows, source.image_size))
     by_torchvision = source.get_batch(indices, 0)[0].float()
     return [
         "",

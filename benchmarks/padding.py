@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 from page import conditions, publish
 
-from ddp_train.data import sampling
-from ddp_train.data.sampling import LengthBatches, even_cuts
+from ddp_train.data import length_batches
+from ddp_train.data.length_batches import LengthBatches, even_cuts
 
 MEDIAN = 120
 SIGMA = 0.9
@@ -130,18 +130,18 @@ def choices(samples: int, tokens: int) -> list[str]:
     """What other values of the two constants would give, without processes."""
     lengths = drawn_lengths(samples)
     found = []
-    before = sampling.ALIKE, sampling.LEAST_BATCHES
+    before = length_batches.ALIKE, length_batches.LEAST_BATCHES
     for alike in (0.05, 0.1, 0.2):
         cells = []
         for least in (1, 2, 4, 8):
-            sampling.ALIKE = alike
-            sampling.LEAST_BATCHES = least
+            length_batches.ALIKE = alike
+            length_batches.LEAST_BATCHES = least
             batches = planned(lengths, tokens)
             cells.append(
                 f"{padding(batches[:MOST_BATCHES], lengths, 1, even_cuts)[0]:.1%}, {len(batches):,}"
             )
         found.append(f"| {alike:g} | {' | '.join(cells)} |")
-    sampling.ALIKE, sampling.LEAST_BATCHES = before
+    length_batches.ALIKE, length_batches.LEAST_BATCHES = before
     return found
 
 
@@ -212,8 +212,8 @@ def main() -> None:
             ),
             "",
             (
-                "What the constants of `data/sampling.py` cost: padding, and steps per epoch, of"
-                f" {medium:,} samples"
+                "What the constants of `data/length_batches.py` cost: padding, and steps per"
+                f" epoch, of {medium:,} samples"
             ),
             "in batches of 16,384 tokens, on one process.",
             "",

@@ -18,9 +18,11 @@ from ddp_lab.prove.runs import MAKE_THEM_ALIKE
 from ddp_lab.prove.unseeded import unseeded
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource, digests
-from ddp_train.data.own import UserDataset, applied, as_tensors
 from ddp_train.data.rng import global_states, keyed_generators
+from ddp_train.data.sample_tensors import as_tensors
+from ddp_train.data.sample_transforms import apply_transform
 from ddp_train.data.splits import Splits
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.models.python_state import changed, state_of
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import counted
@@ -236,7 +238,7 @@ def _stages(source: UserDataset, number: int, key: int) -> list[_Stage]:
         if source.fields:
             sample = tuple(sample[name] for name in source.fields)
         for transform in source.transforms:
-            sample = applied(transform, sample)
+            sample = apply_transform(transform, sample)
             before = note(f"the transform {_called(transform)}", before)
     return found
 

@@ -18,15 +18,15 @@ from ddp_train.config.user_code import (
     named_function,
     parameters_of,
 )
-from ddp_train.data.augment import Erasing
+from ddp_train.data.augmentation import Erasing
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.built_in import build_datasets
 from ddp_train.data.datasets import ArraySource, BatchSource, digests
 from ddp_train.data.image_folder.source import FolderSource
-from ddp_train.data.own import UserDataset
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.sample_facts import training_weights
 from ddp_train.data.splits import Splits, parted
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.options.custom import NOT_TELLING, CustomDataConfig
@@ -264,7 +264,7 @@ class _OwnData:
 
     def refuse_draws(self, source: UserDataset) -> None:
         """Raises ConfigError if the transforms of a split that is scored draw random numbers."""
-        if not (drawing := source.drawing()):
+        if not (drawing := source.transforms_that_draw()):
             return
         data = self.data
         key = "transform" if self.data.test_transform is None else "test_transform"

@@ -21,7 +21,7 @@ from ddp_train.engine.loop import Job
 from ddp_train.errors import ConfigError, DataError, ModelError
 from ddp_train.models.config import TorchvisionConfig
 from ddp_train.models.freezing import Frozen
-from ddp_train.models.pretrained import (
+from ddp_train.models.initial_weights import (
     Origin,
     Weights,
     begin_with,

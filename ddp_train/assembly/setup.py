@@ -21,12 +21,13 @@ from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.length_batches import LengthBatches
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.data.sample_facts import lengths_of
-from ddp_train.data.sampling import LengthBatches, WeightedDraws
 from ddp_train.data.splits import Splits
+from ddp_train.data.weighted_draws import WeightedDraws
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Job
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ddp_train.data.length_batches import LengthBatches, LengthEpoch, even_cuts
 from ddp_train.data.rng import hash_key, order
-from ddp_train.data.sampling import LengthBatches, LengthEpoch, WeightedDraws, even_cuts
+from ddp_train.data.weighted_draws import WeightedDraws
 
 
 @dataclass(frozen=True, slots=True)

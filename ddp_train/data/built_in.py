@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_train.data import augment as augmentation
+from ddp_train.data import augmentation
 from ddp_train.data.corpus.sources import text_sources, token_sources
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.image_folder.source import FolderSource

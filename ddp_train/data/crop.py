@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ddp_train.data.augment import random_crop
+from ddp_train.data.augmentation import random_crop
 
 MAX_PIXELS = 2**26
 """The most pixels that are resized at once: 256 MiB in float32."""
+WEIGHT_SCALE = 2**15
 
 
 class CropBox(NamedTuple):
@@ -38,64 +39,77 @@ def crop_box_for(height: int, width: int, size: int, draws: Sequence[float] | No
     """The CropBox of a sample, for a result of size x size pixels.
 
     draws: four, uniform in [0, 1), for a random crop. None for the usual evaluation crop: the
-    centre of the image resized to a short side of 8/7 of `size`.
+        centre of the image resized to a short side of 8/7 of `size`.
     """
     if draws is not None:
         return CropBox(*random_crop(width, height, draws), size, size)
     short = round(size * 8 / 7)
     rows = short if height <= width else int(short * height / width)
     columns = short if width <= height else int(short * width / height)
-    return CropBox(
-        0, 0, height, width, rows, columns, round((rows - size) / 2), round((columns - size) / 2)
-    )
+    first_row = round((rows - size) / 2)
+    first_column = round((columns - size) / 2)
+    return CropBox(0, 0, height, width, rows, columns, first_row, first_column)
 
 
-def resized(image: Tensor, box: CropBox, size: int) -> Tensor:
+def resize_crop(image: Tensor, box: CropBox, size: int) -> Tensor:
     """Crops and resizes one image on the CPU with torch's kernel, which gives torchvision's pixels.
 
-    image: uint8 [3, height, width]. Returns uint8 [3, size, size].
+    image: uint8 [3, height, width].
+
+    Returns uint8 [3, size, size].
     """
-    whole = functional.interpolate(
-        _cut(image, box)[None], (box.rows, box.columns), mode="bilinear", antialias=True
-    )
-    return whole[
-        0, :, box.first_row : box.first_row + size, box.first_column : box.first_column + size
+    batch = _cut(image, box)[None]
+    whole = functional.interpolate(batch, (box.rows, box.columns), mode="bilinear", antialias=True)[
+        0
     ]
+    rows = slice(box.first_row, box.first_row + size)
+    columns = slice(box.first_column, box.first_column + size)
+    return whole[:, rows, columns]
 
 
-def _cut(image: Tensor, box: CropBox) -> Tensor:
-    return image[:, box.top : box.top + box.height, box.left : box.left + box.width]
-
-
-def resized_together(images: Sequence[Tensor], boxes: Sequence[CropBox], size: int) -> Tensor:
+def resize_crops(images: Sequence[Tensor], boxes: Sequence[CropBox], size: int) -> Tensor:
     """Crops and resizes many images of any sizes on one device.
-
-    images: each uint8 [3, height, width]. Returns uint8 [n, 3, size, size].
 
     Resizing is linear and separable: a product with a matrix of weights from the left and one from
     the right. That takes about twenty kernels for all images, torch's own resizing several for
     each. To the last bit, the result for an image does not depend on the other images or on the
     device: weights are multiples of 2^-15 with 11 significant bits, so that float32 and TF32 both
     sum the products with uint8 pixels without rounding, in any order.
+
+    images: each uint8 [3, height, width].
+
+    Returns uint8 [n, 3, size, size].
     """
-    groups = [[]]
-    largest = (0, 0)
-    for index, box in enumerate(boxes):
-        padded = max(largest[0], box.height), max(largest[1], box.width)
-        if groups[-1] and 3 * (len(groups[-1]) + 1) * padded[0] * padded[1] > MAX_PIXELS:
+    crops = []
+    for group in _groups_that_fit(boxes):
+        images_of_group = [images[number] for number in group]
+        boxes_of_group = [boxes[number] for number in group]
+        crops.append(_resize_group(images_of_group, boxes_of_group, size))
+    return torch.cat(crops)
+
+
+def _groups_that_fit(boxes: Sequence[CropBox]) -> list[list[int]]:
+    """Consecutive numbers of boxes that, each padded to the largest, have MAX_PIXELS at most."""
+    groups: list[list[int]] = [[]]
+    height = 0
+    width = 0
+    for number, box in enumerate(boxes):
+        height = max(height, box.height)
+        width = max(width, box.width)
+        pixels = 3 * (len(groups[-1]) + 1) * height * width
+        if groups[-1] and pixels > MAX_PIXELS:
             groups.append([])
-            padded = box.height, box.width
-        groups[-1].append(index)
-        largest = padded
-    return torch.cat(
-        [
-            _resized_group([images[n] for n in group], [boxes[n] for n in group], size)
-            for group in groups
-        ]
-    )
+            height = box.height
+            width = box.width
+        groups[-1].append(number)
+    return groups
 
 
-def _resized_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Tensor:
+def _cut(image: Tensor, box: CropBox) -> Tensor:
+    return image[:, box.top : box.top + box.height, box.left : box.left + box.width]
+
+
+def _resize_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Tensor:
     """The crops of images that fit into memory together. They are padded with zeros to the largest
     box."""
     count = len(images)
@@ -110,24 +124,28 @@ def _resized_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Ten
     _, _, heights, widths, rows, columns, first_row, first_column = numbers.unbind(1)
     horizontal = _weights(widths, columns, first_column, size, width)
     vertical = _weights(heights, rows, first_row, size, height)
-    narrow = (padded.view(count, 3 * height, width).float() @ horizontal.mT).round_()
-    return (vertical[:, None] @ narrow.view(count, 3, height, size)).round_().byte()
+    pixels = padded.view(count, 3 * height, width).float()
+    narrow = (pixels @ horizontal.mT).round_()
+    small = (vertical[:, None] @ narrow.view(count, 3, height, size)).round_()
+    return small.byte()
 
 
 def _weights(lengths: Tensor, resized_to: Tensor, first: Tensor, size: int, length: int) -> Tensor:
     """Antialiasing weights [n, size, length], each row of which sums to 1: triangles as wide as the
     source pixels that one target pixel covers.
 
-    lengths: [n], source pixels of each image in one direction, at most `length`. resized_to: [n],
-    target pixels in that direction, of which `size` from `first` [n] on are computed.
+    lengths: [n], source pixels of each image in one direction, at most `length`.
+    resized_to: [n], target pixels in that direction.
+    first: [n], the first target pixel of `size` that are computed.
     """
+    device = lengths.device
     scale = (lengths / resized_to)[:, None, None]
-    centres = (
-        torch.arange(size, device=lengths.device)[None, :, None] + first[:, None, None] + 0.5
-    ) * scale
-    pixels = torch.arange(length, device=lengths.device)
-    triangles = (1 - (pixels + 0.5 - centres).abs() / scale.clamp(min=1)).clamp_(min=0) * (
-        pixels < lengths[:, None, None]
-    )
-    whole = (triangles * 2**15).round_()  # integers are summed without rounding
-    return (whole / whole.sum(-1, keepdim=True) * 2**15).round_().half().float() * 2.0**-15
+    places = torch.arange(size, device=device)[None, :, None] + first[:, None, None]
+    centres = (places + 0.5) * scale
+    pixels = torch.arange(length, device=device)
+    distances = (pixels + 0.5 - centres).abs() / scale.clamp(min=1)
+    is_inside = pixels < lengths[:, None, None]
+    triangles = (1 - distances).clamp_(min=0) * is_inside
+    whole = (triangles * WEIGHT_SCALE).round_()  # integers are summed without rounding
+    shares = whole / whole.sum(-1, keepdim=True)
+    return (shares * WEIGHT_SCALE).round_().half().float() * 2.0**-15

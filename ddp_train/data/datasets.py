@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_train.data import augment as augmentation
+from ddp_train.data import augmentation
 from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.data.rows import NormalisedRows, normalised_rows, rows
@@ -115,7 +115,7 @@ class ArraySource:
         return len(self.inputs)
 
     def image_facts(self) -> dict[str, Any]:
-        """What `data.raw.ImageInput` needs; {} if its inputs are no pixels."""
+        """What `data.raw_input.ImageInput` needs; {} if its inputs are no pixels."""
         mean, std = self.scaled or (self.mean, self.std)
         if std:
             return {"shape": list(self.inputs.shape[1:]), "mean": mean, "std": std}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ddp_train.data.augment import factor_and_offset, normalise
+from ddp_train.data.augmentation import factor_and_offset, normalise
 
 WORD = torch.int64
 NormalisedRows = Callable[[Tensor, Tensor, tuple[float, ...], tuple[float, ...]], Tensor]

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from ddp_train.data.datasets import BatchSource
-from ddp_train.data.own import UserDataset
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError
 from ddp_train.text import counted, first_line
 

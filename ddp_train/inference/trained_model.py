@@ -16,7 +16,13 @@ from ddp_train.config.code_checks import code_problems
 from ddp_train.config.migrate import bind_frozen
 from ddp_train.config.user_code import build_transforms
 from ddp_train.data.corpus.sources import Bytes, Tokenizer
-from ddp_train.data.raw import ImageInput, TextInput, ToInput, TransformedInput, numbers
+from ddp_train.data.raw_input import (
+    ImageInput,
+    TextInput,
+    ToInput,
+    TransformedInput,
+    number_input,
+)
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.inference.predictions import checked_columns, labels_of
 from ddp_train.options.custom import CustomDataConfig
@@ -155,7 +161,7 @@ def _to_input(config: Config, manifest: dict[str, Any], trusted_modules: Sequenc
     if data.name == "text":
         return TextInput((Tokenizer(data.tokenizer) if data.tokenizer else Bytes()).encode)
     if not isinstance(data, CustomDataConfig):
-        return numbers
+        return number_input
     key = "transform" if data.test_transform is None else "test_transform"
     items = getattr(data, key)
     if problems := code_problems("data", data, trusted_modules):

@@ -130,7 +130,7 @@ def _features(shape: tuple[int, ...]) -> int:
 def _torchvision(
     shape: tuple[int, ...], outputs: int, arch: str, weights: str | None = None
 ) -> nn.Module:
-    """weights: with which it begins, `pretrained.torchvision_weights`; some need other inputs
+    """weights: with which it begins, `initial_weights.torchvision_weights`; some need other inputs
     then."""
     from torchvision.models import get_model
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import digests
 from ddp_train.data.loader import Loader, LoaderOptions
-from ddp_train.data.own import UserDataset
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.sessions.settings import UsageError

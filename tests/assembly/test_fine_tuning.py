@@ -24,7 +24,7 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.hardware import Hardware
 from ddp_train.inference.trained_model import load
 from ddp_train.models.freezing import Frozen
-from ddp_train.models.pretrained import begin_with, in_words, read_weights, torchvision_weights
+from ddp_train.models.initial_weights import begin_with, in_words, read_weights, torchvision_weights
 from ddp_train.models.zoo import build_model
 from tests.campaigns.lost_ranks import Kill, differences, outcome
 from tests.support.commands import ONE, SMALL, THREE, checkpoints, fatal_lines, read, run

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torchvision.transforms import v2
 
 from ddp_train.assembly.setup import loader_options
-from ddp_train.data import augment
-from ddp_train.data.augment import ERASING_TRIES, Erasing, erase, erased_boxes
+from ddp_train.data import augmentation
+from ddp_train.data.augmentation import ERASING_TRIES, Erasing, erase, erasing_boxes
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.image_folder.config import ImageFolderConfig
 from ddp_train.data.loader import Loader
 from ddp_train.data.mix import Mix, mix_of
-from ddp_train.data.own import UserDataset
 from ddp_train.data.rng import uniform
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit
 from ddp_train.errors import ConfigError, DataError
@@ -48,7 +48,7 @@ MIX = Mix(seed=0, classes=CLASSES, mixup=0.4, cutmix=1.0)
 def images() -> ArraySource:
     """Shifted, flipped and erased at random."""
     draw = torch.Generator().manual_seed(0)
-    moved = functools.partial(augment.move, by=1, flips=True)
+    moved = functools.partial(augmentation.move, by=1, flips=True)
     labels = torch.randint(0, CLASSES, (SAMPLES,), generator=draw)
     source = ArraySource(torch.randn(SAMPLES, 2, 8, 6, generator=draw), labels, augmentation=moved)
     source.erasing = Erasing(0.5, seed=0)
@@ -328,8 +328,8 @@ def test_boxes_are_drawn_as_by_torchvision() -> None:
     width = 11
     count = 4_000
     draws = uniform(3, torch.arange(count), 3 + 2 * ERASING_TRIES)
-    ours = erased_boxes(draws, height, width, 1.0)
-    assert torch.equal(ours[[7]], erased_boxes(draws[[7]], height, width, 1.0)), (
+    ours = erasing_boxes(draws, height, width, 1.0)
+    assert torch.equal(ours[[7]], erasing_boxes(draws[[7]], height, width, 1.0)), (
         "its own draws alone"
     )
     torch.manual_seed(0)
@@ -351,7 +351,7 @@ def test_boxes_are_drawn_as_by_torchvision() -> None:
         assert (mine.mean() - reference.mean()).abs() < 4 * error
         assert mine.std() == pytest.approx(reference.std().item(), rel=0.05)
     assert (ours[:, 1] <= height).all() and (ours[:, 3] <= width).all() and (ours >= 0).all()
-    some = erased_boxes(draws, height, width, 0.25)
+    some = erasing_boxes(draws, height, width, 0.25)
     erased = (some[:, 1] > some[:, 0]) & (some[:, 3] > some[:, 2])
     assert 0.22 < erased.double().mean() < 0.28 and torch.equal(some[erased], ours[erased])
 

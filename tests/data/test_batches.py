@@ -22,11 +22,12 @@ from ddp_train.config.validate import check
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.config import DigitsConfig, LinearRegressionDataConfig
 from ddp_train.data.datasets import check_same_data
-from ddp_train.data.own import UserDataset
+from ddp_train.data.length_batches import ALIKE, LengthBatches, even_cuts
 from ddp_train.data.padding import padded
 from ddp_train.data.sample_facts import labels_of, lengths_of, training_weights
-from ddp_train.data.sampling import ALIKE, LengthBatches, WeightedDraws, even_cuts
 from ddp_train.data.splits import Splits, parted
+from ddp_train.data.user_dataset import UserDataset
+from ddp_train.data.weighted_draws import WeightedDraws
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit, train
 from ddp_train.errors import ConfigError, DataError, PeerError

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from ddp_train.config import external_checks
-from ddp_train.data import augment, rng
+from ddp_train.data import augmentation, rng
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.config import (
     Cifar10Config,
@@ -35,8 +35,8 @@ from ddp_train.data.config import (
 )
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.image_folder.config import ImageFolderConfig
-from ddp_train.data.own import UserDataset
 from ddp_train.data.streams.resident import ResidentStream
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
@@ -240,7 +240,7 @@ def test_loader_processes_end_when_they_are_not_needed_any_more() -> None:
 def test_shift_moves_and_fills_with_zeros() -> None:
     images = torch.arange(1.0, 17).view(1, 1, 4, 4).repeat(3, 1, 1, 1)
     draws = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.99, 0.5]])
-    moved = augment.shift(images, draws, by=1)
+    moved = augmentation.shift(images, draws, by=1)
     assert torch.equal(moved[0], images[0])
     assert torch.equal(moved[1, 0, 1:, 1:], images[1, 0, :-1, :-1]) and moved[1, 0, 0].sum() == 0
     assert torch.equal(moved[2, 0, :-1], images[2, 0, 1:]) and moved[2, 0, -1].sum() == 0
@@ -248,7 +248,7 @@ def test_shift_moves_and_fills_with_zeros() -> None:
 
 def test_flip_mirrors_half() -> None:
     images = torch.rand(2, 3, 4, 5)
-    flipped = augment.flip(images, torch.tensor([0.2, 0.7]))
+    flipped = augmentation.flip(images, torch.tensor([0.2, 0.7]))
     assert torch.equal(flipped[0], images[0].flip(-1)) and torch.equal(flipped[1], images[1])
 
 
@@ -258,7 +258,7 @@ def test_flip_mirrors_half() -> None:
     st.lists(st.floats(0, 0.999999), min_size=4, max_size=4),
 )
 def test_a_crop_lies_inside_the_image(width: int, height: int, draws: list[float]) -> None:
-    top, left, crop_height, crop_width = augment.random_crop(width, height, draws)
+    top, left, crop_height, crop_width = augmentation.random_crop(width, height, draws)
     assert crop_height >= 1 and crop_width >= 1 and top >= 0 and left >= 0
     assert top + crop_height <= height and left + crop_width <= width
 

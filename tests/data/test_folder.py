@@ -112,8 +112,8 @@ def test_crops_are_those_of_torchvision(
         theirs = functional.center_crop(functional.resize(image, [73], antialias=True), [64, 64])
     else:
         theirs = functional.resized_crop(image, *at[:4], size=[64, 64], antialias=True)
-    assert torch.equal(crop.resized(image, at, 64), theirs)
-    together = crop.resized_together([image], [at], 64)[0].float()
+    assert torch.equal(crop.resize_crop(image, at, 64), theirs)
+    together = crop.resize_crops([image], [at], 64)[0].float()
     difference = (together - theirs.float()).abs()
     assert difference.mean() < 0.1 and difference.max() <= 3  # of 255
 
@@ -141,11 +141,11 @@ def test_a_crop_does_not_depend_on_its_batch(monkeypatch: pytest.MonkeyPatch) ->
     windows = [
         crop.crop_box_for(*image.shape[1:], SIZE, DRAWS[n % 5]) for n, image in enumerate(images)
     ]
-    together = crop.resized_together(images, windows, SIZE)
+    together = crop.resize_crops(images, windows, SIZE)
     for n, image in enumerate(images):
-        assert torch.equal(together[n], crop.resized_together([image], [windows[n]], SIZE)[0])
+        assert torch.equal(together[n], crop.resize_crops([image], [windows[n]], SIZE)[0])
     monkeypatch.setattr(crop, "MAX_PIXELS", 3 * 200 * 200)
-    assert torch.equal(together, crop.resized_together(images, windows, SIZE))
+    assert torch.equal(together, crop.resize_crops(images, windows, SIZE))
 
 
 def test_pil_crops_as_torchvision_does_pil_images(folder: Path) -> None:

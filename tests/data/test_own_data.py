@@ -35,10 +35,12 @@ from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.data import shards
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.loader import Loader, LoaderOptions
-from ddp_train.data.own import UserDataset, applied, as_tensors
 from ddp_train.data.rng import global_states, keyed_generators
+from ddp_train.data.sample_tensors import as_tensors
+from ddp_train.data.sample_transforms import apply_transform
 from ddp_train.data.shards import INDEX, TarShards
 from ddp_train.data.splits import Splits
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.hardware import Hardware
@@ -262,7 +264,7 @@ def test_masks_and_boxes_change_with_their_image() -> None:
             [v2.RandomHorizontalFlip(1), transforms.RandomApply([v2.RandomRotation(90)], 1)]
         ),
     ):
-        changed, target = applied(of_both, (image, mask))
+        changed, target = apply_transform(of_both, (image, mask))
         assert changed.tolist() == target.tolist() != image.tolist()
     box = tv_tensors.BoundingBoxes(torch.ones(1, 4), format="XYXY", canvas_size=(4, 4))  # pyright: ignore
     for alone in (transforms.CenterCrop(2), nn.Sequential(v2.CenterCrop(2), nn.Flatten()), Noise()):
@@ -270,8 +272,8 @@ def test_masks_and_boxes_change_with_their_image() -> None:
             with pytest.raises(
                 ConfigError, match=rf"data\.transform: \w+ takes the image alone, .* has a {kind}, "
             ):
-                applied(alone, (image, target))
-    assert applied(transforms.CenterCrop(2), (image, 3))[0].shape == (1, 2, 2)
+                apply_transform(alone, (image, target))
+    assert apply_transform(transforms.CenterCrop(2), (image, 3))[0].shape == (1, 2, 2)
 
 
 def test_what_torchvision_does_not_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_train.config.validate import check
-from ddp_train.data.own import UserDataset
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.hardware import Hardware

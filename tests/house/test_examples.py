@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from ddp_train.data.own import UserDataset
 from ddp_train.data.sample_facts import labels_of
+from ddp_train.data.user_dataset import UserDataset
 from examples import get_encoder, get_reviews
 from examples.encoder import Encoder, Layer
 from examples.reviews import PADDING, Reader, Reviews

@@ -19,7 +19,7 @@ from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.data.config import DigitsConfig
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.image_folder.source import FolderSource
-from ddp_train.data.raw import ImageInput
+from ddp_train.data.raw_input import ImageInput
 from ddp_train.errors import ConfigError, DataError, TaskError, WriteError
 from ddp_train.inference.export import export_model
 from ddp_train.inference.predictions import (

@@ -21,7 +21,7 @@ from ddp_train.assembly.setup import build_plan, build_task, loader_options
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.loader import Loader
-from ddp_train.data.own import UserDataset
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit
 from ddp_train.errors import ConfigError, DataError, TaskError

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_train.data import augment
-from ddp_train.data.crop import CropBox, crop_box_for, resized, resized_together
+from ddp_train.data import augmentation
+from ddp_train.data.crop import CropBox, crop_box_for, resize_crop, resize_crops
 from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.errors import ConfigError, DataError
@@ -63,7 +63,7 @@ class FolderSource:
         self.augmented = augmented
         self.seed = seed
         self.decode = decode
-        self.erasing: augment.Erasing | None = None
+        self.erasing: augmentation.Erasing | None = None
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -80,7 +80,7 @@ class FolderSource:
         return len(self.classes)
 
     def image_facts(self) -> dict[str, Any]:
-        """What `data.raw.ImageInput` needs."""
+        """What `data.raw_input.ImageInput` needs."""
         side = self.image_size
         return {"shape": [3, side, side], "mean": IMAGENET_MEAN, "std": IMAGENET_STD, "crop": True}
 
@@ -117,8 +117,8 @@ class FolderSource:
             draws = uniform(hash_key(self.seed, "augment", epoch), torch.from_numpy(indices), 5)[
                 :, 4
             ]
-            crops = augment.flip(crops, to_device(draws.contiguous(), crops.device))
-        images = augment.normalise(crops, IMAGENET_MEAN, IMAGENET_STD, dtype)
+            crops = augmentation.flip(crops, to_device(draws.contiguous(), crops.device))
+        images = augmentation.normalise(crops, IMAGENET_MEAN, IMAGENET_STD, dtype)
         if self.erasing and epoch is not None:
             images = self.erasing(images, torch.from_numpy(indices), epoch)
         return images
@@ -151,7 +151,7 @@ class FolderSource:
             self._crop_box(image.shape, draws)
             for image, draws in zip(decoded, self._draws(indices, epoch), strict=True)
         ]
-        return resized_together(decoded, boxes, self.image_size)
+        return resize_crops(decoded, boxes, self.image_size)
 
     def _draws(self, indices: np.ndarray, epoch: int | None) -> list[list[float] | None]:
         if not self.augmented or epoch is None:
@@ -169,7 +169,7 @@ class FolderSource:
 
     def _crop(self, number: int, draws: list[float] | None) -> np.ndarray:
         image = self._decoded(number, self._read(number))
-        return resized(image, self._crop_box(image.shape, draws), self.image_size).numpy()
+        return resize_crop(image, self._crop_box(image.shape, draws), self.image_size).numpy()
 
     def _decoded(self, number: int, file: np.ndarray) -> Tensor:
         """uint8 [3, height, width], decoded by torchvision, or by PIL if torchvision cannot."""

@@ -1,15 +1,12 @@
-"""Which samples an epoch has, and which of them stand together in a global batch, where that is not
-each sample once in batches of one size: draws by weight, and batches by length. docs/batches.md
-"""
+"""Global batches of samples of about one length. docs/batches.md"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from ddp_train.data.rng import hash_key, order, uniform
+from ddp_train.data.rng import hash_key, order
 
 ALIKE = 0.1
 """The samples of a global batch differ in length by this part of the longest, where there are
@@ -17,28 +14,6 @@ enough of them."""
 LEAST_BATCHES = 2
 """Global batches that exchange their samples, at least: those of a single one would meet in every
 epoch. More of them pad more: docs/benchmarks/padding.md."""
-
-
-class WeightedDraws:
-    """An epoch of n draws with replacement, each sample with a probability in proportion to its
-    weight.
-
-    A draw is a uniform number in [0, sum of the weights) whose place among the cumulative sums is
-    looked up: O(log n). It depends on seed, epoch and its own number alone.
-    """
-
-    def __init__(self, weights: np.ndarray) -> None:
-        """weights: float64 [n], finite, not negative, not all 0."""
-        self.sums = np.cumsum(weights)
-        self.last = int(np.flatnonzero(weights)[-1])
-
-    def epoch(self, seed: int, epoch: int) -> np.ndarray:
-        """The sample numbers in the order in which they are drawn, int64 [n]."""
-        draws = uniform(hash_key(seed, "weights", epoch), torch.arange(len(self.sums)), 1)[
-            :, 0
-        ].numpy()
-        drawn = np.searchsorted(self.sums, draws * self.sums[-1], side="right")
-        return np.minimum(drawn, self.last)  # a product that was rounded up to the whole sum
 
 
 class LengthEpoch(NamedTuple):
@@ -66,24 +41,26 @@ class LengthBatches:
     """
 
     def __init__(self, lengths: np.ndarray, tokens: int) -> None:
-        """lengths: of each sample, int64 [n], at least 1 and at most `tokens`, which a global batch
-        may have."""
+        """Divides the samples into buckets.
+
+        lengths: of each sample, int64 [n], at least 1 and at most `tokens`.
+        tokens: that a global batch may have.
+        """
         self.lengths = lengths
         by_length = np.argsort(-lengths, kind="stable")
         longest_first = -lengths[by_length]  # ascending, as searchsorted wants it
-        self.bucket_of = np.empty(
-            len(lengths), dtype=np.uint16
-        )  # a few hundred; numpy sorts two bytes in linear time
+        # A few hundred buckets, of two bytes: numpy sorts these in linear time.
+        self.bucket_of = np.empty(len(lengths), dtype=np.uint16)
         cuts = [0]
         firsts = []
         start = 0
         while start < len(lengths):
             longest = -int(longest_first[start])
             size = tokens // longest
-            alike = (
-                int(np.searchsorted(longest_first, -(1 - ALIKE) * longest, side="right")) - start
-            )
-            end = min(start + max(alike // size, LEAST_BATCHES) * size, len(lengths))
+            shortest_alike = (1 - ALIKE) * longest
+            end_of_alike = int(np.searchsorted(longest_first, -shortest_alike, side="right"))
+            batches = max((end_of_alike - start) // size, LEAST_BATCHES)
+            end = min(start + batches * size, len(lengths))
             self.bucket_of[by_length[start:end]] = len(firsts)
             cuts += [*range(start + size, end, size), end]
             firsts.append(start)
@@ -91,9 +68,9 @@ class LengthBatches:
         self.cuts = np.array(cuts)
         """Where each batch begins among the samples in the order of their buckets, and where the
         last one ends."""
-        self.padding = 1 - int(lengths.sum()) / int(
-            lengths[by_length][firsts] @ np.diff(firsts, append=len(lengths))
-        )
+        bucket_sizes = np.diff(firsts, append=len(lengths))
+        tokens_with_padding = int(lengths[by_length][firsts] @ bucket_sizes)
+        self.padding = 1 - int(lengths.sum()) / tokens_with_padding
         """The part of an epoch's tokens that is padding, if each batch were as long as its bucket's
         longest."""
 
@@ -108,6 +85,7 @@ class LengthBatches:
         return np.diff(self.cuts)
 
     def epoch(self, seed: int, epoch: int) -> LengthEpoch:
+        """The shuffled batches of an epoch."""
         shuffled = order(hash_key(seed, "order", epoch), len(self.lengths)).numpy()
         samples = shuffled[np.argsort(self.bucket_of[shuffled], kind="stable")]
         batches = order(hash_key(seed, "batches", epoch), self.steps).numpy()
@@ -124,32 +102,48 @@ class LengthBatches:
 
 def even_cuts(lengths: np.ndarray, parts: int) -> list[int]:
     """Where to cut samples into parts so that the largest part is as small as possible with
-    padding: number of samples x longest sample. Returns parts + 1 positions; parts are empty only
-    if there are more parts than samples.
+    padding: number of samples x longest sample.
+
+    The smallest limit that is enough is found by bisection. Below the limit, samples are spread
+    evenly.
 
     lengths: int64 [n], the longest first.
+    parts: more than there are samples leaves some of them empty.
 
-    The smallest limit that is enough is found by bisection; with a limit each part, from the
-    longest sample on, takes what it may. Below the limit, samples are spread evenly.
+    Returns parts + 1 positions.
     """
-    each = lengths.tolist()
+    limit = _smallest_limit(lengths.tolist(), parts)
     count = len(lengths)
-    low = max(each[0], -(-sum(each) // parts))
-    high = -(-count // parts) * each[0]
-    while low < high:
-        limit = (low + high) // 2
-        position = 0
-        for _ in range(parts):
-            position += limit // each[position]
-            if position >= count:
-                break
-        low, high = (low, limit) if position >= count else (limit + 1, high)
     cuts = [0]
-    for left in range(parts, 0, -1):
+    for parts_left in range(parts, 0, -1):
         start = cuts[-1]
-        cuts.append(
-            start + min(high // each[start], -(-(count - start) // left))
-            if start < count
-            else count
-        )
+        if start == count:
+            cuts.append(count)
+            continue
+        most = limit // int(lengths[start])
+        even_part = -(-(count - start) // parts_left)
+        cuts.append(start + min(most, even_part))
     return cuts
+
+
+def _smallest_limit(lengths: list[int], parts: int) -> int:
+    """The size, with padding, that the largest part needs if each takes as many samples as it may,
+    from the longest on."""
+    low = max(lengths[0], -(-sum(lengths) // parts))
+    high = -(-len(lengths) // parts) * lengths[0]
+    while low < high:
+        middle = (low + high) // 2
+        if _fits(lengths, parts, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high
+
+
+def _fits(lengths: list[int], parts: int, limit: int) -> bool:
+    position = 0
+    for _ in range(parts):
+        position += limit // lengths[position]
+        if position >= len(lengths):
+            return True
+    return False

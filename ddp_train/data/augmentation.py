@@ -17,43 +17,58 @@ from ddp_train.data.rng import hash_key, uniform
 
 ERASING_TRIES = 10
 """As in torchvision: draws of a shape until one is smaller than the image."""
+LEAST_CROP_AREA = 0.08
+WIDEST_CROP = 4 / 3
+LEAST_ERASED_AREA = 0.02
+MOST_ERASED_AREA = 0.33
+FLATTEST_ERASED_BOX = 0.3
+TALLEST_ERASED_BOX = 3.3
 
 
 def shift(images: Tensor, draws: Tensor, by: int) -> Tensor:
     """Translates each image by up to `by` pixels in both directions and fills with zeros.
 
-    images: [n, channels, height, width]; draws: [n, 2], uniform in [0, 1). Returns the shape of
-    `images`.
+    images: [n, channels, height, width].
+    draws: [n, 2], uniform in [0, 1).
+
+    Returns the shape of `images`.
     """
-    _, _, height, width = images.shape
+    count, _, height, width = images.shape
+    device = images.device
     padded = functional.pad(images, (by, by, by, by))
     offsets = (draws * (2 * by + 1)).long()
-    rows = offsets[:, 0, None] + torch.arange(height, device=images.device)
-    columns = offsets[:, 1, None] + torch.arange(width, device=images.device)
-    which = torch.arange(len(images), device=images.device)[:, None, None]
-    moved = padded.permute(0, 2, 3, 1)[which, rows[:, :, None], columns[:, None, :]]
+    rows = offsets[:, 0, None] + torch.arange(height, device=device)
+    columns = offsets[:, 1, None] + torch.arange(width, device=device)
+    image_numbers = torch.arange(count, device=device)[:, None, None]
+    channels_last = padded.permute(0, 2, 3, 1)
+    moved = channels_last[image_numbers, rows[:, :, None], columns[:, None, :]]
     return moved.permute(0, 3, 1, 2).contiguous()
 
 
 def flip(images: Tensor, draws: Tensor) -> Tensor:
     """Mirrors each image left to right if its draw ([n], uniform in [0, 1)) is below one half."""
-    return torch.where((draws < 0.5)[:, None, None, None], images.flip(-1), images)
+    is_mirrored = (draws < 0.5)[:, None, None, None]
+    return torch.where(is_mirrored, images.flip(-1), images)
 
 
 def move(images: Tensor, draws: Tensor, by: int, flips: bool) -> Tensor:
     """`shift` and, if `flips`, `flip`. draws: [n, 3], uniform in [0, 1)."""
-    return shift(flip(images, draws[:, 2]) if flips else images, draws[:, :2], by)
+    if flips:
+        images = flip(images, draws[:, 2])
+    return shift(images, draws[:, :2], by)
 
 
 def random_crop(width: int, height: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
     """Top, left, height and width of a random crop: 8 to 100 % of the area, aspect ratio 3/4 to
     4/3.
 
-    draws: four, uniform in [0, 1). The distribution is that of "Going deeper with convolutions"
-    (arXiv:1409.4842); the crop is clipped to the image.
+    The distribution is that of "Going deeper with convolutions" (arXiv:1409.4842); the crop is
+    clipped to the image.
+
+    draws: four, uniform in [0, 1).
     """
-    area = width * height * (0.08 + 0.92 * draws[0])
-    ratio = math.exp((2 * draws[1] - 1) * math.log(4 / 3))
+    area = width * height * (LEAST_CROP_AREA + (1 - LEAST_CROP_AREA) * draws[0])
+    ratio = math.exp((2 * draws[1] - 1) * math.log(WIDEST_CROP))
     crop_width = max(1, min(width, round(math.sqrt(area * ratio))))
     crop_height = max(1, min(height, round(math.sqrt(area / ratio))))
     top = int(draws[2] * (height - crop_height + 1))
@@ -69,45 +84,59 @@ class Erasing:
     seed: int
 
     def __call__(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
-        """images: [n, channels, height, width], normalised. numbers: of the samples, int64 [n],
-        where the draws are to be made."""
+        """Erases in place, and returns the images.
+
+        images: [n, channels, height, width], normalised.
+        numbers: sample numbers, int64 [n], on the device where the draws are to be made.
+        """
         draws = uniform(hash_key(self.seed, "erase", epoch), numbers, 3 + 2 * ERASING_TRIES)
-        boxes = erased_boxes(draws, images.shape[-2], images.shape[-1], self.probability)
+        height, width = images.shape[-2:]
+        boxes = erasing_boxes(draws, height, width, self.probability)
         return erase(images, to_device(boxes, images.device))
 
 
-def erased_boxes(draws: Tensor, height: int, width: int, probability: float) -> Tensor:
+def erasing_boxes(draws: Tensor, height: int, width: int, probability: float) -> Tensor:
     """Top, bottom, left and right of what random erasing takes from each image: int64 [n, 4], empty
     for most.
 
     In the distribution of arXiv:1708.04896, as torchvision has it: 2 to 33 % of the area, an aspect
-    ratio of 0.3 to
-    3.3; both are drawn up to ten times, until the box is smaller than the image, and if it never is
-    nothing is erased.
+    ratio of 0.3 to 3.3. Both are drawn up to ten times, until the box is smaller than the image; if
+    it never is, nothing is erased.
+
     draws: float64 [n, 23], uniform in [0, 1).
     """
-    areas = height * width * (0.02 + 0.31 * draws[:, 3::2])
-    ratios = (math.log(0.3) + math.log(3.3 / 0.3) * draws[:, 4::2]).exp()
+    area_range = MOST_ERASED_AREA - LEAST_ERASED_AREA
+    areas = height * width * (LEAST_ERASED_AREA + area_range * draws[:, 3::2])
+    log_ratio_range = math.log(TALLEST_ERASED_BOX / FLATTEST_ERASED_BOX)
+    ratios = (math.log(FLATTEST_ERASED_BOX) + log_ratio_range * draws[:, 4::2]).exp()
     rows = (areas * ratios).sqrt().round()
     columns = (areas / ratios).sqrt().round()
     fits = (rows < height) & (columns < width)
-    taken = fits & (draws[:, :1] < probability)
-    first = taken.byte().argmax(1, keepdim=True)  # 0 if there is none, and then the box is empty
-    rows, columns = ((size * taken).gather(1, first) for size in (rows, columns))
+    is_candidate = fits & (draws[:, :1] < probability)
+    # 0 if there is no candidate, and then the box is empty.
+    first = is_candidate.byte().argmax(1, keepdim=True)
+    rows = (rows * is_candidate).gather(1, first)
+    columns = (columns * is_candidate).gather(1, first)
     top = (draws[:, 1:2] * (height - rows + 1)).floor()
     left = (draws[:, 2:3] * (width - columns + 1)).floor()
     return torch.cat([top, top + rows, left, left + columns], 1).long()
 
 
 def erase(images: Tensor, boxes: Tensor) -> Tensor:
-    """Sets a box of each image to zero, in place. images: [n, channels, height, width]; boxes: [n,
-    4], as `erased_boxes` gives them. Returns `images`: torch's own copy would not keep their memory
-    format."""
+    """Sets a box of each image to zero, in place, and returns the images: torch's own copy would
+    not keep their memory format.
+
+    images: [n, channels, height, width].
+    boxes: [n, 4], as `erasing_boxes` gives them.
+    """
+    height, width = images.shape[-2:]
     top, bottom, left, right = boxes[:, :, None].unbind(1)
-    y, x = (torch.arange(size, device=images.device) for size in images.shape[-2:])
+    y = torch.arange(height, device=images.device)
+    x = torch.arange(width, device=images.device)
     rows = (y >= top) & (y < bottom)
     columns = (x >= left) & (x < right)
-    return images.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)
+    inside = rows[:, :, None] & columns[:, None, :]
+    return images.masked_fill_(inside[:, None], 0)
 
 
 def normalise(
@@ -116,13 +145,17 @@ def normalise(
     """(x / 255 - mean) / std per channel, as one multiplication and one addition, on the images'
     own device.
 
-    images: uint8 [n, channels, height, width]; the memory format is kept. The two operations are
-    rounded separately: on CPUs the bits of a fused one depend on the position of a pixel in the
-    batch.
+    The two operations are rounded separately: on CPUs the bits of a fused one depend on the
+    position of a pixel in the batch.
+
+    images: uint8 [n, channels, height, width]; the memory format is kept.
     """
     factor, offset = factor_and_offset(mean, std, dtype, images.device)
-    # On a CPU a multiplication of two dtypes takes 15 times as long.
-    scaled = torch.mul(images, factor) if images.is_cuda else images.to(dtype).mul_(factor)
+    if images.is_cuda:
+        scaled = torch.mul(images, factor)
+    else:
+        # On a CPU a multiplication of two dtypes takes 15 times as long.
+        scaled = images.to(dtype).mul_(factor)
     return scaled.add_(offset)
 
 
@@ -130,6 +163,8 @@ def normalise(
 def factor_and_offset(
     mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
+    """What pixels of 0 to 255 are multiplied with, and what is added then: [channels, 1, 1]."""
     deviation = torch.tensor(std, dtype=dtype).view(-1, 1, 1)
     offset = -torch.tensor(mean, dtype=dtype).view(-1, 1, 1) / deviation
-    return (1 / (255 * deviation)).to(device), offset.to(device)
+    factor = 1 / (255 * deviation)
+    return factor.to(device), offset.to(device)
