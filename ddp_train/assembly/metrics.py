@@ -22,7 +22,8 @@ from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import ConfigError
 from ddp_train.options.custom import CustomConfig
 from ddp_train.options.schema import Config, built_in_directions
-from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, NamedMetric, Predictions
+from ddp_train.tasks.further_metrics import FurtherMetrics, NamedMetric
+from ddp_train.tasks.predictions import PREDICTIONS, Predictions
 from ddp_train.tasks.task import ModelWithTask, ScoreSums, Task, can_predict
 from ddp_train.tasks.try_out import undisturbed
 from ddp_train.text import OF_AVERAGE, did_you_mean, first_line
@@ -83,7 +84,7 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
         names = [*scores, *_derived(module.task, scores)]
         if not module.further:
             return names
-        if predictions.targets.numel():
+        if not predictions.is_empty:
             return names + module.further.try_out(predictions, names)
     problem = (
         f"no {module.task.unit} of the set that is scored counts, and they would have no value; use"

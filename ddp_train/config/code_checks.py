@@ -33,7 +33,7 @@ TRUSTED_MODULES = (
 
 TRUSTED_METRICS = tuple(
     f"torchmetrics.{name}"
-    for name in ("aggregation", "classification", "regression", "segmentation")
+    for name in ("aggregation", "classification", "detection", "regression", "segmentation")
 )
 """Not all of torchmetrics: other modules of it load models that an argument names."""
 TRUSTED_HOOKS = ("ddp_lab.study",)

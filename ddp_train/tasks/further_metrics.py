@@ -1,11 +1,5 @@
 """Metrics of torchmetrics beside those of a task: those of the whole data set, on any number of
-processes.
-
-A metric here never holds more than one batch. Its states are taken out after each batch, travel
-between the processes at the end of the evaluation, and are merged in the order of the batches, each
-by its own reduction (`dist_reduce_fx`). The batches are the same on any number of processes, and so
-are the bits of the result; an evaluation that is cut off leaves nothing behind.
-"""
+processes (see `metric_states`). An evaluation that is cut off leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -15,26 +9,17 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_train.data.rng import hash_key, keyed_generators
-from ddp_train.distributed.exchange import tensors_from_all_ranks
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.errors import ConfigError, LaunchError, is_out_of_memory
+from ddp_train.tasks.metric_states import MetricState, StatesOfBatches, from_all_ranks
+from ddp_train.tasks.predictions import Predictions, description
 from ddp_train.text import RESERVED, first_line, snake_case
-
-PREDICTIONS = "(predictions)"
-"""Where `ModelWithTask.score` puts the predictions of a batch: the name of no metric."""
-
-
-class Predictions(NamedTuple):
-    """What metrics are updated with."""
-
-    outputs: Tensor
-    targets: Tensor
 
 
 @dataclass(frozen=True)
@@ -47,221 +32,120 @@ class NamedMetric:
     """Of the metric; of a collection, "" or the first part of the names of its metrics."""
     better: str | None
     """max or min, in place of the metric's own `higher_is_better`."""
-    made: Any
-
-
-@dataclass(frozen=True)
-class _State:
-    """One state of a metric, or of a metric inside of it."""
-
-    owner: Any
-    name: str
-    reduction: Callable[[Any], Any] | None
-    is_list: bool
-
-    def now(self) -> list[Tensor]:
-        found = getattr(self.owner, self.name)
-        # Copies: a compiled model with CUDA graphs of its own writes its next outputs where the
-        # last ones are.
-        if isinstance(found, list | tuple):
-            return [part.detach().clone() for part in found]
-        return [found.detach()]
-
-    def set(self, of_batches: list[list[Tensor]]) -> None:
-        """of_batches: in the order of the batches; of one batch, as it was."""
-        if self.is_list:
-            place = "cpu" if self.owner.compute_on_cpu else None
-            value: Any = [
-                part.to(place) if place else part for parts in of_batches for part in parts
-            ]
-        else:
-            parts = [part for (part,) in of_batches]
-            value = parts[0] if len(parts) == 1 else self.reduced(parts)
-        setattr(self.owner, self.name, value)
-
-    def reduced(self, parts: list[Tensor]) -> Tensor:
-        if getattr(self.reduction, "__name__", "") == "dim_zero_cat":
-            return torch.cat(parts)
-        if self.reduction is None:
-            return torch.stack(parts)
-        return self.reduction(torch.stack(parts))
-
-    def is_exact(self, part: Tensor) -> bool:
-        """Whether the order of a reduction does not matter, not even for the last bit."""
-        name = getattr(self.reduction, "__name__", "")
-        whole = not (part.is_floating_point() or part.is_complex())
-        return name in ("dim_zero_max", "dim_zero_min") or (name == "dim_zero_sum" and whole)
-
-
-StatesOfBatches = list[dict[int, list[Tensor]]]
-"""For each state of all metrics: the number of a batch -> what it was after that batch alone. Where
-the order does not matter, batches are merged at once, under the number of the first: 1,000 classes
-squared are 8 MB."""
+    metric: Any
 
 
 class FurtherMetrics:
-    """The metrics of `metrics=[...]`. Each is updated with the predictions of a batch, (outputs,
-    targets)."""
+    """The metrics of `metrics=[...]`, each updated with the predictions of a batch."""
 
-    def __init__(self, named: list[NamedMetric], device: str) -> None:
-        """Raises ConfigError if something is no metric, or if two have one name."""
+    def __init__(self, named_metrics: list[NamedMetric], device: str) -> None:
+        """Raises ConfigError if something is not a metric, or if two have one name."""
         self.device = device
         self.gpus = [torch.device(device).index or 0] if device.startswith("cuda") else []
-        """Whose random numbers metrics may draw."""
+        """Those whose random numbers metrics may draw."""
         self.metrics: dict[str, Any] = {}
         self.better: dict[str, str | None] = {}
-        """max, min, or None where a metric does not say. Vectors add their own names when they are
-        computed."""
-        self.numbers: dict[str, list[str]] = {}
+        """max, min, or None where a metric does not say. Vectors add the names of their numbers
+        when they are computed."""
+        self.number_names: dict[str, list[str]] = {}
         """The names of what a metric gave when it was computed last: its own name, or those of a
         vector."""
         self.keys: dict[str, str] = {}
-        base, collection = (
-            getattr(import_module("torchmetrics"), name) for name in ("Metric", "MetricCollection")
-        )
-        for one in named:
-            if isinstance(one.made, collection):
-                # Each by itself: members of a group share states, which are taken out here.
-                members = {
-                    _joined(one.name, snake_case(name)): metric for name, metric in one.made.items()
-                }
-            elif isinstance(one.made, base):
-                members = {one.name: one.made}
-            else:
-                what = f"made an object of {type(one.made).__name__}"
-                raise ConfigError(
-                    [f"{one.key}: {what}, which is no torchmetrics.Metric or MetricCollection"]
-                )
-            for name, metric in members.items():
-                self._add(one, name, metric.to(device), base, collection)
-        self.states = [
-            _State(inner, name, inner._reductions[name], isinstance(default, list))
-            for metric in self.metrics.values()
-            for inner in _modules(metric, base)
-            for name, default in inner._defaults.items()
-        ]
+        for named in named_metrics:
+            for name, metric in _members(named).items():
+                self._add(named, name, metric.to(device))
+        metric_class = _library_class("Metric")
         self.owners = [
-            inner for metric in self.metrics.values() for inner in _modules(metric, base)
+            inner for metric in self.metrics.values() for inner in _modules(metric, metric_class)
+        ]
+        self.states = [
+            MetricState(owner, name, owner._reductions[name], isinstance(default, list))
+            for owner in self.owners
+            for name, default in owner._defaults.items()
         ]
 
-    def _add(self, one: NamedMetric, name: str, metric: Any, base: type, collection: type) -> None:
-        if name in self.metrics or name in RESERVED:
-            if name in self.metrics:
-                which = "two metrics have the name"
-            else:
-                which = "no metric may have the name"
-            raise ConfigError([f"{one.key}: {which} {name}; give it another, name: NAME"])
-        for inner in _modules(metric, base):
-            inner.sync_on_compute = inner._to_sync = (
-                False  # it would exchange what is merged already
-            )
-        for inner in _modules(metric, collection):
+    def _add(self, named: NamedMetric, name: str, metric: Any) -> None:
+        problem = ""
+        if name in self.metrics:
+            problem = "two metrics have the name"
+        elif name in RESERVED:
+            problem = "no metric may have the name"
+        if problem:
+            raise ConfigError([f"{named.key}: {problem} {name}; give it another, name: NAME"])
+        for inner in _modules(metric, _library_class("Metric")):
+            # It would exchange what is merged already.
+            inner.sync_on_compute = False
+            inner._to_sync = False
+        for inner in _modules(metric, _library_class("MetricCollection")):
             inner._enable_compute_groups = False
-        higher: bool | None = metric.higher_is_better
-        self.metrics[name], self.keys[name] = metric, one.key
-        self.better[name] = one.better or (None if higher is None else "max" if higher else "min")
+        self.metrics[name] = metric
+        self.keys[name] = named.key
+        self.better[name] = named.better or _direction(metric)
 
     def new_states(self) -> StatesOfBatches:
-        """For an evaluation."""
+        """The states of an evaluation without a batch yet."""
         return [{} for _ in self.states]
 
     def update(self, states: StatesOfBatches, batch: int, predictions: Predictions) -> None:
-        """Adds what a batch gives. Raises ConfigError if a metric does not take it."""
-        if not predictions.targets.numel():
+        """Adds a batch to the states. Raises ConfigError if a metric does not accept it."""
+        if predictions.is_empty:
             return
-        with self._alone(batch):
-            self._update(predictions)
-            for state, of_batches in zip(self.states, states, strict=True):
-                found = state.now()
-                before = next(iter(of_batches), batch)
-                if before != batch and not state.is_list and state.is_exact(found[0]):
-                    of_batches[before] = [state.reduced([*of_batches[before], *found])]
-                else:
-                    of_batches[batch] = found
+        with self._isolated(batch):
+            self._update_metrics(predictions)
+            for state, batches in zip(self.states, states, strict=True):
+                state.add_to(batches, batch)
 
-    def _update(self, predictions: Predictions) -> None:
+    def _update_metrics(self, predictions: Predictions) -> None:
+        outputs, targets = predictions
         for name, metric in self.metrics.items():
-            with self._told(
-                name,
-                f"cannot take outputs {_shape(predictions[0])} and targets"
-                f" {_shape(predictions[1])}",
-            ):
-                metric.update(*predictions)
+            action = (
+                f"cannot take outputs {description(outputs)} and targets {description(targets)}"
+            )
+            with self._naming_errors(name, action):
+                metric.update(outputs, targets)
 
     def merged(self, states: StatesOfBatches) -> dict[str, float]:
-        """The metrics of the whole set, on all processes the same. A collective. All have the same
-        states, but what GPUs compute of them may differ in the last bit, and a decision with it:
-        rank 0's numbers are those of all."""
-        tensors = [part for of_batches in states for parts in of_batches.values() for part in parts]
-        layout = [
-            [[batch, len(parts)] for batch, parts in of_batches.items()] for of_batches in states
-        ]
-        whole = self.new_states()
-        for its_layout, its_tensors in tensors_from_all_ranks(layout, tensors, self.device):
-            left = iter(its_tensors)
-            for of_batches, found in zip(whole, its_layout, strict=True):
-                of_batches.update(
-                    {batch: [next(left) for _ in range(count)] for batch, count in found}
-                )
-        return from_leader(self._computed(whole), self.device)
+        """The metrics of the whole set, the same on all processes. A collective.
+
+        All processes have the same states, but what GPUs compute of them may differ in the last
+        bit, and a decision with it: the numbers of rank 0 count for all.
+        """
+        return from_leader(self._computed(from_all_ranks(states, self.device)), self.device)
 
     def _computed(self, states: StatesOfBatches) -> dict[str, float]:
-        batches = {batch for of_batches in states for batch in of_batches}
-        if not batches:  # no unit in the whole set
-            return {
-                number: math.nan
-                for name in self.metrics
-                for number in self.numbers.get(name, [name])
-            }
-        with self._alone(-1):
-            for state, of_batches in zip(self.states, states, strict=True):
-                state.set([of_batches[batch] for batch in sorted(of_batches)])
+        """The metrics of all batches; NaN if there is no batch, and so no unit in the set."""
+        if not any(states):
+            names = [self.number_names.get(name, [name]) for name in self.metrics]
+            return {number: math.nan for numbers in names for number in numbers}
+        with self._isolated(-1):
+            for state, batches in zip(self.states, states, strict=True):
+                state.merge(batches)
             for owner in self.owners:
                 owner._update_count = 1
                 owner._computed = None
             return self._values()
 
     def _values(self) -> dict[str, float]:
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            with self._told(name, "cannot be computed"):
-                numbers = list(self._numbers(name, metric.compute(), self.keys[name]))
-            for number, value in numbers:
-                if number in found:
+            key = self.keys[name]
+            with self._naming_errors(name, "cannot be computed"):
+                numbers = dict(_numbers(name, metric.compute(), key))
+            for number in numbers:
+                if number in values:
                     problem = f"two metrics have the name {number}; give it another, name: NAME"
-                    raise ConfigError([f"{self.keys[name]}: {problem}"])
-                found[number] = value
-            self.numbers[name] = [number for number, _ in numbers]
-            self.better |= dict.fromkeys(self.numbers[name], self.better[name])
-        return found
+                    raise ConfigError([f"{key}: {problem}"])
+            values |= numbers
+            self.number_names[name] = list(numbers)
+            self.better |= dict.fromkeys(numbers, self.better[name])
+        return values
 
-    def _numbers(self, name: str, value: Any, key: str) -> Iterator[tuple[str, float]]:
-        """A number under its name, a vector as NAME_0, NAME_1 ..., a dict as NAME_KEY."""
-        if isinstance(value, Tensor) and value.numel() == 1:
-            yield name, value.item()
-        elif isinstance(value, Tensor) and value.ndim == 1:
-            yield from ((f"{name}_{place}", number) for place, number in enumerate(value.tolist()))
-        elif isinstance(value, Mapping):
-            for inner, one in value.items():
-                yield from self._numbers(_joined(name, snake_case(str(inner))), one, key)
-        elif isinstance(value, int | float):
-            yield name, float(value)
-        else:
-            if isinstance(value, Tensor):
-                what = f"a tensor {list(value.shape)}"
-            else:
-                what = f"a {type(value).__name__}"
-            remedy = (
-                "name one that gives a number, a vector or a dict of them, or a class of your own"
-                " that does"
-            )
-            raise ConfigError([f"{key}: {name} gives {what}, which is no number; {remedy}"])
+    def try_out(self, predictions: Predictions, task_metrics: list[str]) -> list[str]:
+        """The names of all numbers, found with one batch, which is forgotten.
 
-    def try_out(self, predictions: Predictions, taken: list[str]) -> list[str]:
-        """The names of all numbers, found with one batch, which is forgotten. taken: those of the
-        task's metrics.
+        task_metrics: names of the task's own metrics.
 
-        Raises ConfigError if a metric does not take the batch, has the name of another, or keeps
+        Raises ConfigError if a metric does not accept the batch, has the name of another, or keeps
         numbers outside of its states, which cannot be merged: what is computed from the states of
         the batch after an update with a part of it must be what is computed at once. Not to the
         bit, for sums on a GPU may differ.
@@ -270,38 +154,36 @@ class FurtherMetrics:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a batch need not have every class
             self.update(states, 0, predictions)
-            with self._alone(1):
-                self._update(_half(predictions))
-            found = self._computed(states)
-            with self._alone(0) as seed:
-                self._update(predictions)
+            with self._isolated(1):
+                self._update_metrics(predictions.second_half())
+            values = self._computed(states)
+            with self._isolated(0) as seed:
+                self._update_metrics(predictions)
                 seed(-1)
                 direct = self._values()
-        for name, value in found.items():
-            key = next(self.keys[base] for base, numbers in self.numbers.items() if name in numbers)
-            if name in taken or name in RESERVED:
-                raise ConfigError(
-                    [
-                        f"{key}: the task has a metric {name} itself; give this one another, name:"
-                        " NAME"
-                    ]
-                )
-            both_nan = math.isnan(direct.get(name, math.nan)) and math.isnan(value)
-            if not (
-                both_nan
-                or math.isclose(direct.get(name, math.nan), value, rel_tol=1e-4, abs_tol=1e-6)
-            ):
-                remedy = "keep them in states, by add_state"
-                raise ConfigError(
-                    [
-                        f"{key}: {name} keeps numbers that are no states, and cannot be merged;"
-                        f" {remedy}"
-                    ]
-                )
-        return list(found)
+        for name, value in values.items():
+            self._check_number(name, value, direct.get(name, math.nan), task_metrics)
+        return list(values)
+
+    def _check_number(
+        self, name: str, value: float, direct: float, task_metrics: list[str]
+    ) -> None:
+        """value, direct: computed from states, and without taking them out."""
+        key = next(
+            self.keys[metric] for metric, names in self.number_names.items() if name in names
+        )
+        if name in task_metrics or name in RESERVED:
+            problem = f"the task has a metric {name} itself; give this one another, name: NAME"
+            raise ConfigError([f"{key}: {problem}"])
+        if math.isnan(direct) and math.isnan(value):
+            return
+        if not math.isclose(direct, value, rel_tol=1e-4, abs_tol=1e-6):
+            remedy = "keep them in states, by add_state"
+            problem = f"{name} keeps numbers that are no states, and cannot be merged; {remedy}"
+            raise ConfigError([f"{key}: {problem}"])
 
     @contextlib.contextmanager
-    def _told(self, name: str, what: str) -> Iterator[None]:
+    def _naming_errors(self, name: str, action: str) -> Iterator[None]:
         """Turns an error of a metric into one that names it."""
         try:
             yield
@@ -310,15 +192,16 @@ class FurtherMetrics:
         except Exception as error:  # of any metric there is
             if is_out_of_memory(error):
                 raise
-            raise ConfigError(
-                [f"{self.keys[name]}: {name} {what}: {type(error).__name__}: {first_line(error)}"]
-            ) from error
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise ConfigError([f"{self.keys[name]}: {name} {action}: {cause}"]) from error
 
     @contextlib.contextmanager
-    def _alone(self, batch: int) -> Iterator[Callable[[int], None]]:
-        """Inside, the metrics begin with nothing, and end with nothing. Those that draw random
-        numbers (of torch, numpy or Python) draw the same for the same batch, and disturb nobody
-        else's. Gives what seeds for another batch."""
+    def _isolated(self, batch: int) -> Iterator[Callable[[int], None]]:
+        """Inside, the metrics start empty, and nothing of them is left at the end.
+
+        Those that draw random numbers (of torch, numpy or Python) draw the same for the same batch,
+        and do not disturb others. Yields what seeds for another batch.
+        """
         with torch.random.fork_rng(self.gpus), keyed_generators() as seed_host, torch.no_grad():
 
             def seed(batch: int) -> None:
@@ -339,20 +222,60 @@ class FurtherMetrics:
             metric.reset()
 
 
-def _half(predictions: Predictions) -> Predictions:
-    """The second half of the samples; all, if there is only one, or if they do not correspond."""
-    sizes = {len(part) if part.ndim else 0 for part in predictions}
-    start = max(sizes) // 2 if len(sizes) == 1 and max(sizes) > 1 else 0
-    return Predictions(*(part[start:] if start else part for part in predictions))
+def _members(named: NamedMetric) -> dict[str, Any]:
+    """Metrics by name. Those of a collection stand alone: members of a group share states, which
+    are taken out here."""
+    if isinstance(named.metric, _library_class("MetricCollection")):
+        members = named.metric.items()
+        return {_joined(named.name, snake_case(name)): metric for name, metric in members}
+    if isinstance(named.metric, _library_class("Metric")):
+        return {named.name: named.metric}
+    kind = type(named.metric).__name__
+    raise ConfigError(
+        [
+            f"{named.key}: made an object of {kind}, which is no torchmetrics.Metric or"
+            " MetricCollection"
+        ]
+    )
+
+
+def _library_class(name: str) -> type:
+    return getattr(import_module("torchmetrics"), name)
 
 
 def _modules(metric: Any, kind: type) -> list[Any]:
     return [inner for inner in metric.modules() if isinstance(inner, kind)]
 
 
+def _direction(metric: Any) -> str | None:
+    higher: bool | None = metric.higher_is_better
+    if higher is None:
+        return None
+    return "max" if higher else "min"
+
+
+def _numbers(name: str, value: Any, key: str) -> Iterator[tuple[str, float]]:
+    """A number under its name, a vector as NAME_0, NAME_1 ..., a dict as NAME_KEY."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        yield name, value.item()
+    elif isinstance(value, Tensor) and value.ndim == 1:
+        for place, number in enumerate(value.tolist()):
+            yield f"{name}_{place}", number
+    elif isinstance(value, Mapping):
+        for inner_key, inner in value.items():
+            yield from _numbers(_joined(name, snake_case(str(inner_key))), inner, key)
+    elif isinstance(value, int | float):
+        yield name, float(value)
+    else:
+        kind = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            kind = f"a tensor {list(value.shape)}"
+        remedy = (
+            "name one that gives a number, a vector or a dict of them, or a class of your own"
+            " that does"
+        )
+        raise ConfigError([f"{key}: {name} gives {kind}, which is no number; {remedy}"])
+
+
 def _joined(first: str, second: str) -> str:
     return f"{first}_{second}" if first else second
-
-
-def _shape(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} of {tensor.dtype}"

@@ -1,5 +1,4 @@
-"""What the methods of a task of the user's own return: checked, and told in the words of the task's
-author."""
+"""Checks of what the methods of a user's task return, in the words of the task's author."""
 
 from __future__ import annotations
 
@@ -10,69 +9,81 @@ from typing import Any
 from torch import Tensor
 
 from ddp_train.errors import TaskError
-from ddp_train.tasks.further_metrics import Predictions
+from ddp_train.tasks.predictions import Predictions, is_tree_of_tensors
 
 NUMBERS = "each a number or a tensor: a scalar, or one number per class, [k]"
 
 
-def checked_loss(found: Any, task: object) -> tuple[Tensor, Tensor | float]:
-    """What `Task.loss` returned. Raises TaskError if it is not what it must be."""
-    if isinstance(found, tuple) and len(found) == 2:
-        loss, units = found
-        right_units = isinstance(units, (int, float)) or (
-            isinstance(units, Tensor) and units.numel() == 1
-        )
-        if right_units and isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point():
+def checked_loss(returned: Any, task: object) -> tuple[Tensor, Tensor | float]:
+    """What `Task.loss` returned. Raises TaskError if it is not a sum and a number of units."""
+    if isinstance(returned, tuple) and len(returned) == 2:
+        loss, units = returned
+        if _is_loss(loss) and _is_number_of_units(units):
             return loss, units
-    form = "a scalar tensor, and a number or a scalar tensor"
-    raise _error(
-        "loss", found, task, f"return (sum of the losses of all units, number of units): {form}"
+    remedy = (
+        "return (sum of the losses of all units, number of units): a scalar tensor, and a number or"
+        " a scalar tensor"
     )
+    raise _error("loss", returned, task, remedy)
 
 
-def checked_scores(found: Any, task: object) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
-    """What `Task.score` returned. Raises TaskError if it is not what it must be."""
-    if not isinstance(found, Mapping):
-        raise _error("score", found, task, f"return {{name: (sum, weight)}}, {NUMBERS}")
-    for name, pair in found.items():
-        classes = [_classes(part) for part in pair] if isinstance(pair, tuple | list) else []
-        if len(classes) != 2 or classes[0] is None or classes[0] != classes[1]:
-            raise _error(
-                "score", pair, task, f"return (sum, weight), {NUMBERS}", f" for the metric {name}"
-            )
-    return found
+def _is_loss(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.ndim == 0 and loss.is_floating_point()
 
 
-def checked_predictions(found: Any, task: object) -> Predictions:
-    """What `Task.predict` returned. Raises TaskError if it is not what it must be."""
-    if (
-        isinstance(found, tuple)
-        and len(found) == 2
-        and all(isinstance(part, Tensor) for part in found)
-    ):
-        return Predictions(*found)
-    raise _error("predict", found, task, "return (outputs, targets): tensors")
+def _is_number_of_units(units: Any) -> bool:
+    if isinstance(units, Tensor):
+        return units.numel() == 1
+    return isinstance(units, int | float)
+
+
+def checked_scores(
+    returned: Any, task: object
+) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
+    """What `Task.score` returned. Raises TaskError if it is not a sum and a weight per metric."""
+    if not isinstance(returned, Mapping):
+        raise _error("score", returned, task, f"return {{name: (sum, weight)}}, {NUMBERS}")
+    for name, pair in returned.items():
+        if not _is_sum_and_weight(pair):
+            remedy = f"return (sum, weight), {NUMBERS}"
+            raise _error("score", pair, task, remedy, f" for the metric {name}")
+    return returned
+
+
+def _is_sum_and_weight(pair: Any) -> bool:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        return False
+    classes_of_sum, classes_of_weight = map(_classes, pair)
+    return classes_of_sum is not None and classes_of_sum == classes_of_weight
+
+
+def checked_predictions(returned: Any, task: object) -> Predictions:
+    """What `Task.predict` returned. Raises TaskError if it is not outputs and targets."""
+    if isinstance(returned, tuple) and len(returned) == 2 and is_tree_of_tensors(returned):
+        return Predictions(*returned)
+    remedy = "return (outputs, targets): tensors, or lists and dicts of tensors"
+    raise _error("predict", returned, task, remedy)
 
 
 def _classes(part: Any) -> int | None:
-    """Of a sum or a weight: 0 for a scalar, [1] too; None if it is neither a number nor a tensor
-    [k]."""
-    if isinstance(part, Tensor):
-        if part.ndim > 1:
-            return None
-        return 0 if part.numel() == 1 else part.numel()
-    return 0 if isinstance(part, Real) else None  # numpy's too
+    """Classes of a sum or weight: 0 for a scalar, [1] too; None if it is not a number or [k]."""
+    if isinstance(part, Real):  # numpy's too
+        return 0
+    if not isinstance(part, Tensor) or part.ndim > 1:
+        return None
+    return 0 if part.numel() == 1 else part.numel()
 
 
-def _error(method: str, found: Any, task: object, remedy: str, what: str = "") -> TaskError:
+def _error(method: str, returned: Any, task: object, remedy: str, where: str = "") -> TaskError:
+    name = type(task).__name__
     return TaskError(
-        f"{method}() of the task {type(task).__name__} returned {_in_words(found)}{what}", remedy
+        f"{method}() of the task {name} returned {_described(returned)}{where}", remedy
     )
 
 
-def _in_words(found: Any) -> str:
-    if isinstance(found, tuple):
-        return f"({', '.join(map(_in_words, found))})"
-    if isinstance(found, Tensor):
-        return f"a tensor {list(found.shape)} of {found.dtype}"
-    return type(found).__name__
+def _described(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_described, value))})"
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    return type(value).__name__

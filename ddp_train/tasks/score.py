@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.process_group import from_leader, ranks, total
-from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics, Predictions
+from ddp_train.tasks.further_metrics import FurtherMetrics
+from ddp_train.tasks.predictions import PREDICTIONS, Predictions
 from ddp_train.tasks.task import ScoreSums
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ddp_train.errors import TaskError
 from ddp_train.models.freezing import Frozen
-from ddp_train.tasks.further_metrics import PREDICTIONS, FurtherMetrics
+from ddp_train.tasks.further_metrics import FurtherMetrics
+from ddp_train.tasks.predictions import PREDICTIONS
 from ddp_train.tasks.returned import checked_loss, checked_predictions, checked_scores
 
 ScoreSums = Mapping[str, tuple[Tensor | float, Tensor | float]]

@@ -15,7 +15,7 @@ import torch
 
 from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.tasks.further_metrics import PREDICTIONS
+from ddp_train.tasks.predictions import PREDICTIONS
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import first_line
 
