@@ -28,6 +28,7 @@ from ddp_train.config.program import Program
 from ddp_train.distributed.environment import preload_environment
 from ddp_train.errors import LaunchError
 from ddp_train.launcher import local
+from ddp_train.launcher.attempt import POLL_SECONDS
 from ddp_train.launcher.fork_server import MODULE, ForkServer
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.schema import Config
@@ -129,7 +130,7 @@ class Proof:
                 and not self.stop.received
                 and self.seconds_left > -MARGIN_SECONDS
             ):
-                time.sleep(local.POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
             process.kill()
         if self.stop.received:
             raise StoppedError

@@ -30,6 +30,11 @@ def step_of(place: Path) -> int:
     return int(place.name.removeprefix("step_"))
 
 
+def newest_step(run_dir: Path) -> int:
+    """The step of a run's newest checkpoint; -1 if there is none."""
+    return max(map(step_of, places(run_dir)), default=-1)
+
+
 def check_writable(folder: Path) -> None:
     """Raises WriteError if a folder that is there takes no file: better before the first step than
     after the last."""

@@ -106,15 +106,13 @@ def worker_environment(
     port: int,
     threads: int,
     import_path: Path | None,
-    lost: dict[str, float] | None = None,
-    resized: Sequence[dict[str, Any]] = (),
-    devices: Sequence[str] = (),
 ) -> dict[str, str]:
     """The environment of one worker that our launcher starts on this host, without
     `worker_descriptors`.
 
-    port: of the store. threads: OMP_NUM_THREADS. import_path: see `config.program`. lost: see
-    `LOST`. resized: see `RESIZED`. devices: CUDA_VISIBLE_DEVICES; none: as it is.
+    port: the store's.
+    threads: OMP_NUM_THREADS.
+    import_path: see `config.program`.
     """
     env = {
         **_importing_environment(import_path, threads),
@@ -126,9 +124,6 @@ def worker_environment(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": str(world.attempt),
         LAUNCHER_PID: str(os.getpid()),
-        **({LOST: json.dumps(lost)} if lost else {}),
-        **({RESIZED: json.dumps(resized)} if resized else {}),
-        **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
     }
     # One host needs only loopback: nothing listens on other interfaces, and an unresolvable host
     # name does no harm.
@@ -140,6 +135,25 @@ def worker_environment(
     # is garbage, and they are told first (distributed/connections.py). A rank that hangs is found
     # by the launcher.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    return env
+
+
+def continuation_environment(
+    lost: dict[str, float] | None, changes: Sequence[dict[str, Any]], devices: Sequence[str]
+) -> dict[str, str]:
+    """The variables by which a worker learns what happened to the run before it was started.
+
+    lost: see `LOST`.
+    changes: see `RESIZED`.
+    devices: CUDA_VISIBLE_DEVICES; empty: as it is.
+    """
+    env = {}
+    if lost:
+        env[LOST] = json.dumps(lost)
+    if changes:
+        env[RESIZED] = json.dumps(changes)
+    if devices:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return env
 
 

@@ -30,7 +30,7 @@ from ddp_train.config.program import Program
 from ddp_train.distributed.environment import BEGUN, REPORTED, agent_environment, stopping_file
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.launcher import meeting_point
-from ddp_train.launcher.local import FINAL
+from ddp_train.launcher.decide import FINAL
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import children_of, end_with_parent
 from ddp_train.options.schema import Config

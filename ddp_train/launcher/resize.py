@@ -23,99 +23,94 @@ from typing import Any
 from ddp_train.resilience import run_lock
 from ddp_train.text import counted
 
-WORD_SECONDS = 1.0
-"""For what one side says at once; the answer to a request comes when the change is done."""
-LONGEST = 4096
+MESSAGE_SECONDS = 1.0
+"""How long either side may take to send or accept a message. The answer to a request comes when the
+change is done."""
+MAX_MESSAGE_BYTES = 4096
 _CREDENTIALS = struct.Struct("3i")
 
 
-@dataclass
-class Asked:
-    """A request that was accepted and has not been answered yet."""
+@dataclass(frozen=True)
+class Request:
+    """A request that was accepted and has not been answered."""
 
     count: int
     connection: socket.socket
     at: float
+    """When it came, by `time.monotonic`."""
     time: float
-
-    def answer(self, done: bool, text: str) -> None:
-        _answer(self.connection, done, text)
+    """The same moment by `time.time`."""
 
 
-class Requests:
-    """Takes requests, one at a time."""
+class RequestListener:
+    """Accepts requests, one at a time."""
 
     def __init__(self, run_dir: Path, refusal: Callable[[int], str]) -> None:
-        """refusal: why the number cannot be that; empty if it can."""
+        """refusal: says why there cannot be that many processes; empty if there can."""
         self.refusal = refusal
-        self.asked: Asked | None = None
+        self.pending: Request | None = None
+        owner = run_lock.owner(run_dir / run_lock.FILE)
         self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(address(run_lock.owner(run_dir / run_lock.FILE)))
+        self.listener.bind(address_of(owner))
         self.listener.listen()
 
     def wait(self, seconds: float) -> None:
-        """In place of sleeping: takes a request if one comes meanwhile."""
-        if not select.select([self.listener], [], [], seconds)[0]:
+        """Waits for a request, and accepts or refuses it."""
+        readable, _, _ = select.select([self.listener], [], [], seconds)
+        if not readable:
             return
-        connection = self.listener.accept()[0]
+        connection, _ = self.listener.accept()
         try:
-            if other_end(connection)[1] not in (os.geteuid(), 0):
+            _, user = peer_of(connection)
+            if user not in (os.geteuid(), 0):
                 raise PermissionError("another user")
-            count = int(received(connection)["processes"])
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # another user, a lost connection, other words
+            count = int(receive(connection)["processes"])
+        except (OSError, ValueError, KeyError, TypeError):  # a lost connection, another message
             connection.close()
             return
-        why = self.refusal(count)
-        if self.asked:
-            why = (
-                f"it is just changing to {counted(self.asked.count, 'process')}; ask again when"
-                " that is done"
-            )
-        if why:
-            _answer(connection, False, why)
+        reason = self.refusal(count)
+        if self.pending:
+            processes = counted(self.pending.count, "process")
+            reason = f"already changing to {processes}; retry when that is done"
+        if reason:
+            _send_answer(connection, False, reason)
         else:
-            self.asked = Asked(count, connection, time.monotonic(), time.time())
+            self.pending = Request(count, connection, time.monotonic(), time.time())
 
     def answer(self, done: bool, text: str) -> None:
-        """The request that was accepted, if there is one."""
-        if self.asked:
-            self.asked.answer(done, text)
-            self.asked = None
+        """Answers the request that is pending, if there is one."""
+        if self.pending:
+            _send_answer(self.pending.connection, done, text)
+            self.pending = None
 
     def close(self) -> None:
         self.answer(False, "the run ended before the change; give its command again to resume it")
         self.listener.close()
 
 
-def _answer(connection: socket.socket, done: bool, text: str) -> None:
-    with connection, contextlib.suppress(OSError):  # it need not be there any more
-        connection.settimeout(WORD_SECONDS)
+def _send_answer(connection: socket.socket, done: bool, text: str) -> None:
+    with connection, contextlib.suppress(OSError):  # the other end may be gone
+        connection.settimeout(MESSAGE_SECONDS)
         connection.sendall(json.dumps({"done": done, "text": text}).encode() + b"\n")
 
 
-def received(connection: socket.socket, seconds: float | None = WORD_SECONDS) -> dict[str, Any]:
+def receive(connection: socket.socket, seconds: float | None = MESSAGE_SECONDS) -> dict[str, Any]:
     """A line of JSON. Raises OSError or ValueError."""
     connection.settimeout(seconds)
     with connection.makefile("rb") as stream:
-        found = json.loads(stream.readline(LONGEST))
-    if not isinstance(found, dict):
+        message = json.loads(stream.readline(MAX_MESSAGE_BYTES))
+    if not isinstance(message, dict):
         raise ValueError("not a mapping")
-    return found
+    return message
 
 
-def address(owner: dict[str, str]) -> str:
+def address_of(owner: dict[str, str]) -> str:
+    """The address of the launcher that holds a run's lock. owner: see `run_lock.owner`."""
     return f"\0ddp-train-{owner.get('id')}"
 
 
-def other_end(connection: socket.socket) -> tuple[int, int]:
-    """Its process and its user."""
-    size = _CREDENTIALS.size
-    pid, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    )
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """The process id and the user id of the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
     return pid, user

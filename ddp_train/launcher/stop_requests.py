@@ -1,4 +1,4 @@
-"""The stop signals of a launcher: what was received, and when it is time to hurry. Torch-free."""
+"""The stop signals that a launcher has received. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from ddp_train.resilience.preemption import (
     stop_signals,
 )
 
+SHOW_CURSOR = "\x1b[?25h"
+
 
 class StopRequests:
-    """The stop signals that the launcher has received. The handlers only record them."""
+    """Records the stop signals of a launcher. Its handlers do nothing else."""
 
     def __init__(self, program_ends: bool = False) -> None:
-        """program_ends: after `listening`. A later signal, which has nothing to stop, must not hide
-        the exit code."""
+        """program_ends: whether the program ends after `listening`. A later signal, which has
+        nothing to stop, must not hide the exit code."""
         self.program_ends = program_ends
         self.received: list[int] = []
         self.repeated = False
-        """Whether a second request came: end at once."""
+        """Whether a second request came, which asks to end at once."""
         self._first_time = 0.0
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """Records all stop signals inside; restores the previous handlers after it, if the program
         continues."""
-        before = {number: signal.signal(number, self._record) for number in stop_signals()}
+        previous = {number: signal.signal(number, self._record) for number in stop_signals()}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, signal.SIG_IGN if self.program_ends else handler)
 
     def forward(self) -> None:
@@ -50,13 +52,14 @@ class StopRequests:
             signal.raise_signal(self.received[0])
 
     def _record(self, number: int, _: object) -> None:
-        self._first_time = self._first_time or time.monotonic()
-        self.repeated = time.monotonic() - self._first_time > SAME_REQUEST_SECONDS
+        now = time.monotonic()
+        self._first_time = self._first_time or now
+        self.repeated = now - self._first_time > SAME_REQUEST_SECONDS
         self.received.append(number)
 
     def exit_code(self, code: int) -> int:
-        """INTERRUPTED if the first signal came from a terminal (SIGINT, SIGHUP), else `code` (SAVED
-        or UNSAVED)."""
+        """The exit code of a stopped run: INTERRUPTED if the first signal came from a terminal
+        (SIGINT, SIGHUP), else `code` (SAVED or UNSAVED)."""
         if self.received and exit_code(self.received[0]) == INTERRUPTED:
             return INTERRUPTED
         return code
@@ -64,14 +67,20 @@ class StopRequests:
     def print_stopped(
         self, config: Config, saved: bool, translate: Callable[[str], str] = str
     ) -> None:
-        """Says that the run was stopped, and how to continue, where no worker has. translate: see
-        `Workload`."""
+        """Prints that the run was stopped, and how to continue, where no worker has.
+
+        saved: whether this stop has saved. translate: see `Workload`.
+        """
         if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # the cursor, which rank 0's progress bar has hidden
+            sys.stdout.write(SHOW_CURSOR)  # rank 0's progress bar has hidden it
         by = f" by {signal.Signals(self.received[0]).name}" if self.received else ""
-        if saved or places(Path(str(config.run_dir))):
-            how = "" if saved else " before it could save"
-            text = f"stopped{by}{how}; {config.words_to_resume} resumes from its last checkpoint"
+        if saved:
+            text = f"stopped{by}; {config.words_to_resume} resumes from its last checkpoint"
+        elif places(Path(str(config.run_dir))):
+            text = (
+                f"stopped{by} before it could save; {config.words_to_resume} resumes from its last"
+                " checkpoint"
+            )
         else:
             text = f"stopped{by}; nothing was saved"
         print(translate(text), file=sys.stderr)

@@ -296,21 +296,41 @@ def stack_of(rank: int, frames: Sequence[str]) -> str:
     return ""
 
 
-def report(
-    run_dir: Path,
-    failure: Failure,
-    run_facts: dict[str, Any],
-    trace: str = "",
-    stream: TextIO | TolerantStream | None = None,
-    goes_on: Callable[[], bool] = lambda: False,
-) -> bool:
-    """Writes failure.json and summary.json and prints the failure, unless another process has
-    reported one.
+@dataclass(frozen=True)
+class Report:
+    """What the terminal shows of a failure."""
 
-    Returns whether this call reported it. run_facts: further fields of summary.json. trace: from
-    `traceback_of` or `stack_of`. stream: the user's terminal; None is standard error, unless that
-    was redirected into a log file. goes_on: is asked once failure.json is there: whether the run
-    continues without loss: then this is not fatal.
+    failure: Failure
+    trace: str = ""
+    """From `traceback_of` or `stack_of`."""
+
+    def print(self, is_fatal: bool = True, stream: TextIO | TolerantStream | None = None) -> None:
+        """Prints the trace, the headline and the remedy.
+
+        is_fatal: False if the run continues without loss.
+        stream: the user's terminal; None: standard error, unless that was redirected into a log
+            file.
+        """
+        out = stream or sys.stderr
+        word = "FATAL" if is_fatal else "LOST"
+        out.write(self.trace + headline(self.failure, word) + "\n")
+        out.flush()
+
+
+def report(run_dir: Path, failure: Failure, run_facts: dict[str, Any], trace: str = "") -> bool:
+    """Records a failure and prints it on standard error. Returns False if another process has
+    recorded one: nothing is printed then. For the parameters see `record` and `Report`."""
+    is_first = record(run_dir, failure, run_facts)
+    if is_first:
+        Report(failure, trace).print()
+    return is_first
+
+
+def record(run_dir: Path, failure: Failure, run_facts: dict[str, Any]) -> bool:
+    """Writes failure.json and summary.json. Returns False if another process has written them.
+
+    Where they cannot be written the failure counts as recorded, and is to be printed.
+    run_facts: further fields of summary.json.
     """
     part = run_dir / f"{FILE}.part-{os.getpid()}"
     try:
@@ -328,9 +348,6 @@ def report(
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
-    out = stream or sys.stderr
-    out.write(trace + headline(failure, "LOST" if goes_on() else "FATAL") + "\n")
-    out.flush()
     return True
 
 

@@ -95,10 +95,3 @@ def save_by_survivor(
         ):  # it takes too long: another one would write the same files
             return None
     return None
-
-
-def saved_step(step: int, goes_on: bool) -> str:
-    """In words."""
-    if goes_on:
-        return f"step {step} is saved: a surviving rank had it"
-    return f"saved step {step} from a surviving rank; the same command resumes there"

@@ -95,9 +95,9 @@ class FailureReporter:
             if told():  # by a rank that could write no file, or this one would not tell either
                 return failure.exit_code
             goes_on = self.hosts_may_leave and status.state == SAVED and restarts_left()
-            if failure_report.report(
-                self.run_dir, failure, self.run_facts, trace, self.terminal, lambda: goes_on
-            ):
+            if failure_report.record(self.run_dir, failure, self.run_facts):
+                report = failure_report.Report(failure, trace)
+                report.print(is_fatal=not goes_on, stream=self.terminal)
                 status.reported_code = failure.exit_code
                 write_reported(failure.exit_code)
                 write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))

@@ -62,8 +62,10 @@ from ddp_train.engine.loop import Evaluation
 from ddp_train.errors import ConfigError, DataError, NonFiniteLossError
 from ddp_train.hardware import Hardware
 from ddp_train.launcher import local, multihost
+from ddp_train.launcher.attempt import Attempt, AttemptEnd, Launch
+from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.launcher.workload import workload_of
+from ddp_train.launcher.workload import Workload, workload_of
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
 from ddp_train.parallel import compiled as compiled_ddp
@@ -72,7 +74,7 @@ from ddp_train.parallel.naming_ddp import BUCKET_MB, ddp_arguments
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.performance import switches
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.resilience.preemption import SIGNALS
+from ddp_train.resilience.preemption import SIGNALS, UNSAVED
 from ddp_train.runs import worker
 from ddp_train.runs.display_facts import advice, text_writer
 from ddp_train.runs.plan_report import tuning_rows
@@ -823,15 +825,20 @@ def early_stopping(case: Case) -> Any:
     return compared, hook.patience, hook.limit and hook.limit.minutes
 
 
+def attempt_of(case: Case, stop: StopRequests, server: Any = None) -> Attempt:
+    elastic = Elastic(case.config, None)
+    return Attempt(Launch(ROOT, stop, server, elastic, Workload()), number=0)
+
+
 def worker_environments(case: Case) -> Any:
     """What our own launcher gives to its workers."""
     started: list[Any] = []
     with (
         mock.patch.object(subprocess, "Popen", lambda command, env, **more: started.append(env)),
-        contextlib.closing(local.Attempt(case.config, ROOT, 0, StopRequests(), None)) as attempt,
+        contextlib.closing(attempt_of(case, StopRequests())) as attempt,
     ):
         attempt.start()
-        attempt.workers.clear()  # there are no processes to end
+        attempt.workers.processes.clear()  # there are no processes to end
     names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
     return [{name: env[name] for name in names} for env in started]
 
@@ -841,11 +848,11 @@ def asked_to_fork(case: Case) -> Any:
     server = mock.Mock(**{"fork.side_effect": lambda specs, given_up: specs})
     with (
         mock.patch.object(subprocess, "Popen", lambda *words, **more: None),
-        contextlib.closing(local.Attempt(case.config, ROOT, 0, StopRequests(), server)) as attempt,
+        contextlib.closing(attempt_of(case, StopRequests(), server)) as attempt,
     ):
         attempt.start()
-        workers = [worker is not None for worker in attempt.workers]
-        attempt.workers.clear()  # there are no processes to end
+        workers = [worker is not None for worker in attempt.workers.processes]
+        attempt.workers.processes.clear()  # there are no processes to end
     return workers
 
 
@@ -882,7 +889,7 @@ def torchrun_command(case: Case) -> Any:
 
 
 def attempts(case: Case) -> Any:
-    with mock.patch.object(local.Attempt, "run", return_value=70) as tried:
+    with mock.patch.object(local.Attempt, "run", return_value=AttemptEnd(70)) as tried:
         local.launch(case.config, ROOT)
     return tried.call_count
 
@@ -894,15 +901,15 @@ def patience_at_the_end(case: Case) -> Any:
     worker = mock.Mock(**{"poll.return_value": None})
     seconds = itertools.count()
     stop.received.append(signal.SIGTERM)
-    attempt = local.Attempt(case.config, ROOT, 0, stop, None)
+    attempt = attempt_of(case, stop)
     with contextlib.ExitStack() as stack:
         stack.enter_context(
-            mock.patch.object(attempt, "start", lambda: attempt.workers.append(worker))
+            mock.patch.object(attempt, "start", lambda: attempt.workers.processes.append(worker))
         )
-        stack.enter_context(mock.patch.object(local.time, "monotonic", lambda: next(seconds)))
-        stack.enter_context(mock.patch.object(local.time, "sleep"))
-        assert attempt.run() == local.UNSAVED
-    attempt.board.close()
+        stack.enter_context(mock.patch.object(time, "monotonic", lambda: next(seconds)))
+        stack.enter_context(mock.patch.object(time, "sleep"))
+        assert attempt.run() == AttemptEnd(UNSAVED)
+    attempt.workers.board.close()
     worker.send_signal.assert_called_once_with(signal.SIGTERM)
     return next(seconds)
 

@@ -19,7 +19,7 @@ import torch
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
-from ddp_train.resilience.failure_report import Failure, report, traceback_of
+from ddp_train.resilience.failure_report import Failure, Report, record, traceback_of
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
 from ddp_train.runs.worker import open_logs
 from ddp_train.telemetry.console import Display
@@ -163,7 +163,8 @@ def test_a_failure_is_told_where_no_file_can_be_written(
     said = io.StringIO()
     with small_disk(tmp_path / "disk", "size=400k") as disk:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-        assert report(disk, failure, {}, stream=said)
+        assert record(disk, failure, {})
+    Report(failure).print(stream=said)
     assert said.getvalue().startswith("FATAL write (rank 0 on here, step 3, checkpoint): full")
     assert "failure.json cannot be written" in caplog.text
 
@@ -179,10 +180,10 @@ def test_a_log_that_cannot_be_written_is_named(
         open_logs(tmp_path, tmp_path / "logs/rank_0.log", World(0, 1, 0, 1))
 
 
-def test_what_costs_nothing_is_not_fatal(tmp_path: Path) -> None:
+def test_what_costs_nothing_is_not_fatal() -> None:
     failure = Failure("died", 1, "here", 3, "forward", "killed", "find out", "", 70)
     said = io.StringIO()
-    assert report(tmp_path, failure, {}, stream=said, goes_on=(tmp_path / "failure.json").exists)
+    Report(failure).print(is_fatal=False, stream=said)
     assert (
         said.getvalue()
         == "LOST died (rank 1 on here, step 3, forward): killed\n  remedy: find out\n"

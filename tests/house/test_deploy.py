@@ -21,7 +21,7 @@ import yaml
 
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
-from ddp_train.launcher.local import FINAL
+from ddp_train.launcher.decide import FINAL
 from ddp_train.options.sections import LaunchConfig
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 from tests.support.commands import ENDLESS, PROGRAM, ROOT, THREE, running

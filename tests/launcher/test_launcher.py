@@ -4,7 +4,6 @@ ports."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,10 +16,10 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_train.distributed.world import World
-from ddp_train.launcher import local
-from ddp_train.launcher.local import Attempt
-from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.resilience.restart_policy import RestartPolicy
+from ddp_train.launcher.failure_recorder import FailureRecorder
+from ddp_train.launcher.workers import Workers
+from ddp_train.launcher.workload import Workload
+from ddp_train.options.schema import Config
 from tests.support import netlab
 from tests.support.commands import (
     ENDLESS,
@@ -144,24 +143,6 @@ def test_a_run_that_fails_in_the_same_way_three_times_is_given_up(tmp_path: Path
     )
 
 
-def failures(allowed: int, run_dir: Path, *seen: tuple[int, ...]) -> list[str]:
-    """What `RestartPolicy` says to failures. seen: the step of each, the newest checkpoint at the
-    time, and the rank."""
-    restarts = RestartPolicy(allowed, run_dir)
-    said = []
-    for step, newest, *rank in seen:
-        (run_dir / f"checkpoints/step_{newest:08d}").mkdir(parents=True, exist_ok=True)
-        failure = {
-            "kind": "died",
-            "rank": rank[0] if rank else 0,
-            "step": step,
-            "detail": f"pid {time.time()}",
-        }
-        (run_dir / "failure.json").write_text(json.dumps(failure))
-        said.append(restarts.refusal())
-    return said
-
-
 @pytest.mark.slow
 def test_a_restart_that_finds_no_config_says_so_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -180,32 +161,37 @@ def test_a_restart_that_finds_no_config_says_so_once(tmp_path: Path) -> None:
     assert read(run_dir, "failure.json")["kind"] == "write"
 
 
-def test_what_a_worker_could_only_say_is_not_said_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def recorder_of(config: Config) -> FailureRecorder:
+    """A recorder for three workers, without processes."""
+    config.launch.nproc_per_node = 3
+    return FailureRecorder(config, Workers(Path(str(config.run_dir)), 3), Workload())
+
+
+@pytest.mark.parametrize("reported_code", [73, 0])
+def test_a_failure_that_a_worker_printed_is_not_recorded_again(
+    reported_code: int, tmp_path: Path
 ) -> None:
     """On a full disk there is no failure.json, by which the first report is known."""
     config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path / "gone"))
-    config.launch.nproc_per_node = 3
-    for has_told in (73, 0):
-        with contextlib.closing(Attempt(config, None, 0, StopRequests(), None)) as attempt:
-            attempt.board.ranks[0].reported_code = has_told
-            attempt.workers = [SimpleNamespace(returncode=code) for code in (73, None, -9)]  # type: ignore[misc]
-            assert attempt._report_exit([0, 2], [73, None, -9]) == 73
-            attempt.workers = []
-        assert ("FATAL died (rank 2" in capsys.readouterr().err) is not bool(has_told)
+    recorder = recorder_of(config)
+    codes = [73, None, -9]
+    recorder.workers.board.ranks[0].reported_code = reported_code
+    recorder.workers.processes = [SimpleNamespace(returncode=code) for code in codes]  # type: ignore[misc]
+    report = recorder.record_exit([0, 2], codes)
+    assert (report is None) is bool(reported_code)
+    assert recorder.exit_code(codes) == 73
+    recorder.workers.board.close()
 
 
 @pytest.mark.parametrize(("reported", "code"), [(65, 65), (0, 70)])
 def test_the_exit_code_is_that_of_the_report_though_another_rank_ends_first(
-    reported: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reported: int, code: int, tmp_path: Path
 ) -> None:
     config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path))
-    config.launch.nproc_per_node = 3
-    (tmp_path / "failure.json").touch()
-    monkeypatch.setattr(local, "REPORT_SECONDS", 0.1)
-    with contextlib.closing(Attempt(config, None, 0, StopRequests(), None)) as attempt:
-        attempt.board.ranks[0].reported_code = reported
-        assert attempt._report_exit([1], [None, 70, None]) == code
+    recorder = recorder_of(config)
+    recorder.workers.board.ranks[0].reported_code = reported
+    assert recorder.exit_code([None, 70, None]) == code
+    recorder.workers.board.close()
 
 
 SLOW_END = """
@@ -251,21 +237,6 @@ def test_a_rank_that_takes_long_to_end_after_its_report_is_not_restarted(tmp_pat
     done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == read(tmp_path / "run", "failure.json")["exit_code"] == 65, done.stderr
     assert len(fatal_lines(done.stderr)) == 1 and "restart" not in done.stderr
-
-
-def test_restarts_are_counted_between_checkpoints(tmp_path: Path) -> None:
-    used_up = failures(2, tmp_path / "a", (1, 0), (2, 0), (3, 0))
-    assert used_up == ["", "", "launch.max_restarts=2 used up without a new checkpoint"]
-    assert failures(1, tmp_path / "b", (7, 5), (12, 10), (17, 15), (18, 15))[:3] == ["", "", ""]
-    assert failures(1, tmp_path / "c", (7, 5), (12, 10), (13, 10))[2] != ""
-    assert failures(0, tmp_path / "d", (7, 5))[0] != ""
-    assert failures(9, tmp_path / "e", (7, 5), (7, 5), (8, 5), (7, 5), (7, 5))[4] == "", (
-        "not three in a row"
-    )
-    assert "same failure" in failures(9, tmp_path / "f", (7, 5), (7, 5), (7, 5))[2]
-    assert failures(9, tmp_path / "g", (7, 5, 0), (7, 5, 1), (7, 5, 1))[2] == "", (
-        "one rank after another"
-    )
 
 
 # --- the launcher is stopped ----------------------------------------------------------------------

@@ -29,8 +29,8 @@ from ddp_train.engine.resize_hook import ResizeHook
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware
 from ddp_train.launcher import resize as launcher_side
-from ddp_train.launcher.resize import Requests, address
-from ddp_train.launcher.size import Change, Size, is_of_device, shown_counts
+from ddp_train.launcher.resize import RequestListener, address_of
+from ddp_train.launcher.size import Change, Size, shown_counts
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig, TrainConfig
 from ddp_train.parallel.config import SingleConfig
@@ -207,80 +207,29 @@ def test_every_number_trains_the_same_global_batches_in_as_many_passes(
 # --- how many come next ---------------------------------------------------------------------------
 
 
-def test_a_rank_is_replaced_once_before_the_run_goes_on_without_it() -> None:
-    size = Size(4, [2, 3, 4])
-    assert size.shrink(3, progressed=True) == ""
-    assert (
-        size.shrink(3, progressed=False) == "rank 3 failed 2 times at the same place"
-        and size.count == 3
-    )
-    assert size.shrink(1, progressed=False) == "" and size.shrink(2, progressed=False) == ""
-    assert size.shrink(None, progressed=False) == ""
-    assert size.shrink(1, progressed=False) and size.count == 2
-    for _ in range(5):
-        assert size.shrink(0, progressed=False) == "", "fewer are not allowed"
+def test_a_request_uses_gpus_again_that_were_given_up_if_it_needs_them() -> None:
+    size = Size(2, [1, 2, 3], ["a", "b", "c"], given_up=["b"])
+    assert size.gpus_in_use() == ["a", "c"]
+    assert size.resized(1).gpus_in_use() == ["a"]
+    assert size.resized(3).gpus_in_use() == ["a", "b", "c"]
+    assert not size.resized(3).given_up
 
 
-def test_a_rank_that_fails_again_later_is_replaced_again() -> None:
-    size = Size(4, [2, 3, 4])
-    assert not any(size.shrink(3, progressed=True) for _ in range(9))
-
-
-def test_a_fixed_number_stays() -> None:
-    size = Size(4)
-    assert not any(size.shrink(3, progressed=False) for _ in range(9)) and size.count == 4
-
-
-def test_a_gpu_that_is_given_up_is_left_out_until_its_number_is_asked_for() -> None:
-    size = Size(3, [1, 2, 3], ["a", "b", "c"])
-    assert size.shrink(1, progressed=True) == ""
-    assert "GPU b" in size.shrink(1, progressed=False)
-    assert (size.count, size.devices()) == (2, ["a", "c"])
-    assert size.refusal(4) == "it may have 1 to 3 processes"
-    size.become(1)
-    assert size.devices() == ["a"]
-    size.become(3)
-    assert size.devices() == ["a", "b", "c"] and not size.given_up
-
-
-def test_a_gpu_that_is_gone_is_not_tried_again_and_a_spare_one_takes_its_place() -> None:
+def test_a_size_without_a_gpu_takes_a_spare_one() -> None:
     size = Size(2, [1, 2, 3, 4], ["a", "b", "c"])
-    assert size.shrink(None, progressed=True, gone={"b"}) == "GPU b is gone"
-    assert (size.count, size.devices()) == (2, ["a", "c"])
-    assert size.shrink(0, progressed=True, gone={"a", "b"}) == "GPU a is gone"
-    assert (size.count, size.devices()) == (1, ["c"])
-    assert size.refusal(4) == "each needs a GPU, and there are 3"
+    without_b = size.without(["b"])
+    assert without_b and without_b.gpus_in_use() == ["a", "c"]
+    without_a = without_b.without(["a"])
+    assert without_a and without_a.gpus_in_use() == ["c"]
+    assert without_a.without(["c"]) is None, "fewer are not allowed"
 
 
-@pytest.mark.parametrize(
-    ("failure", "by_signal", "expected"),
-    [
-        ({"kind": "died"}, True, True),
-        ({"kind": "died"}, False, False),
-        ({"kind": "oom"}, False, True),
-        (
-            {
-                "kind": "exception",
-                "phase": "start",
-                "detail": "RuntimeError: CUDA-capable device is busy",
-            },
-            False,
-            True,
-        ),
-        (
-            {"kind": "exception", "phase": "backward", "detail": "CUDA error: uncorrectable ECC"},
-            False,
-            True,
-        ),
-        ({"kind": "exception", "phase": "backward", "detail": "ValueError: boom"}, False, False),
-        ({"kind": "non_finite_loss"}, False, False),
-        ({}, True, False),
-    ],
-)
-def test_what_may_be_a_devices_fault(
-    failure: dict[str, Any], by_signal: bool, expected: bool
-) -> None:
-    assert is_of_device(failure, by_signal) == expected
+def test_why_a_number_is_refused() -> None:
+    assert Size(3, [1, 2, 3], ["a", "b", "c"]).refusal(4) == "it may have 1 to 3 processes"
+    assert Size(1, [1, 2, 3, 4], ["a", "b", "c"]).refusal(4) == (
+        "each needs a GPU, and there are 3"
+    )
+    assert Size(1, [1, 2]).refusal(2) == ""
 
 
 def test_numbers_in_words() -> None:
@@ -364,36 +313,38 @@ def test_a_launcher_answers_one_request_after_the_other(run_dir: Path, lock: run
     def ask(number: str) -> None:
         codes[number] = client.resize([str(run_dir), number])
 
-    with closing(Requests(run_dir, lambda count: "too few" if count == 2 else "")) as requests:
+    with closing(
+        RequestListener(run_dir, lambda count: "too few" if count == 2 else "")
+    ) as requests:
         threads = {number: threading.Thread(target=ask, args=[number]) for number in ("3", "2")}
         threads["3"].start()
-        wait_until(lambda: requests.wait(0.1) or requests.asked is not None, "request")
+        wait_until(lambda: requests.wait(0.1) or requests.pending is not None, "request")
         threads["2"].start()
         wait_until(lambda: requests.wait(0.1) or "2" in codes, "answer")
         assert codes == {"2": 69}, "while a change is under way"
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(address(run_lock.owner(run_dir / run_lock.FILE)))
+            stranger.connect(address_of(run_lock.owner(run_dir / run_lock.FILE)))
             stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
             requests.wait(1)
-        assert requests.asked and requests.asked.count == 3
+        assert requests.pending and requests.pending.count == 3
         requests.answer(True, "done")
         threads["3"].join(5)
         assert codes == {"2": 69, "3": 0}
         late = threading.Thread(target=ask, args=["3"])
         late.start()
-        wait_until(lambda: requests.wait(0.1) or requests.asked is not None, "request")
+        wait_until(lambda: requests.wait(0.1) or requests.pending is not None, "request")
     late.join(5)
     assert codes["3"] == 69, "the run has ended"
 
 
 def test_another_user_is_not_heard(run_dir: Path, lock: run_lock.Lock) -> None:
-    with closing(Requests(run_dir, lambda count: "")) as requests:
-        with mock.patch.object(launcher_side, "other_end", return_value=(1, 12345)):
+    with closing(RequestListener(run_dir, lambda count: "")) as requests:
+        with mock.patch.object(launcher_side, "peer_of", return_value=(1, 12345)):
             thread = threading.Thread(target=client.resize, args=[[str(run_dir), "3"]])
             thread.start()
             requests.wait(5)
             thread.join(5)
-        assert requests.asked is None
+        assert requests.pending is None
 
 
 # --- whole runs -----------------------------------------------------------------------------------
@@ -505,7 +456,7 @@ def test_a_run_whose_number_changes_ends_where_it_would_have(tmp_path: Path) -> 
         assert again.end() == 0, again.said()
     assert_close(place, tmp_path / "calm")
     summary = read(place, "summary.json")
-    lost = (4, 3, "rank 3 failed 2 times at the same place")
+    lost = (4, 3, "rank 3 failed twice without a new checkpoint in between")
     changes = [(one["from"], one["to"], one["why"]) for one in summary["resizes"]]
     assert changes[:3] == [(4, 3, ASKED_FOR), (3, 4, ASKED_FOR), lost] and changes[-1] == (
         3,
@@ -576,6 +527,7 @@ def test_below_the_lowest_number_the_run_ends_as_it_would_have(tmp_path: Path) -
     with running(tmp_path / "run", *words, env=env) as job:
         assert job.end() == 70
     said = job.said()
-    assert said.count("continuing with 2 processes; rank 1 failed 2 times at the same place") == 1
+    reason = "rank 1 failed twice without a new checkpoint in between"
+    assert said.count(f"continuing with 2 processes; {reason}") == 1
     assert len(fatal_lines(said)) == 4 and "not restarted: launch.max_restarts=1 used up" in said
     assert read(tmp_path / "run", "failure.json")["kind"] == "died"

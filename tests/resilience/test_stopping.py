@@ -26,10 +26,13 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.launcher import local
+from ddp_train.launcher.attempt import AttemptEnd, Launch
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.schema import Config
+from ddp_train.options.sections import LaunchConfig
 from ddp_train.resilience import preemption
 from ddp_train.resilience.failure_report import RankStatus
+from ddp_train.resilience.just_in_time import Loss
 from ddp_train.resilience.preemption import NEVER, StopController
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -242,18 +245,23 @@ def test_a_signal_after_the_end_does_not_hide_the_exit_code(handlers: None) -> N
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("made_good", "expected"), [(True, 143), (False, 70)])
-def test_a_stop_after_the_user_was_told_that_the_run_goes_on_is_that_of_the_next_attempt(
-    made_good: bool, expected: int, tmp_path: Path
+@pytest.mark.parametrize(("stop_comes_late", "expected"), [(True, 143), (False, 70)])
+def test_a_stop_after_a_restart_was_decided_is_that_of_the_next_attempt(
+    stop_comes_late: bool, expected: int, tmp_path: Path
 ) -> None:
     """Else it ended with 70, and nothing on the screen was FATAL."""
     stop = StopRequests()
-    stop.received.append(signal.SIGTERM)
-    attempts = [mock.Mock(is_made_good=made_good, refusal="", saved_step=3), mock.Mock()]
-    for attempt, code in zip(attempts, (70, preemption.UNSAVED), strict=True):
-        attempt.run.return_value = code
-    with mock.patch.object(local, "Attempt", side_effect=attempts):
-        assert local.launch(Config(run_dir=str(tmp_path)), tmp_path, stop) == expected
+    ends = [AttemptEnd(70, saved_step=3), AttemptEnd(preemption.UNSAVED)]
+
+    def attempt(launch: Launch, number: int, loss: Loss | None) -> mock.Mock:
+        if number == int(stop_comes_late):
+            stop.received.append(signal.SIGTERM)
+        return mock.Mock(**{"run.return_value": ends[number]})
+
+    limits = LaunchConfig(nproc_per_node=1, max_restarts=1)
+    config = Config(run_dir=str(tmp_path), launch=limits)
+    with mock.patch.object(local, "Attempt", attempt):
+        assert local.launch(config, tmp_path, stop) == expected
 
 
 def test_an_evaluation_that_is_cut_off_ends_training_here_whatever_was_or_will_be_agreed() -> None:

@@ -22,14 +22,13 @@ from torch import nn
 
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints import writer as writing
-from ddp_train.checkpoints.layout import digest_of, places
+from ddp_train.checkpoints.layout import digest_of, newest_step, places
 from ddp_train.checkpoints.reader import find, load_model, load_training
 from ddp_train.checkpoints.writer import Snapshot, Writer, copy_of, write
 from ddp_train.config.freeze import freeze
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import ConfigError, DataError, WriteError
 from ddp_train.options.schema import Config
-from ddp_train.resilience.restart_policy import RestartPolicy
 from ddp_train.runs import summary
 from ddp_train.tensor_tree import map_tensors
 
@@ -226,7 +225,7 @@ def test_only_what_is_named_as_a_checkpoint_counts(tmp_path: Path) -> None:
     good = write(tmp_path, snapshot(1))
     for name in ("step_8_backup", "step_abcdefgh", "step_00000009x", "step_0000009"):
         shutil.copytree(good, good.with_name(name))
-    assert find("auto", tmp_path) == good and RestartPolicy(1, tmp_path).newest_step == 1
+    assert find("auto", tmp_path) == good and newest_step(tmp_path) == 1
     save(Writer(tmp_path, keep=1), 2)
     assert names(tmp_path)[0] == "step_00000002" and len(names(tmp_path)) == 5, "the others stay"
 

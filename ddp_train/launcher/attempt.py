@@ -1,0 +1,253 @@
+"""One attempt of a run: all workers, from their start to their end. Torch-free."""
+
+from __future__ import annotations
+
+import enum
+import math
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddp_train.distributed.environment import (
+    continuation_environment,
+    worker_descriptors,
+    worker_environment,
+)
+from ddp_train.distributed.world import World
+from ddp_train.errors import HangError
+from ddp_train.launcher.elastic import Elastic
+from ddp_train.launcher.failure_recorder import FailureRecorder
+from ddp_train.launcher.fork_server import ForkServer, WorkerSpec
+from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.launcher.workers import Workers
+from ddp_train.launcher.workload import Workload
+from ddp_train.resilience import failure_report
+from ddp_train.resilience.failure_report import Report
+from ddp_train.resilience.hang_detector import HangDetector, note_late
+from ddp_train.resilience.heartbeat import STARTING
+from ddp_train.resilience.just_in_time import Loss, save_by_survivor
+from ddp_train.resilience.preemption import INTERRUPTED, SAVED, SIGNALS, UNSAVED
+
+POLL_SECONDS = 0.02
+LEAST_SAVE_SECONDS = 5.0
+"""How long a survivor may take to stop, and to save, whatever is left of launch.grace_seconds."""
+STOPPED = (UNSAVED, INTERRUPTED, *(-number for number in SIGNALS))
+"""Exit codes of stopped workers that gave up waiting for peers, or had not installed signal
+handlers yet."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What all attempts of a run share."""
+
+    import_path: Path | None
+    stop: StopRequests
+    server: ForkServer | None
+    elastic: Elastic
+    workload: Workload
+
+
+class Stage(enum.Enum):
+    """Who has asked the workers of an attempt to stop. A change may become a stop."""
+
+    TRAINING = "nobody has"
+    CHANGING = "the launcher has, to start another number of them"
+    CHANGE_STOPPED = "the launcher has, to start another number; then the user, for good"
+    STOPPING = "the user has"
+
+
+IN_CHANGE = (Stage.CHANGING, Stage.CHANGE_STOPPED)
+IN_STOP = (Stage.CHANGE_STOPPED, Stage.STOPPING)
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How an attempt has ended."""
+
+    code: int
+    """0, SAVED, UNSAVED, or the exit code of a failure."""
+    is_for_change: bool = False
+    """Whether the workers were asked to stop for a change of their number."""
+    loss: Loss | None = None
+    """The rank that was lost, and where."""
+    saved_step: int | None = None
+    """The step that a surviving rank has saved."""
+    killed_ranks: frozenset[int] = frozenset()
+    """The failed ranks that were killed by a signal."""
+    report: Report | None = None
+    """A failure that is recorded and not printed: whether it is fatal is not decided yet."""
+
+
+class Attempt:
+    """Starts all workers and watches them. Close it to kill what is left of them."""
+
+    def __init__(self, launch: Launch, number: int, loss_before: Loss | None = None) -> None:
+        """number: attempts before this one. loss_before: the rank that the last one has lost."""
+        self.launch = launch
+        self.config = launch.elastic.config
+        self.run_dir = Path(str(self.config.run_dir))
+        self.number = number
+        self.loss_before = loss_before
+        self.workers = Workers(self.run_dir, int(self.config.launch.nproc_per_node))
+        self.recorder = FailureRecorder(self.config, self.workers, launch.workload)
+        self.stage = Stage.TRAINING
+        self.deadline = math.inf
+        """When the workers are killed; set by a stop."""
+
+    def close(self) -> None:
+        self.workers.close()
+
+    def run(self) -> AttemptEnd:
+        """Starts the workers and waits for their end, for a failure, a hang or a stop."""
+        (self.run_dir / failure_report.FILE).unlink(missing_ok=True)
+        self.start()
+        if not self.workers.processes:  # a stop was requested before their start
+            return self._end(UNSAVED)
+        return self._watch()
+
+    def start(self) -> None:
+        """Starts one process per rank; none if a stop is requested before the fork server can
+        fork."""
+        count = int(self.config.launch.nproc_per_node)
+        with socket.socket() as listener:  # of the store: rank 0 inherits it
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(socket.SOMAXCONN)
+            specs = [self._worker_spec(rank, count, listener) for rank in range(count)]
+            server = self.launch.server if self.config.launch.fork_server else None
+            self.workers.start(specs, server, given_up=lambda: bool(self.launch.stop.received))
+
+    def _worker_spec(self, rank: int, count: int, listener: socket.socket) -> WorkerSpec:
+        elastic = self.launch.elastic
+        workload = self.launch.workload
+        world = World(rank, count, rank, count, self.number)
+        port = listener.getsockname()[1]
+        threads = int(self.config.launch.threads_per_process)
+        env = worker_environment(world, port, threads, self.launch.import_path)
+        env |= continuation_environment(
+            lost=self.loss_before.as_dict() if self.loss_before else None,
+            changes=elastic.last_changes(),
+            devices=elastic.size.gpus_in_use(),
+        )
+        descriptors = worker_descriptors(world, listener.fileno(), self.workers.board.descriptor)
+        arguments = workload.arguments(self.run_dir, rank)
+        return WorkerSpec(arguments, env, descriptors, [*workload.program])
+
+    def _watch(self) -> AttemptEnd:
+        stop = self.launch.stop
+        timeout_seconds = self.config.launch.timeout_seconds
+        detector = HangDetector(self.workers.board, self.workers.pids(), timeout_seconds)
+        while True:
+            codes = self.workers.exit_codes()
+            if any(code in STOPPED for code in codes):
+                return self._end(UNSAVED)  # with one rank gone the others cannot agree on a step
+            if None in codes and (stop.repeated or time.monotonic() > self.deadline):
+                return self._end(UNSAVED)
+            failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, SAVED)]
+            if failed:
+                return self._end_of_failure(failed, codes)
+            if None not in codes:
+                return self._end(SAVED if SAVED in codes else 0)
+            if self.stage not in IN_STOP:
+                self._begin_stop(codes)
+            if self.stage not in IN_STOP and detector.is_hung():
+                return self._end_of_hang(detector)
+            self._wait()
+
+    def _end(self, code: int) -> AttemptEnd:
+        return AttemptEnd(code, is_for_change=self.stage in IN_CHANGE)
+
+    def _begin_stop(self, codes: Sequence[int | None]) -> None:
+        """Asks the workers to stop if the user wants that, or has asked one of them, which has
+        saved."""
+        is_stopped_by_worker = SAVED in codes and self.stage is Stage.TRAINING
+        if not self.launch.stop.received and not is_stopped_by_worker:
+            return
+        self.deadline = time.monotonic() + self.config.launch.grace_seconds
+        if self.stage is Stage.CHANGING:  # a second signal would hurry them
+            self.workers.announce_successors(False)
+            self.stage = Stage.CHANGE_STOPPED
+            return
+        if self.launch.stop.received:
+            self.workers.ask_to_stop()
+        self.stage = Stage.STOPPING
+
+    def _wait(self) -> None:
+        """Sleeps for a moment, and does what comes up meanwhile: a page, a request for another
+        number of processes."""
+        elastic = self.launch.elastic
+        board = self.workers.board
+        elastic.wait(POLL_SECONDS)
+        elastic.answer_when_done(board)
+        self.launch.workload.page.look([status.phase for status in board.ranks])
+        if self.stage is Stage.TRAINING and elastic.is_requested and self.workers.all_heed_stop():
+            self.workers.announce_successors(True)
+            self.workers.ask_to_stop()
+            self.stage = Stage.CHANGING
+
+    def _end_of_failure(self, failed: Sequence[int], codes: Sequence[int | None]) -> AttemptEnd:
+        """Saves what survives, and records the failure."""
+        killed = frozenset(rank for rank in failed if self.workers.was_killed(rank))
+        loss: Loss | None = None
+        saved_step: int | None = None
+        if killed:  # an exception, or an exit by the rank itself, would come again at the same step
+            lost_at = time.monotonic()
+            saved_step = self._save_by_survivor()
+            loss = self._loss(failed, lost_at)
+            is_trained = any(status.state != STARTING for status in self.workers.board.ranks)
+            if is_trained and saved_step is None:
+                print("no other rank could save its state: see their logs", file=sys.stderr)
+        report = self.recorder.record_exit(failed, codes)
+        if report and saved_step is None:  # at once: it is fatal, whatever follows
+            report.print()
+            report = None
+        self._wait_for_checkpoint()
+        return AttemptEnd(
+            code=self.recorder.exit_code(codes),
+            is_for_change=self.stage in IN_CHANGE,
+            loss=loss,
+            saved_step=saved_step,
+            killed_ranks=killed,
+            report=report,
+        )
+
+    def _save_by_survivor(self) -> int | None:
+        """Returns the step that a surviving rank has saved; None if none could."""
+        seconds_left = min(self.config.launch.grace_seconds, self.deadline - time.monotonic())
+        pids = self.workers.pids()
+        board = self.workers.board
+        return save_by_survivor(
+            board,
+            self.workers.is_alive,
+            seconds=max(LEAST_SAVE_SECONDS, seconds_left),
+            given_up=lambda: self.launch.stop.repeated,
+            before_saving=self._wait_for_checkpoint,
+            on_late=lambda late: note_late(
+                self.run_dir, {rank: pids[rank] for rank in late}, board.ranks
+            ),
+        )
+
+    def _loss(self, failed: Sequence[int], at: float) -> Loss:
+        """The loss of a rank, for the next attempt."""
+        statuses = self.workers.board.ranks
+        is_trained = any(status.state != STARTING for status in statuses)
+        if self.loss_before and not is_trained:  # this attempt had no state of its own yet
+            return Loss(failed[0], self.loss_before.step, self.loss_before.at)
+        survivors = [status for rank, status in enumerate(statuses) if rank not in failed]
+        step = max((status.step for status in survivors), default=statuses[failed[0]].step)
+        return Loss(failed[0], step, at)
+
+    def _wait_for_checkpoint(self) -> None:
+        """Lets rank 0 complete a checkpoint that it is writing, for launch.grace_seconds at
+        most."""
+        seconds = min(self.config.launch.grace_seconds, self.deadline - time.monotonic())
+        self.workers.wait_for_checkpoint(seconds, given_up=lambda: self.launch.stop.repeated)
+
+    def _end_of_hang(self, detector: HangDetector) -> AttemptEnd:
+        hang = detector.diagnose(self.run_dir)
+        report = self.recorder.record_hang(hang)
+        if report:
+            report.print()
+        return self._end(HangError.exit_code)

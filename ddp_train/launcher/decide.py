@@ -1,0 +1,233 @@
+"""What follows a failed attempt of a run: a restart, with how many processes, or the end.
+
+Pure: no clock, no process, no file. The launcher collects the facts, calls `decide` once for each
+failed attempt, and then does what the result says. Torch-free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from ddp_train.errors import ConfigError, DataError, WriteError
+from ddp_train.launcher.size import Size
+from ddp_train.resilience.failure_report import Failure
+from ddp_train.text import counted
+
+FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
+"""Exit codes of failures that a restart would only repeat."""
+SAME_FAILURES = 3
+"""Attempts in a row with the same failure after which the run ends."""
+DEVICE_FAILURES = 2
+"""Failures of one device without a new checkpoint in between after which the run does without it:
+its rank was replaced once, and failed again."""
+CUDA_ERRORS = ("CUDA error", "CUDA driver", "CUDA-capable")
+"""Parts of the messages of errors that come from a GPU or its driver."""
+
+
+@dataclass(frozen=True)
+class FailedAttempt:
+    """What is known of an attempt that has failed."""
+
+    code: int
+    """The exit code of the run if this is its end."""
+    failure: Failure | None = None
+    """The failure that was reported; None if its file could not be written or read."""
+    by_signal: bool = False
+    """Whether the process of that failure was killed by a signal."""
+    unreachable_gpus: Collection[str] = ()
+    newest_checkpoint: int = -1
+    """Step of the newest checkpoint; -1 if there is none."""
+    saved_step: int | None = None
+    """The step that a surviving rank has saved."""
+    stop_requested: bool = False
+
+    def signature(self) -> tuple[str, ...]:
+        """What two failures have in common if they are the same; empty if none was reported.
+
+        Numbers in the detail are left out: seconds, sizes and process ids differ between attempts.
+        """
+        if self.failure is None:
+            return ()
+        detail = re.sub(r"\d+", "#", self.failure.detail)
+        return self.failure.kind, str(self.failure.rank), str(self.failure.step), detail
+
+    def suspect_rank(self) -> int | None:
+        """The rank that failed, if that may be due to its GPU, or to the host's memory: then its
+        replacement may fail too, and other ranks need not."""
+        failure = self.failure
+        if failure is None:
+            return None
+        if failure.kind == "exception":
+            names_cuda = any(text in failure.detail for text in CUDA_ERRORS)
+            is_suspect = failure.phase == "start" or names_cuda
+        elif failure.kind == "died":
+            is_suspect = self.by_signal
+        else:
+            is_suspect = failure.kind == "oom"
+        return failure.rank if is_suspect else None
+
+
+@dataclass(frozen=True)
+class History:
+    """What counts of a run's earlier failures."""
+
+    newest_checkpoint: int = -1
+    """Step of the newest checkpoint at the last failure, or at the start."""
+    restarts_used: int = 0
+    """Restarts without a new checkpoint in between."""
+    signature: tuple[str, ...] = ()
+    """Signature of the last failure."""
+    repeats: int = 0
+    """Attempts in a row that ended with that signature."""
+    device_failures: Mapping[str, int] = field(default_factory=dict)
+    """Failures of each device, by `Size.device_of`, without a new checkpoint in between."""
+
+    def with_failure(self, failed: FailedAttempt, size: Size) -> History:
+        """The history that includes a failure. A new checkpoint refills the budget of restarts."""
+        has_progressed = failed.newest_checkpoint > self.newest_checkpoint
+        restarts_used = 0 if has_progressed else self.restarts_used
+        device_failures = {} if has_progressed else dict(self.device_failures)
+        rank = failed.suspect_rank()
+        if rank is not None:
+            device = size.device_of(rank)
+            device_failures[device] = device_failures.get(device, 0) + 1
+        signature = failed.signature()
+        is_same = bool(signature) and signature == self.signature
+        return History(
+            newest_checkpoint=max(failed.newest_checkpoint, self.newest_checkpoint),
+            restarts_used=restarts_used,
+            signature=signature,
+            repeats=self.repeats + 1 if is_same else 1,
+            device_failures=device_failures,
+        )
+
+    def after(self, failed: FailedAttempt, size: Size, restart: Restart) -> History:
+        """The history after a failure and the restart that followed. Other processes, or the same
+        on other GPUs, have not failed yet."""
+        seen = self.with_failure(failed, size)
+        if restart.counts_as_restart:
+            return dataclasses.replace(seen, restarts_used=seen.restarts_used + 1)
+        return dataclasses.replace(seen, restarts_used=0, repeats=0, device_failures={})
+
+    def after_resize(self) -> History:
+        """The history after a change that was asked for: ranks may be on other devices."""
+        return dataclasses.replace(self, device_failures={})
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start all workers again."""
+
+    size: Size
+    from_step: int | None
+    """The step that a surviving rank has saved; None: the newest checkpoint, or the beginning."""
+    counts_as_restart: bool
+    number: int = 0
+    """Which restart it is since the last new checkpoint, if it counts as one."""
+    reason: str = ""
+    """Why there are fewer processes, or other GPUs; empty if all stays."""
+    otherwise: Restart | End | None = None
+    """What follows if the config for another number of processes cannot be written."""
+
+
+@dataclass(frozen=True)
+class End:
+    """End the run with an exit code."""
+
+    code: int
+    reason: str = ""
+    """Why there is no restart; empty if that needs no explanation."""
+
+
+def decide(failed: FailedAttempt, history: History, size: Size, max_restarts: int) -> Restart | End:
+    """What follows a failed attempt.
+
+    history: of the failures before. size: of the failed attempt. max_restarts: between two
+    checkpoints.
+    """
+    if failed.code in FINAL or failed.stop_requested or not max_restarts:
+        return End(failed.code)
+    seen = history.with_failure(failed, size)
+    replacement = _replacement(failed, seen, size, max_restarts)
+    lost_devices = _lost_devices(failed, seen, size)
+    smaller = size.without(lost_devices) if lost_devices else None
+    if smaller is None:
+        return replacement
+    return Restart(
+        size=smaller,
+        from_step=failed.saved_step,
+        counts_as_restart=False,
+        reason=next(iter(lost_devices.values())),
+        otherwise=replacement,
+    )
+
+
+def _replacement(
+    failed: FailedAttempt, seen: History, size: Size, max_restarts: int
+) -> Restart | End:
+    """A restart of the same size, within the budget. seen: the history with this failure."""
+    if seen.repeats == SAME_FAILURES:
+        return End(
+            failed.code,
+            f"same failure at the same step in {SAME_FAILURES} attempts; restarting again would not"
+            " help",
+        )
+    if seen.restarts_used >= max_restarts:
+        reason = f"launch.max_restarts={max_restarts} used up without a new checkpoint"
+        return End(failed.code, reason)
+    return Restart(
+        size=size,
+        from_step=failed.saved_step,
+        counts_as_restart=True,
+        number=seen.restarts_used + 1,
+    )
+
+
+def _lost_devices(failed: FailedAttempt, seen: History, size: Size) -> dict[str, str]:
+    """The devices that the run must do without, each with the reason."""
+    lost = {
+        gpu: f"GPU {gpu} is gone" for gpu in size.gpus_in_use() if gpu in failed.unreachable_gpus
+    }
+    rank = failed.suspect_rank()
+    if rank is None:
+        return lost
+    device = size.device_of(rank)
+    if device not in lost and seen.device_failures[device] >= DEVICE_FAILURES:
+        name = f"rank {rank} (GPU {device})" if size.gpus else f"rank {rank}"
+        lost[device] = f"{name} failed twice without a new checkpoint in between"
+    return lost
+
+
+def sentences(decision: Restart | End, saved_step: int | None, max_restarts: int) -> list[str]:
+    """The lines that the terminal shows below the report of a failure.
+
+    saved_step: the step that a surviving rank has saved.
+    """
+    saved = "" if saved_step is None else _saved_sentence(decision, saved_step)
+    match decision:
+        case Restart(counts_as_restart=True):
+            next_line = f"restarting ({decision.number} of {max_restarts} restarts)"
+            next_line += _from_step(decision)
+        case Restart():
+            processes = counted(decision.size.count, "process")
+            next_line = f"continuing with {processes}{_from_step(decision)}; {decision.reason}"
+        case End(reason=""):
+            next_line = ""
+        case End():
+            next_line = f"not restarted: {decision.reason}"
+    return [line for line in (saved, next_line) if line]
+
+
+def _saved_sentence(decision: Restart | End, saved_step: int) -> str:
+    if isinstance(decision, Restart):
+        return f"step {saved_step} is saved: a surviving rank had it"
+    return f"saved step {saved_step} from a surviving rank; the same command resumes there"
+
+
+def _from_step(restart: Restart) -> str:
+    if restart.from_step is None:
+        return ""
+    return f", from step {restart.from_step}: no step is lost"
