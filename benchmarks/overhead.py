@@ -1,8 +1,6 @@
-"""What a training step costs beyond a raw PyTorch loop: ddp_train.engine.loop.fit against a
-hand-written one.
+"""What a training step costs beyond a raw PyTorch loop: engine.loop.fit against one by hand.
 
-    python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--limit 15] [--output
-    docs/benchmarks/overhead.md]
+    python benchmarks/overhead.py [--rounds 15] [--steps 2000] [--limit 15] [--output PAGE.md]
 
 One process, one thread, on the CPU. The model is tiny (64 -> 32 -> 10, batch 32), so that the
 arithmetic does not hide the overhead; a step of it takes some 360 us. Both sides have the same
@@ -21,13 +19,10 @@ counted: building, and one checkpoint per epoch. There is one epoch per run, wit
 single batch at its end.
 
     step              the batches are made before the clock starts; no terminal, so no progress bar
-    step, bar drawn   the same with a progress bar, drawn into a pseudo terminal's worth of escape
-                      codes in a file
-    data and step     ddp_train's Loader over the digits against DataLoader(TensorDataset,
-                      shuffle=True)
+    step, bar drawn   the same with a progress bar, drawn into a file: a terminal's escape codes
+    data and step     ddp_train's Loader over the digits against DataLoader(shuffle=True)
     DDP               as `step`, both models in DistributedDataParallel, gloo, world size 1: what
-                      one of several
-                      processes does (a run with one process has no DDP)
+                      one of several processes does (a run with one process has no DDP)
 
 Each round times both sides of every row, in an order that changes from round to round. A row's
 overhead is the median over the rounds of the difference within a round, which other work on the

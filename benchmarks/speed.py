@@ -1,23 +1,20 @@
 """launch.py against plain PyTorch, Lightning and Accelerate on the same work, in one go.
 
-    python benchmarks/speed.py resnet50 [--processes 1] [--rounds 1] [--only NAME ...] [--output
-    PAGE.md]
+    python benchmarks/speed.py resnet50 [--processes 1] [--rounds 1] [--only NAME ...]
+                                        [--output PAGE.md]
     python benchmarks/speed.py mnist --data data [...]
 
 Each contender is run as a fresh command, in rounds whose order alternates; a peer that is not
 installed, or fails, keeps its row with the reason. What the peers do is in benchmarks/peers.py.
 
 resnet50   training steps of ResNet-50 at 224 x 224, batch 256 a process (another number where a row
-           says so). launch.py
-           keeps uint8 images on the device, and shuffles and normalises them for every step; the
-           peers read ready
-           batches. Images per second over all processes: for launch.py the median logging interval
-           of 25 steps after
-           the first four, for the peers 100 steps after 30.
+           says so). launch.py keeps uint8 images on the device, and shuffles and normalises them
+           for every step; the peers read ready batches. Images per second over all processes: for
+           launch.py the median logging interval of 25 steps after the first four, for the peers
+           100 steps after 30.
 mnist      one epoch of batch 64 (over all processes) with its test, LeNet-5 unless a row says
-           otherwise. Seconds: the
-           median epoch but the first, which stands beside it. Accuracy: after the last epoch, and
-           after the first.
+           otherwise. Seconds: the median epoch but the first, which stands beside it. Accuracy:
+           after the last epoch, and after the first.
 """
 
 from __future__ import annotations
