@@ -25,7 +25,7 @@ from ddp_train.data.datasets import ArraySource, BatchSource, digests
 from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.sample_facts import training_weights
-from ddp_train.data.splits import Splits, parted
+from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
 from ddp_train.errors import ConfigError, DataError, PeerError
@@ -66,7 +66,11 @@ def open_datasets(config: Config, downloads: bool = True) -> Splits:
     )
     if not data.weights or not trains:
         return splits
-    chosen = parted(whole, data.validation, seed)[0] if data.validation else np.arange(whole)
+    chosen = (
+        split_for_validation(whole, data.validation, seed)[0]
+        if data.validation
+        else np.arange(whole)
+    )
     weights = training_weights(data.weights, splits.train, chosen[: len(splits.train)], whole)
     return splits._replace(weights=weights)
 
@@ -82,7 +86,7 @@ def _built_in(data: Any, seed: int) -> tuple[Splits, int]:
     whole = len(train)
     numbers = {}
     if data.validation:
-        kept, taken = parted(len(train), data.validation, seed)
+        kept, taken = split_for_validation(len(train), data.validation, seed)
         train, validation, numbers = (
             train.select(kept),
             train.select(taken),
@@ -158,7 +162,7 @@ class _OwnData:
         whole = len(train)
         numbers = {}
         if data.validation:
-            kept, taken = parted(len(train), data.validation, self.seed)
+            kept, taken = split_for_validation(len(train), data.validation, self.seed)
             plain = self.split("train", augments=False) if "augment" in self.parameters else train
             train = train.select(kept)
             validation = plain.transformed(self.test_transforms).select(taken)

@@ -24,7 +24,7 @@ from ddp_train.models.freezing import Frozen
 from ddp_train.models.initial_weights import (
     Origin,
     Weights,
-    begin_with,
+    load_initial_weights,
     read_weights,
     torchvision_weights,
 )
@@ -62,12 +62,12 @@ def begin(config: Config, model: nn.Module, world: World, device: str) -> Origin
     """
     section = config.model
     if section.init_from is not None:
-        return begin_with(model, weights_of(section.init_from), section.init_ignore)
+        return load_initial_weights(model, weights_of(section.init_from), section.init_ignore)
     if not isinstance(section, TorchvisionConfig) or section.weights is None:
         return None
     with local_leader_first(world, device):
         weights = torchvision_weights(section.arch, section.weights)
-    return begin_with(model, weights, section.init_ignore)
+    return load_initial_weights(model, weights, section.init_ignore)
 
 
 def trained_parameters(config: Config, module: ModelWithTask) -> dict[str, nn.Parameter]:

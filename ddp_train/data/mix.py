@@ -23,6 +23,7 @@ from torch.nn import functional
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key
+from ddp_train.data.sample_tensors import is_pair
 from ddp_train.errors import ConfigError, DataError
 
 
@@ -30,35 +31,40 @@ class Mixture(NamedTuple):
     """What is drawn for a global batch."""
 
     share: float
-    """Of a sample itself; the rest is its partner's. Where a box is cut, before it is clipped to
-    the image."""
+    """Share of a sample itself; the rest is its partner's. Where a box is cut, before it is clipped
+    to the image."""
     centre: tuple[float, float] | None
-    """Of the box that CutMix takes from the partner, as parts of height and width; None: mixup."""
+    """Centre of the box that CutMix takes from the partner, as parts of height and width; None:
+    mixup."""
 
 
 class Mix:
     """Mixes whole batches. One per run: what is drawn depends on the seed and the step alone."""
 
     def __init__(self, seed: int, classes: int, mixup: float, cutmix: float) -> None:
-        """classes: of labels that are numbers. mixup, cutmix: alpha of the Beta distribution; 0:
-        not this one. With both, each step takes one of them with probability 1/2."""
+        """Keeps what to mix.
+
+        classes: how many there are, for labels that are numbers.
+        mixup, cutmix: alpha of the Beta distribution; 0: not this one. With both, each step takes
+            one of them with probability 1/2.
+        """
         self.seed = seed
         self.classes = classes
         self.mixup = mixup
         self.cutmix = cutmix
 
-    def drawn(self, step: int) -> Mixture:
-        """For the global batch of an optimizer step. The draws are those of arXiv:1710.09412 and
+    def mixture(self, step: int) -> Mixture:
+        """The draws for the global batch of an optimizer step, as in arXiv:1710.09412 and
         arXiv:1905.04899."""
-        draw = random.Random(
-            hash_key(self.seed, "mix", step)
-        )  # a new one each time: there is no stream
-        coin = draw.random()
-        row = draw.random()
-        column = draw.random()
+        # A new generator each time: there is no stream.
+        generator = random.Random(hash_key(self.seed, "mix", step))
+        coin = generator.random()
+        row = generator.random()
+        column = generator.random()
         cuts = not self.mixup or (self.cutmix > 0 and coin < 0.5)
-        alpha = self.cutmix if cuts else self.mixup
-        return Mixture(draw.betavariate(alpha, alpha), (row, column) if cuts else None)
+        if cuts:
+            return Mixture(generator.betavariate(self.cutmix, self.cutmix), (row, column))
+        return Mixture(generator.betavariate(self.mixup, self.mixup), None)
 
     def with_partners(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
         """What must be fetched: before the samples of each micro-batch the one before them.
@@ -69,21 +75,25 @@ class Mix:
         """The mixed samples of a batch, and their micro-batch.
 
         data: (inputs, targets) of a micro-batch of `with_partners`: [1 + n, ...] floating-point
-        inputs and class labels [1 + n] or soft labels [1 + n, k]. Returns inputs [n, ...] and soft
-        labels [n, k].
+            inputs and class labels [1 + n] or soft labels [1 + n, k].
+
+        Returns inputs [n, ...] and soft labels [n, k]. Raises DataError for samples that cannot be
+        mixed.
         """
         micro_batch = dataclasses.replace(fetched, indices=fetched.indices[1:])
-        inputs, targets = self._pair(data)
-        targets = (targets if targets.ndim == 2 else self._one_hot(targets)).to(inputs.dtype)
-        mixture = self.drawn(fetched.step)
+        inputs, targets = self._check_pair(data)
+        soft = targets if targets.ndim == 2 else self._one_hot(targets)
+        soft = soft.to(inputs.dtype)
+        mixture = self.mixture(fetched.step)
         if mixture.centre is None:
-            return (mixed(inputs, mixture.share), mixed(targets, mixture.share)), micro_batch
+            mixed = blend(inputs, mixture.share), blend(soft, mixture.share)
+            return mixed, micro_batch
         height, width = inputs.shape[-2:]
-        top, bottom, left, right = box(mixture.share, mixture.centre, height, width)
+        top, bottom, left, right = cutmix_box(mixture.share, mixture.centre, height, width)
         cut = inputs[1:].clone()
         cut[..., top:bottom, left:right] = inputs[:-1, ..., top:bottom, left:right]
-        kept = 1 - (bottom - top) * (right - left) / (height * width)
-        return (cut, mixed(targets, kept)), micro_batch
+        share_kept = 1 - (bottom - top) * (right - left) / (height * width)
+        return (cut, blend(soft, share_kept)), micro_batch
 
     def _one_hot(self, labels: Tensor) -> Tensor:
         try:
@@ -91,71 +101,64 @@ class Mix:
         except RuntimeError as error:
             lowest = int(labels.min())
             highest = int(labels.max())
-            why = (
-                f"the data say that there are {self.classes} classes, and the labels go from"
-                f" {lowest} to {highest}"
-            )
             raise DataError(
-                why, "name every class in the attribute `classes` of the data set"
+                f"the data say that there are {self.classes} classes, and the labels go from"
+                f" {lowest} to {highest}",
+                "name every class in the attribute `classes` of the data set",
             ) from error
 
-    def _pair(self, data: Any) -> tuple[Tensor, Tensor]:
-        if (
-            isinstance(data, tuple | list)
-            and len(data) == 2
-            and all(isinstance(part, Tensor) for part in data)
-        ):
+    def _check_pair(self, data: Any) -> tuple[Tensor, Tensor]:
+        """The inputs and targets of a batch. Raises DataError if they cannot be mixed."""
+        if is_pair(data) and all(isinstance(part, Tensor) for part in data):
             inputs, targets = data
-            least = 4 if self.cutmix else 2
-            labels = targets.ndim == 1 and targets.dtype == torch.int64
-            if (
-                inputs.is_floating_point()
-                and inputs.ndim >= least
-                and (labels or _is_soft(targets))
-            ):
+            least_dimensions = 4 if self.cutmix else 2
+            is_input = inputs.is_floating_point() and inputs.ndim >= least_dimensions
+            if is_input and (_is_labels(targets) or _is_soft_labels(targets)):
                 return inputs, targets
-        key = f"data.cutmix={self.cutmix:g}" if self.cutmix else f"data.mixup={self.mixup:g}"
         if self.cutmix:
-            inputs = "floating-point images [channels, height, width]"
+            key = f"data.cutmix={self.cutmix:g}"
+            needed = "floating-point images [channels, height, width]"
         else:
-            inputs = "floating-point tensors"
+            key = f"data.mixup={self.mixup:g}"
+            needed = "floating-point tensors"
         raise DataError(
-            f"{key}: a sample is {_in_words(data)}",
-            f"return {inputs} with a class label each, or leave {key} out",
+            f"{key}: a sample is {_describe_sample(data)}",
+            f"return {needed} with a class label each, or leave {key} out",
         )
 
 
 def mix_of(
     source: BatchSource, seed: int, mixup: float, cutmix: float, classifies: bool
 ) -> Mix | None:
-    """What mixes the samples of a training set; None if nothing does. classifies: whether the task
-    takes soft labels.
+    """The Mix of a training set; None if neither mixup nor cutmix is set.
+
+    classifies: the task takes soft labels.
 
     Raises ConfigError if it does not, or if nobody knows how many classes there are.
     """
-    asked = [
-        f"data.{name}={alpha:g}" for name, alpha in (("mixup", mixup), ("cutmix", cutmix)) if alpha
-    ]
-    if not asked:
+    settings = {"data.mixup": mixup, "data.cutmix": cutmix}
+    used = {key: alpha for key, alpha in settings.items() if alpha}
+    if not used:
         return None
     if not classifies:
         what = "mixes class labels, and the targets are none"
-        raise ConfigError([f"{key}: {what}; use {key.partition('=')[0]}=0" for key in asked])
+        raise ConfigError([f"{key}={alpha:g}: {what}; use {key}=0" for key, alpha in used.items()])
     return Mix(seed, source.outputs, mixup, cutmix)
 
 
 class _WithPartners:
+    """Micro-batches, each with the sample before its first."""
+
     def __init__(self, micro_batches: Iterable[MicroBatch]) -> None:
         self.micro_batches = micro_batches
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        for one in self.micro_batches:
-            yield dataclasses.replace(
-                one, indices=np.concatenate([[one.sample_before], one.indices])
-            )
+        for micro_batch in self.micro_batches:
+            indices = np.concatenate([[micro_batch.sample_before], micro_batch.indices])
+            yield dataclasses.replace(micro_batch, indices=indices)
 
 
-def mixed(rows: Tensor, share: float) -> Tensor:
+def blend(rows: Tensor, share: float) -> Tensor:
     """share times each row but the first, and the rest of the one before it. [1 + n, ...] -> [n,
     ...].
 
@@ -165,7 +168,7 @@ def mixed(rows: Tensor, share: float) -> Tensor:
     return rows[1:].mul(share).add_(rows[:-1].mul(1 - share))
 
 
-def box(
+def cutmix_box(
     share: float, centre: tuple[float, float], height: int, width: int
 ) -> tuple[int, int, int, int]:
     """Top, bottom, left and right of the box that CutMix takes from the partner: 1 - share of the
@@ -174,23 +177,29 @@ def box(
     As in Algorithm 1 of arXiv:1905.04899, rounded as by torchvision.
     """
     half = 0.5 * math.sqrt(1 - share)
-    edges = []
-    for size, at in zip((height, width), centre, strict=True):
-        middle = int(at * size)
-        reach = int(half * size)
-        edges += [max(0, middle - reach), min(size, middle + reach)]
-    top, bottom, left, right = edges
+    top, bottom = _clipped_edges(centre[0], half, height)
+    left, right = _clipped_edges(centre[1], half, width)
     return top, bottom, left, right
 
 
-def _is_soft(targets: Tensor) -> bool:
+def _clipped_edges(centre: float, half: float, size: int) -> tuple[int, int]:
+    middle = int(centre * size)
+    reach = int(half * size)
+    return max(0, middle - reach), min(size, middle + reach)
+
+
+def _is_labels(targets: Tensor) -> bool:
+    return targets.ndim == 1 and targets.dtype == torch.int64
+
+
+def _is_soft_labels(targets: Tensor) -> bool:
     return targets.ndim == 2 and targets.is_floating_point()
 
 
-def _in_words(data: Any) -> str:
-    """One sample of a batch."""
+def _describe_sample(data: Any) -> str:
+    """One sample of a batch, in words."""
     if isinstance(data, Tensor):
         return f"{str(data.dtype).removeprefix('torch.')} {list(data.shape[1:])}"
     if isinstance(data, tuple | list):
-        return f"({', '.join(map(_in_words, data))})"
+        return f"({', '.join(map(_describe_sample, data))})"
     return type(data).__name__

@@ -18,45 +18,47 @@ BALANCED = "balanced"
 
 
 def training_weights(
-    asked: str, source: BatchSource, numbers: np.ndarray, samples: int
+    setting: str, source: BatchSource, numbers: np.ndarray, samples: int
 ) -> np.ndarray:
-    """The weight of each sample of the training set, float64 [n]. Raises ConfigError.
+    """The weight of each sample of the training set, float64 [n].
 
-    asked: `data.weights`, balanced or a file. numbers: which of the `samples` of the whole training
-    set are in `source`; the others validate, or are cut off by `data.limit`.
+    setting: `data.weights`, balanced or a file.
+    numbers: which samples of the whole training set are in `source`; the others validate, or are
+        cut off by `data.limit`.
+    samples: of the whole training set.
+
+    Raises ConfigError if weights are missing or wrong.
     """
-    if asked == BALANCED:
+    if setting == BALANCED:
         _, classes, counts = np.unique(labels_of(source), return_inverse=True, return_counts=True)
         return 1 / counts[classes]
-    weights = _read(asked)
+    weights = _read_weights(setting)
     if weights.shape != (samples,):
         _refuse(
-            f"data.weights={asked}: has {_shape(weights)}, and the whole training set {samples:,}"
-            " samples",
+            f"data.weights={setting}: has {_describe_shape(weights)}, and the whole training set"
+            f" {samples:,} samples",
             "write one weight for each sample",
         )
-    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-    if len(wrong):
-        number = wrong[0]
-        weight = weights[wrong[0]]
+    is_right = np.isfinite(weights) & (weights >= 0)
+    if not is_right.all():
+        number = np.flatnonzero(~is_right)[0]
         _refuse(
-            f"data.weights={asked}: the weight of sample {number:,} is {weight:g}",
+            f"data.weights={setting}: the weight of sample {number:,} is {weights[number]:g}",
             "use finite numbers, 0 or above",
         )
     weights = weights[numbers]
-    if not 0 < weights.sum() < np.inf:
-        total = weights.sum()
+    total = weights.sum()
+    if not 0 < total < np.inf:
         _refuse(
-            f"data.weights={asked}: the weights of the samples that train add up to {total:g}",
+            f"data.weights={setting}: the weights of the samples that train add up to {total:g}",
             "use a sum above 0",
         )
     return weights
 
 
 def labels_of(source: BatchSource) -> np.ndarray:
-    """The class label of each sample, int64 [n]. Raises ConfigError if the data set does not tell,
-    or has none."""
-    labels = _told_by(source, ("targets", "labels"), f"data.weights={BALANCED}")
+    """The class label of each sample, int64 [n]. Raises ConfigError if the data set has none."""
+    labels = _whole_numbers(source, ("targets", "labels"), f"data.weights={BALANCED}")
     if labels is None:
         _refuse(
             f"data.weights={BALANCED}: {_name(source)} does not tell the labels of its samples",
@@ -68,99 +70,104 @@ def labels_of(source: BatchSource) -> np.ndarray:
 
 def class_names(source: BatchSource) -> list[str] | None:
     """The names of the classes, in the order of their labels; None if the data set has none."""
-    names = getattr(source, "classes", None) or getattr(
-        getattr(source, "dataset", None), "classes", None
-    )
+    dataset = getattr(source, "dataset", None)
+    names = getattr(source, "classes", None) or getattr(dataset, "classes", None)
     if isinstance(names, list | tuple):
         return [str(name) for name in names]
     return None
 
 
 def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
-    """The length of each sample, int64 [n]. Raises ConfigError if the data set does not tell, or if
-    one is longer than `longest`, the tokens of a global batch."""
+    """The length of each sample, int64 [n].
+
+    longest: the tokens of a global batch.
+
+    Raises ConfigError if the data set has no lengths, or if one is above `longest`.
+    """
     key = "data.batch_by=tokens"
-    lengths = _told_by(source, ("lengths",), key)
+    lengths = _whole_numbers(source, ("lengths",), key)
     if lengths is None:
         _refuse(
             f"{key}: {_name(source)} does not tell the lengths of its samples",
             "give it an attribute or a method `lengths`, a list of the number of tokens of each"
             " sample, or use data.batch_by=samples",
         )
-    if lengths.min() < 1:
-        number = int(lengths.argmin())
-        which = f"sample {_number(source, number):,} has the length {lengths[number]}"
-        _refuse(f"{key}: {which}", "leave it out of the data set: a length is at least 1")
+    shortest = int(lengths.argmin())
+    if lengths[shortest] < 1:
+        number = _number_in_data_set(source, shortest)
+        _refuse(
+            f"{key}: sample {number:,} has the length {lengths[shortest]}",
+            "leave it out of the data set: a length is at least 1",
+        )
     too_long = np.flatnonzero(lengths > longest)
     if len(too_long):
-        number = int(too_long[0])
+        first = int(too_long[0])
         others = len(too_long) - 1
         more = f", and {counted(others, 'other sample')} more than that many" if others else ""
-        which = f"{_number(source, number):,} has {lengths[number]:,}{more}"
+        number = _number_in_data_set(source, first)
         _refuse(
             f"train.global_batch_size={longest}: counts tokens with data.batch_by=tokens, and"
-            f" sample {which}",
+            f" sample {number:,} has {lengths[first]:,}{more}",
             f"use train.global_batch_size={lengths.max()} or more, or leave such samples out of the"
             " data set",
         )
     return lengths
 
 
-def _told_by(source: BatchSource, names: tuple[str, ...], key: str) -> np.ndarray | None:
-    """Whole numbers, one for each sample, that a data set has under one of these names; None if it
-    has none of them."""
-    holder: Any = source.dataset if isinstance(source, UserDataset) else source
-    name = next((name for name in names if getattr(holder, name, None) is not None), None)
-    if name is None:
+def _whole_numbers(source: BatchSource, names: tuple[str, ...], key: str) -> np.ndarray | None:
+    """Whole numbers, one for each sample, that a data set has under the first of these names that
+    it has; None if it has none of them.
+
+    key: key and value that need them, for messages.
+    """
+    dataset: Any = source.dataset if isinstance(source, UserDataset) else source
+    available = [name for name in names if getattr(dataset, name, None) is not None]
+    if not available:
         return None
-    told = getattr(holder, name)
-    told = told() if callable(told) else told
-    found = told.cpu().numpy() if isinstance(told, Tensor) else _array(told)
-    expected = len(holder)
-    if found.shape != (expected,) or found.dtype.kind not in "iub":
-        if found.dtype.kind in "iub":
-            kind = "whole numbers"
-        else:
-            kind = f"values of the type {found.dtype}"
+    name = available[0]
+    value = getattr(dataset, name)
+    array = _as_array(value() if callable(value) else value)
+    is_whole = array.dtype.kind in "iub"
+    if array.shape != (len(dataset),) or not is_whole:
+        kind = "whole numbers" if is_whole else f"values of the type {array.dtype}"
         _refuse(
-            f"{key}: `{name}` of {_name(source)} has {_shape(found)}, {kind}",
-            f"it must have {expected:,} whole numbers, one for each sample",
+            f"{key}: `{name}` of {_name(source)} has {_describe_shape(array)}, {kind}",
+            f"it must have {len(dataset):,} whole numbers, one for each sample",
         )
-    numbers = source.numbers if isinstance(source, UserDataset) else None
-    return (found if numbers is None else found[numbers]).astype(np.int64)
+    if isinstance(source, UserDataset) and source.numbers is not None:
+        array = array[source.numbers]
+    return array.astype(np.int64)
 
 
-def _array(told: Any) -> np.ndarray:
+def _as_array(values: Any) -> np.ndarray:
+    if isinstance(values, Tensor):
+        return values.cpu().numpy()
     try:
-        return np.asarray(told)
+        return np.asarray(values)
     except ValueError:  # rows of different lengths
-        return np.asarray(told, dtype=object)
+        return np.asarray(values, dtype=object)
 
 
-def _read(path: str) -> np.ndarray:
-    """float64, of any shape. Raises ConfigError."""
+def _read_weights(path: str) -> np.ndarray:
+    """The numbers in a file, float64, of any shape. Raises ConfigError."""
     try:
         if Path(path).suffix == ".npy":
             return np.load(path, allow_pickle=False).astype(np.float64)
         return np.array([float(line) for line in Path(path).read_text().split()])
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        AttributeError,
-    ) as error:  # the last: .npz by another name
-        remedy = (
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        # AttributeError: .npz by another name.
+        _refuse(
+            f"data.weights={path}: cannot be read: {first_line(error)}",
             f"use {BALANCED}, a .npy file with an array of numbers, or a text with one number per"
-            " line"
+            " line",
         )
-        _refuse(f"data.weights={path}: cannot be read: {first_line(error)}", remedy)
 
 
 def _refuse(problem: str, remedy: str) -> NoReturn:
     raise ConfigError([f"{problem}; {remedy}"])
 
 
-def _shape(array: np.ndarray) -> str:
+def _describe_shape(array: np.ndarray) -> str:
     if array.ndim == 1:
         return f"{array.size:,} numbers"
     return f"the shape {list(array.shape)}"
@@ -172,7 +179,8 @@ def _name(source: BatchSource) -> str:
     return type(source).__name__
 
 
-def _number(source: BatchSource, number: int) -> int:
-    """In the data set, of a sample of this split."""
-    numbers = source.numbers if isinstance(source, UserDataset) else None
-    return number if numbers is None else int(numbers[number])
+def _number_in_data_set(source: BatchSource, number: int) -> int:
+    """The number in the whole data set of a sample of this split."""
+    if isinstance(source, UserDataset) and source.numbers is not None:
+        return int(source.numbers[number])
+    return number

@@ -18,15 +18,15 @@ class Splits(NamedTuple):
     test: BatchSource
     validation: BatchSource | None = None
     weights: np.ndarray | None = None
-    """Of the samples that train, float64 [n]: they are drawn by them, with replacement. None: each
-    once in an epoch."""
+    """Weights of the samples that train, float64 [n], by which they are drawn, with replacement.
+    None: each sample once in an epoch."""
 
     numbers: dict[str, np.ndarray] = {}  # noqa: RUF012  nobody changes it
-    """Of parts of the training set, `train` and `validation`: which of its samples they have, int64
-    [n]."""
+    """Indices into the whole training set of `train` and `validation`, int64 [n], where these are
+    parts of it."""
 
     def named(self, name: str) -> BatchSource | None:
-        """train, validation or test; None if there is none."""
+        """The split train, validation or test; None if there is none."""
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
     @property
@@ -38,41 +38,43 @@ class Splits(NamedTuple):
         return ("validation", self.validation)
 
     def limited(self, limit: int | None) -> Splits:
-        """The first `limit` samples of each, or all of them."""
-        validation = None if self.validation is None else first(self.validation, limit)
-        weights = None if self.weights is None else self.weights[:limit]
+        """The first `limit` samples of each split; None: all of them."""
+        if limit is None:
+            return self
         return Splits(
-            first(self.train, limit), first(self.test, limit), validation, weights, self.numbers
+            _first_samples(self.train, limit),
+            _first_samples(self.test, limit),
+            None if self.validation is None else _first_samples(self.validation, limit),
+            None if self.weights is None else self.weights[:limit],
+            self.numbers,
         )
 
 
-def first(source: BatchSource, limit: int | None) -> BatchSource:
-    """The first `limit` samples of a source, or all of them."""
-    if limit is None or limit >= len(source):
-        return source
-    return source.select(np.arange(limit))
-
-
-def parted(samples: int, part: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+def split_for_validation(samples: int, part: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """The sample numbers that train and those that validate, int64, in ascending order.
 
     A sample belongs to one or the other by a hash of seed and sample number, whatever the number of
-    processes. part: of the samples, above 0 and below 1. Raises DataError if one side would have
-    none.
+    processes.
+
+    samples: of the whole training set.
+    part: of the samples that validate, above 0 and below 1.
+
+    Raises DataError if one side would have none.
     """
     count = round(part * samples)
     if not 0 < count < samples:
-        few = (
+        problem = (
             f"data.validation={part:g}: of {samples:,} samples, {count:,} would validate and"
             f" {samples - count:,} train"
         )
-        raise DataError(
-            few,
-            (
-                f"use at least {1 / samples:.2g}, or more samples"
-                if not count
-                else "use a smaller part"
-            ),
-        )
+        if count:
+            raise DataError(problem, "use a smaller part")
+        raise DataError(problem, f"use at least {1 / samples:.2g}, or more samples")
     shuffled = order(hash_key(seed, "validation"), samples).numpy()
     return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+
+
+def _first_samples(source: BatchSource, limit: int) -> BatchSource:
+    if limit >= len(source):
+        return source
+    return source.select(np.arange(limit))

@@ -36,7 +36,7 @@ from ddp_train.engine.scoring import score_with_average
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.engine.step_observers import ReportedHook
 from ddp_train.engine.user_hooks import OwnHooks
-from ddp_train.models.initial_weights import Origin, in_words
+from ddp_train.models.initial_weights import Origin, describe_origin
 from ddp_train.models.zoo import parameter_counts
 from ddp_train.options.custom import hooks_of
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
@@ -326,7 +326,7 @@ class Run(RunContext):
             done = job.step
             facts = {
                 "trained": counts["trained"],
-                "begun": begun and in_words(begun),
+                "begun": begun and describe_origin(begun),
                 "optimizer": optimizer,
             }
             rows = plan_rows(

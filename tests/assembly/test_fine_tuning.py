@@ -24,7 +24,12 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.hardware import Hardware
 from ddp_train.inference.trained_model import load
 from ddp_train.models.freezing import Frozen
-from ddp_train.models.initial_weights import begin_with, in_words, read_weights, torchvision_weights
+from ddp_train.models.initial_weights import (
+    describe_origin,
+    load_initial_weights,
+    read_weights,
+    torchvision_weights,
+)
 from ddp_train.models.zoo import build_model
 from tests.campaigns.lost_ranks import Kill, differences, outcome
 from tests.support.commands import ONE, SMALL, THREE, checkpoints, fatal_lines, read, run
@@ -38,7 +43,7 @@ def network(outputs: int = 3) -> nn.Sequential:
 
 def refusal(model: nn.Module, path: Path, *ignore: str) -> str:
     with pytest.raises(DataError) as refused:
-        begin_with(model, read_weights(path, "model.init_from=w"), ignore)
+        load_initial_weights(model, read_weights(path, "model.init_from=w"), ignore)
     return f"{refused.value}; {refused.value.remedy}"
 
 
@@ -55,7 +60,7 @@ def test_weights_are_found_under_the_names_that_wrappers_give_them(
     content = {prefix + name: tensor for name, tensor in theirs.state_dict().items()}
     path = tmp_path / f"weights{suffix}"
     (save_file if suffix == ".safetensors" else torch.save)(content, path)
-    origin = begin_with(ours, read_weights(path, "w"))
+    origin = load_initial_weights(ours, read_weights(path, "w"))
     assert all(
         torch.equal(tensor.double(), theirs.state_dict()[name])
         for name, tensor in ours.state_dict().items()
@@ -63,7 +68,7 @@ def test_weights_are_found_under_the_names_that_wrappers_give_them(
     assert (
         origin.loaded == 9
         and origin.fresh == []
-        and (f"prefix {prefix} taken off" in in_words(origin)) == (prefix != "")
+        and (f"prefix {prefix} taken off" in describe_origin(origin)) == (prefix != "")
     )
 
 
@@ -79,7 +84,7 @@ def test_weights_of_a_whole_training_run_are_found_in_it(tmp_path: Path) -> None
     assert "it has, and the model has not: loss.weight; if that" in refusal(
         ours, tmp_path / "last.ckpt"
     )
-    origin = begin_with(ours, read_weights(tmp_path / "last.ckpt", "w"), ["loss.*"])
+    origin = load_initial_weights(ours, read_weights(tmp_path / "last.ckpt", "w"), ["loss.*"])
     assert torch.equal(ours[2].weight, theirs[2].weight)
     assert origin.notes == ["its entry state_dict", "prefix model. taken off"]
 
@@ -89,7 +94,7 @@ def test_a_prefix_that_only_the_model_has_is_put_before(tmp_path: Path) -> None:
     theirs = network()
     ours = nn.Sequential(nn.Identity(), network())
     torch.save(theirs.state_dict(), tmp_path / "w.pt")
-    assert begin_with(ours, read_weights(tmp_path / "w.pt", "w")).notes == [
+    assert load_initial_weights(ours, read_weights(tmp_path / "w.pt", "w")).notes == [
         "prefix 1. put before its names"
     ]
     assert torch.equal(ours[1][2].weight, theirs[2].weight)
@@ -127,14 +132,16 @@ def test_names_and_shapes_that_differ_are_all_listed_and_must_be_named(tmp_path:
     with pytest.raises(
         ConfigError, match=r"init_ignore=\[3\.\*\]: matches no name; did you mean \d\.\*\?"
     ):
-        begin_with(ours, read_weights(tmp_path / "w.pt", "w"), ["3.*", "2.*"])
-    origin = begin_with(ours, read_weights(tmp_path / "w.pt", "w"), ["2.*", "0.w*", "1.momentum"])
+        load_initial_weights(ours, read_weights(tmp_path / "w.pt", "w"), ["3.*", "2.*"])
+    origin = load_initial_weights(
+        ours, read_weights(tmp_path / "w.pt", "w"), ["2.*", "0.w*", "1.momentum"]
+    )
     assert origin.fresh == ["0.weight", "2.weight", "2.bias"] and torch.equal(
         ours[0].bias, theirs["0.bias"]
     )
     assert torch.equal(
         ours[2].bias, before["2.bias"]
-    ) and "left as drawn: 0.weight, 2.weight, 2.bias" in in_words(origin)
+    ) and "left as drawn: 0.weight, 2.weight, 2.bias" in describe_origin(origin)
 
 
 def test_tied_weights_may_stand_in_the_file_once(tmp_path: Path) -> None:
@@ -148,7 +155,7 @@ def test_tied_weights_may_stand_in_the_file_once(tmp_path: Path) -> None:
     theirs = tied()
     ours = tied()
     save_file({"embedding.weight": theirs["embedding"].weight.detach()}, tmp_path / "w.safetensors")
-    assert begin_with(ours, read_weights(tmp_path / "w.safetensors", "w")).loaded == 1
+    assert load_initial_weights(ours, read_weights(tmp_path / "w.safetensors", "w")).loaded == 1
     assert torch.equal(ours["head"].weight, theirs["head"].weight)
 
 

@@ -58,7 +58,7 @@ def images() -> ArraySource:
 def by_torchvision(inputs: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
     """The same draws in torchvision's own transforms, of a whole global batch."""
     targets = nn.functional.one_hot(labels, CLASSES).to(inputs.dtype)
-    share, centre = MIX.drawn(step)
+    share, centre = MIX.mixture(step)
     kind = v2.MixUp if centre is None else v2.CutMix
     transform: Any = kind(num_classes=CLASSES)
     transform._dist = mock.Mock(**{"sample.return_value": torch.tensor(share, dtype=torch.float64)})
@@ -88,17 +88,17 @@ def test_a_global_batch_is_mixed_as_by_torchvision() -> None:
         torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-14)
         torch.testing.assert_close(targets, parts, rtol=0, atol=1e-14)
         assert micro_batch.indices.tolist() == list(range(7)) and mixed.shape == inputs.shape
-        kinds.add(MIX.drawn(step).centre is None)
+        kinds.add(MIX.mixture(step).centre is None)
     assert kinds == {True, False}
 
 
 def test_what_is_drawn_depends_on_seed_and_step_alone() -> None:
-    drawn = [MIX.drawn(step) for step in range(2_000)]
+    drawn = [MIX.mixture(step) for step in range(2_000)]
     assert (
-        drawn == [Mix(0, 9, 0.4, 1.0).drawn(step) for step in range(2_000)]
+        drawn == [Mix(0, 9, 0.4, 1.0).mixture(step) for step in range(2_000)]
         and len(set(drawn)) == 2_000
     )
-    assert MIX.drawn(0) != Mix(1, CLASSES, 0.4, 1.0).drawn(0)
+    assert MIX.mixture(0) != Mix(1, CLASSES, 0.4, 1.0).mixture(0)
     cut = [one.share for one in drawn if one.centre]
     mixed = [one.share for one in drawn if one.centre is None]
     assert 0.45 < len(cut) / 2_000 < 0.55
@@ -109,8 +109,8 @@ def test_what_is_drawn_depends_on_seed_and_step_alone() -> None:
     assert np.mean(mixed) == pytest.approx(0.5, abs=0.04) and np.var(mixed) == pytest.approx(
         0.139, abs=0.01
     )
-    assert all(Mix(0, 9, 0.4, 0.0).drawn(step).centre is None for step in range(9))
-    assert all(Mix(0, 9, 0.0, 0.4).drawn(step).centre for step in range(9))
+    assert all(Mix(0, 9, 0.4, 0.0).mixture(step).centre is None for step in range(9))
+    assert all(Mix(0, 9, 0.0, 0.4).mixture(step).centre for step in range(9))
 
 
 def made(world: World, accumulation: int, **more: Any) -> Any:
@@ -265,7 +265,7 @@ def test_soft_labels_are_mixed_too_and_a_model_may_have_more_outputs() -> None:
     (_, targets), _ = Mix(0, 3, 1.0, 0)(
         (torch.randn(3, 5), soft), MicroBatch(0, 0, np.arange(3), 2, 1.0, True)
     )
-    share = Mix(0, 3, 1.0, 0).drawn(0).share
+    share = Mix(0, 3, 1.0, 0).mixture(0).share
     torch.testing.assert_close(targets, soft[1:] * share + soft[:-1] * (1 - share))
     outputs = torch.randn(2, 7)
     wide = Classification(3, label_smoothing=0.1).sum_of_losses(outputs, targets)

@@ -25,7 +25,7 @@ from ddp_train.data.datasets import check_same_data
 from ddp_train.data.length_batches import ALIKE, LengthBatches, even_cuts
 from ddp_train.data.padding import padded
 from ddp_train.data.sample_facts import labels_of, lengths_of, training_weights
-from ddp_train.data.splits import Splits, parted
+from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.data.weighted_draws import WeightedDraws
 from ddp_train.distributed.world import World
@@ -151,7 +151,7 @@ def test_balanced_draws_each_class_as_often_of_the_part_that_trains() -> None:
 
 
 def test_weights_of_a_file_belong_to_sample_numbers_before_any_split(tmp_path: Path) -> None:
-    kept = parted(1433, 0.3, 0)[0]
+    kept = split_for_validation(1433, 0.3, 0)[0]
     np.save(tmp_path / "w.npy", np.arange(1433, dtype=np.int32))
     (tmp_path / "w.txt").write_text("\n".join(map(str, range(1433))))
     for name in ("w.npy", "w.txt"):

@@ -30,7 +30,7 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.config import DigitsConfig, LinearRegressionDataConfig
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.image_folder.config import ImageFolderConfig
-from ddp_train.data.splits import Splits, parted
+from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.distributed.world import World
 from ddp_train.engine.selection import Best, Selection
 from ddp_train.engine.selection_hook import SelectionHook
@@ -57,24 +57,26 @@ def rows_of(source: BatchSource, epoch: int | None = None) -> set[bytes]:
 
 
 def test_a_split_is_keyed_by_seed_and_sample() -> None:
-    train, validation = parted(1000, 0.1, seed=3)
+    train, validation = split_for_validation(1000, 0.1, seed=3)
     assert len(validation) == 100 and sorted([*train, *validation]) == list(range(1000))
     assert all(
         np.array_equal(*pair)
-        for pair in zip(parted(1000, 0.1, 3), (train, validation), strict=True)
+        for pair in zip(split_for_validation(1000, 0.1, 3), (train, validation), strict=True)
     )
-    shared = set(validation) & set(parted(1000, 0.1, 4)[1])
+    shared = set(validation) & set(split_for_validation(1000, 0.1, 4)[1])
     assert len(shared) < 30, "another seed, another part"
-    assert set(validation) < set(parted(1000, 0.2, 3)[1]), "a larger part holds the smaller one"
+    assert set(validation) < set(split_for_validation(1000, 0.2, 3)[1]), (
+        "a larger part holds the smaller one"
+    )
 
 
 def test_a_part_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(
         DataError, match=r"data\.validation=0\.01: of 20 samples, 0 would validate and 20 train"
     ):
-        parted(20, 0.01, 0)
+        split_for_validation(20, 0.01, 0)
     with pytest.raises(DataError, match="20 would validate and 0 train"):
-        parted(20, 0.99, 0)
+        split_for_validation(20, 0.99, 0)
 
 
 def test_no_sample_trains_and_validates_and_the_test_set_stays_whole() -> None:
