@@ -156,7 +156,7 @@ def ours(
 
 def corpus_in(folder: Path, processes: int) -> Path:
     """A file of tokens that is the longer the more processes read it."""
-    from ddp_train.data.corpus.sources import standard_library
+    from ddp_train.data.corpus.documents import standard_library
 
     content = b"\n".join(path.read_bytes() for path in standard_library()) * processes
     np.frombuffer(content, dtype=np.uint8).astype(np.uint16).tofile(folder / "corpus.bin")

@@ -152,7 +152,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.plot:
         return plot(*arguments.plot)
-    from ddp_train.data.corpus.sources import standard_library
+    from ddp_train.data.corpus.documents import standard_library
 
     words = ["tuning=max"]
     device = "cuda"

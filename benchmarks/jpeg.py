@@ -40,7 +40,8 @@ from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.data.batch import Batch
 from ddp_train.data.crop import crop_box_for, resize_crops
-from ddp_train.data.image_folder.source import FolderSource, decoded_on
+from ddp_train.data.image_folder.decoder import decode_or_skip
+from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
@@ -172,7 +173,7 @@ def agreement(source: FolderSource, device: torch.device) -> list[str]:
     on_host = source.crops_on(host, files, indices, 0)
     whole = [
         image
-        for image in decoded_on(host, [torch.from_numpy(file) for file in files])
+        for image in decode_or_skip(host, [torch.from_numpy(file) for file in files])
         if image is not None
     ]
     windows = [

@@ -64,7 +64,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
-from ddp_train.data.built_in import build_datasets
+from ddp_train.data.catalog import build_datasets
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed

@@ -20,7 +20,7 @@ from ddp_train.config.user_code import (
 )
 from ddp_train.data.augmentation import Erasing
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.built_in import build_datasets
+from ddp_train.data.catalog import build_datasets
 from ddp_train.data.datasets import ArraySource, BatchSource, digests
 from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.rng import hash_key, keyed_generators

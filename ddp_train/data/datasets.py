@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_train.data import augmentation
+from ddp_train.data.augmentation import Erasing
 from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.data.rows import NormalisedRows, normalised_rows, rows
@@ -21,9 +21,7 @@ from ddp_train.tensor_tree import tensors
 
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 """(images [n, c, h, w], draws [n, 3] uniform in [0, 1)) -> images."""
-
-
-PIECE = 1_024
+CONVERTED_AT_ONCE = 1_024
 """Images whose memory format is changed at a time."""
 
 
@@ -39,12 +37,15 @@ class BatchSource(Protocol):
         ...
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
-        """These samples as a batch: of most data sets (inputs, targets). epoch: whose augmentation
-        is applied; None: no augmentation."""
+        """These samples as a batch: from most data sets (inputs, targets).
+
+        indices: sample numbers, int64 [n].
+        epoch: the epoch whose augmentation is applied; None: no augmentation.
+        """
         ...
 
     def select(self, numbers: np.ndarray) -> BatchSource:
-        """Some of these samples as a split of their own. numbers: of samples, int64 [n]."""
+        """Some of these samples as a split of their own. numbers: sample numbers, int64 [n]."""
         ...
 
 
@@ -53,8 +54,8 @@ class HeldSource(Protocol):
     """A BatchSource that can be held where it is needed, whole: `data.placement=device`. A batch is
     (inputs, targets).
 
-    `isinstance` looks these attributes up: it must not ask for `outputs`, which a data set of the
-    user's may refuse.
+    `isinstance` looks these attributes up: it must not ask for `outputs`, which your own data set
+    may refuse.
     """
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
@@ -63,7 +64,7 @@ class HeldSource(Protocol):
 
     @property
     def sample_bytes(self) -> int:
-        """Of the inputs of a sample in a batch."""
+        """Bytes of a sample's inputs in a batch."""
         ...
 
     def select(self, numbers: np.ndarray) -> Self:
@@ -72,16 +73,14 @@ class HeldSource(Protocol):
 
     def to(self, device: torch.device, channels_last: bool = False) -> Self:
         """The same split on a device, where `get_batch` then works and gives the same batches.
-        channels_last: the memory format of images there, and of what is fetched."""
+
+        channels_last: the memory format of images there, and of what is fetched.
+        """
         ...
 
 
 class ArraySource:
-    """A split that is held in memory: the host's, or a GPU's.
-
-    inputs: [n, ...], uint8 images (scaled to [0, 1], then normalised with mean and std per channel)
-    or float32 as they are. targets: [n] int64 class labels, or float32 numbers.
-    """
+    """A split that is held in memory: the host's, or a GPU's."""
 
     def __init__(
         self,
@@ -91,9 +90,14 @@ class ArraySource:
         std: tuple[float, ...] = (),
         augmentation: Augmentation | None = None,
         seed: int = 0,
-        classes: int | None = None,
     ) -> None:
-        """classes: how many there are, where the labels may not show it."""
+        """Keeps the samples.
+
+        inputs: [n, ...], uint8 images (scaled to [0, 1], then normalised) or float32 as they are.
+        targets: [n] int64 class labels, or float32 numbers.
+        mean, std: of each channel of uint8 images.
+        seed: of the augmentation.
+        """
         self.inputs = inputs
         self.targets = targets
         self.augmentation = augmentation
@@ -101,21 +105,20 @@ class ArraySource:
         self.mean = mean
         self.std = std
         self.classes: list[str] | None = None
-        """Their names."""
+        """Names of the classes."""
         self.scaled: tuple[tuple[float, ...], tuple[float, ...]] | None = None
         """Mean and standard deviation with which pixels from 0 to 1 became `inputs`, if they are
         not scaled here."""
         self.fetch_normalised: NormalisedRows = normalised_rows
         """How images are fetched and normalised; on GPUs by one kernel, see `kernels.fetch`."""
-        self.erasing: augmentation.Erasing | None = None
-        numbers = 1 if targets.ndim == 1 else targets[0].numel()
-        self.outputs = numbers if targets.is_floating_point() else classes or int(targets.max()) + 1
+        self.erasing: Erasing | None = None
+        self.outputs = _outputs_for(targets)
 
     def __len__(self) -> int:
         return len(self.inputs)
 
     def image_facts(self) -> dict[str, Any]:
-        """What `data.raw_input.ImageInput` needs; {} if its inputs are no pixels."""
+        """What `data.raw_input.ImageInput` needs; {} if the inputs are not pixels."""
         mean, std = self.scaled or (self.mean, self.std)
         if std:
             return {"shape": list(self.inputs.shape[1:]), "mean": mean, "std": std}
@@ -123,27 +126,26 @@ class ArraySource:
 
     @property
     def sample_bytes(self) -> int:
-        """As float32."""
+        """Bytes of a sample's inputs as float32."""
         return 4 * self.inputs[0].numel()
 
     def select(self, numbers: np.ndarray) -> ArraySource:
-        """The number of classes stays that of all."""
+        """See BatchSource. The number of classes stays that of all."""
         index = torch.from_numpy(numbers)
-        return self._with(inputs=self.inputs[index], targets=self.targets[index])
+        return self._with_tensors(self.inputs[index], self.targets[index])
 
     def to(self, device: torch.device, channels_last: bool = False) -> ArraySource:
+        """See HeldSource."""
         targets = self.targets.to(device)
         if not channels_last or self.inputs.ndim != 4:
-            return self._with(inputs=self.inputs.to(device), targets=targets)
+            return self._with_tensors(self.inputs.to(device), targets)
         images = torch.empty_like(self.inputs, device=device, memory_format=torch.channels_last)
-        for part, ours in zip(images.split(PIECE), self.inputs.split(PIECE), strict=True):
-            part.copy_(ours)  # in pieces: never two copies of all of them on the device
-        return self._with(inputs=images, targets=targets)
-
-    def _with(self, **changed: Tensor) -> ArraySource:
-        other = copy.copy(self)
-        vars(other).update(changed)
-        return other
+        # In pieces: never two copies of all images on the device.
+        for piece, held in zip(
+            images.split(CONVERTED_AT_ONCE), self.inputs.split(CONVERTED_AT_ONCE), strict=True
+        ):
+            piece.copy_(held)
+        return self._with_tensors(images, targets)
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         index = to_device(torch.from_numpy(indices), self.inputs.device)
@@ -152,43 +154,67 @@ class ArraySource:
         else:
             inputs = rows(self.inputs, index)
         if self.augmentation and epoch is not None:
-            inputs = self.augmentation(
-                inputs, uniform(hash_key(self.seed, "augment", epoch), index, 3)
-            )
+            draws = uniform(hash_key(self.seed, "augment", epoch), index, 3)
+            inputs = self.augmentation(inputs, draws)
         if self.erasing and epoch is not None:
             inputs = self.erasing(inputs, index, epoch)
         return inputs, self.targets[index]
 
+    def _with_tensors(self, inputs: Tensor, targets: Tensor) -> ArraySource:
+        other = copy.copy(self)
+        other.inputs = inputs
+        other.targets = targets
+        return other
+
 
 def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:
-    """What identifies a data set: the number of its samples, and sha256 of some of them by their
-    number."""
-    numbers = [place * (len(source) - 1) // max(samples - 1, 1) for place in range(samples)]
-    found = {"count": str(len(source))}
-    for number in dict.fromkeys(numbers):
-        digest = hashlib.sha256()
-        for tensor in tensors(source.get_batch(np.array([number]), None)):
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        found[str(number)] = digest.hexdigest()
-    return found
+    """What identifies a data set: the number of its samples as `count`, and sha256 of some of them
+    by their number."""
+    last = len(source) - 1
+    steps = max(samples - 1, 1)
+    numbers = dict.fromkeys(place * last // steps for place in range(samples))
+    return {"count": str(len(source))} | {
+        str(number): _digest(source, number) for number in numbers
+    }
 
 
-def check_same_data(name: str, root: str | None, then: dict[str, str], now: dict[str, str]) -> None:
-    """Raises DataError if the data are not those of a checkpoint. then, now: as `digests` gave
-    them."""
-    if then == now:
+def check_same_data(
+    name: str, root: str | None, before: dict[str, str], now: dict[str, str]
+) -> None:
+    """Raises DataError if the data are not those of a checkpoint.
+
+    name, root: of the data set, for the message.
+    before, now: as `digests` gave them.
+    """
+    if before == now:
         return
-    where = f" in data.root={root}" if root else ""
-    changed = next(key for key in {**then, **now} if then.get(key) != now.get(key))
-    if changed.isdigit():
+    changed = next(key for key in {**before, **now} if before.get(key) != now.get(key))
+    if changed == "count":
+        what = f"{now['count']} samples, not {before.get('count', 'known how many')}"
+    elif changed.isdigit():
         what = f"sample {changed} differs"
     else:
         what = f"the {changed} of its samples differ"
-    if changed == "count":
-        what = f"{now['count']} samples, not {then.get('count', 'known how many')}"
+    where = f" in data.root={root}" if root else ""
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
         "restore the old data, or start a new run with checkpoint.resume=never; if nobody has"
         " changed them, the data set draws numbers of its own, or goes through a set of texts, when"
         " it is made: seed the one, sort the other",
     )
+
+
+def _outputs_for(targets: Tensor) -> int:
+    """A number per class, up to the largest label; for a regression the numbers of a target."""
+    if not targets.is_floating_point():
+        return int(targets.max()) + 1
+    return 1 if targets.ndim == 1 else targets[0].numel()
+
+
+def _digest(source: BatchSource, number: int) -> str:
+    """sha256 of the tensors of one sample."""
+    digest = hashlib.sha256()
+    for tensor in tensors(source.get_batch(np.array([number]), None)):
+        content = tensor.contiguous().view(-1).view(torch.uint8)
+        digest.update(content.numpy().tobytes())
+    return digest.hexdigest()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_train.data.tokens import IGNORED
+from ddp_train.data.corpus.windows import IGNORED
 from ddp_train.errors import DataError
 
 

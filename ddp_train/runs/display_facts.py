@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ddp_train.config.auto import is_launch_bound
+from ddp_train.data.corpus.windows import TokenSource
 from ddp_train.data.datasets import BatchSource
-from ddp_train.data.tokens import TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.errors import ConfigError
@@ -58,12 +58,12 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
         )
     prompt = config.task.sample_prompt
     temperature = config.task.sample_temperature
-    if prompt and not source.words:
+    if prompt and not source.codec:
         raise ConfigError(
             [f"task.sample_prompt={prompt}: data=tokens needs data.tokenizer to read it; add that"]
         )
 
-    first = [source.last_token, *(source.words.encode(prompt) if source.words else [])]
+    first = [source.last_token, *(source.codec.encode(prompt) if source.codec else [])]
     if max(first) >= source.vocabulary:
         has = (
             f"has the token {max(first):,}, and the vocabulary ends with {source.vocabulary - 1:,}"
@@ -76,8 +76,8 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
         ids = write_tokens(
             model, first, count, source.length, source.vocabulary, temperature, config.seed
         )
-        if source.words:
-            return prompt + source.words.decode(ids)
+        if source.codec:
+            return prompt + source.codec.decode(ids)
         return " ".join(map(str, ids))
 
     return write

@@ -20,12 +20,8 @@ from ddp_train.config.auto import resolve
 from ddp_train.data import crop
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.image_folder.config import ImageFolderConfig
-from ddp_train.data.image_folder.source import (
-    IMAGENET_MEAN,
-    IMAGENET_STD,
-    FolderSource,
-    require_decoder,
-)
+from ddp_train.data.image_folder.decoder import require_decoder
+from ddp_train.data.image_folder.source import IMAGENET_MEAN, IMAGENET_STD, FolderSource
 from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
@@ -155,7 +151,7 @@ def test_pil_crops_as_torchvision_does_pil_images(folder: Path) -> None:
         for crops, path, draws in zip(
             source.get_batch(indices, epoch)[0],
             source.paths,
-            source._draws(indices, epoch),
+            source.draws(indices, epoch),
             strict=False,
         ):
             image = Image.open(path)
@@ -174,7 +170,7 @@ def test_inputs_are_mirrored_by_draw_and_normalised(folder: Path) -> None:
     indices = np.arange(12)
     crops, labels = source.get_batch(indices, 2)
     mirrored = torch.tensor(
-        [draws is not None and draws[4] < 0.5 for draws in source._draws(indices, 2)]
+        [draws is not None and draws[4] < 0.5 for draws in source.draws(indices, 2)]
     )
     assert 0 < mirrored.sum() < 12 and labels.tolist() == [0] * 12 and crops.dtype == torch.uint8
     expected = torch.where(mirrored[:, None, None, None], crops.flip(-1), crops).double() / 255
@@ -359,8 +355,10 @@ def test_threads_keep_order_and_bounds_and_end_with_the_loader(
     source = source_of(folder, "gpu")
     read_files = list[int]()
     micro_batches = evaluation_batches(36, 4, 0, 1)
-    look = source._read
-    monkeypatch.setattr(source, "_read", lambda number: read_files.append(number) or look(number))
+    look = source.read_file
+    monkeypatch.setattr(
+        source, "read_file", lambda number: read_files.append(number) or look(number)
+    )
     loader = batches_of(source, micro_batches, 3)
     for _ in range(2):
         assert [batch.micro_batch.indices.tolist() for batch in loader] == [
@@ -387,7 +385,7 @@ def test_an_error_of_a_thread_reaches_training(
     def broken(number: int) -> np.ndarray:
         raise RuntimeError(f"broken sample {number}")
 
-    monkeypatch.setattr(source, "_read", broken)
+    monkeypatch.setattr(source, "read_file", broken)
     with pytest.raises(RuntimeError, match="broken sample 0"):
         list(batches_of(source, evaluation_batches(4, 4, 0, 1), 2))
 

@@ -19,10 +19,10 @@ from torch.nn import functional
 from ddp_train.assembly.setup import build_plan
 from ddp_train.config.bind import bind
 from ddp_train.config.validate import check
-from ddp_train.data.built_in import build_datasets
-from ddp_train.data.corpus.sources import standard_library
+from ddp_train.data.catalog import build_datasets
+from ddp_train.data.corpus.documents import standard_library
+from ddp_train.data.corpus.windows import IGNORED, TokenSource
 from ddp_train.data.datasets import check_same_data, digests
-from ddp_train.data.tokens import IGNORED, TokenSource
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
@@ -273,7 +273,7 @@ def test_a_folder_is_split_by_file_and_a_file_at_the_end_of_a_line(tmp_path: Pat
     assert len(files[0]) + len(files[1]) == 30 and not files[0] & files[1]
     assert 0.1 < test.tokens / (train.tokens + test.tokens) <= 0.2
     assert train.outputs == 256 and train.bytes_per_token == 1.0 and train.last_token == 0
-    assert train.words and train.words.decode([104, 105, 255]) == "hi\ufffd"
+    assert train.codec and train.codec.decode([104, 105, 255]) == "hi\ufffd"
 
     file = tmp_path / "one.log"
     file.write_text("".join(f"line {number}\n" for number in range(500)))
@@ -308,8 +308,8 @@ def test_a_tokenizer_gives_tokens_and_bytes_per_token(tmp_path: Path) -> None:
     assert (
         train.outputs == 4
         and train.last_token == 0
-        and train.words
-        and "one two" in train.words.decode([2, 3])
+        and train.codec
+        and "one two" in train.codec.decode([2, 3])
     )
     assert test.bytes_per_token == pytest.approx(400 / 101)
     ids, targets = train.get_batch(np.arange(len(train)), 0)

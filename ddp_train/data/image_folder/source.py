@@ -16,49 +16,64 @@ from torch import Tensor
 from ddp_train.data import augmentation
 from ddp_train.data.crop import CropBox, crop_box_for, resize_crop, resize_crops
 from ddp_train.data.device_copy import to_device
+from ddp_train.data.image_folder.decoder import (
+    decode_jpegs,
+    decode_or_skip,
+    is_jpeg,
+    is_whole_jpeg,
+)
 from ddp_train.data.rng import hash_key, uniform
-from ddp_train.errors import ConfigError, DataError
-from ddp_train.text import first_line
+from ddp_train.errors import DataError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-JPEG_START = b"\xff\xd8\xff"
-JPEG_END = b"\xff\xd9"
+DRAWS = 5
+"""For each sample: four for its crop, one for its mirroring."""
+
+
+def open_image_folder(
+    root: str, image_size: int, augment: bool, decode: str, seed: int
+) -> tuple[FolderSource, FolderSource]:
+    """The training and the test split of a folder. Raises DataError if they differ in classes."""
+    train = FolderSource(Path(root, "train"), image_size, augment, seed, decode)
+    test = FolderSource(Path(root, "val"), image_size, False, seed, decode)
+    if train.classes != test.classes:
+        different = sorted(set(train.classes) ^ set(test.classes))
+        raise DataError(
+            f"data.root={root}: train/ and val/ differ in classes: {', '.join(different[:5])}",
+            "make a folder of each in both",
+        )
+    return train, test
 
 
 class FolderSource:
     """One split of an image folder with one sub-folder per class. Images are decoded on access.
 
-    decode: `pil` (PIL decodes and resizes); with any other value `get_batch` uses torchvision's
-    decoder (libjpeg-turbo) on the host, and `crops_on` decodes on a GPU. PIL decodes the files that
-    torchvision does not support. A sample's pixels depend on the decoder, the seed, the epoch and
-    the sample number, never on its batch.
+    A sample's pixels depend on the decoder, the seed, the epoch and the sample number, never on its
+    batch.
     """
 
     def __init__(
         self, folder: Path, image_size: int, augmented: bool, seed: int, decode: str
     ) -> None:
-        from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+        """Lists the files.
 
-        # As torchvision's ImageFolder, but for hidden folders: Jupyter leaves .ipynb_checkpoints
-        # wherever it opens one.
-        self.classes = sorted(
-            one.name for one in folder.iterdir() if one.is_dir() and not one.name.startswith(".")
-        )
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        if numbers:
-            samples = make_dataset(str(folder), numbers, IMG_EXTENSIONS, allow_empty=True)
-        else:
-            samples = []
-        samples = [one for one in samples if "/." not in one[0][len(str(folder)) :]]
-        empty = sorted({*self.classes} - {self.classes[number] for _, number in samples})
-        if empty or not samples:
-            where = folder / empty[0] if empty else folder
-            raise DataError(
-                f"{where} holds no image", "put some in, or remove the folder of the class"
-            )
+        decode: `pil` (PIL decodes and resizes); with any other value `get_batch` uses torchvision's
+            decoder (libjpeg-turbo) on the host, and `crops_on` decodes on a GPU. PIL decodes the
+            files that torchvision does not support.
+
+        Raises DataError if a class has no image.
+        """
+        self.classes = _class_folders(folder)
+        samples = _labelled_files(folder, self.classes)
+        labels_with_images = {label for _, label in samples}
+        for label, name in enumerate(self.classes):
+            if label not in labels_with_images:
+                raise _without_images(folder / name)
+        if not samples:
+            raise _without_images(folder)
         self.paths = [path for path, _ in samples]
-        self.targets = torch.tensor([number for _, number in samples])
+        self.targets = torch.tensor([label for _, label in samples])
         self.image_size = image_size
         self.augmented = augmented
         self.seed = seed
@@ -69,11 +84,11 @@ class FolderSource:
         return len(self.paths)
 
     def select(self, numbers: np.ndarray) -> FolderSource:
-        """Some of these samples as a split of their own. numbers: int64 [n]."""
-        other = copy.copy(self)
-        other.paths = [self.paths[number] for number in numbers.tolist()]
-        other.targets = self.targets[torch.from_numpy(numbers)]
-        return other
+        """See BatchSource."""
+        selection = copy.copy(self)
+        selection.paths = [self.paths[number] for number in numbers.tolist()]
+        selection.targets = self.targets[torch.from_numpy(numbers)]
+        return selection
 
     @property
     def outputs(self) -> int:
@@ -87,45 +102,44 @@ class FolderSource:
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
         """Crops, uint8 [n, 3, size, size], which `finish` flips and normalises, and labels, int64
         [n]."""
-        crops = self.empty(len(indices))
-        self.fill(crops, indices, epoch)
+        size = self.image_size
+        crops = torch.empty(len(indices), 3, size, size, dtype=torch.uint8)
+        draws = self.draws(indices, epoch)
+        for row, number, draws_of_sample in zip(
+            crops.numpy(), indices.tolist(), draws, strict=True
+        ):
+            # torch would copy with all its threads in each of ours.
+            np.copyto(row, self._crop(number, draws_of_sample))
         return crops, self.targets[torch.from_numpy(indices)]
 
-    def empty(self, count: int, pinned: bool = False) -> Tensor:
-        """An uninitialised tensor for `count` crops: uint8 [count, 3, size, size]."""
-        return torch.empty(
-            count, 3, self.image_size, self.image_size, dtype=torch.uint8, pin_memory=pinned
-        )
-
-    def fill(self, crops: Tensor, indices: np.ndarray, epoch: int | None) -> None:
-        """Writes the crop of each sample into its row of `crops`: contiguous, uint8 [n, 3, size,
-        size]."""
-        crop = self._crop_by_pil if self.decode == "pil" else self._crop
-        for row, number, draws in zip(
-            crops.numpy(), indices.tolist(), self._draws(indices, epoch), strict=True
-        ):
-            np.copyto(
-                row, crop(number, draws)
-            )  # torch would copy with all its threads in each of ours
-
     def finish(
-        self, crops: Tensor, indices: np.ndarray, epoch: int | None, dtype: torch.dtype
+        self, inputs: Tensor, indices: np.ndarray, epoch: int | None, dtype: torch.dtype
     ) -> Tensor:
-        """The inputs of a model: crops of `get_batch`, flipped at random and normalised, on the
-        device of the crops."""
+        """The inputs of a model: crops, flipped at random and normalised, on the device of the
+        crops.
+
+        inputs: crops of `get_batch` or `crops_on`.
+        dtype: the number type of the result.
+        """
+        numbers = torch.from_numpy(indices)
         if self.augmented and epoch is not None:
-            draws = uniform(hash_key(self.seed, "augment", epoch), torch.from_numpy(indices), 5)[
-                :, 4
-            ]
-            crops = augmentation.flip(crops, to_device(draws.contiguous(), crops.device))
-        images = augmentation.normalise(crops, IMAGENET_MEAN, IMAGENET_STD, dtype)
+            draws = uniform(hash_key(self.seed, "augment", epoch), numbers, DRAWS)[:, 4]
+            inputs = augmentation.flip(inputs, to_device(draws.contiguous(), inputs.device))
+        images = augmentation.normalise(inputs, IMAGENET_MEAN, IMAGENET_STD, dtype)
         if self.erasing and epoch is not None:
-            images = self.erasing(images, torch.from_numpy(indices), epoch)
+            images = self.erasing(images, numbers, epoch)
         return images
 
     def read(self, indices: np.ndarray) -> list[np.ndarray]:
-        """The contents of the files, uint8 [bytes] each."""
-        return [self._read(number) for number in indices.tolist()]
+        """The contents of the files, uint8 [bytes] each. Raises DataError."""
+        return [self.read_file(number) for number in indices.tolist()]
+
+    def read_file(self, number: int) -> np.ndarray:
+        """The content of a sample's file, uint8 [bytes]. Raises DataError."""
+        try:
+            return np.fromfile(self.paths[number], np.uint8)
+        except OSError as error:
+            raise self._corrupt(number, error) from error
 
     def crops_on(
         self,
@@ -134,84 +148,80 @@ class FolderSource:
         indices: np.ndarray,
         epoch: int | None,
     ) -> Tensor:
-        """Crops as those of `get_batch`, decoded on `device`. files: what `read` returned for
-        `indices`.
+        """Crops as those of `get_batch`, decoded on `device`.
 
         Other formats than JPEG are decoded on the host, and so are files without a JPEG end marker:
         a GPU would decode a truncated file without an error.
+
+        files: what `read` returned for `indices`.
         """
-        images = decoded_on(
-            device, [torch.from_numpy(file) if _is_whole_jpeg(file) else None for file in files]
-        )
-        for row, (number, file) in enumerate(zip(indices.tolist(), files, strict=True)):
-            if images[row] is None:
-                images[row] = self._decoded(number, file).to(device)
-        decoded = [image for image in images if image is not None]
+        whole = [torch.from_numpy(file) if is_whole_jpeg(file) else None for file in files]
+        images = []
+        for image, number, file in zip(
+            decode_or_skip(device, whole), indices.tolist(), files, strict=True
+        ):
+            if image is None:
+                image = self._decode(number, file).to(device)
+            images.append(image)
         boxes = [
             self._crop_box(image.shape, draws)
-            for image, draws in zip(decoded, self._draws(indices, epoch), strict=True)
+            for image, draws in zip(images, self.draws(indices, epoch), strict=True)
         ]
-        return resize_crops(decoded, boxes, self.image_size)
+        return resize_crops(images, boxes, self.image_size)
 
-    def _draws(self, indices: np.ndarray, epoch: int | None) -> list[list[float] | None]:
+    def draws(self, indices: np.ndarray, epoch: int | None) -> list[list[float] | None]:
+        """Five numbers for each sample, uniform in [0, 1); None where nothing is augmented."""
         if not self.augmented or epoch is None:
             return [None] * len(indices)
-        return uniform(hash_key(self.seed, "augment", epoch), torch.from_numpy(indices), 5).tolist()
+        key = hash_key(self.seed, "augment", epoch)
+        return uniform(key, torch.from_numpy(indices), DRAWS).tolist()
 
     def _crop_box(self, shape: Sequence[int], draws: list[float] | None) -> CropBox:
         return crop_box_for(shape[-2], shape[-1], self.image_size, draws and draws[:4])
 
-    def _read(self, number: int) -> np.ndarray:
-        try:
-            return np.fromfile(self.paths[number], np.uint8)
-        except OSError as error:
-            raise self._corrupt(number, error) from error
-
     def _crop(self, number: int, draws: list[float] | None) -> np.ndarray:
-        image = self._decoded(number, self._read(number))
-        return resize_crop(image, self._crop_box(image.shape, draws), self.image_size).numpy()
+        """The crop of a sample, uint8 [3, size, size]."""
+        file = self.read_file(number)
+        if self.decode == "pil":
+            return self._crop_by_pil(number, file, draws)
+        image = self._decode(number, file)
+        box = self._crop_box(image.shape, draws)
+        return resize_crop(image, box, self.image_size).numpy()
 
-    def _decoded(self, number: int, file: np.ndarray) -> Tensor:
+    def _decode(self, number: int, file: np.ndarray) -> Tensor:
         """uint8 [3, height, width], decoded by torchvision, or by PIL if torchvision cannot."""
-        if file[:3].tobytes() == JPEG_START:
+        if is_jpeg(file):
             try:
-                return _decode([torch.from_numpy(file)], torch.device("cpu"))[0]
+                return decode_jpegs([torch.from_numpy(file)], torch.device("cpu"))[0]
             except RuntimeError:  # PIL supports more, and its errors name the cause
                 pass
-        return torch.from_numpy(np.array(self._decoded_by_pil(number, file))).permute(2, 0, 1)
+        image = self._decode_by_pil(number, file)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
-    def _crop_by_pil(self, number: int, draws: list[float] | None) -> np.ndarray:
+    def _crop_by_pil(self, number: int, file: np.ndarray, draws: list[float] | None) -> np.ndarray:
         from PIL.Image import Resampling
 
-        image = self._decoded_by_pil(number, self._read(number))
+        image = self._decode_by_pil(number, file)
         box = self._crop_box((image.height, image.width), draws)
-        size = self.image_size
         cut = image.crop((box.left, box.top, box.left + box.width, box.top + box.height))
-        whole = np.asarray(cut.resize((box.columns, box.rows), Resampling.BILINEAR)).transpose(
-            2, 0, 1
-        )
-        return whole[
-            :, box.first_row : box.first_row + size, box.first_column : box.first_column + size
-        ]
+        resized = cut.resize((box.columns, box.rows), Resampling.BILINEAR)
+        whole = np.asarray(resized).transpose(2, 0, 1)
+        rows = slice(box.first_row, box.first_row + self.image_size)
+        columns = slice(box.first_column, box.first_column + self.image_size)
+        return whole[:, rows, columns]
 
-    def _decoded_by_pil(self, number: int, file: np.ndarray):
-        """A PIL image in RGB."""
+    def _decode_by_pil(self, number: int, file: np.ndarray) -> Any:
+        """An image of PIL in RGB."""
         from PIL import Image
 
         try:
             return Image.open(io.BytesIO(file.tobytes())).convert("RGB")
-        except (
-            OSError,
-            ValueError,
-            SyntaxError,
-            Image.DecompressionBombError,
-        ) as error:  # what PIL raises
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise self._corrupt(number, error) from error
 
     def _corrupt(self, number: int, error: Exception) -> DataError:
-        if "<_io.BytesIO" not in str(error):
-            text = str(error)
-        else:
+        text = str(error)
+        if "<_io.BytesIO" in text:
             text = "no image format that PIL knows"
         return DataError(
             f"{self.paths[number]} (sample {number}) cannot be decoded: {text}",
@@ -219,51 +229,27 @@ class FolderSource:
         )
 
 
-def _is_whole_jpeg(file: np.ndarray) -> bool:
-    return file[:3].tobytes() == JPEG_START and file[-2:].tobytes() == JPEG_END
+def _class_folders(folder: Path) -> list[str]:
+    """Names of the sub-folders, as torchvision's ImageFolder has them, but for hidden ones: Jupyter
+    leaves .ipynb_checkpoints wherever it opens one."""
+    return sorted(
+        entry.name
+        for entry in folder.iterdir()
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
 
 
-def decoded_on(device: torch.device, files: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Decodes JPEG files in memory on `device`: uint8 [3, height, width] each; None for None and
-    for corrupt files."""
-    present = [row for row, file in enumerate(files) if file is not None]
-    images: list[Tensor | None] = [None] * len(files)
-    for rows in (
-        present,
-        *([row] for row in present),
-    ):  # all at once; if a corrupt file makes that fail, one by one
-        try:
-            decoded = _decode([file for row in rows if (file := files[row]) is not None], device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            continue
-        for row, image in zip(rows, decoded, strict=True):
-            images[row] = image
-        if rows is present:
-            break
-    return images
+def _labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
+    """The path and the label of each image that does not lie in a hidden folder."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
-
-def _decode(files: list[Tensor], device: torch.device) -> list[Tensor]:
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    if not files:
+    if not classes:
         return []
-    images = decode_jpeg(files, mode=ImageReadMode.RGB, device=device)
-    return images if isinstance(images, list) else [images]
+    labels = {name: label for label, name in enumerate(classes)}
+    samples = make_dataset(str(folder), labels, IMG_EXTENSIONS, allow_empty=True)
+    root = str(folder)
+    return [(path, label) for path, label in samples if "/." not in path[len(root) :]]
 
 
-def require_decoder(device: torch.device) -> None:
-    """Raises ConfigError if torchvision cannot decode a JPEG on this device."""
-    from torchvision.io import encode_jpeg
-
-    image = encode_jpeg(torch.zeros(3, 16, 16, dtype=torch.uint8))
-    try:
-        _decode([image] if isinstance(image, Tensor) else image, device)
-    except RuntimeError as error:
-        problem = (
-            f"this torchvision cannot decode on {device}: {first_line(error)}; use"
-            " data.decode=processes"
-        )
-        raise ConfigError([f"data.decode=gpu: {problem}"]) from error
+def _without_images(folder: Path) -> DataError:
+    return DataError(f"{folder} holds no image", "put some in, or remove the folder of the class")

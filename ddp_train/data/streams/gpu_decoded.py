@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.image_folder.source import FolderSource, require_decoder
+from ddp_train.data.image_folder.decoder import require_decoder
+from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.streams.placement import BatchPlacement
 
 CHUNK = 16
