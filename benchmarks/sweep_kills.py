@@ -31,7 +31,7 @@ from typing import Any
 from page import conditions, load_average, publish
 
 from ddp_train.linux import children_of, state_of
-from hydra_plugins.ddp_train_pool._devices import Locks
+from hydra_plugins.ddp_train_pool import Locks
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEPERS = {

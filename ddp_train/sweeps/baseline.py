@@ -1,80 +1,93 @@
-"""`sweep.baseline=true`: one trial of a sweep runs again, alone, after the others. What did sharing
-cost it?"""
+"""`sweep.baseline=true`: one trial of a sweep runs again, alone, after the others, to show what
+sharing the host cost it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_train.sweeps.trial_numbers import Numbers
+from ddp_train.sweeps.results import ALONE
+from ddp_train.sweeps.trial_numbers import TrialNumbers
 from ddp_train.text import counted
 
-MARK = "alone"
-"""In its row: the trial that it repeats. Among the words of its folder: which are another trial's
-too."""
-
 SHORTEST_SECONDS = 2.0
-"""Of training, for its speed to tell anything: below, the first steps are most of it."""
+"""Least training time for a comparison of speeds: below, the first steps are most of it."""
 MOST = 1.1
-"""Times its speed alone, beside others: sharing makes none faster."""
+"""Greatest speed beside others, times the speed alone: sharing makes no trial faster."""
 
 
 @dataclass
 class Baseline:
-    """The run alone. Its row is none of the sweep's: it would count as a second seed."""
+    """The baseline run. Its row is not among those of the sweep, as it would count as another
+    seed."""
 
-    asked: bool = False
+    is_wanted: bool = False
     number: int | None = None
     row: dict[str, Any] = field(default_factory=dict)
 
     def choose(
-        self, rows: list[dict[str, Any]], before: list[dict[str, Any]], numbers: Numbers
-    ) -> Any:
-        """The number and the words of the run, once; None if there is nothing to compare, or it is
-        known. before: rows of earlier starts too."""
-        shared = next(
-            (row for row in rows if row.get("samples_per_second") and row.get("at_once", 1) > 1),
-            None,
-        )
-        if not self.asked or self.number is not None or shared is None:
+        self, rows: list[dict[str, Any]], earlier: list[dict[str, Any]], numbers: TrialNumbers
+    ) -> tuple[int, list[str]] | None:
+        """The number and the overrides of the run; None if there is nothing to compare, or it is
+        known, or was chosen before.
+
+        rows: of this start.
+        earlier: of earlier starts too.
+        """
+        if not self.is_wanted or self.number is not None:
             return None
-        words = sorted(shared["words"])
-        self.number = numbers.of(1 + max(row["trial"] for row in [*rows, *before]), [*words, MARK])
-        for row in before:
-            if (
-                row.get(MARK) == shared["trial"]
-                and row["words"] == words
-                and row["status"] == "completed"
-            ):
+        shared = _first_shared(rows)
+        if shared is None:
+            return None
+        overrides = sorted(shared["words"])
+        next_number = 1 + max(row["trial"] for row in [*rows, *earlier])
+        # with the mark, as the overrides are those of another trial too
+        self.number = numbers.number_of(next_number, [*overrides, ALONE])
+        self.row = {ALONE: shared["trial"]}
+        for row in earlier:
+            is_repetition = row.get(ALONE) == shared["trial"] and row["words"] == overrides
+            if is_repetition and row["status"] == "completed":
                 self.row = row
-        self.row = self.row or {MARK: shared["trial"]}
-        return None if "status" in self.row else (self.number, words)
+        if "status" in self.row:
+            return None
+        return self.number, overrides
 
     def text(self, rows: list[dict[str, Any]]) -> str:
-        """What it found, in a line; "" if it did not run."""
-        shared = next((row for row in rows if row["trial"] == self.row.get(MARK)), None)
-        if shared is None or "status" not in self.row:
+        """The comparison in a line; empty if the run did not take place."""
+        if "status" not in self.row:
             return ""
-        if not (own := self.row.get("samples_per_second")):
-            return (
-                f"Sharing was not measured: trial {self.row[MARK]} alone has failed,"
-                f" {self.row.get('reason')}."
-            )
+        trial = self.row[ALONE]
+        shared = next((row for row in rows if row["trial"] == trial), None)
+        if shared is None:
+            return ""
+        alone = self.row.get("samples_per_second")
+        if not alone:
+            reason = self.row.get("reason")
+            return f"Sharing was not measured: trial {trial} alone has failed, {reason}."
         beside = shared["samples_per_second"]
         others = shared["at_once"] - 1
         speeds = (
-            f"trial {self.row[MARK]} has {beside:,.0f} samples/s beside {counted(others, 'other')},"
-            f" {own:,.0f} alone"
+            f"trial {trial} has {beside:,.0f} samples/s beside {counted(others, 'other')},"
+            f" {alone:,.0f} alone"
         )
-        if (seconds := shared.get("seconds", SHORTEST_SECONDS)) < SHORTEST_SECONDS:
+        seconds = shared.get("seconds", SHORTEST_SECONDS)
+        if seconds < SHORTEST_SECONDS:
             return (
                 f"Sharing was not measured: {speeds}; {seconds:.1f} s are too short to compare, use"
                 " longer trials."
             )
-        if beside > MOST * own:
+        if beside > MOST * alone:
             return f"Sharing was not measured: {speeds}, as if this host had other work by then."
-        work = (
-            f"{others + 1} at a time do {beside / own * (others + 1):.2f} times the work of one"
-            " after the other"
+        work = beside / alone * (others + 1)
+        return (
+            f"Sharing: {speeds}, once each: {others + 1} at a time do {work:.2f} times the work of"
+            " one after the other."
         )
-        return f"Sharing: {speeds}, once each: {work}."
+
+
+def _first_shared(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The first row of a trial that was completed beside others."""
+    for row in rows:
+        if row.get("samples_per_second") and row.get("at_once", 1) > 1:
+            return row
+    return None

@@ -1,4 +1,4 @@
-"""One sweep at a time in a directory: a lock as that of a run."""
+"""The lock of a sweep's directory, as that of a run: one sweep at a time."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from ddp_train.linux import state_of
 from ddp_train.resilience import run_lock
 
 REMAINS_SECONDS = 20.0
-"""For what is left of a sweep that was killed to end: a process with CUDA takes seconds."""
+"""Time for the processes of a killed sweep to end: one with CUDA takes seconds."""
 
 
 @contextlib.contextmanager
-def alone(sweep_dir: Path) -> Iterator[None]:
+def sweep_lock(sweep_dir: Path) -> Iterator[None]:
     """Holds the directory of a sweep. Raises ConfigError if another sweep does."""
     path = sweep_dir / run_lock.FILE
+    patience = REMAINS_SECONDS if _owner_is_dead(path) else 0.0
     try:
-        held = run_lock.acquire(path, REMAINS_SECONDS if _is_left_behind(path) else 0.0)
+        lock = run_lock.acquire(path, patience)
     except run_lock.LockHeldError as error:
         remedy = "wait for it, stop it, or name another run_dir"
         raise ConfigError(
@@ -32,11 +33,10 @@ def alone(sweep_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        held.release()
+        lock.release()
 
 
-def _is_left_behind(lock: Path) -> bool:
-    """Whether whoever took a lock on this host is dead: processes of a sweep that was killed hold
-    it until they end."""
-    owner = run_lock.owner(lock)
+def _owner_is_dead(path: Path) -> bool:
+    """Whether the owner of a lock on this host is dead: its processes hold it until they end."""
+    owner = run_lock.owner(path)
     return owner.get("host") == socket.gethostname() and state_of(int(owner["pid"])) in ("", "Z")

@@ -1,126 +1,136 @@
-"""How many trials of a sweep run at a time on this host, with how many GPUs each: what
-`hydra/launcher=pool` is told.
+"""How many trials of a sweep run at a time on this host, with how many GPUs each.
 
-The launcher itself is in hydra_plugins/ddp_train_pool, which any application of Hydra can use.
+The launcher that runs them is in hydra_plugins/ddp_train_pool, for any application of Hydra.
+Torch-free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ddp_train.hardware import Hardware
 from ddp_train.options.schema import Config
-from ddp_train.sweeps import sweep_overrides as sweep_words
+from ddp_train.sweeps.overrides import key_of, last_value
 
-NAME = "pool"
+POOL = "pool"
 LOG = "log.txt"
-"""What a trial prints, in its run directory, while others run."""
-KEYS = ("gpus_per_trial", "processes_at_once", "output")
-"""Of hydra.launcher: set from the keys of `sweep`, unless they are given."""
+"""The output of a trial that runs beside others, in its run directory."""
 
 
 @dataclass(frozen=True)
 class TrialPool:
-    """What the trials of a sweep share."""
+    """The part of a host that each trial of a sweep gets."""
 
     at_once: int
     gpus_per_trial: int
     """0: on CPU."""
 
-    def words(self, arguments: list[str]) -> list[str]:
-        """The words for Hydra. arguments: those it gets in any case, which come first."""
-        given = {word.partition("=")[0] for word in arguments}
-        values = zip(KEYS, (self.gpus_per_trial, self.at_once, LOG), strict=True)
-        own = [f"hydra.launcher.{name}={value}" for name, value in values]
-        return [
-            f"hydra/launcher={NAME}",
-            *(word for word in own if word.partition("=")[0] not in given),
-        ]
+    def overrides(self, arguments: list[str]) -> list[str]:
+        """Overrides that have Hydra use the pool. arguments: the others, which come first."""
+        settings = {
+            "hydra.launcher.gpus_per_trial": self.gpus_per_trial,
+            "hydra.launcher.processes_at_once": self.at_once,
+            "hydra.launcher.output": LOG,
+        }
+        given = {key_of(argument) for argument in arguments}
+        missing = [f"{key}={value}" for key, value in settings.items() if key not in given]
+        return [f"hydra/launcher={POOL}", *missing]
 
 
-def told(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """What the launcher is told directly (`hydra.launcher.processes_at_once=2`), and what is wrong
-    with it."""
-    found: dict[str, Any] = {}
+@dataclass(frozen=True)
+class LauncherSettings:
+    """Keys of hydra.launcher that say the same as keys of `sweep`; None: not given."""
+
+    gpus_per_trial: int | None = None
+    processes_at_once: int | None = None
+    devices: tuple[str, ...] | None = None
+
+    @property
+    def are_given(self) -> bool:
+        return self != LauncherSettings()
+
+
+def read_settings(arguments: list[str]) -> tuple[LauncherSettings, list[str]]:
+    """The settings on the command line (`hydra.launcher.processes_at_once=2`), and what is wrong
+    with them."""
+    settings = LauncherSettings()
     problems = []
     for name, least in (("gpus_per_trial", 0), ("processes_at_once", 1)):
-        text = sweep_words.last(arguments, f"hydra.launcher.{name}")
+        text = last_value(arguments, f"hydra.launcher.{name}")
         if text.isdigit() and int(text) >= least:
-            found[name] = int(text)
+            settings = replace(settings, **{name: int(text)})
         elif text not in ("", "null"):
             problems.append(f"hydra.launcher.{name}={text}: must be a number, at least {least}")
-    devices = sweep_words.last(arguments, "hydra.launcher.devices")
-    if devices not in ("", "null"):
-        found["devices"] = [
-            entry.strip() for entry in devices.strip("[]").split(",") if entry.strip()
-        ]
-    return found, problems
+    text = last_value(arguments, "hydra.launcher.devices")
+    if text not in ("", "null"):
+        entries = [entry.strip() for entry in text.strip("[]").split(",")]
+        devices = tuple(entry for entry in entries if entry)
+        settings = replace(settings, devices=devices)
+    return settings, problems
 
 
-def with_told(config: Config, told: dict[str, Any]) -> tuple[Config, list[str]]:
-    """The config in which the keys of `sweep` say what the launcher was told, and where the two
-    contradict."""
-    usual = type(config.sweep)()
+def with_settings(config: Config, settings: LauncherSettings) -> tuple[Config, list[str]]:
+    """The config whose keys of `sweep` say what the settings say, and where the two contradict."""
+    defaults = type(config.sweep)()
     problems = []
-    changed = {}
+    changes = {}
     for name in ("gpus_per_trial", "processes_at_once"):
-        value = told.get(name)
-        own = getattr(config.sweep, name)
-        if value is not None and own not in (value, getattr(usual, name)):
+        value = getattr(settings, name)
+        typed = getattr(config.sweep, name)
+        if value is not None and typed not in (value, getattr(defaults, name)):
             problems.append(
-                f"hydra.launcher.{name}={value}: sweep.{name}={own} says otherwise; leave one of"
+                f"hydra.launcher.{name}={value}: sweep.{name}={typed} says otherwise; leave one of"
                 " them out"
             )
         elif value:
-            changed[name] = value
-    return replace(config, sweep=replace(config.sweep, **changed)), problems
+            changes[name] = value
+    return replace(config, sweep=replace(config.sweep, **changes)), problems
 
 
 def hardware_of_trial(config: Config, hardware: Hardware) -> Hardware:
     """The part of this host that one trial sees."""
-    asked = config.sweep.gpus_per_trial
-    if asked and asked <= hardware.gpus:
-        return replace(hardware, gpus=asked)
+    gpus = config.sweep.gpus_per_trial
+    if gpus and gpus <= hardware.gpus:
+        return replace(hardware, gpus=gpus)
     return hardware
 
 
-def problems(config: Config, hardware: Hardware) -> list[str]:
+def pool_problems(config: Config, hardware: Hardware) -> list[str]:
     """What is wrong with the keys of `sweep`. hardware: the whole host."""
-    asked = config.sweep.gpus_per_trial
+    gpus = config.sweep.gpus_per_trial
     processes = config.launch.nproc_per_node
-    if not asked or not hardware.gpus or config.device == "cpu":
+    if not gpus or not hardware.gpus or config.device == "cpu":
         return []
-    if asked > hardware.gpus:
+    if gpus > hardware.gpus:
         return [
-            f"sweep.gpus_per_trial={asked}: this host has {hardware.gpus} for it; use at most"
+            f"sweep.gpus_per_trial={gpus}: this host has {hardware.gpus} for it; use at most"
             f" {hardware.gpus}"
         ]
-    if isinstance(processes, int) and processes > asked and config.strategy.has_process_group:
+    if isinstance(processes, int) and processes > gpus and config.strategy.has_process_group:
         remedy = f"use sweep.gpus_per_trial={processes}, or leave one of them out"
         return [
-            f"sweep.gpus_per_trial={asked}: launch.nproc_per_node={processes} needs as many GPUs;"
+            f"sweep.gpus_per_trial={gpus}: launch.nproc_per_node={processes} needs as many GPUs;"
             f" {remedy}"
         ]
     return []
 
 
-def notes(config: Config, resolved: Config, told: dict[str, Any]) -> list[str]:
-    """Keys of `sweep` that have no effect on this hardware: the same command runs elsewhere."""
-    asked = config.sweep.gpus_per_trial
+def pool_notes(config: Config, resolved: Config, settings: LauncherSettings) -> list[str]:
+    """Notes on keys without an effect on this hardware: the same command runs elsewhere."""
+    gpus = config.sweep.gpus_per_trial
     at_once = config.sweep.processes_at_once
     on_cpu = resolved.device == "cpu"
-    if told.get("gpus_per_trial"):  # whatever there is: they may be names
+    if settings.gpus_per_trial:  # of any devices: they may be names
         return []
-    if on_cpu and "devices" in told:
+    if on_cpu and settings.devices is not None:
         return [
             "hydra.launcher.devices has no effect on CPU; sweep.processes_at_once says how many"
             " trials run"
         ]
-    if on_cpu and asked:
+    if on_cpu and gpus:
         return [
-            f"sweep.gpus_per_trial={asked} has no effect on CPU; sweep.processes_at_once says how"
+            f"sweep.gpus_per_trial={gpus} has no effect on CPU; sweep.processes_at_once says how"
             " many trials run"
         ]
     if not on_cpu and at_once != 1:
@@ -132,39 +142,48 @@ def notes(config: Config, resolved: Config, told: dict[str, Any]) -> list[str]:
 
 
 def pool_of(
-    asked: Config,
+    config: Config,
     trials: Sequence[Config],
     total: int,
     hardware: Hardware,
-    told: dict[str, Any] | None = None,
+    settings: LauncherSettings = LauncherSettings(),
 ) -> TrialPool:
-    """asked: the config as typed. trials: resolved ones. total: the number of trials; 0 if nobody
-    knows it yet. told: see there."""
+    """How many trials run at a time.
+
+    config: as typed.
+    trials: resolved configs.
+    total: the number of trials; 0 if it is not known yet.
+    """
     on_gpus = [trial for trial in trials if trial.device == "cuda"]
+    devices = len(settings.devices or ()) or hardware.gpus
     gpus = 0
-    told = told or {}
-    devices = len(told.get("devices", ())) or hardware.gpus
-    if told.get("gpus_per_trial"):
-        gpus = told["gpus_per_trial"]
+    if settings.gpus_per_trial:
+        gpus = settings.gpus_per_trial
         at_once = devices // gpus
-    elif on_gpus and "gpus_per_trial" not in told:
-        spread = [hardware.gpus if trial.strategy.spreads_over_gpus else 1 for trial in on_gpus]
-        own = [int(trial.launch.nproc_per_node) for trial in on_gpus]
-        gpus = asked.sweep.gpus_per_trial or max(1, *spread, *own)
+    elif on_gpus and settings.gpus_per_trial is None:
+        wanted = [_gpus_of(trial, hardware) for trial in on_gpus]
+        gpus = config.sweep.gpus_per_trial or max(wanted)
         at_once = devices // gpus
-    elif asked.sweep.processes_at_once == "auto":
-        threads = asked.launch.threads_per_process
-        each = max(int(trial.launch.nproc_per_node) for trial in trials) * (
-            1 if threads == "auto" else int(threads)
-        )
-        at_once = hardware.cpus // each
+    elif config.sweep.processes_at_once == "auto":
+        threads = config.launch.threads_per_process
+        processes = max(int(trial.launch.nproc_per_node) for trial in trials)
+        cores = processes * (1 if threads == "auto" else int(threads))
+        at_once = hardware.cpus // cores
     else:
-        at_once = int(asked.sweep.processes_at_once)
+        at_once = int(config.sweep.processes_at_once)
     return TrialPool(max(1, min(at_once, total or at_once)), gpus)
 
 
-def refused(config: Config) -> list[str]:
-    """Why this cannot be a trial, wherever it runs."""
+def _gpus_of(trial: Config, hardware: Hardware) -> int:
+    """How many GPUs a trial uses, if it sees all of them."""
+    processes = int(trial.launch.nproc_per_node)
+    if trial.strategy.spreads_over_gpus:
+        return max(hardware.gpus, processes)
+    return max(1, processes)
+
+
+def trial_problems(config: Config) -> list[str]:
+    """Why a config cannot be that of a trial, wherever it runs."""
     if config.launch.nnodes != 1:
         return [
             f"launch.nnodes={config.launch.nnodes}: a sweep runs on one host; leave it out, or"

@@ -1,5 +1,4 @@
-"""Trials that a sweeper may end before their time: what they have scored so far, and the sign that
-they are ended.
+"""Trials that a sweeper may end before their time: their values so far, and the mark of their end.
 
 The sweeper is hydra/sweeper=pool_optuna, in hydra_plugins/ddp_train_pool, which knows nothing of
 runs.
@@ -22,61 +21,70 @@ FILE = "pruned.json"
 """In the run directory of a trial that is to end: whoever finds it there writes the row."""
 
 
-class Reports:
-    """The objective at each evaluation of a run so far. Asked ten times a second: it reads what is
-    new."""
+class ObjectiveValues:
+    """The objective at each evaluation of a run so far.
+
+    It is read ten times a second: only what is new is parsed.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.path = run_dir / METRICS
-        self.file = 0
-        self.place = 0
-        """Which file it was, and how far it was read."""
-        self.lines: list[dict[str, Any]] = []
+        self.inode = 0
+        self.offset = 0
+        self.evaluations: list[dict[str, Any]] = []
 
     def read(self, objective: str) -> list[float]:
-        """A resumed run puts a new file in the place of the old one, without the steps that it
+        """The values, in their order."""
+        self._read_lines()
+        validates = any(line["kind"] == "validation" for line in self.evaluations)
+        split, _, metric = objective_name(objective, validates).partition(".")
+        lines = [line for line in self.evaluations if line["kind"] == split and metric in line]
+        values = [line[metric] for line in lines]
+        return [math.nan if value is None else float(value) for value in values]
+
+    def _read_lines(self) -> None:
+        """Reads new lines. A resumed run replaces the file by one without the steps that it
         computes again."""
         try:
             with self.path.open("rb") as file:
-                facts = os.fstat(file.fileno())
-                if facts.st_ino != self.file or facts.st_size < self.place:
-                    self.file = facts.st_ino
-                    self.place = 0
-                    self.lines = []
-                file.seek(self.place)
-                text = file.read()
+                status = os.fstat(file.fileno())
+                if status.st_ino != self.inode or status.st_size < self.offset:
+                    self.inode = status.st_ino
+                    self.offset = 0
+                    self.evaluations = []
+                file.seek(self.offset)
+                content = file.read()
         except OSError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]  # the last line may be half written
-        self.place += len(whole)
+            self.evaluations = []
+            self.inode = 0
+            return
+        whole = content[: content.rfind(b"\n") + 1]  # the last line may be half written
+        self.offset += len(whole)
         for line in whole.splitlines():
             with contextlib.suppress(ValueError):
                 values = json.loads(line)
-                self.lines += [values] if values.get("kind") in SPLITS else []
-        name = objective_name(objective, any(line["kind"] == "validation" for line in self.lines))
-        split, _, metric = name.partition(".")
-        values = [line[metric] for line in self.lines if line["kind"] == split and metric in line]
-        return [math.nan if value is None else float(value) for value in values]
+                if values.get("kind") in SPLITS:
+                    self.evaluations.append(values)
 
 
-def mark(run_dir: Path, evaluations: int, value: float) -> None:
-    """Before a trial is stopped. A disk that is full keeps it from no stop."""
-    told = {"evaluations": evaluations, "last_value": value if math.isfinite(value) else None}
+def mark_pruned(run_dir: Path, evaluations: int, value: float) -> None:
+    """Marks a trial that is to be stopped. A full disk does not prevent that."""
+    mark = {"evaluations": evaluations, "last_value": value if math.isfinite(value) else None}
     with contextlib.suppress(OSError):
         run_dir.mkdir(exist_ok=True)
-        write_text(run_dir / FILE, json.dumps(told))
+        write_text(run_dir / FILE, json.dumps(mark))
 
 
-def unmark(run_dir: Path) -> None:
-    """Before it goes on, or its end would be that of a pruned trial again."""
+def remove_mark(run_dir: Path) -> None:
+    """Removes the mark of a trial that is to run again, whose end it would explain."""
     with contextlib.suppress(OSError):
         (run_dir / FILE).unlink()
 
 
-def marked(run_dir: Path) -> dict[str, Any] | None:
-    """What a row says of a trial that is to end; None: it is not."""
+def pruned_outcome(run_dir: Path) -> dict[str, Any] | None:
+    """The fields of a pruned trial's row; None: the trial was not pruned."""
     try:
-        told = json.loads((run_dir / FILE).read_text())
+        mark = json.loads((run_dir / FILE).read_text())
     except (OSError, ValueError):
         return None
-    return {"status": "pruned", "exit_code": 0, **told}
+    return {"status": "pruned", "exit_code": 0, **mark}

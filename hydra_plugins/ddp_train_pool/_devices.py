@@ -1,5 +1,7 @@
-"""Devices that jobs of several sweeps, and of several users, share: a lock for each, which dies
-with its holder."""
+"""Devices that jobs of several sweeps, and of several users, share.
+
+Each device has a lock, which dies with its holder.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,7 @@ EVERYBODY = stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO | stat.S_ISVTX
 
 
 class PoolError(CompactHydraException):
-    """What is wrong with devices, locks or settings, in words for the user, which Hydra prints
-    without a traceback."""
+    """Devices, locks or settings cannot be used. Hydra prints the message without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,10 @@ class Gpu:
 
 
 def visible_gpus(visible_devices: str | None) -> list[str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES allows, by UUID where NVML knows it, so that all sweeps
-    mean the same one."""
+    """The GPUs that CUDA_VISIBLE_DEVICES allows.
+
+    They are named by UUID where NVML knows it, so that all sweeps mean the same one.
+    """
     present = present_gpus()
     if present is None:
         return _entries(visible_devices or "")
@@ -57,8 +59,10 @@ def visible_gpus(visible_devices: str | None) -> list[str]:
 
 
 def asked_gpus(devices: list[str]) -> list[str]:
-    """The devices of `hydra.launcher.devices` by UUID. A name that the driver does not know stays
-    as it is."""
+    """The devices of `hydra.launcher.devices`, by UUID. Raises PoolError.
+
+    A name that the driver does not know stays as it is.
+    """
     present = present_gpus()
     if not present:
         return list(dict.fromkeys(devices))
@@ -72,8 +76,7 @@ def asked_gpus(devices: list[str]) -> list[str]:
 
 
 def present_gpus() -> list[Gpu] | None:
-    """All GPUs of this host, in the driver's order, which is that of their places on the bus; None
-    without NVML."""
+    """All GPUs of this host, in the order of their places on the bus; None without NVML."""
     try:
         import pynvml
     except ImportError:
@@ -83,17 +86,7 @@ def present_gpus() -> list[Gpu] | None:
     except pynvml.NVMLError:
         return []
     try:
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())
-        ]
-        return [
-            Gpu(
-                str(pynvml.nvmlDeviceGetUUID(one)),
-                str(pynvml.nvmlDeviceGetName(one)),
-                _parts(pynvml, one),
-            )
-            for one in handles
-        ]
+        return [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     except pynvml.NVMLError as error:
         raise PoolError(
             f"the driver cannot list its GPUs: {error}; take a broken one out, or reset it"
@@ -102,26 +95,34 @@ def present_gpus() -> list[Gpu] | None:
         pynvml.nvmlShutdown()
 
 
+def _gpu(pynvml: Any, index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    uuid = str(pynvml.nvmlDeviceGetUUID(handle))
+    model = str(pynvml.nvmlDeviceGetName(handle))
+    return Gpu(uuid, model, _parts(pynvml, handle))
+
+
 def _parts(pynvml: Any, gpu: Any) -> tuple[str, ...]:
-    """UUIDs of its MIG devices; none where it is not divided."""
-    found: list[str] = []
+    """UUIDs of the MIG devices of a GPU; none where it is not divided."""
+    uuids: list[str] = []
     with contextlib.suppress(pynvml.NVMLError):  # not supported
         if pynvml.nvmlDeviceGetMigMode(gpu)[0]:
             for place in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
                 with contextlib.suppress(pynvml.NVMLError):  # nothing in this place
                     part = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, place)
-                    found.append(str(pynvml.nvmlDeviceGetUUID(part)))
-    return tuple(found)
+                    uuids.append(str(pynvml.nvmlDeviceGetUUID(part)))
+    return tuple(uuids)
 
 
 def named(
     visible_devices: str | None, present: list[Gpu], order: list[str] | None = None
 ) -> list[str]:
-    """Those of `present` that CUDA_VISIBLE_DEVICES names, by UUID. As CUDA does, it stops at the
-    first number that is none of a GPU, takes the beginning of a UUID for the whole, and a divided
-    GPU for its first part.
+    """Those of `present` that CUDA_VISIBLE_DEVICES names, by UUID.
 
-    order: what the numbers 0, 1, ... mean; None: the driver's order.
+    As CUDA does, it stops at the first number that no GPU has, takes the beginning of a UUID for
+    the whole, and a divided GPU for its first part.
+
+    order: the devices that the numbers 0, 1, ... stand for; None: the driver's order.
     """
     all_names = [name for gpu in present for name in gpu.names]
     if visible_devices is None:
@@ -142,7 +143,7 @@ def named(
 
 
 def _order_of_numbers(names: str | None, present: list[Gpu]) -> list[str]:
-    """What the numbers 0, 1, ... mean to CUDA, by UUID.
+    """The devices that the numbers 0, 1, ... stand for in CUDA, by UUID. Raises PoolError.
 
     CUDA_DEVICE_ORDER=PCI_BUS_ID is the driver's order. CUDA's default puts faster GPUs first, by a
     rule that nobody has written down: where GPUs differ, or are divided, CUDA itself is asked.
@@ -152,13 +153,13 @@ def _order_of_numbers(names: str | None, present: list[Gpu]) -> list[str]:
     alike = len({gpu.model for gpu in present}) <= 1 and not any(gpu.parts for gpu in present)
     if not by_number or alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
         return driver
-    found = cuda_order()
-    if not found:
+    order = cuda_order()
+    if not order:
         raise PoolError(
             "this host has GPUs of several kinds, so that their numbers depend on CUDA, which did"
             " not answer; set CUDA_DEVICE_ORDER=PCI_BUS_ID, or use UUIDs: nvidia-smi -L"
         )
-    return found
+    return order
 
 
 ASK_CUDA = """
@@ -178,20 +179,25 @@ for number in range(count.value):
 
 
 def cuda_order() -> list[str]:
-    """All GPUs in CUDA's order, by UUID; empty if it cannot be asked. In a process of its own:
-    after cuInit no child of this one could use CUDA."""
+    """All GPUs in CUDA's order, by UUID; empty if CUDA cannot be asked.
+
+    Another process asks: after cuInit no child of this one could use CUDA.
+    """
     env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
-        asked = subprocess.run(
+        answer = subprocess.run(
             [sys.executable, "-c", ASK_CUDA], env=env, capture_output=True, text=True, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return asked.stdout.split() if asked.returncode == 0 else []
+    if answer.returncode != 0:
+        return []
+    return answer.stdout.split()
 
 
 def _entries(visible_devices: str) -> list[str]:
-    return [entry for entry in (entry.strip() for entry in visible_devices.split(",")) if entry]
+    entries = [entry.strip() for entry in visible_devices.split(",")]
+    return [entry for entry in entries if entry]
 
 
 def default_folder() -> Path:
@@ -220,26 +226,29 @@ class Locks:
             )
         except OSError as error:
             raise PoolError(self._unusable(error.strerror or str(error))) from None
-        facts = os.fstat(self.descriptor)
-        others_write = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if others_write and not facts.st_mode & stat.S_ISVTX:
+        mode = os.fstat(self.descriptor).st_mode
+        others_may_write = mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if others_may_write and not mode & stat.S_ISVTX:
             self.close()
             raise PoolError(
                 self._unusable("others may remove files in it; it needs the sticky bit (chmod +t)")
             )
 
     def _make_folder(self) -> None:
-        """With the permissions of all from its first moment on. Whoever is first makes it; none can
-        replace another's, as rename(2) would do with a folder that is empty still."""
+        """Makes the folder, open to all from its first moment.
+
+        The first sweep makes it, and none replaces that of another, as rename(2) would do while the
+        folder is empty.
+        """
         if os.path.lexists(self.folder):
             return
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            before = os.umask(0)
+            mask = os.umask(0)
             try:
                 self.folder.mkdir(EVERYBODY)
             finally:
-                os.umask(before)
+                os.umask(mask)
         except FileExistsError:  # another sweep was faster
             return
         except OSError as error:
@@ -252,8 +261,10 @@ class Locks:
         )
 
     def take(self, device: str) -> int | None:
-        """A descriptor that holds the lock until it is closed by all who inherited it; None if
-        somebody else has it."""
+        """A descriptor that holds the lock until all processes that inherited it have closed it.
+
+        None if another process has it.
+        """
         name = re.sub(r"[^\w.-]", "_", device) + ".lock"
         descriptor = self._open(name)
         try:
@@ -262,10 +273,8 @@ class Locks:
             os.close(descriptor)
             return None
         with contextlib.suppress(FileNotFoundError):
-            if (
-                os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_ino
-                == os.fstat(descriptor).st_ino
-            ):
+            present = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+            if present.st_ino == os.fstat(descriptor).st_ino:
                 return descriptor
         os.close(descriptor)  # the file was removed meanwhile: a lock on it says nothing
         return None
@@ -295,13 +304,29 @@ class Locks:
         os.close(self.descriptor)
 
 
+@dataclass
+class Grant:
+    """Devices that a job may use, with the descriptors that hold their locks."""
+
+    names: list[str]
+    locks: list[int]
+
+    def release(self) -> None:
+        """Gives the devices back, unless a process that was forked holds the locks too."""
+        while self.locks:
+            os.close(self.locks.pop())
+
+
 class Devices:
-    """What jobs are given: devices under locks that all sweeps share, or without devices slots of
-    this sweep alone."""
+    """The devices of a sweep, under locks that all sweeps share; without any, a number of slots."""
 
     def __init__(self, names: list[str], per_job: int, slots: int, folder: Path | None) -> None:
-        """names: the devices; none: `slots` jobs at a time. folder: of the locks; None: the one
-        that all share."""
+        """Opens the folder of locks. Raises PoolError.
+
+        names: the devices.
+        per_job: devices of each job; 0: none, and `slots` jobs run at a time.
+        folder: of the locks; None: the one that all share.
+        """
         if len(names) < per_job:
             raise PoolError(
                 f"hydra.launcher.gpus_per_trial={per_job}: there are {len(names)} devices; use at"
@@ -312,26 +337,25 @@ class Devices:
         self.at_once = len(names) // per_job if per_job else slots
         self.locks = Locks(folder or default_folder()) if per_job else None
 
-    @contextlib.contextmanager
-    def offered(self, taken: set[str]) -> Iterator[tuple[list[str], list[int]] | None]:
-        """As many free devices as a job needs, with their locks; None while there are not enough.
+    def take(self, in_use: set[str]) -> Grant | None:
+        """As many free devices as a job needs; None while there are not enough.
 
-        taken: those that jobs of this sweep have. Locks that are left in the list at the end are
-        let go of.
+        in_use: those that jobs of this sweep have.
         """
-        found: list[str] = []
-        held: list[int] = []
-        try:
-            for name in self.names:
-                if not self.locks or len(found) == self.per_job or name in taken:
-                    continue
-                if (lock := self.locks.take(name)) is not None:
-                    found.append(name)
-                    held.append(lock)
-            yield (found, held) if len(found) == self.per_job else None
-        finally:
-            for lock in held:
-                os.close(lock)
+        grant = Grant([], [])
+        if self.locks is None:
+            return grant
+        for name in self.names:
+            if len(grant.names) == self.per_job:
+                break
+            lock = None if name in in_use else self.locks.take(name)
+            if lock is not None:
+                grant.names.append(name)
+                grant.locks.append(lock)
+        if len(grant.names) < self.per_job:
+            grant.release()
+            return None
+        return grant
 
     def close(self) -> None:
         if self.locks:

@@ -1,5 +1,7 @@
-"""One job of a sweep in a process of its own: forked, so that neither the application nor its
-config is pickled."""
+"""One job of a sweep in a process of its own.
+
+The process is forked, so that neither the application nor its config is pickled.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ from typing import IO, Any, NoReturn
 
 from hydra.core.utils import JobReturn, JobStatus
 
+from hydra_plugins.ddp_train_pool._devices import Grant
+
 # linux/prctl.h
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -26,16 +30,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Pruned(float):
-    """What a job returns that was ended because others were better by then: the last value of its
-    objective."""
+    """The last value of the objective of a job that was ended because others were better."""
 
 
 class SweepEnd(SystemExit):
-    """What a job returns with which the whole sweep is to end."""
+    """The return value of a job with which the whole sweep is to end."""
 
 
 class JobFailedError(RuntimeError):
-    """A job that left no result: it was killed, or has exited by itself."""
+    """A job left no result: it was killed, or has exited by itself."""
 
 
 @dataclass
@@ -43,125 +46,117 @@ class Job:
     """A job that runs, seen from the process that started it."""
 
     number: int
+    overrides: list[str]
     pid: int
-    devices: list[str]
+    grant: Grant
+    """Its devices. Its forked processes hold their locks too, those that it starts by exec do
+    not."""
     result: IO[bytes]
     """The file into which it writes what Hydra gets."""
     started: float = field(default_factory=time.monotonic)
     exit_code: int | None = None
     """Negative for a signal; None while it runs."""
-    locks: list[int] = field(default_factory=list)
-    """Of its devices. Its forked processes have them too, but those that it starts by exec do
-    not."""
 
     def poll(self) -> bool:
-        """Whether it has ended."""
+        """Whether the job has ended. What it left in its process group is killed."""
         if self.exit_code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.exit_code = os.waitstatus_to_exitcode(status)
-                with contextlib.suppress(OSError):  # what it left in its process group
+                with contextlib.suppress(OSError):
                     os.killpg(self.pid, signal.SIGKILL)
         return self.exit_code is not None
 
     def send(self, number: int) -> None:
+        """Sends a signal, if the job still runs."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def free_devices(self) -> None:
-        """Once all its processes have ended."""
-        while self.locks:
-            os.close(self.locks.pop())
-
-    def returned(self, overrides: list[str]) -> JobReturn:
-        """What Hydra gets, once it has ended. overrides: of a job that could not tell them."""
+    def returned(self) -> JobReturn:
+        """What Hydra gets, once the job has ended."""
         self.result.seek(0)
         try:
             return pickle.load(self.result)
-        except Exception:  # noqa: BLE001  nothing, or half of it: the process was killed
+        # nothing, or half of it: the process was killed
+        except Exception:  # noqa: BLE001
             code = self.exit_code or 0
             if code < 0:
-                how = f"was killed by {signal.Signals(-code).name}"
+                end = f"was killed by {signal.Signals(-code).name}"
             else:
-                how = f"exited with code {code}"
-            return failed(JobFailedError(f"job {self.number} {how}, without a result"), overrides)
+                end = f"exited with code {code}"
+            error = JobFailedError(f"job {self.number} {end}, without a result")
+            return failed(error, self.overrides)
         finally:
             self.result.close()
 
 
 def start(
     number: int,
-    devices: list[str],
+    overrides: list[str],
+    grant: Grant,
     run: Callable[[], JobReturn],
     output: Path | None,
-    locks_of_others: list[int],
+    foreign_locks: list[int],
 ) -> Job:
-    """Forks a process that runs a job with CUDA_VISIBLE_DEVICES=devices (none: as it is). output:
-    where all that it prints goes. locks_of_others: of the devices of other jobs, which this one
-    must not hold."""
-    # a disk may be full
+    """Forks a process that runs a job, with its devices as CUDA_VISIBLE_DEVICES.
+
+    grant: the devices; without any, CUDA_VISIBLE_DEVICES stays as it is.
+    output: the file for all that the job prints; None: the terminal.
+    foreign_locks: of the devices of other jobs, which this one must not hold.
+
+    Raises OSError without memory or processes.
+    """
     parent = os.getpid()
-    result = os.fdopen(os.memfd_create("result"), "w+b")
+    result = os.fdopen(os.memfd_create("result"), "w+b")  # in memory: a disk may be full
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    before = signal.pthread_sigmask(
-        signal.SIG_BLOCK, SIGNALS
-    )  # one that comes now is for this process's handlers
+    # a signal that comes now is for the handlers of this process
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         pid = os.fork()
         if not pid:
-            for lock in locks_of_others:
+            for lock in foreign_locks:
                 os.close(lock)
-            _run(parent, devices, run, output, result)
+            _run_to_exit(parent, grant.names, run, output, result)
     except OSError:
         result.close()
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return Job(number, pid, devices, result)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return Job(number, overrides, pid, grant, result)
 
 
-def _run(
+def _run_to_exit(
     parent: int,
     devices: list[str],
     run: Callable[[], JobReturn],
     output: Path | None,
     result: IO[bytes],
 ) -> NoReturn:
-    """The new process, to its end."""
+    """Does a job in the new process, which ends here."""
     code = 1
     try:
-        os.setsid()  # a Ctrl-C reaches the sweep alone, which decides
-        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)  # whose parent is alive is nobody's orphan: see `adopted`
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(
-                    number,
-                    signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL,
-                )
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        if os.getppid() != parent:  # it died before the request above
-            os._exit(1)
+        _detach(parent)
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         if output:
             _redirect(output)
         _reseed()
         returned = run()
-        if _is_of_interrupt(returned._return_value):
+        if _came_of_interrupt(returned._return_value):
             raise KeyboardInterrupt
-        code = _tell(returned, result)
-    except BaseException as error:  # noqa: BLE001  as at the end of any program
-        error = KeyboardInterrupt() if _is_of_interrupt(error) else error
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        elif isinstance(error, KeyboardInterrupt):
+        code = _write_result(returned, result)
+    # as at the end of any program
+    except BaseException as error:  # noqa: BLE001
+        if _came_of_interrupt(error):
+            error = KeyboardInterrupt()
             code = -signal.SIGINT
+        elif isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
         else:
             traceback.print_exc()
         with contextlib.suppress(Exception):
-            _tell(failed(error), result)
+            _write_result(failed(error), result)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -172,9 +167,26 @@ def _run(
         os._exit(code)
 
 
-def _is_of_interrupt(error: Any) -> bool:
-    """Whether it came of Ctrl-C: what that leaves half done, in OmegaConf for one, may raise
-    another error."""
+def _detach(parent: int) -> None:
+    """Makes this process the leader of a session that dies with its parent."""
+    os.setsid()  # a Ctrl-C reaches the sweep alone, which decides
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a job stay with it: see `end_adopted`
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    if os.getppid() != parent:  # it died before the request above
+        os._exit(1)
+
+
+def _came_of_interrupt(error: Any) -> bool:
+    """Whether Ctrl-C caused an error.
+
+    What it leaves half done, in OmegaConf for one, may raise another error.
+    """
     while isinstance(error, BaseException) and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     return isinstance(error, KeyboardInterrupt)
@@ -187,29 +199,28 @@ def failed(error: BaseException, overrides: list[str] | None = None) -> JobRetur
     return returned
 
 
-def _tell(returned: JobReturn, result: IO[bytes]) -> int:
-    """Writes what Hydra gets. Returns the exit code: a failure's is 1."""
+def _write_result(returned: JobReturn, result: IO[bytes]) -> int:
+    """Writes what Hydra gets. Returns the exit code: that of a failure is 1."""
     try:
-        text = pickle.dumps(returned)
-        pickle.loads(text)  # an exception may be written that cannot be read
-    except Exception as error:  # noqa: BLE001  whatever a job returns, or raises
+        content = pickle.dumps(returned)
+        pickle.loads(content)  # some exceptions can be written and not be read
+    # whatever a job returns, or raises
+    except Exception as error:  # noqa: BLE001
         value = returned._return_value
         if returned.status == JobStatus.FAILED:
-            returned._return_value = JobFailedError(
-                "".join(traceback.format_exception_only(value)).strip()
-            )
+            problem = "".join(traceback.format_exception_only(value)).strip()
         else:
             returned.status = JobStatus.FAILED
-            returned._return_value = JobFailedError(
-                f"what the job returned cannot be pickled: {error}"
-            )
-        text = pickle.dumps(returned)
-    result.write(text)
+            problem = f"what the job returned cannot be pickled: {error}"
+        returned._return_value = JobFailedError(problem)
+        content = pickle.dumps(returned)
+    result.write(content)
     result.flush()
     return int(returned.status != JobStatus.COMPLETED)
 
 
 def _redirect(output: Path) -> None:
+    """Appends standard output and error of this process to a file."""
     output.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     for number in (1, 2):
@@ -218,8 +229,10 @@ def _redirect(output: Path) -> None:
 
 
 def _reseed() -> None:
-    """As in a new interpreter: forked jobs would draw the same numbers. Python itself reseeds
-    `random`."""
+    """Seeds libraries as a new interpreter does: forked jobs would draw the same numbers.
+
+    Python itself reseeds `random`.
+    """
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -227,7 +240,7 @@ def _reseed() -> None:
         sys.modules["torch"].default_generator.seed()
 
 
-def cannot_fork() -> str:
+def obstacle_to_fork() -> str:
     """Why jobs cannot be forked from this process; empty if they can."""
     torch: Any = sys.modules.get("torch")
     if torch and torch.cuda.is_initialized():
@@ -235,19 +248,22 @@ def cannot_fork() -> str:
             "CUDA is initialized in this process, which no fork survives; use the GPU inside of the"
             " job alone"
         )
-    if sys.platform == "linux":
-        return ""
-    return "hydra/launcher=pool needs Linux"
+    if sys.platform != "linux":
+        return "hydra/launcher=pool needs Linux"
+    return ""
 
 
-def adopt(yes: bool) -> None:
-    """Whether orphans of jobs become children of this process."""
-    _prctl(PR_SET_CHILD_SUBREAPER, int(yes))
+def adopt(orphans: bool) -> None:
+    """Makes orphans of jobs children of this process, or no longer."""
+    _prctl(PR_SET_CHILD_SUBREAPER, int(orphans))
 
 
 def end_adopted(keep: set[int]) -> None:
-    """Kills all children of this process but `keep`, and waits for their end. Each job adopts its
-    own orphans, so these are of dead jobs; children of theirs come here as they end."""
+    """Kills all children of this process but `keep`, and waits for their end.
+
+    Each job adopts its own orphans, so these are of dead jobs; children of theirs come here as they
+    end.
+    """
     while left := children() - keep:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -257,13 +273,15 @@ def end_adopted(keep: set[int]) -> None:
 
 def children() -> set[int]:
     """Process ids of the children of this process."""
-    text = Path(f"/proc/self/task/{os.getpid()}/children")
-    if text.exists():
-        return {int(pid) for pid in text.read_text().split()}
+    listing = Path(f"/proc/self/task/{os.getpid()}/children")
+    if listing.exists():
+        return {int(pid) for pid in listing.read_text().split()}
     found = set()  # a kernel without CONFIG_PROC_CHILDREN
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parent = int(fields[1])
+            if parent == os.getpid():
                 found.add(int(folder.name))
     return found
 

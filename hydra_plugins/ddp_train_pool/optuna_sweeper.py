@@ -1,5 +1,5 @@
-"""`hydra/sweeper=pool_optuna`: Optuna draws a job whenever a device is free, and is told of each as
-it ends."""
+"""`hydra/sweeper=pool_optuna`: Optuna draws a job whenever a device is free, and learns each result
+as it comes."""
 
 # No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where
 # dataclasses look.
@@ -47,6 +47,8 @@ classes."""
 
 @dataclass
 class PoolOptunaConf:
+    """`hydra.sweeper`."""
+
     defaults: list[Any] = field(default_factory=lambda: [{"sampler": "tpe"}, {"pruner": "none"}])
     _target_: str = "hydra_plugins.ddp_train_pool.optuna_sweeper.PoolOptunaSweeper"
     sampler: Any = MISSING
@@ -54,14 +56,14 @@ class PoolOptunaConf:
     direction: str = "minimize"
     """minimize or maximize."""
     n_trials: int = 20
-    """Of the whole study, those of earlier starts too."""
+    """Trials of the whole study, those of earlier starts included."""
     n_jobs: int | None = None
     """The most at a time; None: as many as there are devices for."""
     storage: str | None = None
     """A file for Optuna's journal; None: optuna.log in the directory of the sweep."""
     study_name: str | None = None
     params: dict[str, Any] | None = field(default_factory=dict)
-    """What is drawn, as on the command line: `x: interval(0, 1)`."""
+    """Keys that are drawn, as on the command line: `x: interval(0, 1)`."""
 
 
 _store = ConfigStore.instance()
@@ -77,12 +79,9 @@ for _name, _arguments in PRUNERS.items():
 
 
 class PoolOptunaSweeper(Sweeper):
-    """Asks Optuna for one job at a time, and tells it of each.
+    """Asks Optuna for one job at a time, and reports the result of each.
 
-    The object whose method the application's function is may have, beside what `PoolLauncher`
-    calls: `reports(number)`: the values of the objective while a job runs, in their order;
-    `prune(number, count, value)`: it will be stopped after so many of them, the last of which is
-    `value`; `compared(words)`: those of the fixed words that tell one study from another.
+    A pruner gets the values that the application's `SweepListener` reports.
     """
 
     def __init__(
@@ -115,10 +114,12 @@ class PoolOptunaSweeper(Sweeper):
         )
 
     def checked(self, arguments: list[str], parser: OverridesParser) -> list[Override]:
-        """All words, those of `params` too. Raises PoolError, before anything is written or
-        runs."""
+        """All overrides, those of `params` included. Nothing is written and nothing runs.
+
+        Raises PoolError for what Optuna cannot do.
+        """
         try:
-            from hydra_plugins.ddp_train_pool._optuna import try_out
+            from hydra_plugins.ddp_train_pool._study import try_out
         except ImportError as error:
             raise PoolError(f"hydra/sweeper=pool_optuna: {error}; pip install optuna") from None
         if self.direction not in ("minimize", "maximize"):
@@ -133,13 +134,12 @@ class PoolOptunaSweeper(Sweeper):
                 f"hydra.sweeper.storage={self.storage}: must be a file, Optuna's journal; name a"
                 " path"
             )
-        self.sampler, self.pruner = _plain("sampler", self.sampler), _plain("pruner", self.pruner)
-        params = _plain("params", self.params)
-        words = parser.parse_overrides(
-            [*(f"{key}={value}" for key, value in _flat(params)), *arguments]
-        )
-        try_out(words, self.sampler, self.pruner)
-        return words
+        self.sampler = _option("sampler", self.sampler)
+        self.pruner = _option("pruner", self.pruner)
+        params = [f"{key}={value}" for key, value in _flat(_option("params", self.params))]
+        overrides = parser.parse_overrides([*params, *arguments])
+        try_out(overrides, self.sampler, self.pruner)
+        return overrides
 
     def sweep(self, arguments: list[str]) -> None:
         if not isinstance(self.launcher, PoolLauncher):
@@ -147,32 +147,32 @@ class PoolOptunaSweeper(Sweeper):
                 "hydra/sweeper=pool_optuna: add hydra/launcher=pool, which alone says when a job"
                 " has ended"
             )
-        with self.launcher.refusing():
+        with self.launcher.reporting_problems():
             self._sweep(arguments, self.launcher)
 
     def _sweep(self, arguments: list[str], launcher: PoolLauncher) -> None:
         assert self.hydra_context is not None and self.config is not None  # since `setup`
-        words = self.checked(
-            arguments, OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        )
-        from hydra_plugins.ddp_train_pool._optuna import Draws, open_study
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        overrides = self.checked(arguments, parser)
+        from hydra_plugins.ddp_train_pool._study import StudyJobs, open_study
 
         folder = Path(str(self.config.hydra.sweep.dir))
         folder.mkdir(parents=True, exist_ok=True)
         path = Path(self.storage).expanduser() if self.storage else folder / JOURNAL
         study = open_study(path, self.study_name or "sweep", self.direction, self.pruner)
-        draws = Draws(study, words, self.sampler, self.n_trials, self.n_jobs, launcher)
+        jobs = StudyJobs(study, overrides, self.sampler, self.n_trials, self.n_jobs, launcher)
         OmegaConf.save(self.config, folder / "multirun.yaml")
         try:
-            launcher.launch_from(draws, self.n_trials)
+            launcher.launch_from(jobs, self.n_trials)
         finally:
-            if best := draws.best():
+            best = jobs.best()
+            if best:
                 result = {"name": "optuna", "best_params": best.params, "best_value": best.value}
                 OmegaConf.save(OmegaConf.create(result), folder / RESULT)
 
 
-def _plain(kind: str, node: Any) -> dict[str, Any]:
-    """The option of a group. Raises PoolError."""
+def _option(kind: str, node: Any) -> dict[str, Any]:
+    """The content of `hydra.sweeper.KIND`. Raises PoolError."""
     if isinstance(node, str):
         raise PoolError(
             f"hydra.sweeper.{kind}={node}: is an option of a group; use hydra/sweeper/{kind}={node}"
@@ -182,10 +182,10 @@ def _plain(kind: str, node: Any) -> dict[str, Any]:
     return dict(node or {})
 
 
-def _flat(params: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """`{a: {b: 1}}` and `{a.b: 1}` are the same."""
+def _flat(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values: `{a: {b: 1}}` and `{a.b: 1}` are the same."""
     for key, value in params.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield before + str(key), value
+            yield prefix + str(key), value

@@ -33,7 +33,8 @@ from hypothesis import strategies as st
 from ddp_train import __version__
 from ddp_train.assembly.setup import build_plan, warmup_steps
 from ddp_train.checkpoints.layout import digest_of
-from ddp_train.commands.flags import _meant, usage, wrapped
+from ddp_train.commands.flags import suggestion_for
+from ddp_train.commands.help import usage, wrapped
 from ddp_train.config import external_checks
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
@@ -52,8 +53,11 @@ from ddp_train.options.schema import SECTIONS, Config, schema_of
 from ddp_train.parallel.ddp.config import DdpConfig
 from ddp_train.parallel.ordered.config import OrderedConfig
 from ddp_train.runs.plan_report import _optimizer
-from ddp_train.sweeps.rows import Writer, outcome
-from ddp_train.sweeps.trials import Trials
+from ddp_train.sweeps.outcomes import completed_outcome
+from ddp_train.sweeps.plan import SweepPlan, plan_sweep
+from ddp_train.sweeps.runner import TrialRunner
+from ddp_train.sweeps.sweep import finish
+from ddp_train.sweeps.table import SweepTable
 from ddp_train.telemetry.pages import page
 from ddp_train.text import shown
 from tests.support.commands import PROGRAM, run
@@ -2025,9 +2029,9 @@ def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_typed_as_a_flag_is_recognised(flag: str, meant: str) -> None:
-    assert (f"; did you mean {meant}?" if meant else "no such flag") in "no such flag" + _meant(
-        flag
-    )
+    assert (
+        f"; did you mean {meant}?" if meant else "no such flag"
+    ) in "no such flag" + suggestion_for(flag)
 
 
 @pytest.mark.slow
@@ -2061,15 +2065,10 @@ def test_completion_installs_itself() -> None:
 @pytest.mark.slow
 def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
     """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
-    trials = Trials(PROGRAM, None)
-    trials.check(
-        ["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100", "seed=1,2,3"], True
-    )
-    assert trials.total == 6
+    argv = ["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100", "seed=1,2,3"]
+    assert plan_sweep(PROGRAM, argv).total == 6
     with pytest.raises(ConfigError) as caught:
-        Trials(PROGRAM, None).check(
-            ["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"], True
-        )
+        plan_sweep(PROGRAM, ["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"])
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
         "train.global_batch_size=96"
     ]
@@ -2083,19 +2082,21 @@ def test_own_arguments_can_be_swept() -> None:
         "model.in_features=64",
         "model.out_features=10,12",
     ]
-    trials = Trials(PROGRAM, None)
-    assert "++model.out_features=10,12" in trials.check(words, True)
-    assert trials.total == 2
+    plan = plan_sweep(PROGRAM, words)
+    assert "++model.out_features=10,12" in plan.hydra_arguments and plan.total == 2
 
 
 def test_a_trial_without_its_objective_keeps_its_row(tmp_path: Path) -> None:
     """A regression on data of one's own has no accuracy, which is not known before it ran."""
     test = {"loss": 0.5, "accuracy": None, "correct": None, "samples": 3}
     (tmp_path / "summary.json").write_text(json.dumps({"test": test, "seconds": 1.0}))
-    row = outcome(Config(run_dir=str(tmp_path), objective="test.accuracy"))
+    row = completed_outcome(Config(run_dir=str(tmp_path), objective="test.accuracy"))
     assert (row["status"], row["objective"], row["loss"]) == ("completed", None, 0.5)
     assert (
-        outcome(Config(run_dir=str(tmp_path), objective="samples_per_second"))["objective"] is None
+        completed_outcome(Config(run_dir=str(tmp_path), objective="samples_per_second"))[
+            "objective"
+        ]
+        is None
     )
 
 
@@ -2171,7 +2172,7 @@ def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPa
         ConfigError,
         match=r"needs the package hydra-submitit-launcher; pip install -e '\.\[slurm\]'",
     ):
-        Trials(PROGRAM, None).check(["-m", "hydra/launcher=slurm", "seed=1,2"], True)
+        plan_sweep(PROGRAM, ["-m", "hydra/launcher=slurm", "seed=1,2"])
 
 
 def test_a_report_that_fails_does_not_hide_the_results(
@@ -2181,21 +2182,12 @@ def test_a_report_that_fails_does_not_hide_the_results(
         raise OSError("no room for plots")
 
     monkeypatch.setattr(page, "write", failing)
-    trials = Trials(PROGRAM, None)
-    trials.sweep_dir = tmp_path
-    trials.writer = Writer(tmp_path)
-    trials.rows = [
-        {
-            "trial": 0,
-            "overrides": [],
-            "status": "failed",
-            "exit_code": 3,
-            "kind": "crash",
-            "reason": "bad",
-        }
-    ]
-    assert trials.finish() == 3
-    trials.page.write_last(trials)
+    runner = TrialRunner(PROGRAM, SweepTable(SweepPlan(tmp_path)), None)
+    row = {"trial": 0, "overrides": [], "status": "failed", "exit_code": 3}
+    runner.table.rows = [row | {"kind": "crash", "reason": "bad"}]
+    finish(runner)
+    assert runner.table.exit_code() == 3
+    runner.page.write_last()
     told = capsys.readouterr()
     assert (
         f"results {tmp_path}/results.jsonl" in told.out

@@ -79,10 +79,10 @@ from ddp_train.runs import worker
 from ddp_train.runs.display_facts import advice, text_writer
 from ddp_train.runs.plan_report import tuning_rows
 from ddp_train.runs.training_run import Run
-from ddp_train.sweeps import pool as trial_pool
-from ddp_train.sweeps import rows as sweep_rows
 from ddp_train.sweeps.baseline import Baseline
-from ddp_train.sweeps.trial_numbers import Numbers
+from ddp_train.sweeps.outcomes import completed_outcome
+from ddp_train.sweeps.pool import pool_of
+from ddp_train.sweeps.trial_numbers import TrialNumbers
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.trackers import tracking
 from tests.support.commands import PROGRAM
@@ -785,7 +785,7 @@ def objective(case: Case) -> Any:
     run_dir = Path(str(case.config.run_dir))
     run_dir.mkdir(parents=True)
     (run_dir / "summary.json").write_text(json.dumps(numbers))
-    return sweep_rows.outcome(case.config)["objective"]
+    return completed_outcome(case.config)["objective"]
 
 
 def asked_checkpoint(case: Case) -> Any:
@@ -940,7 +940,7 @@ def process_group(case: Case) -> Any:
 
 def trials_at_once(case: Case) -> Any:
     """How many of eight trials run at a time on a host, and with how many GPUs each."""
-    return dataclasses.astuple(trial_pool.pool_of(case.asked, [case.config], 8, case.machine))
+    return dataclasses.astuple(pool_of(case.asked, [case.config], 8, case.machine))
 
 
 def runs_of_a_sweep(case: Case) -> Any:
@@ -954,7 +954,7 @@ def runs_of_a_sweep(case: Case) -> Any:
     }
     with tempfile.TemporaryDirectory() as folder:
         return Baseline(case.asked.sweep.baseline).choose(
-            [row], [row], Numbers(Path(folder), 1, "now")
+            [row], [row], TrialNumbers(Path(folder), 1, "now")
         )
 
 

@@ -38,9 +38,10 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config
-from ddp_train.sweeps import sweep_overrides as sweep_words
-from ddp_train.sweeps.rows import outcome
-from ddp_train.sweeps.trials import Trials
+from ddp_train.sweeps import sweeper
+from ddp_train.sweeps.outcomes import completed_outcome
+from ddp_train.sweeps.plan import plan_sweep
+from ddp_train.sweeps.table import SweepTable
 from ddp_train.tasks.choose import TASKS
 from tests.support.commands import ONE, PROGRAM, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.support.commands import metrics as lines_of
@@ -415,10 +416,11 @@ def test_keys_without_effect_are_said_so() -> None:
 # --- sweeps ---------------------------------------------------------------------------------------
 
 
-def hydra_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[str]:
+def hydra_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, ...]:
     """The command line that Hydra gets for a sweep by Optuna."""
-    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: True)
-    return Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2", *words], True)
+    monkeypatch.setattr(sweeper, "has_plugin", lambda _: True)
+    plan = plan_sweep(PROGRAM, ["-m", "hydra/sweeper=optuna", "seed=1,2", *words])
+    return plan.hydra_arguments
 
 
 @pytest.mark.slow
@@ -459,12 +461,10 @@ def test_where_only_the_task_knows_the_direction_the_user_must_say_it(
         match=r"add hydra\.sweeper\.direction=maximize or hydra\.sweeper\.direction=minim",
     ):
         hydra_words(monkeypatch, *words)
-    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: True)
-    trials = Trials(PROGRAM, None)
-    trials.check(
-        ["-m", "hydra/sweeper=optuna", "seed=1,2", *words, "hydra.sweeper.direction=minimize"], True
-    )
-    contradiction = trials._learn({"objective_name": "test.dice", "better": "max"})
+    monkeypatch.setattr(sweeper, "has_plugin", lambda _: True)
+    given = ["-m", "hydra/sweeper=optuna", "seed=1,2", *words, "hydra.sweeper.direction=minimize"]
+    table = SweepTable(plan_sweep(PROGRAM, given))
+    contradiction = table.learn({"objective_name": "test.dice", "better": "max"})
     assert "better the higher it is with this task; use hydra.sweeper.direction=maximize" in str(
         contradiction
     )
@@ -472,12 +472,12 @@ def test_where_only_the_task_knows_the_direction_the_user_must_say_it(
 
 @pytest.mark.slow
 def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_words, "has_plugin", lambda _: False)
+    monkeypatch.setattr(sweeper, "has_plugin", lambda _: False)
     with pytest.raises(
         ConfigError,
         match=r"needs the package hydra-optuna-sweeper; .* use hydra/sweeper=pool_optuna",
     ):
-        Trials(PROGRAM, None).check(["-m", "hydra/sweeper=optuna", "seed=1,2"], True)
+        plan_sweep(PROGRAM, ["-m", "hydra/sweeper=optuna", "seed=1,2"])
 
 
 def test_the_objective_is_read_with_its_direction(tmp_path: Path) -> None:
@@ -490,7 +490,7 @@ def test_the_objective_is_read_with_its_direction(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
 
     def row(objective: str) -> tuple[Any, ...]:
-        found = outcome(Config(run_dir=str(tmp_path), objective=objective))
+        found = completed_outcome(Config(run_dir=str(tmp_path), objective=objective))
         return found["objective_name"], found["objective"], found["better"]
 
     assert row("auto") == ("validation.loss", 2.0, "min") and row("test.dice") == (

@@ -20,10 +20,11 @@ ROOMS = [
     *("errors", "text", "linux", "tensor_tree"),
     *("distributed", "hardware", "options", OPTION_CLASSES),
     *("checkpoints.layout", "resilience", "telemetry", "config", "launcher"),
-    *("sweeps", "commands"),
+    "sweeps",
     "kernels",
     *("data", "models", "tasks", "optim", "parallel", "performance"),
     *("engine", "checkpoints", "recovery", "assembly", "inference", "runs"),
+    "commands",
     *("sessions", "testing", "__main__"),
 ]
 """Whatever lies directly in ddp_train/, from the ground up: a room imports only rooms before it.

@@ -17,17 +17,22 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 
-from ddp_train.commands import flags as cli
+from ddp_train.commands.flags import run_with_flags
 from ddp_train.errors import ConfigError
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import SweepConfig
-from ddp_train.sweeps import pruning as sweep_pruning
-from ddp_train.sweeps import rows as sweep_rows
-from ddp_train.sweeps import trials as sweep
+from ddp_train.sweeps import pruning
 from ddp_train.sweeps.baseline import Baseline
-from ddp_train.sweeps.trial_numbers import Numbers
-from hydra_plugins.ddp_train_pool._devices import PoolError
-from hydra_plugins.ddp_train_pool._jobs import Pruned
+from ddp_train.sweeps.outcomes import value_of
+from ddp_train.sweeps.overrides import identifying
+from ddp_train.sweeps.plan import SweepPlan, plan_sweep
+from ddp_train.sweeps.pool_listener import PoolListener
+from ddp_train.sweeps.results import append_row, ended_row, read_rows, rows_of_sweep
+from ddp_train.sweeps.runner import TrialRunner
+from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.trial_numbers import TrialNumbers
+from hydra_plugins.ddp_train_pool import PoolError, Pruned, SweepListener
+from hydra_plugins.ddp_train_pool._signals import StopSignals
 from tests.support.commands import (
     ONE,
     PROGRAM,
@@ -41,10 +46,10 @@ from tests.support.commands import (
 
 optuna = pytest.importorskip("optuna", reason="needs the extra optuna")
 
-from hydra_plugins.ddp_train_pool._optuna import (  # noqa: E402
-    Draws,
-    Journal,
-    distribution,
+from hydra_plugins.ddp_train_pool._journal import Journal  # noqa: E402
+from hydra_plugins.ddp_train_pool._study import (  # noqa: E402
+    StudyJobs,
+    distribution_of,
     open_study,
 )
 
@@ -64,7 +69,7 @@ def with_path(folder: Path) -> dict[str, str]:
 
 def test_words_are_read_as_users_of_hydras_own_optuna_sweeper_know_them() -> None:
     def of(word: str) -> Any:
-        return distribution(OverridesParser.create().parse_override(word))
+        return distribution_of(OverridesParser.create().parse_override(word))
 
     d = optuna.distributions
     assert of("x=interval(0,1.5)") == d.FloatDistribution(0, 1.5)
@@ -80,34 +85,40 @@ def test_words_are_read_as_users_of_hydras_own_optuna_sweeper_know_them() -> Non
         of("x=tag(log,interval(0,1))")
 
 
+class Listener(SweepListener):
+    """An application that reports given values, and notes what is pruned."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, list[float]] = {}
+        self.pruned: list[tuple[int, int, float]] = []
+
+    def values_so_far(self, number: int) -> list[float]:
+        return self.values.get(number, [])
+
+    def job_pruned(self, number: int, count: int, value: float) -> None:
+        self.pruned.append((number, count, value))
+
+
 class Launcher:
     """What a study sees of the pool."""
 
     def __init__(self) -> None:
-        self.received: list[int] = []
-        self.reports: dict[int, list[float]] = {}
-        self.ended: list[Any] = []
-
-    def tell(self, method: str, *values: Any, default: Any = None) -> Any:
-        if method == "reports":
-            return self.reports.get(values[0], default)
-        if method == "compared":
-            return default
-        return self.ended.append((method, *values))
+        self.listener = Listener()
+        self.signals = StopSignals()
 
 
 def drawing(
     folder: Path, launcher: Launcher, n_trials: int = 6, pruner: Any = None, **more: Any
-) -> Draws:
+) -> StudyJobs:
     words = OverridesParser.create().parse_overrides(
         more.get("words", ["+x=interval(0,1)", "k=a,b", "m=7"])
     )
     study = open_study(folder / "optuna.log", "sweep", "minimize", pruner or NO_PRUNER)
     sampler = {"name": "tpe", "seed": 3, "n_startup_trials": 2}
-    return Draws(study, words, sampler, n_trials, more.get("n_jobs"), launcher)  # type: ignore
+    return StudyJobs(study, words, sampler, n_trials, more.get("n_jobs"), launcher)  # type: ignore
 
 
-def end(draws: Draws, number: int, value: Any) -> None:
+def end(draws: StudyJobs, number: int, value: Any) -> None:
     returned = JobReturn(status=JobStatus.COMPLETED)
     returned.return_value = value
     draws.ended(number, returned)
@@ -178,9 +189,8 @@ def test_a_study_of_other_words_is_refused(tmp_path: Path) -> None:
     assert drawing(tmp_path, Launcher(), words=("+x=interval(0,2)", *words[1:])).ask(), (
         "a wider interval is no other"
     )
-    assert sweep.Trials(PROGRAM, None).compared(
-        ["++launch.nproc_per_node=1", "++sweep.baseline=true", "+m= 7"]
-    ) == {"m=7"}, "how trials run makes no other study"
+    words = ("++launch.nproc_per_node=1", "++sweep.baseline=true", "+m= 7")
+    assert identifying(words, set()) == {"m=7"}, "how trials run makes no other study"
 
 
 def test_the_rows_of_other_words_are_of_another_sweep() -> None:
@@ -193,7 +203,9 @@ def test_the_rows_of_other_words_are_of_another_sweep() -> None:
         row(2),
         row(3, "++a=[1,2]") | {"alone": 0},
     ]
-    assert [one["trial"] for one in sweep_rows.of_sweep({"lr"}, {"a=[1,2]"}, rows)] == [0]
+    assert [
+        one["trial"] for one in rows_of_sweep(rows, frozenset({"lr"}), frozenset({"a=[1,2]"}))
+    ] == [0]
 
 
 def test_one_process_at_a_time_has_a_study(tmp_path: Path) -> None:
@@ -242,7 +254,7 @@ def test_how_trials_end_is_told(tmp_path: Path) -> None:
     draws.ended(0, failed)
     for number, value in ((1, math.nan), (2, Pruned(0.5)), (3, 0.25)):
         end(draws, number, value)
-    launcher.received.append(signal.SIGTERM)
+    launcher.signals.received.append(signal.SIGTERM)
     end(draws, 4, math.nan)
     states = [trial.state.name for trial in draws.study.get_trials()]
     assert states == [
@@ -261,13 +273,13 @@ def test_the_pruner_sees_each_evaluation_once(tmp_path: Path) -> None:
     draws = drawing(tmp_path, launcher, pruner=pruner)
     for _ in range(3):
         draws.ask()
-    launcher.reports = {10: [3.0, 2.0, 1.0]}
+    launcher.listener.values = {10: [3.0, 2.0, 1.0]}
     assert draws.to_stop({0: 10, 1: 11}) == []
     end(draws, 0, 1.0)
-    launcher.reports = {11: [4.0], 12: [2.0]}
+    launcher.listener.values = {11: [4.0], 12: [2.0]}
     assert draws.to_stop({1: 11, 2: 12}) == [], "the first is before the warm-up"
-    launcher.reports = {11: [4.0, 4.0], 12: [2.0, 1.5]}
-    assert draws.to_stop({1: 11, 2: 12}) == [1] and launcher.ended == [("prune", 11, 2, 4.0)]
+    launcher.listener.values = {11: [4.0, 4.0], 12: [2.0, 1.5]}
+    assert draws.to_stop({1: 11, 2: 12}) == [1] and launcher.listener.pruned == [(11, 2, 4.0)]
     assert draws.to_stop({1: 11, 2: 12}) == [], "once"
     assert draws.study.get_trials()[2].intermediate_values == {1: 2.0, 2: 1.5}
     end(draws, 1, math.nan)
@@ -304,7 +316,7 @@ def test_what_a_run_has_scored_so_far_is_read_from_its_metrics(tmp_path: Path) -
         {"kind": "test", "step": 1, "loss": 3.0},
         {"kind": "validation", "step": 2, "loss": None, "accuracy": 0.75},
     ]
-    reports = sweep_pruning.Reports(tmp_path)
+    reports = pruning.ObjectiveValues(tmp_path)
     file = tmp_path / "metrics.jsonl"
     assert reports.read("auto") == []
     text = "".join(json.dumps(line) + "\n" for line in lines)
@@ -318,50 +330,46 @@ def test_what_a_run_has_scored_so_far_is_read_from_its_metrics(tmp_path: Path) -
     (tmp_path / "part").write_text(text)
     (tmp_path / "part").replace(file)
     assert reports.read("validation.accuracy") == [0.5, 0.75], "it was resumed, before the third"
-    assert sweep_pruning.marked(tmp_path) is None
-    sweep_pruning.mark(tmp_path, 2, 0.5)
-    row = sweep_pruning.marked(tmp_path) or {}
+    assert pruning.pruned_outcome(tmp_path) is None
+    pruning.mark_pruned(tmp_path, 2, 0.5)
+    row = pruning.pruned_outcome(tmp_path) or {}
     assert (row["status"], row["exit_code"], row["evaluations"], row["last_value"]) == (
         "pruned",
         0,
         2,
         0.5,
     )
-    assert isinstance(sweep_rows.value_of(row), Pruned)
+    assert isinstance(value_of(row), Pruned)
+
+
+def listener_of(plan: SweepPlan) -> PoolListener:
+    return PoolListener(TrialRunner(PROGRAM, SweepTable(plan), None))
 
 
 def test_a_pruned_trial_keeps_its_row_whoever_was_killed(tmp_path: Path) -> None:
     """The mark is there before the trial is stopped: its launcher, or the sweep, may die at any
     moment after it."""
-    trials = sweep.Trials(PROGRAM, None)
-    trials.sweep_dir = tmp_path
-    trials.writer = sweep_rows.Writer(tmp_path)
-    trials.pruner = "median"
+    listener = listener_of(SweepPlan(tmp_path, pruner="median"))
     (tmp_path / "0").mkdir()
-    assert trials.known_value(0, ["a=1"]) is None
-    trials.prune(0, 3, 0.5)
-    assert isinstance(trials.known_value(0, ["a=1"]), Pruned)
-    assert [row["status"] for row in sweep_rows.read(tmp_path)] == ["pruned"]
-    assert trials.known_value(0, ["a=1"]) == 0.5 and len(sweep_rows.read(tmp_path)) == 1, (
-        "written once"
-    )
+    assert listener.known_value(0, ["a=1"]) is None
+    listener.job_pruned(0, 3, 0.5)
+    assert isinstance(listener.known_value(0, ["a=1"]), Pruned)
+    assert [row["status"] for row in read_rows(tmp_path)] == ["pruned"]
+    assert listener.known_value(0, ["a=1"]) == 0.5
+    assert len(read_rows(tmp_path)) == 1, "written once"
     returned = JobReturn(status=JobStatus.FAILED)
     returned.return_value = RuntimeError("killed")
-    trials.prune(1, 2, 0.25)
-    trials.job_ended(1, ["a=2"], returned, -9, 1.0)
-    assert isinstance(returned.return_value, Pruned) and trials.finish() == 0
+    listener.job_pruned(1, 2, 0.25)
+    listener.job_ended(1, ["a=2"], returned, -9, 1.0)
+    assert isinstance(returned.return_value, Pruned) and listener.table.exit_code() == 0
 
 
 def test_what_was_pruned_runs_in_a_sweep_that_prunes_nothing(tmp_path: Path) -> None:
-    trials = sweep.Trials(PROGRAM, None)
-    trials.sweep_dir = tmp_path
-    trials.writer = sweep_rows.Writer(tmp_path)
-    sweep_rows.append(
-        tmp_path, {"trial": 0, "status": "pruned", "words": ["a=1"], "overrides": ["a=1"]}
-    )
-    trials.prune(0, 3, 0.5)
-    assert trials.known_value(0, ["a=1"]) is None
-    assert sweep_pruning.marked(tmp_path / "0") is None, "if it is stopped now, it was not pruned"
+    listener = listener_of(SweepPlan(tmp_path))
+    append_row(tmp_path, {"trial": 0, "status": "pruned", "words": ["a=1"], "overrides": ["a=1"]})
+    listener.job_pruned(0, 3, 0.5)
+    assert listener.known_value(0, ["a=1"]) is None
+    assert pruning.pruned_outcome(tmp_path / "0") is None, "if it is stopped now, it was not pruned"
 
 
 def test_a_baseline_compares_a_trial_with_itself(tmp_path: Path) -> None:
@@ -375,8 +383,8 @@ def test_a_baseline_compares_a_trial_with_itself(tmp_path: Path) -> None:
             "samples_per_second": 600.0,
         },
     ]
-    numbers = Numbers(tmp_path, 2, "now")
-    baseline = Baseline(asked=True)
+    numbers = TrialNumbers(tmp_path, 2, "now")
+    baseline = Baseline(is_wanted=True)
     assert (
         Baseline().choose(rows, rows, numbers) is None
         and baseline.choose(rows[:1], rows, numbers) is None
@@ -393,13 +401,15 @@ def test_a_baseline_compares_a_trial_with_itself(tmp_path: Path) -> None:
         "words": ["a=2"],
         "samples_per_second": 800.0,
     }
-    again = Baseline(asked=True)
-    assert again.choose(rows, [*rows, own], Numbers(tmp_path, 2, "later")) is None, "it is known"
+    again = Baseline(is_wanted=True)
+    assert again.choose(rows, [*rows, own], TrialNumbers(tmp_path, 2, "later")) is None, (
+        "it is known"
+    )
     assert "600 samples/s beside 3 others, 800 alone" in again.text(
         rows
     ) and " 3.00 times the work" in again.text(rows)
-    sweep_rows.append(tmp_path, own)
-    assert sweep_rows.ended_before(tmp_path, ["a=2"], True) is None, "it is no trial"
+    append_row(tmp_path, own)
+    assert ended_row(tmp_path, ["a=2"], True) is None, "it is no trial"
 
 
 def test_trials_too_short_to_compare_are_called_so(
@@ -413,7 +423,7 @@ def test_trials_too_short_to_compare_are_called_so(
         "samples_per_second": 9000.0,
     }
     alone = Baseline(
-        asked=True, number=2, row=row | {"trial": 2, "alone": 0, "samples_per_second": 850.0}
+        is_wanted=True, number=2, row=row | {"trial": 2, "alone": 0, "samples_per_second": 850.0}
     )
     assert (
         "Sharing was not measured: trial 0 has 9,000 samples/s beside 1 other, 850 alone; 0.2 s are"
@@ -423,20 +433,17 @@ def test_trials_too_short_to_compare_are_called_so(
     assert "do 1.00 times the work" in alone.text(
         [row | {"seconds": 20.0, "samples_per_second": 425.0}]
     )
-    trials = sweep.Trials(PROGRAM, None)
-    trials.baseline = alone
-    trials.total = 2
-    trials.begun = {0, 1}
-    trials.swept = {"a"}
-    trials.job_started(2, ["a=1"], [])
+    listener = listener_of(SweepPlan(tmp_path, total=2, swept=frozenset({"a"})))
+    listener.table.baseline = alone
+    listener.table.begun = {0, 1}
+    listener.job_started(2, ["a=1"], [])
     assert capsys.readouterr().out == "trial 2: a=1  (trial 0 alone)\n", "it is no third of two"
 
 
 def test_what_contradicts_the_sweeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def words(*more: str) -> list[str]:
-        return sweep.Trials(PROGRAM, None).check(
-            ["-m", "hydra/sweeper=pool_optuna", "optimizer.lr=interval(0.01,0.1)", *more], True
-        )
+    def words(*more: str) -> tuple[str, ...]:
+        argv = ["-m", "hydra/sweeper=pool_optuna", "optimizer.lr=interval(0.01,0.1)", *more]
+        return plan_sweep(PROGRAM, argv).hydra_arguments
 
     assert {"hydra/launcher=pool", "hydra.sweeper.direction=maximize"} < set(
         words("objective=test.accuracy")
@@ -525,9 +532,7 @@ LR = "optimizer.lr=interval(0.01,0.1)"
 )
 def test_a_mistake_is_named_before_anything_starts(words: str, problem: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        sweep.Trials(PROGRAM, None).check(
-            ["-m", "hydra/sweeper=pool_optuna", "model=mlp", *words.split()], True
-        )
+        plan_sweep(PROGRAM, ["-m", "hydra/sweeper=pool_optuna", "model=mlp", *words.split()])
     assert problem in str(refused.value)
 
 
@@ -538,9 +543,8 @@ def test_parameters_of_the_sweeper_are_words_as_others() -> None:
         "hydra.sweeper.params.seed=int(interval(1,9))",
         "+hydra.sweeper.params.seed='int(interval(1,9))'",
     ):
-        trials = sweep.Trials(PROGRAM, None)
-        words = trials.check(["-m", "hydra/sweeper=pool_optuna", "seed=7", given], True)
-        assert "++seed=int(interval(1,9))" in words and trials.swept == {"seed"}
+        plan = plan_sweep(PROGRAM, ["-m", "hydra/sweeper=pool_optuna", "seed=7", given])
+        assert "++seed=int(interval(1,9))" in plan.hydra_arguments and plan.swept == {"seed"}
 
 
 def test_what_hydra_itself_refuses_has_the_exit_code_of_a_mistake(
@@ -549,7 +553,7 @@ def test_what_hydra_itself_refuses_has_the_exit_code_of_a_mistake(
     monkeypatch.setattr("sys.argv", ["launch.py"])
     with pytest.raises(SystemExit) as end:  # one trial at a time: no pool, which alone has the key
         words = ["-m", "seed=1,2", ONE, "hydra.launcher.lock_folder=x", f"run_dir={tmp_path}/sweep"]
-        cli.through_hydra(sweep.Trials(PROGRAM, None), words, None)
+        run_with_flags(PROGRAM, words, None)
     assert (
         end.value.code == 2
         and "Key 'lock_folder' not in 'BasicLauncherConf'" in capsys.readouterr().err
@@ -559,20 +563,17 @@ def test_what_hydra_itself_refuses_has_the_exit_code_of_a_mistake(
 def test_who_has_a_validation_set_is_told_to_select_by_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    trials = sweep.Trials(PROGRAM, None)
-    trials.check(["-m", "seed=1,2", "objective=test.loss", "data.validation=0.1"], True)
+    argv = ["-m", "seed=1,2", "objective=test.loss", "data.validation=0.1"]
+    plan_sweep(PROGRAM, argv).print_notes()
     said = capsys.readouterr().err
-    assert (
-        "objective=test.loss: selects by the test set" in said
-        and "; use objective=validation.loss\n" in said
-    )
-    # data of one's own: a trial tells
-    trials.pruner = "median"
+    assert "objective=test.loss: selects by the test set" in said
+    assert "; use objective=validation.loss\n" in said
+    # data of your own: a trial tells
+    table = SweepTable(SweepPlan(Path(), pruner="median"))
     row = {"objective_name": "test.loss", "better": "min"}
-    assert trials._learn(row) is None
-    assert "use objective=validation.loss" in str(
-        trials._learn(row | {"validation": {"loss": 1.0}})
-    )
+    assert table.learn(row) is None
+    contradiction = table.learn(row | {"validation": {"loss": 1.0}})
+    assert "use objective=validation.loss" in str(contradiction)
 
 
 @pytest.mark.slow
@@ -624,15 +625,15 @@ def test_a_study_is_pruned_killed_and_goes_on(tmp_path: Path) -> None:
         "data.validation=0.2",
     )
     with running(folder, *words, env=env) as first:
-        wait_until(lambda: len(sweep_rows.read(folder)) >= 2, "two trials")
+        wait_until(lambda: len(read_rows(folder)) >= 2, "two trials")
         time.sleep(random.uniform(0, 1))
         first.process.send_signal(signal.SIGKILL)
         first.end()
         wait_until(lambda: not processes_of(folder), "end of all processes", 10)
-    before = sweep_rows.read(folder)
+    before = read_rows(folder)
     again = run(*words, "sweep.baseline=true", f"run_dir={folder}", env=env)
     assert again.returncode == 0, again.stdout + again.stderr
-    rows = sweep_rows.read(folder)
+    rows = read_rows(folder)
     alone = rows.pop()
     assert rows[: len(before)] == before and sorted(row["trial"] for row in rows) == list(
         range(6)

@@ -19,11 +19,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
-from unittest import mock
+from typing import Any
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import DictConfig
 
 from ddp_train.config.prepare import is_of_sweep
 from ddp_train.errors import ConfigError
@@ -32,13 +32,27 @@ from ddp_train.linux import children_of, state_of
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig, SweepConfig
 from ddp_train.resilience import run_lock
-from ddp_train.sweeps import pool as trial_pool
-from ddp_train.sweeps import rows as sweep_rows
-from ddp_train.sweeps import trials as sweep
-from ddp_train.sweeps.pool import TrialPool
-from ddp_train.sweeps.trial_numbers import Numbers
-from hydra_plugins.ddp_train_pool import _devices, _jobs
+from ddp_train.sweeps import plan as sweep_plan
+from ddp_train.sweeps.line_file import read_lines
+from ddp_train.sweeps.lock import sweep_lock
+from ddp_train.sweeps.outcomes import TrialValue
+from ddp_train.sweeps.plan import SweepPlan, plan_sweep
+from ddp_train.sweeps.pool import (
+    LauncherSettings,
+    TrialPool,
+    pool_of,
+    read_settings,
+    with_settings,
+)
+from ddp_train.sweeps.pool_listener import PoolListener
+from ddp_train.sweeps.results import RESULTS, ResultsWriter, append_row, ended_row, read_rows
+from ddp_train.sweeps.runner import TrialRunner
+from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.trial_numbers import TrialNumbers
+from hydra_plugins.ddp_train_pool import SweepListener, _devices, _jobs
 from hydra_plugins.ddp_train_pool._devices import EVERYBODY, Devices, Gpu, Locks, PoolError, named
+from hydra_plugins.ddp_train_pool._runner import Application, JobRunner, ListedJobs
+from hydra_plugins.ddp_train_pool._signals import StopSignals
 from hydra_plugins.ddp_train_pool.launcher import PoolLauncher
 from tests.support.commands import (
     ONE,
@@ -108,7 +122,7 @@ def test_devices_that_are_named_by_number_are_those_named_by_uuid(
     )
     launcher = PoolLauncher(1, 1, ["1", "GPU-a1", "GPU-b2"], "unused", 0.0, None)
     monkeypatch.setattr(_devices, "Locks", lambda _: None)
-    assert launcher._pool().names == ["GPU-b2", "GPU-a1"]
+    assert launcher.open_devices().names == ["GPU-b2", "GPU-a1"]
     with pytest.raises(
         PoolError, match=r"hydra\.launcher\.devices: there is no GPU 2; this host has 2"
     ):
@@ -200,12 +214,12 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(tmp_path: Path) -
 def test_devices_are_offered_all_or_none(tmp_path: Path) -> None:
     pool = Devices(["a", "b", "c"], 2, 1, tmp_path / "locks")
     assert pool.at_once == 1
-    with pool.offered(set()) as offer:
-        assert offer is not None and offer[0] == ["a", "b"]
-        with pool.offered(set()) as second:
-            assert second is None, "one is left, and two are needed"
-    with pool.offered({"a"}) as offer:
-        assert offer is not None and offer[0] == ["b", "c"]
+    grant = pool.take(set())
+    assert grant is not None and grant.names == ["a", "b"]
+    assert pool.take(set()) is None, "one is left, and two are needed"
+    grant.release()
+    second = pool.take({"a"})
+    assert second is not None and second.names == ["b", "c"]
     with pytest.raises(
         PoolError, match=r"gpus_per_trial=4: there are 3 devices; use at most that many"
     ):
@@ -215,9 +229,9 @@ def test_devices_are_offered_all_or_none(tmp_path: Path) -> None:
 # --- anybody's application ------------------------------------------------------------------------
 
 
-def app(folder: Path, *words: str) -> subprocess.Popen[str]:
+def app(folder: Path, *words: str, code: str = APP) -> subprocess.Popen[str]:
     """A sweep of an application that knows nothing of this project, on devices a and b."""
-    (folder / "app.py").write_text(APP)
+    (folder / "app.py").write_text(code)
     if not (folder / "plugins").exists():
         (folder / "plugins").mkdir()
         (folder / "plugins/hydra_plugins").symlink_to(ROOT / "hydra_plugins")
@@ -275,7 +289,8 @@ def test_two_sweeps_share_the_devices_and_a_failed_job_ends_no_other(tmp_path: P
 @pytest.mark.parametrize("victim", ["a job", "the sweep", "the sweep, by Ctrl-C"])
 def test_a_kill_leaves_no_process_and_no_lock(tmp_path: Path, victim: str) -> None:
     """kill -9 at a random moment: the other jobs go on, or end with the sweep."""
-    sweep = app(tmp_path, "+x=1,2,3", "+seconds=1.0")
+    seconds = 2.0 if victim == "a job" else 60.0
+    sweep = app(tmp_path, "+x=1,2,3", f"+seconds={seconds}")
     wait_until(lambda: len(children_of(sweep.pid)) == 2, "two jobs")
     time.sleep(random.uniform(0, 0.5))
     jobs = children_of(sweep.pid)
@@ -321,6 +336,7 @@ INTERRUPTED_JOB = """
 import signal
 import time
 from hydra_plugins.ddp_train_pool import _jobs
+from hydra_plugins.ddp_train_pool._devices import Grant
 
 def run():
     try:
@@ -328,10 +344,10 @@ def run():
     finally:
         None.half_done
 
-job = _jobs.start(0, [], run, None, [])
+job = _jobs.start(0, [], Grant([], []), run, None, [])
 while not job.poll():
     time.sleep(0.01)
-print(job.exit_code, repr(job.returned([])._return_value))
+print(job.exit_code, repr(job.returned()._return_value))
 """
 """As OmegaConf did once: a with block of its that was left by Ctrl-C found None where a config
 should have been."""
@@ -383,35 +399,71 @@ def test_a_mistake_in_any_application_is_a_line(tmp_path: Path) -> None:
 
 def test_a_job_whose_config_cannot_be_composed_ends_no_other() -> None:
     """Grids are composed before they start; other sweepers ask for one after the other."""
-    launcher = PoolLauncher(0, 1, None, None, 0.0, None)
 
     class Loader:
         def load_sweep_config(self, *_: object) -> None:
             raise ValueError("no such option")
 
-    class Application:
-        ended: ClassVar[list[Any]] = []
-
-        def run(self) -> None: ...
-
-        def job_number(self, number: int, _: list[str]) -> int:
-            return number + 10
-
-        def job_ended(self, *told: Any) -> None:
-            self.ended.append(told)
-
     class Context:
         config_loader = Loader()
 
-    launcher.hydra_context, launcher.task_function, launcher.config = (
-        Context(),
-        Application().run,
-        None,
-    )  # type: ignore
-    returned = launcher._make_ready(3, ["x=1"])
-    assert isinstance(returned, JobReturn) and str(returned._return_value) == "no such option"
-    ((number, words, _, code, _),) = Application.ended
-    assert (number, words, code) == (13, ["x=1"], 1)
+    class Listener(SweepListener):
+        def __init__(self) -> None:
+            self.ends: list[tuple[int, list[str], int]] = []
+
+        def job_number(self, number: int, overrides: list[str]) -> int:
+            return number + 10
+
+        def job_ended(
+            self,
+            number: int,
+            overrides: list[str],
+            returned: JobReturn,
+            exit_code: int,
+            seconds: float,
+        ) -> None:
+            self.ends.append((number, overrides, exit_code))
+
+    listener = Listener()
+    jobs = ListedJobs([["x=1"]], 3)
+    application = Application(Context(), lambda _: None, DictConfig({}), None)  # type: ignore
+    devices = Devices([], 0, 1, None)
+    runner = JobRunner(application, jobs, devices, listener, StopSignals(), 0.0)
+    runner.compose_next()
+    assert runner.next_job is None and str(jobs.returned[3]._return_value) == "no such option"
+    assert listener.ends == [(13, ["x=1"], 1)]
+
+
+LISTENING = """
+import sys, hydra
+from hydra_plugins.ddp_train_pool import SweepListener, listening
+
+class Listener(SweepListener):
+    def job_started(self, number, overrides, devices):
+        print("started", number, overrides, devices)
+
+    def report_problem(self, problem):
+        print("problem", problem)
+        return 7
+
+@hydra.main(config_path=None, config_name=None, version_base="1.3")
+def main(cfg):
+    pass
+
+with listening(Listener()):
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_an_application_may_listen_to_its_sweep(tmp_path: Path) -> None:
+    """Hydra imports the plugin anew at its start, which must not make another listener of it."""
+    sweep = app(tmp_path, "+x=1", code=LISTENING)
+    assert "started 0 ['+x=1'] ['a']" in end_of(sweep) and sweep.returncode == 0
+    refused = app(tmp_path, "+x=1", "hydra.launcher.gpus_per_trial=3", code=LISTENING)
+    said = end_of(refused)
+    assert "problem hydra.launcher.gpus_per_trial=3: there are 2 devices" in said, said
+    assert refused.returncode == 7
 
 
 # --- our sweeps -----------------------------------------------------------------------------------
@@ -420,8 +472,8 @@ def test_a_job_whose_config_cannot_be_composed_ends_no_other() -> None:
 def claimed(folder: Path, *trials: str, total: int = 0, start: str = "") -> list[int]:
     """The numbers that a start of a sweep gives to trials, each in a word. Each then has a run in
     its folder."""
-    numbers = Numbers(folder, total or len(trials), start or str(random.random()))
-    found = [numbers.of(asked, [word]) for asked, word in enumerate(trials)]
+    numbers = TrialNumbers(folder, total or len(trials), start or str(random.random()))
+    found = [numbers.number_of(asked, [word]) for asked, word in enumerate(trials)]
     for number in found:
         (folder / str(number)).mkdir(exist_ok=True)
         (folder / str(number) / "config.yaml").touch()
@@ -457,7 +509,7 @@ def test_a_job_that_is_put_back_into_the_queue_keeps_its_number(tmp_path: Path) 
 
 def test_a_folder_of_unknown_words_is_nobodys(tmp_path: Path) -> None:
     """Of a sweep that an older version began: a row tells the words, a folder alone does not."""
-    sweep_rows.append(tmp_path, {"trial": 1, "status": "failed", "words": ["a=2"]})
+    append_row(tmp_path, {"trial": 1, "status": "failed", "words": ["a=2"]})
     for name in "012":
         (tmp_path / name).mkdir()
     (tmp_path / "0/config.yaml").touch()
@@ -467,22 +519,22 @@ def test_a_folder_of_unknown_words_is_nobodys(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_ends_no_sweep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results = tmp_path / sweep_rows.RESULTS
+    results = tmp_path / RESULTS
     rows = [{"trial": number, "status": "completed"} for number in (5, 6, 7)]
-    writer = sweep_rows.Writer(tmp_path)
-    numbers = Numbers(tmp_path, 3, "one")
+    writer = ResultsWriter(tmp_path)
+    numbers = TrialNumbers(tmp_path, 3, "one")
     assert writer.add(rows[0])
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (results.stat().st_size + 10, before[1]))
     try:
         assert not writer.add(rows[1])
-        assert [numbers.of(0, ["a=1"]), numbers.of(1, ["a=1"])] == [0, 1]
+        assert [numbers.number_of(0, ["a=1"]), numbers.number_of(1, ["a=1"])] == [0, 1]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert results.read_text().count("\n") == 1 and results.read_text().endswith("\n"), (
         "no half of a row is left"
     )
-    assert writer.add(rows[2]) and sweep_rows.read(tmp_path) == rows, "nothing is lost"
+    assert writer.add(rows[2]) and read_rows(tmp_path) == rows, "nothing is lost"
     told = capsys.readouterr().err
     assert (
         told.count("note: ") == 1 and "File too large; it is tried again after each trial" in told
@@ -492,48 +544,43 @@ def test_a_disk_that_is_full_ends_no_sweep(
 ROW = {"trial": 0, "status": "failed", "exit_code": 70, "reason": "", "overrides": []}
 
 
-def ended(trials: sweep.Trials, value: Any, exit_code: int = 0) -> dict[str, Any]:
+def ended(listener: PoolListener, value: Any, exit_code: int = 0) -> dict[str, Any]:
     """The row of trial 0 once its job has ended."""
-    trials.swept = {"a"}
-    trials.page = mock.Mock()
-    trials.job_started(0, ["a=1"], [])
+    listener.job_started(0, ["a=1"], [])
     returned = JobReturn(
         overrides=["a=1"], status=JobStatus.FAILED if isinstance(value, Exception) else JobStatus(1)
     )
     returned.return_value = value
-    trials.job_ended(0, ["a=1"], returned, exit_code, 1.0)
-    return trials.rows[-1]
+    listener.job_ended(0, ["a=1"], returned, exit_code, 1.0)
+    return listener.table.rows[-1]
 
 
 @pytest.fixture
-def trials(tmp_path: Path) -> sweep.Trials:
-    found = sweep.Trials(PROGRAM, None)
-    found.sweep_dir = tmp_path
-    found.writer = sweep_rows.Writer(tmp_path)
-    found.pool = TrialPool(2, 0)
-    return found
+def listener(tmp_path: Path) -> PoolListener:
+    plan = SweepPlan(tmp_path, swept=frozenset({"a"}), pool=TrialPool(2, 0))
+    return PoolListener(TrialRunner(PROGRAM, SweepTable(plan), None))
 
 
-def test_the_row_of_a_trial_that_ended_at_once_is_found(trials: sweep.Trials) -> None:
+def test_the_row_of_a_trial_that_ended_at_once_is_found(listener: PoolListener) -> None:
     """It may be there before the process that started the trial has done anything else."""
-    sweep_rows.append(trials.sweep_dir, ROW | {"mine": True})
-    assert ended(trials, 0.5).get("mine")
-    assert len(sweep_rows.read(trials.sweep_dir)) == 1
+    append_row(listener.sweep_dir, ROW | {"mine": True})
+    assert ended(listener, 0.5).get("mine")
+    assert len(read_rows(listener.sweep_dir)) == 1
 
 
-def test_a_row_that_could_not_be_written_comes_with_the_result(trials: sweep.Trials) -> None:
-    value = sweep_rows.Scored(0.5)
+def test_a_row_that_could_not_be_written_comes_with_the_result(listener: PoolListener) -> None:
+    value = TrialValue(0.5)
     value.row = ROW
     value.is_written = False
     assert (
-        ended(trials, pickle.loads(pickle.dumps(value)))
+        ended(listener, pickle.loads(pickle.dumps(value)))
         == value.row
-        == sweep_rows.read(trials.sweep_dir)[0]
+        == read_rows(listener.sweep_dir)[0]
     )
 
 
-def test_a_trial_that_fails_in_our_own_code_says_how(trials: sweep.Trials) -> None:
-    row = ended(trials, ValueError("what nobody thought of"), 1)
+def test_a_trial_that_fails_in_our_own_code_says_how(listener: PoolListener) -> None:
+    row = ended(listener, ValueError("what nobody thought of"), 1)
     assert (row["kind"], row["exit_code"], row["reason"]) == (
         "died",
         70,
@@ -541,18 +588,16 @@ def test_a_trial_that_fails_in_our_own_code_says_how(trials: sweep.Trials) -> No
     )
 
 
-def test_one_sweep_at_a_time_is_in_a_directory(
-    trials: sweep.Trials, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with trials.alone(), pytest.raises(ConfigError) as refused, trials.alone():
+def test_one_sweep_at_a_time_is_in_a_directory(tmp_path: Path) -> None:
+    with sweep_lock(tmp_path), pytest.raises(ConfigError) as refused, sweep_lock(tmp_path):
         pass
-    assert f"run_dir={trials.sweep_dir}: another sweep is in it, process {os.getpid()} on " in str(
+    assert f"run_dir={tmp_path}: another sweep is in it, process {os.getpid()} on " in str(
         refused.value
     )
     left = subprocess.Popen(
         ["sleep", "60"]
     )  # of a sweep that was killed: they hold its lock until they have ended
-    lock = run_lock.acquire(trials.sweep_dir / run_lock.FILE)
+    lock = run_lock.acquire(tmp_path / run_lock.FILE)
     lock.file.truncate(0)
     lock.file.write(json.dumps({"pid": left.pid, "host": socket.gethostname()}))
     lock.file.flush()
@@ -560,7 +605,7 @@ def test_one_sweep_at_a_time_is_in_a_directory(
     left.wait()
     with ThreadPoolExecutor() as threads:
         threads.submit(lambda: (time.sleep(0.3), lock.release()))
-        with trials.alone():
+        with sweep_lock(tmp_path):
             pass
 
 
@@ -572,7 +617,7 @@ def test_a_sweep_started_again_with_other_values_mixes_nothing(tmp_path: Path) -
     of_another = (sweep / "0/summary.json").read_bytes()
     again = run("-m", "optimizer.lr=0.02,0.1", *words, f"run_dir={sweep}")
     assert again.returncode == 0, again.stdout + again.stderr
-    rows = sweep_rows.read(sweep)
+    rows = read_rows(sweep)
     assert [(row["trial"], row["overrides"][0]) for row in rows] == [
         (0, "optimizer.lr=0.1"),
         (1, "optimizer.lr=0.01"),
@@ -594,18 +639,18 @@ def test_a_sweep_started_again_with_other_values_mixes_nothing(tmp_path: Path) -
         refused.returncode == 2 and f"run_dir={sweep}: is the folder of a sweep" in refused.stderr
     ), refused.stderr
     assert not (sweep / "config.yaml").exists()
-    (tmp_path / sweep_rows.RESULTS).write_text('{"mine": 1}\n')
+    (tmp_path / RESULTS).write_text('{"mine": 1}\n')
     assert is_of_sweep(sweep) and not is_of_sweep(tmp_path) and not is_of_sweep(tmp_path / "none")
 
 
 def test_a_row_after_a_torn_one_is_found(tmp_path: Path) -> None:
-    sweep_rows.append(tmp_path, {"trial": 0, "status": "completed", "words": ["a=1"]})
-    with (tmp_path / sweep_rows.RESULTS).open("a") as file:
+    append_row(tmp_path, {"trial": 0, "status": "completed", "words": ["a=1"]})
+    with (tmp_path / RESULTS).open("a") as file:
         file.write('{"trial": 1, "status": "comp')
-    sweep_rows.append(tmp_path, {"trial": 1, "status": "failed", "words": ["a=2"]})
-    assert [row["trial"] for row in sweep_rows.read(tmp_path)] == [0, 1]
-    assert (sweep_rows.ended_before(tmp_path, ["a=1"], True) or {})["trial"] == 0
-    assert sweep_rows.ended_before(tmp_path, ["a=2"], True) is None, "it failed: it is tried again"
+    append_row(tmp_path, {"trial": 1, "status": "failed", "words": ["a=2"]})
+    assert [row["trial"] for row in read_rows(tmp_path)] == [0, 1]
+    assert (ended_row(tmp_path, ["a=1"], True) or {})["trial"] == 0
+    assert ended_row(tmp_path, ["a=2"], True) is None, "it failed: it is tried again"
 
 
 def test_what_the_launcher_is_told_directly_is_what_the_trials_share() -> None:
@@ -613,10 +658,10 @@ def test_what_the_launcher_is_told_directly_is_what_the_trials_share() -> None:
     gpus = Hardware(cpus=8, gpus=4, gpu_name="NVIDIA H200", compute_capability=(9, 0))
 
     def planned(device: str, *words: str) -> TrialPool | list[str]:
-        told, problems = trial_pool.told([f"hydra.launcher.{word}" for word in words])
-        config, more = trial_pool.with_told(Config(), told)
+        settings, problems = read_settings([f"hydra.launcher.{word}" for word in words])
+        config, more = with_settings(Config(), settings)
         resolved = dataclasses.replace(config, device=device, launch=LaunchConfig(nproc_per_node=1))
-        return problems + more or trial_pool.pool_of(config, [resolved], 5, gpus, told)
+        return problems + more or pool_of(config, [resolved], 5, gpus, settings)
 
     assert planned("cuda", "gpus_per_trial=2") == TrialPool(2, 2)
     assert (
@@ -630,9 +675,8 @@ def test_what_the_launcher_is_told_directly_is_what_the_trials_share() -> None:
     assert planned("cpu", "processes_at_once=0") == [
         "hydra.launcher.processes_at_once=0: must be a number, at least 1"
     ]
-    _, problems = trial_pool.with_told(
-        Config(sweep=SweepConfig(gpus_per_trial=1)), {"gpus_per_trial": 2}
-    )
+    asked = Config(sweep=SweepConfig(gpus_per_trial=1))
+    _, problems = with_settings(asked, LauncherSettings(gpus_per_trial=2))
     assert problems == [
         "hydra.launcher.gpus_per_trial=2: sweep.gpus_per_trial=1 says otherwise; leave one of"
         " them out"
@@ -644,12 +688,13 @@ def test_keys_of_a_sweep_are_refused_where_they_cannot_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = Hardware(cpus=8, gpus=4, gpu_name="NVIDIA H200", compute_capability=(9, 0))
-    monkeypatch.setattr(sweep, "detect_hardware", lambda _: gpus)
+    monkeypatch.setattr(sweep_plan, "detect_hardware", lambda _: gpus)
 
-    def words(*more: str) -> list[str]:
-        return sweep.Trials(PROGRAM, None).check(
-            ["-m", "seed=1,2", f"run_dir={tmp_path}", *more], True
-        )
+    def planned(*more: str) -> SweepPlan:
+        return plan_sweep(PROGRAM, ["-m", "seed=1,2", f"run_dir={tmp_path}", *more])
+
+    def words(*more: str) -> tuple[str, ...]:
+        return planned(*more).hydra_arguments
 
     assert not any("pool" in word for word in words()), "each trial takes all GPUs"
     assert {"hydra/launcher=pool", "hydra.launcher.gpus_per_trial=2"} < set(
@@ -674,9 +719,7 @@ def test_keys_of_a_sweep_are_refused_where_they_cannot_hold(
 
     with pytest.raises(ConfigError, match=r"sweep\.gpus_per_trial=8: this host has 4"):
         words("hydra.launcher.gpus_per_trial=8")
-    trials = sweep.Trials(PROGRAM, None)
-    trials.check(["-m", "seed=1,2", f"run_dir={tmp_path}", "hydra.launcher.gpus_per_trial=1"], True)
-    assert trials.pool == TrialPool(2, 1), "what the launcher is told directly counts too"
+    assert planned("hydra.launcher.gpus_per_trial=1").pool == TrialPool(2, 1), "as sweep.* does"
     with pytest.raises(
         ConfigError, match=r"sweep\.gpus_per_trial=1: launch\.nproc_per_node=2 needs as many GPUs"
     ):
@@ -708,14 +751,14 @@ def test_a_sweep_survives_kills_and_does_nothing_twice(tmp_path: Path) -> None:
         for trial in (0, 1):
             wait_until(lambda trial=trial: saved(sweep / str(trial)), "checkpoint")
         os.kill(json.loads((sweep / "0/lock.json").read_text())["pid"], signal.SIGKILL)
-        wait_until(lambda: saved(sweep / "2") and len(sweep_rows.read(sweep)) == 2, "trial 2")
+        wait_until(lambda: saved(sweep / "2") and len(read_rows(sweep)) == 2, "trial 2")
         first.process.send_signal(signal.SIGKILL)
         first.end()
         wait_until(lambda: not processes_of(sweep), "end of all processes", 10)
-    died, completed = sweep_rows.read(sweep)
+    died, completed = read_rows(sweep)
     assert (died["trial"], died["kind"], died["exit_code"]) == (0, "died", 70)
     assert (completed["trial"], completed["status"], completed["at_once"]) == (1, "completed", 2)
-    begun = {entry["trial"] for entry in sweep_rows.read_lines(sweep / "trials.jsonl")}
+    begun = {entry["trial"] for entry in read_lines(sweep / "trials.jsonl")}
     fourth = (
         3 if 3 in begun else 4
     )  # began in the moment before the kill; else new, and 0 to 3 are names of this start
@@ -732,7 +775,7 @@ def test_a_sweep_survives_kills_and_does_nothing_twice(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stdout + again.stderr
     assert "trial 1 was completed before: " in again.stdout
     assert "trials, 2 at a time on one host" in again.stdout
-    rows = sweep_rows.read(sweep)[2:]
+    rows = read_rows(sweep)[2:]
     assert sorted(row["trial"] for row in rows) == [0, 2, fourth], "trial 1 is not repeated"
     for trial in (0, 2):
         said = (sweep / f"{trial}/log.txt").read_text()
@@ -750,7 +793,7 @@ def test_a_trial_that_fails_says_why_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 70
     (fatal,) = fatal_lines((sweep / "0/log.txt").read_text())
     assert f"trial 0: failed (70)  {fatal}  log: {sweep}/0/log.txt" in done.stdout
-    assert sorted(row["status"] for row in sweep_rows.read(sweep)) == ["completed", "failed"]
+    assert sorted(row["status"] for row in read_rows(sweep)) == ["completed", "failed"]
     assert (sweep / "1/log.txt").read_text().count("epoch 1/1") == 1
 
 
@@ -795,7 +838,7 @@ def test_a_trial_that_hangs_or_has_no_memory_keeps_its_row_and_gives_its_device_
         f"run_dir={tmp_path}/sweep",
         env={"PYTHONPATH": str(tmp_path)},
     )
-    rows = sweep_rows.read(tmp_path / "sweep")
+    rows = read_rows(tmp_path / "sweep")
     assert [(row.get("kind"), row["status"]) for row in rows] == [
         ("hang", "failed"),
         ("oom", "failed"),

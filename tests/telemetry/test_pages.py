@@ -31,8 +31,11 @@ from ddp_train.options.schema import Config
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
 from ddp_train.resilience.whole_files import write_json
-from ddp_train.sweeps.page import SweepPage, print_results
-from ddp_train.sweeps.trials import Trials
+from ddp_train.sweeps.page import print_results
+from ddp_train.sweeps.plan import SweepPlan
+from ddp_train.sweeps.pool_listener import PoolListener
+from ddp_train.sweeps.runner import TrialRunner
+from ddp_train.sweeps.table import SweepTable
 from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves, thinned
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.findings import findings
@@ -512,27 +515,25 @@ def test_a_living_sweep_shows_the_trials_that_run_and_a_stopped_one_how_to_go_on
 def test_the_page_of_a_sweep_is_there_before_a_trial_ends_and_costs_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trials = Trials(PROGRAM, None)
     page = tmp_path / "report.html"
-    trials.sweep_dir = tmp_path
-    trials.swept = {"optimizer.lr"}
-    trials.page = SweepPage("python launch.py -m")
+    plan = SweepPlan(tmp_path, "python launch.py -m", swept=frozenset({"optimizer.lr"}))
+    listener = PoolListener(TrialRunner(PROGRAM, SweepTable(plan), None))
     leave_run(tmp_path / "0")
-    trials.job_started(0, ["++optimizer.lr=0.1"], [])
-    trials.while_waiting()
+    listener.job_started(0, ["++optimizer.lr=0.1"], [])
+    listener.while_waiting()
     assert (
         "running: 1 now, 0 trials ended" in page.read_text()
         and "optimizer.lr=0.1" in page.read_text()
     )
     page.unlink()
-    trials.while_waiting()
-    assert not page.exists() and trials.page.due > time.monotonic() + 9
+    listener.while_waiting()
+    assert not page.exists() and listener.page.due > time.monotonic() + 9
     monkeypatch.setattr(
         Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
     for _ in range(2):
-        trials.page.due = 0.0
-        trials.while_waiting()
+        listener.page.due = 0.0
+        listener.while_waiting()
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 

@@ -1,0 +1,59 @@
+"""Files of JSON lines to which several processes append, on several hosts too. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for this process alone. Raises OSError."""
+    with path.open("ab+", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+def add_line(file: BinaryIO, values: dict[str, Any]) -> None:
+    """Adds a line, whole or not at all. Raises OSError.
+
+    A line that a killed process has left unfinished is ended first.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 1))
+    line = json.dumps(values, allow_nan=False).encode() + b"\n"
+    if size and file.read(1) != b"\n":
+        line = b"\n" + line
+    try:
+        # a disk that becomes full takes a part of the line, and raises at the next write
+        while line:
+            written = file.write(line)
+            line = line[written:]
+    except OSError:
+        file.truncate(size)
+        raise
+
+
+def lines_of(file: BinaryIO, begin: int = 0) -> list[dict[str, Any]]:
+    """The lines from a place on, in bytes. Those that are cut off are left out."""
+    file.seek(begin)
+    lines = []
+    for line in file.read().splitlines():
+        with contextlib.suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict):
+                lines.append(values)
+    return lines
+
+
+def read_lines(path: Path, begin: int = 0) -> list[dict[str, Any]]:
+    """The lines of a file that may be missing, or be a device, which has no end."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return lines_of(file, begin)

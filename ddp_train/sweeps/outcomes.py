@@ -1,0 +1,114 @@
+"""How a trial ended: the fields of its row, its value for the sweeper, its line in the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+from ddp_train.config.metrics import SPLITS, read_objective
+from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.options.schema import Config
+from ddp_train.resilience.failure_report import FILE as FAILURE
+from ddp_train.resilience.failure_report import SUMMARY
+from ddp_train.resilience.preemption import SIGNALS, UNSAVED
+from ddp_train.telemetry.score_lines import shown_metric
+from ddp_train.text import did_you_mean, first_line
+from hydra_plugins.ddp_train_pool import Pruned
+
+
+class TrialValue(float):
+    """The value that a trial returns, with its row: the results file may have had no room for
+    it."""
+
+    row: dict[str, Any]
+    is_written: bool
+
+
+def value_of(row: dict[str, Any]) -> float:
+    """The value that a sweeper gets for a trial that has ended."""
+    if row["status"] == "pruned":
+        last = row.get("last_value")
+        return Pruned(math.nan if last is None else last)
+    objective = row.get("objective")
+    return math.nan if objective is None else objective
+
+
+def completed_outcome(config: Config) -> dict[str, Any]:
+    """The fields of a trial that was completed. Raises ConfigError if it has no such objective."""
+    summary = json.loads((Path(str(config.run_dir)) / SUMMARY).read_text())
+    try:
+        name, value, better = read_objective(config.objective, summary)
+    except KeyError:
+        known = [f"{split}.{metric}" for split in SPLITS for metric in summary.get(split) or {}]
+        problem = (
+            f"objective={config.objective}: the run has no such number; it has {', '.join(known)}"
+        )
+        raise ConfigError([problem + did_you_mean(config.objective, known)]) from None
+    fields = {
+        "status": "completed",
+        "objective": value,
+        "objective_name": name,
+        "better": better,
+        **summary["test"],
+        "seconds": summary["seconds"],
+        "samples_per_second": summary.get("samples_per_second"),
+    }
+    if summary.get("validation"):
+        fields["validation"] = summary["validation"]
+    return fields
+
+
+def failed_outcome(run_dir: Path) -> dict[str, Any]:
+    """The fields of a trial that has failed, or was stopped."""
+    path = run_dir / FAILURE
+    if not path.exists():
+        return {"kind": "stopped", "reason": "stopped"}
+    failure = json.loads(path.read_text())
+    return {"kind": failure["kind"], "reason": failure["detail"]}
+
+
+def dead_outcome(exit_code: int, value: Any = None) -> dict[str, Any]:
+    """The fields of a trial whose launcher left no row.
+
+    exit_code: of the launcher; negative for a signal.
+    value: what the trial returned, or raised.
+    """
+    died = {"exit_code": LaunchError.exit_code, "kind": "died"}
+    if isinstance(value, Exception) and exit_code == 1:  # in our own code, or not composed
+        return {**died, "reason": f"{type(value).__name__}: {first_line(value)}"}
+    if exit_code >= 0:
+        code = exit_code or LaunchError.exit_code
+        return {**died, "exit_code": code, "reason": "it has ended without a row"}
+    name = signal.Signals(-exit_code).name
+    if -exit_code in SIGNALS:
+        reason = f"stopped by {name} before it began"
+        return {"exit_code": UNSAVED, "kind": "stopped", "reason": reason}
+    return {**died, "reason": f"its launcher was killed by {name}"}
+
+
+def end_line(row: dict[str, Any], log: Path) -> str:
+    """The end of a trial in a line. log: the file with what it has printed."""
+    if row["status"] == "completed":
+        value = row.get("objective")
+        if value is None:
+            return "completed"
+        name = row.get("objective_name", "")
+        return f"completed  {name} {shown_metric(name.rpartition('.')[2], value)}"
+    if row["status"] == "pruned":
+        return f"pruned after {row['evaluations']} evaluations, at {row['last_value']}"
+    if row.get("kind") == "stopped":
+        return f"stopped ({row['exit_code']})  log: {log}"
+    return f"failed ({row['exit_code']})  {_fatal_line(log) or row['reason']}  log: {log}"
+
+
+def _fatal_line(log: Path) -> str:
+    """The last line of a log that says why a trial failed; empty without one."""
+    if not log.exists():
+        return ""
+    for line in reversed(log.read_text(errors="replace").splitlines()):
+        if line.startswith("FATAL"):
+            return line
+    return ""

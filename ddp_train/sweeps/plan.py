@@ -1,0 +1,196 @@
+"""What is known of a sweep before its first trial."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddp_train.config.metrics import (
+    BY_TEST,
+    by_test,
+    direction_of,
+    has_validation,
+    objective_name,
+)
+from ddp_train.config.overrides import read_overrides
+from ddp_train.config.prepare import read_run
+from ddp_train.config.program import Program
+from ddp_train.distributed.environment import new_run_id, visible_devices
+from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware, detect_hardware
+from ddp_train.options.schema import Config
+from ddp_train.sweeps import value_checks
+from ddp_train.sweeps.overrides import identifying, is_of_hydra, last_value
+from ddp_train.sweeps.pool import POOL, TrialPool, pool_notes, pool_of
+from ddp_train.sweeps.sweeper import (
+    LAUNCHER,
+    SWEEPER,
+    by_validation,
+    direction_for,
+    keys_of_params,
+    missing_for_slurm,
+    optuna_problems,
+    optuna_trials,
+    pruner_of,
+    trial_count,
+)
+from ddp_train.text import word as override_of
+
+NO_BASELINE = "sweep.baseline=true has no effect: the trials share no host, or run one at a time"
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What is known of a sweep before its first trial."""
+
+    sweep_dir: Path
+    command: str = ""
+    """The command line of the sweep, as a person types it."""
+    hydra_arguments: tuple[str, ...] = ()
+    """The command line for Hydra."""
+    swept: frozenset[str] = frozenset()
+    """The keys that the sweep varies."""
+    fixed: frozenset[str] = frozenset()
+    """The other overrides that distinguish it from another sweep."""
+    objective: str = ""
+    """As typed; its name where `auto` can be resolved before a trial."""
+    better: str | None = None
+    """max or min; None where only a trial can tell."""
+    test_set_rule: str = ""
+    """Why the test set should not select; empty if the user was warned, or it is known not to."""
+    sweeper: str = ""
+    pruner: str = ""
+    """The pruner of our own sweeper; empty: it has none."""
+    total: int = 0
+    """The number of trials in the grid; 0 if a sweeper other than the grid decides it."""
+    optuna_trials: int = 0
+    """How many trials our own sweeper draws."""
+    job_launcher: str = ""
+    """The Hydra launcher that runs the trials as jobs; empty if they run on this host."""
+    pool: TrialPool | None = None
+    """How many trials run at a time, each in a process that this one forks; None: one after the
+    other, in this process."""
+    forks_workers: bool = True
+    has_baseline: bool = False
+    start: str = ""
+    """The name of this start of the sweep."""
+    notes: tuple[str, ...] = ()
+    """Remarks for the user."""
+
+    def print_notes(self) -> None:
+        for note in self.notes:
+            print(f"note: {note}", file=sys.stderr)
+
+
+def checked_arguments(program: Program, argv: list[str]) -> list[str]:
+    """The command line for Hydra of a command with flags that starts no run.
+
+    Raises ConfigError with all problems.
+    """
+    overrides = [word for word in argv if not word.startswith("-") and "=" in word]
+    read = read_overrides(program, overrides)
+    of_run = [argument for argument in read.arguments if not is_of_hydra(argument)]
+    _, problems = read_run(program, read_overrides(program, of_run))
+    slurm_problems = missing_for_slurm(last_value(read.arguments, LAUNCHER))
+    _raise_if_any([*read.problems, *problems, *slurm_problems])
+    return [word for word in argv if word not in overrides] + read.arguments
+
+
+def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
+    """Checks the command line of a sweep before Hydra reads it.
+
+    Raises ConfigError with all problems.
+    """
+    overrides = [word for word in argv if not word.startswith("-")]
+    read = read_overrides(program, value_checks.last_of_each_key(overrides), sweep=True)
+    arguments = read.arguments
+    launcher = last_value(arguments, LAUNCHER)
+    job_launcher = launcher if launcher not in ("", "basic", POOL) else ""
+    hardware = detect_hardware(visible_devices())
+    tried = value_checks.try_values(program, read, hardware, elsewhere=bool(job_launcher))
+    config = tried.config
+    direction = direction_for(arguments, config, direction_of(config.objective, config))
+    problems = [*tried.problems, *missing_for_slurm(job_launcher), *direction.problems]
+    problems += optuna_problems(arguments, config)
+    if not problems:
+        problems = value_checks.hydra_problems(program, [*arguments, *direction.overrides])
+    _raise_if_any(problems)
+
+    swept = frozenset({*read.swept, *keys_of_params(arguments)})
+    plan = SweepPlan(
+        sweep_dir=Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}"),
+        command=program.command(argv),
+        swept=swept,
+        fixed=identifying(tried.fixed, swept),
+        objective=config.objective,
+        better=direction.better,
+        test_set_rule=by_test(config),
+        sweeper=last_value(arguments, SWEEPER),
+        pruner=pruner_of(arguments),
+        total=trial_count(arguments, read.swept),
+        optuna_trials=optuna_trials(arguments),
+        job_launcher=job_launcher,
+        forks_workers=config.launch.fork_server,
+        start=new_run_id(None),
+    )
+    plan = _with_objective(plan, config)
+    if not job_launcher:
+        plan = _with_pool(plan, tried, hardware, launcher)
+    plan = _with_baseline(plan, config)
+    flags = [word for word in argv if word not in overrides]
+    hydra_arguments = [*flags, *arguments, *direction.overrides]
+    if plan.pool:
+        hydra_arguments += plan.pool.overrides(hydra_arguments)
+    hydra_arguments.append(override_of("hydra.sweep.dir", plan.sweep_dir))
+    return replace(plan, hydra_arguments=tuple(hydra_arguments))
+
+
+def _raise_if_any(problems: list[str]) -> None:
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _with_objective(plan: SweepPlan, config: Config) -> SweepPlan:
+    """The plan with the name of its objective, where that is known before a trial has run."""
+    validates = has_validation(config)
+    if validates is None:
+        return plan
+    plan = replace(plan, objective=objective_name(config.objective, validates))
+    note = test_set_note(plan.objective, validates, plan.test_set_rule)
+    if not note:
+        return plan
+    return replace(plan, notes=(*plan.notes, note), test_set_rule="")
+
+
+def _with_pool(
+    plan: SweepPlan, tried: value_checks.TriedValues, hardware: Hardware, launcher: str
+) -> SweepPlan:
+    """The plan with the pool that runs its trials, if one does. launcher: as typed."""
+    notes = pool_notes(tried.config, tried.resolved[-1], tried.settings)
+    pool = pool_of(tried.config, tried.resolved, plan.total, hardware, tried.settings)
+    is_needed = pool.at_once > 1 or tried.settings.are_given or plan.optuna_trials > 0
+    if launcher == "basic" or (not is_needed and launcher != POOL):
+        pool = None
+    return replace(plan, pool=pool, notes=(*plan.notes, *notes))
+
+
+def _with_baseline(plan: SweepPlan, config: Config) -> SweepPlan:
+    if not config.sweep.baseline:
+        return plan
+    if plan.pool is None or plan.pool.at_once == 1:
+        return replace(plan, notes=(*plan.notes, NO_BASELINE))
+    return replace(plan, has_baseline=True)
+
+
+def test_set_note(objective: str, validates: bool, rule: str) -> str:
+    """The note for a user who selects by the test set; empty if another set selects.
+
+    validates: there is a validation set.
+    rule: why it should not; empty: the user knows.
+    """
+    if not rule or not objective.startswith("test."):
+        return ""
+    if validates:
+        rule = f"{BY_TEST}use objective={by_validation(objective)}"
+    return f"objective={objective}: {rule}"

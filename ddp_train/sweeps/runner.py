@@ -1,0 +1,173 @@
+"""Runs the trials of a sweep, each in new processes: the function that Hydra calls."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from ddp_train.config.prepare import prepare
+from ddp_train.config.program import Program
+from ddp_train.errors import ConfigError
+from ddp_train.launcher import local
+from ddp_train.launcher.fork_server import ForkServer, preload
+from ddp_train.launcher.stop_requests import StopRequests
+from ddp_train.launcher.workload import Workload
+from ddp_train.resilience.preemption import SAVED, UNSAVED
+from ddp_train.sweeps.outcomes import TrialValue, completed_outcome, failed_outcome, value_of
+from ddp_train.sweeps.overrides import trial_overrides
+from ddp_train.sweeps.page import SweepPage, SweepPageOfTrial
+from ddp_train.sweeps.pruning import pruned_outcome
+from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.trial_numbers import TrialNumbers
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial that Hydra asks for."""
+
+    number: int
+    overrides: list[str]
+    run_dir: Path
+
+
+class TrialRunner:
+    """Runs the trials that Hydra asks for, each in new processes.
+
+    With a pool, `run` is called in a process that was forked for the trial. Without one it is
+    called in the process of the sweep, or, by a launcher as that of SLURM, in a job of its own with
+    a pickled copy of this object.
+    """
+
+    def __init__(self, program: Program, table: SweepTable, server: ForkServer | None) -> None:
+        """server: forks the workers of trials that run one after the other."""
+        self.program = program
+        self.table = table
+        self.plan = table.plan
+        self.page = SweepPage(table)
+        self.numbers = TrialNumbers(self.plan.sweep_dir, self.plan.total, self.plan.start)
+        self.server = server
+        self.preloaded: dict[str, str] | None = None
+        """The result of `fork_server.preload`: each trial forks a server from this process."""
+
+    def preload(self) -> None:
+        """Imports what all workers need, once: a server of its own would cost each trial
+        seconds."""
+        if self.server:
+            self.server.close()
+            self.server = None
+        if self.preloaded is None and self.plan.forks_workers:
+            self.preloaded = preload(self.program.import_path)
+
+    def run(self, _: DictConfig) -> float:
+        """Runs one trial. Returns its objective; NaN if it has none or has failed, so that the
+        sweep continues."""
+        trial = self._asked_trial()
+        in_this_process = not self.plan.pool and not self.plan.job_launcher
+        if not self.plan.pool:
+            print(f"trial {self.table.title(trial.number, trial.overrides)}", flush=True)
+        if in_this_process:
+            known = self.table.known_value(trial.number, trial.overrides)
+            if known is not None:
+                return known
+        stop = StopRequests(program_ends=bool(self.plan.pool))
+        row = self.table.new_row(trial.number, trial.overrides, trial.run_dir)
+        self.page.begin(row)
+        workload = Workload()
+        if in_this_process:
+            workload = Workload(page=SweepPageOfTrial(self.page.look))
+        row |= self._outcome(trial, row.get("at_once", 1), stop, workload)
+        self.table.rows.append(row)
+        return self._returned(row, stop)
+
+    def _asked_trial(self) -> Trial:
+        """The trial that Hydra asks for, with the number that its overrides have."""
+        job = HydraConfig.get()
+        number = int(job.job.num)
+        run_dir = Path(str(job.runtime.output_dir))
+        overrides = trial_overrides(job.overrides.task)
+        if not self.plan.pool:  # there, the process that started this one has numbered it
+            asked = number
+            number = self.numbers.number_of(asked, overrides)
+            if run_dir.name == str(asked):
+                run_dir = run_dir.with_name(str(number))
+        return Trial(number, overrides, run_dir)
+
+    def _outcome(
+        self, trial: Trial, at_once: int, stop: StopRequests, workload: Workload
+    ) -> dict[str, Any]:
+        """Runs a trial to its end. Returns the fields of its row that say how it ended."""
+        server = self.server
+        if self.plan.pool and self.preloaded is not None:
+            server = ForkServer(self.program.import_path, self.preloaded)
+        try:
+            with hydra_set_aside():
+                prepared = prepare(self.program, trial.overrides, None, str(trial.run_dir), at_once)
+            for notice in prepared.notices:
+                print(f"note: {notice}", file=sys.stderr)
+            try:
+                code = local.launch(
+                    prepared.config,
+                    self.program.import_path,
+                    stop,
+                    server,
+                    prepared.at_another_number,
+                    workload,
+                )
+            finally:
+                if prepared.lock:
+                    prepared.lock.release()
+            if code == 0:
+                return {"exit_code": 0, **completed_outcome(prepared.config)}
+        except ConfigError as error:
+            print(error, file=sys.stderr)
+            return {"kind": error.kind, "reason": str(error), "exit_code": error.exit_code}
+        if code not in (SAVED, UNSAVED):
+            return {"exit_code": code, **failed_outcome(trial.run_dir)}
+        if self.plan.job_launcher:
+            # submitit's handler requeues the job and does not return. SLURM's SIGTERM for the new
+            # start may kill its `scontrol requeue`, which has done its work by then.
+            with contextlib.suppress(subprocess.CalledProcessError):
+                stop.forward()
+            raise SystemExit(code)  # cancelled, or restarted by SLURM itself
+        pruned = pruned_outcome(trial.run_dir)
+        return {"exit_code": code, **(pruned or failed_outcome(trial.run_dir))}
+
+    def _returned(self, row: dict[str, Any], stop: StopRequests) -> float:
+        """The value of a trial, with its row. Raises SystemExit, with both, to end the sweep."""
+        value = TrialValue(value_of(row))
+        value.row = row
+        value.is_written = self.table.results.add(row)
+        contradiction = self.table.learn(row)
+        code = 0
+        if contradiction:
+            print(contradiction, file=sys.stderr)
+            code = ConfigError.exit_code
+        elif row["exit_code"] in (SAVED, UNSAVED):
+            code = row["exit_code"]
+        elif stop.received and not self.plan.job_launcher:
+            code = row["exit_code"] or stop.exit_code(UNSAVED)
+        if code:
+            end = SystemExit(code)
+            vars(end).update(vars(value))
+            raise end
+        return value
+
+
+@contextlib.contextmanager
+def hydra_set_aside() -> Iterator[None]:
+    """Allows a config to be composed while Hydra runs a trial: Hydra has one global instance."""
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = outer

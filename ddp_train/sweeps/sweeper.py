@@ -1,0 +1,197 @@
+"""Sweepers and launchers of Hydra: what they need, and what they must be given. Torch-free."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hydra.core.hydra_config import HydraConfig
+
+from ddp_train.config.metrics import MEASURED, has_validation
+from ddp_train.options.schema import Config
+from ddp_train.sweeps.overrides import key_of, last_value
+
+LAUNCHER = "hydra/launcher"
+SWEEPER = "hydra/sweeper"
+SLURM = ("slurm", "submitit_slurm")
+OPTUNA = "pool_optuna"
+"""Our own sweeper."""
+OPTUNA_TRIALS = 20
+"""How many trials it has by default."""
+PACKAGES = {"optuna": "hydra-optuna-sweeper"}
+OPTIMIZERS = ("optuna", OPTUNA)
+"""Sweepers that must be given the better direction."""
+DIRECTION = "hydra.sweeper.direction"
+DIRECTIONS = {"max": "maximize", "min": "minimize"}
+PARAMS = "hydra.sweeper.params."
+HIGHER = {"max": "the higher it is", "min": "the lower it is"}
+
+
+@dataclass(frozen=True)
+class Direction:
+    """The better direction of the objective, and what an optimizing sweeper is given of it."""
+
+    better: str | None
+    """max or min; None: only a trial can tell."""
+    overrides: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def missing_for_slurm(launcher: str) -> list[str]:
+    """Problems of a host that cannot submit jobs to SLURM."""
+    if launcher not in SLURM:
+        return []
+    if not has_plugin("hydra-submitit-launcher"):
+        return [
+            f"{LAUNCHER}={launcher}: needs the package hydra-submitit-launcher; pip install -e"
+            " '.[slurm]'"
+        ]
+    if not shutil.which("srun"):
+        return [
+            f"{LAUNCHER}={launcher}: there is no srun on this host; start the sweep where `sbatch`"
+            " works"
+        ]
+    return []
+
+
+def has_plugin(package: str) -> bool:
+    """Whether a plugin of Hydra is installed."""
+    if not importlib.util.find_spec("hydra_plugins"):  # that of a submodule would raise then
+        return False
+    module = package.replace("-", "_")
+    return importlib.util.find_spec(f"hydra_plugins.{module}") is not None
+
+
+def missing_for_sweeper(sweeper: str) -> list[str]:
+    """Problems of a sweeper whose package is not installed."""
+    if sweeper == OPTUNA and not importlib.util.find_spec("optuna"):
+        return [f"{SWEEPER}={sweeper}: needs the package optuna; pip install -e '.[optuna]'"]
+    if sweeper in PACKAGES and not has_plugin(PACKAGES[sweeper]):
+        remedy = (
+            f"install it, or use {SWEEPER}={OPTUNA}, which waits for no batch (pip install -e"
+            " '.[optuna]')"
+        )
+        return [f"{SWEEPER}={sweeper}: needs the package {PACKAGES[sweeper]}; {remedy}"]
+    return []
+
+
+def trial_count(arguments: list[str], swept: Mapping[str, Sequence[str]]) -> int:
+    """The number of trials; 0 if a sweeper other than the grid and our own decides it."""
+    if optuna_trials(arguments):
+        return optuna_trials(arguments)
+    if last_value(arguments, SWEEPER) not in ("", "basic") or keys_of_params(arguments):
+        return 0
+    return math.prod(len(values) for values in swept.values())
+
+
+def optuna_trials(arguments: list[str]) -> int:
+    """The number of trials that our own sweeper draws; 0: another one draws."""
+    if last_value(arguments, SWEEPER) != OPTUNA:
+        return 0
+    count = last_value(arguments, "hydra.sweeper.n_trials")
+    return int(count) if count.isdigit() else OPTUNA_TRIALS
+
+
+def keys_of_params(arguments: list[str]) -> set[str]:
+    """Keys that are drawn because they are parameters of the sweeper."""
+    keys = [key_of(argument) for argument in arguments]
+    return {key.removeprefix(PARAMS).lstrip("+") for key in keys if key.startswith(PARAMS)}
+
+
+def pruner_of(arguments: list[str]) -> str:
+    """The pruner of our own sweeper; empty: no trial is ended before its time."""
+    if last_value(arguments, SWEEPER) != OPTUNA:
+        return ""
+    pruner = last_value(arguments, f"{SWEEPER}/pruner")
+    return "" if pruner == "none" else pruner
+
+
+def is_drawn() -> bool:
+    """Whether a sweeper other than the grid chooses the trials of the sweep that Hydra runs."""
+    sweeper = HydraConfig.get().sweeper
+    return not sweeper._target_.endswith(".BasicSweeper") or bool(sweeper.get("params"))
+
+
+def optuna_problems(arguments: list[str], config: Config) -> list[str]:
+    """What contradicts our own sweeper, if it is used."""
+    if last_value(arguments, SWEEPER) != OPTUNA:
+        return []
+    problems = []
+    launcher = last_value(arguments, LAUNCHER)
+    if launcher not in ("", "pool"):
+        rule = "needs hydra/launcher=pool, which says when a trial has ended"
+        problems.append(f"{SWEEPER}={OPTUNA}: {rule}; leave out {LAUNCHER}={launcher}")
+    validates = bool(has_validation(config))
+    return problems + pruner_problems(pruner_of(arguments), config.objective, validates)
+
+
+def pruner_problems(pruner: str, objective: str, validates: bool) -> list[str]:
+    """Why a pruner would see no value of an objective while trials run.
+
+    pruner: empty: there is none.
+    validates: there is a validation set.
+    """
+    if pruner and objective in MEASURED:
+        return [
+            f"{SWEEPER}/pruner={pruner}: objective={objective} is known at the end only; leave one"
+            " of them out"
+        ]
+    if pruner and validates and objective.startswith("test."):
+        rule = f"with a validation set objective={objective} is known at the end only"
+        return [f"{SWEEPER}/pruner={pruner}: {rule}; use objective={by_validation(objective)}"]
+    return []
+
+
+def by_validation(objective: str) -> str:
+    """The same metric on the validation set."""
+    return f"validation.{objective.partition('.')[2]}"
+
+
+def direction_for(arguments: list[str], config: Config, better: str | None) -> Direction:
+    """The direction, and what is wrong with the one on the command line.
+
+    better: max or min; None: only the task knows.
+    """
+    sweeper = last_value(arguments, SWEEPER)
+    if sweeper not in OPTIMIZERS:
+        return Direction(better)
+    problems = missing_for_sweeper(sweeper)
+    if problems:
+        return Direction(better, problems=problems)
+    given = last_value(arguments, DIRECTION)
+    if better is None:
+        return _direction_of_user(sweeper, given, config.objective)
+    if not given:
+        return Direction(better, [f"{DIRECTION}={DIRECTIONS[better]}"])
+    if given.lower() != DIRECTIONS[better]:
+        rule = f"objective={config.objective} is better {HIGHER[better]}"
+        remedy = f"leave it out, or use {DIRECTION}={DIRECTIONS[better]}"
+        return Direction(better, problems=[f"{DIRECTION}={given}: {rule}; {remedy}"])
+    return Direction(better)
+
+
+def _direction_of_user(sweeper: str, given: str, objective: str) -> Direction:
+    """The direction where only the task knows it, so that the user must give it."""
+    if not given:
+        rule = f"only the task knows which direction of objective={objective} is better"
+        choices = " or ".join(f"{DIRECTION}={direction}" for direction in DIRECTIONS.values())
+        return Direction(None, problems=[f"{SWEEPER}={sweeper}: {rule}; add {choices}"])
+    for better, direction in DIRECTIONS.items():
+        if direction == given.lower():
+            return Direction(better)
+    choices = ", ".join(DIRECTIONS.values())
+    return Direction(None, problems=[f"{DIRECTION}={given}: must be one of {choices}"])
+
+
+def direction_problems(sweeper: str, objective: str, told: str | None, better: str) -> list[str]:
+    """What is wrong with the direction of a sweeper, once a trial has reported the better one.
+
+    told: the direction that the sweeper has; None: it has none.
+    """
+    if sweeper not in OPTIMIZERS or told in (None, better):
+        return []
+    rule = f"objective={objective} is better {HIGHER[better]} with this task"
+    return [f"{DIRECTION}={DIRECTIONS[str(told)]}: {rule}; use {DIRECTION}={DIRECTIONS[better]}"]
