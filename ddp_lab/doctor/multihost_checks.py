@@ -24,7 +24,7 @@ from ddp_lab.doctor.host_checks import OWN_CODE, resolve
 from ddp_train.distributed.environment import gloo_interface
 from ddp_train.distributed.preflight import CLOCK_TOLERANCE_SECONDS, differing_overrides, seen_here
 from ddp_train.errors import ConfigError, DataError, PeerError
-from ddp_train.launcher.multihost import addresses_of_interfaces
+from ddp_train.launcher.network_location import addresses_of_interfaces
 from ddp_train.text import counted, first_line
 
 CONNECT_SECONDS = 3.0

@@ -47,7 +47,7 @@ class ReportedBatches:
         self.status.phase = self.end
 
     def _report_waiting(self) -> None:
-        if self.status.order:
+        if self.status.recovery.order:
             raise PeersLostError  # at once, and not at the next exchange
         self.status.phase_number = self.data
         self.status.fetching = self.loader.stream.in_flight

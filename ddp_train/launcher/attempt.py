@@ -196,8 +196,7 @@ class Attempt:
             lost_at = time.monotonic()
             saved_step = self._save_by_survivor()
             loss = self._loss(failed, lost_at)
-            is_trained = any(status.state != STARTING for status in self.workers.board.ranks)
-            if is_trained and saved_step is None:
+            if saved_step is None and self._is_trained():
                 print("no other rank could save its state: see their logs", file=sys.stderr)
         report = self.recorder.record_exit(failed, codes)
         if report and saved_step is None:  # at once: it is fatal, whatever follows
@@ -232,12 +231,15 @@ class Attempt:
     def _loss(self, failed: Sequence[int], at: float) -> Loss:
         """The loss of a rank, for the next attempt."""
         statuses = self.workers.board.ranks
-        is_trained = any(status.state != STARTING for status in statuses)
-        if self.loss_before and not is_trained:  # this attempt had no state of its own yet
+        if self.loss_before and not self._is_trained():  # it had no state of its own yet
             return Loss(failed[0], self.loss_before.step, self.loss_before.at)
         survivors = [status for rank, status in enumerate(statuses) if rank not in failed]
         step = max((status.step for status in survivors), default=statuses[failed[0]].step)
         return Loss(failed[0], step, at)
+
+    def _is_trained(self) -> bool:
+        """Whether a rank has got beyond the start, and has a state that a survivor could save."""
+        return any(status.recovery.state != STARTING for status in self.workers.board.ranks)
 
     def _wait_for_checkpoint(self) -> None:
         """Lets rank 0 complete a checkpoint that it is writing, for launch.grace_seconds at

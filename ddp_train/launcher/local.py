@@ -121,7 +121,7 @@ class LocalRun:
 
     def _failed_attempt(self, ended: AttemptEnd) -> FailedAttempt:
         try:
-            failure = failure_report.reported(self.run_dir)
+            failure = failure_report.recorded_failure(self.run_dir)
         except (OSError, ValueError, TypeError):  # it could not be written, or was damaged since
             failure = None
         return FailedAttempt(

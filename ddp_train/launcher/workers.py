@@ -12,6 +12,7 @@ from pathlib import Path
 from ddp_train.launcher.fork_server import ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.resilience import collectives
 from ddp_train.resilience.heartbeat import StatusBoard
+from ddp_train.resilience.whole_files import part_of
 
 
 class Workers:
@@ -89,7 +90,7 @@ class Workers:
                 os.killpg(process.pid, signal.SIGKILL)
         for rank, process in enumerate(self.processes):
             process.wait()
-            record = collectives.record_file(self.run_dir, rank)
+            unfinished_record = part_of(collectives.record_file(self.run_dir, rank))
             with contextlib.suppress(OSError):
-                collectives.unfinished(record).unlink(missing_ok=True)
+                unfinished_record.unlink(missing_ok=True)
         self.board.close()

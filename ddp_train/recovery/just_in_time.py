@@ -102,19 +102,19 @@ class JustInTime:
             yield
             return
         self.own.begin(job)
-        self.status.acted = job.step - hooks_owed
+        self.status.recovery.acted = job.step - hooks_owed
         self.survivor.around_hooks(job)
         self.status.on_stop = partial(
             _wake, job.stop
         )  # not the job: the status outlives it, and DDP its process group
-        self.status.state = TRAINING
+        self.status.recovery.state = TRAINING
         try:
             yield
         except RuntimeError as error:
             self._stop(job, error)
             raise
         finally:
-            self.status.state = STARTING
+            self.status.recovery.state = STARTING
 
     def _stop(self, job: Job, error: RuntimeError) -> None:
         """Returns if the launcher knows of no death, or the state may be that of no step; else it
@@ -125,35 +125,35 @@ class JustInTime:
         if not self.own.is_intact(job, self.status.phase, of_peer):
             return
         seconds = ORDER_SECONDS if of_peer else OTHER_SECONDS
-        if not wait_until(lambda: self.status.order != NO_ORDER, seconds, 0.001):
+        if not wait_until(lambda: self.status.recovery.order != NO_ORDER, seconds, 0.001):
             return
         signal.signal(
             signal.SIGCHLD, signal.SIG_DFL
         )  # torch's handler raises, anywhere, if a loader process dies now
-        job.stop.is_over.set()  # what a stop request would do now is the launcher's business
+        job.stop.release()  # what a stop request would do now is the launcher's business
         for parameter in job.module.parameters():
             parameter.grad = None  # partial sums
         try:
             self.own.settle(job)
         except (RuntimeError, LaunchError) as failure:
             log.warning("a rank is lost, and the state here is of no use: %s", first_line(failure))
-            self.status.state = NOT_SAVED
+            self.status.recovery.state = NOT_SAVED
         else:
             log.info("a rank is lost: stopped after step %d (%s)", job.step, first_line(error))
-            self.status.state = STOPPED
+            self.status.recovery.state = STOPPED
         self._wait(STOP)
-        if self.status.order != SAVE:
+        if self.status.recovery.order != SAVE:
             return
         try:
             saved = self.survivor.save(job)
         except Exception as failure:  # noqa: BLE001  whatever it is, another survivor may be able to
             log.warning("step %d could not be saved: %s", job.step, failure)
             saved = False
-        self.status.state = SAVED if saved else NOT_SAVED
+        self.status.recovery.state = SAVED if saved else NOT_SAVED
         self._wait(SAVE)
 
     def _wait(self, while_it_is: int) -> None:
-        wait_until(lambda: self.status.order != while_it_is, END_SECONDS, 0.001)
+        wait_until(lambda: self.status.recovery.order != while_it_is, END_SECONDS, 0.001)
 
 
 def _wake(stop: StopController) -> None:

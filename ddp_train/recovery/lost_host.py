@@ -95,11 +95,10 @@ class LostHost:
         except RuntimeError as error:
             if is_peer_error(error):
                 break_connections()  # peers that wait for this rank learn of it
-                job.stop.is_over.set()
                 # torchrun's agent asks the workers of all hosts to stop once that of the dead rank
                 # wants to join again: if rank 0, which serves the store, obeyed, the others would
                 # take it for the lost one.
-                job.stop.is_leaving = True
+                job.stop.leave_after_report()
                 with lost_hosts.one_at_a_time(self.run_dir):
                     lost_hosts.note(self.run_dir, job.step)
                     if not reason:
@@ -114,7 +113,7 @@ class LostHost:
         try:
             if self._is_saved(job.step) or self.survivor.save(job):
                 log.info("a host is lost: step %d is saved (%s)", job.step, first_line(error))
-                self.status.state = SAVED
+                self.status.recovery.state = SAVED
         except Exception as failure:  # noqa: BLE001  whatever it is, another survivor may be able to
             log.warning("step %d could not be saved: %s", job.step, failure)
 

@@ -85,7 +85,7 @@ class Survivor:
         def after(job: Job) -> None:
             if not job.stepper.losses.seen:
                 self.reported = job.step
-            self.status.acted = job.step
+            self.status.recovery.acted = job.step
 
         job.hooks = [EveryHook(before), *job.hooks, EveryHook(after)]
 
@@ -137,7 +137,7 @@ class Survivor:
         # end them. Where they only make up for an evaluation, the state says so, and the lines of
         # this step stay.
         known_done = self.all_are_known and not any(
-            one.acted < job.step or one.saving for one in self.statuses
+            one.recovery.acted < job.step or one.saving for one in self.statuses
         )
         owed = begun == job.step and not known_done
         # On a GPU hooks may have begun after a step that turned out to be none.

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SHAPES = 2
-"""Of a call that takes several tensors, so many are named."""
+SHOWN_TENSORS = 2
+"""Tensors of a call that are named."""
 
 
 class Call(NamedTuple):
@@ -30,21 +30,16 @@ class Call(NamedTuple):
 
 
 Calls = Mapping[str, Mapping[int, Call]]
-"""Of one rank: process group -> number of the call in it -> call."""
+"""The calls of one rank: process group -> number of the call in it -> call."""
 
 
 def record_file(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank_{rank}.collectives.json"
 
 
-def unfinished(record: Path) -> Path:
-    """The file of a record while it is written; a process that is killed then leaves it."""
-    return record.with_suffix(".part")
-
-
 def calls_of(run_dir: Path, rank: int) -> Calls | None:
-    """None if the rank has written no record, or one that cannot be read: torch promises nothing of
-    its format."""
+    """The calls in a rank's record; None if it has written no record, or one that cannot be read:
+    torch promises nothing of its format."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         record = json.loads(record_file(run_dir, rank).read_text())
         return _calls(record.get("entries", []))
@@ -54,55 +49,72 @@ def calls_of(run_dir: Path, rank: int) -> Calls | None:
 def _calls(entries: Sequence[dict[str, Any]]) -> Calls:
     calls: defaultdict[str, dict[int, Call]] = defaultdict(dict)
     for entry in entries:
-        if not entry.get("is_p2p"):
-            group = str(entry["process_group"][0])
-            name = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
-            calls[group][int(entry["collective_seq_id"])] = Call(name, _tensors(entry))
+        if entry.get("is_p2p"):
+            continue
+        group = str(entry["process_group"][0])
+        whole_name = str(entry["profiling_name"])
+        name = whole_name.partition(":")[2] or whole_name
+        number = int(entry["collective_seq_id"])
+        calls[group][number] = Call(name, _tensors(entry))
     return calls
 
 
 def _tensors(entry: dict[str, Any]) -> str:
+    """`Float [3, 4], Float [4] and 2 more`."""
     shapes = entry.get("input_sizes") or []
-    kinds = entry.get("input_dtypes") or []
-    words = [f"{kind} {shape}" for kind, shape in zip(kinds, shapes, strict=False)]
-    return ", ".join(words[:SHAPES]) + f" and {len(words) - SHAPES} more" * (len(words) > SHAPES)
+    dtypes = entry.get("input_dtypes") or []
+    tensors = [f"{dtype} {shape}" for dtype, shape in zip(dtypes, shapes, strict=False)]
+    text = ", ".join(tensors[:SHOWN_TENSORS])
+    left_out = len(tensors) - SHOWN_TENSORS
+    if left_out > 0:
+        text += f" and {left_out} more"
+    return text
 
 
 def compare(ranks: Mapping[int, Calls]) -> str:
-    """Where the calls of the ranks part, in words; "" if they do not, or fewer than two ranks are
-    known."""
+    """Describes where the calls of the ranks part; empty if they do not, or fewer than two ranks
+    are known."""
     groups = {group for calls in ranks.values() for group in calls}
-    found = [
-        _parting({rank: calls.get(group, {}) for rank, calls in ranks.items()})
-        for group in sorted(groups)
-    ]
-    return "; ".join(words for words in found if words)
+    texts = []
+    for group in sorted(groups):
+        calls_of_group = {rank: calls.get(group, {}) for rank, calls in ranks.items()}
+        texts.append(_describe_parting(calls_of_group))
+    return "; ".join(text for text in texts if text)
 
 
-def _parting(ranks: Mapping[int, Mapping[int, Call]]) -> str:
-    """Of one process group. Only what all records still hold is compared: old calls are
-    overwritten."""
-    known = {rank: calls for rank, calls in ranks.items() if calls}
-    absent = [rank for rank in ranks if rank not in known]
-    begin = max((min(calls) for calls in known.values()), default=0)
-    for number in range(begin, max((max(calls) for calls in known.values()), default=-1) + 1):
-        made = {rank: calls[number] for rank, calls in known.items() if number in calls}
-        counted = Counter(made.values()).most_common()
-        missing = sorted([*absent, *(known.keys() - made.keys())])
-        if not made or (len(counted) == 1 and not missing):
-            continue
-        usual = counted[0][0]
-        callers = sorted(rank for rank, call in made.items() if call == usual)
-        words = f"{_ranks(callers)} called {usual} (collective {number})"
-        words += f", {_ranks(missing)} did not" if missing else ""
-        others = [
-            f"rank {rank} called {call} there"
-            for rank, call in sorted(made.items())
-            if call != usual
-        ]
-        return "; ".join([words, *others])
+def _describe_parting(ranks: Mapping[int, Mapping[int, Call]]) -> str:
+    """Describes the first call of one process group that is not the same on all ranks.
+
+    Only what all records still hold is compared: old calls are overwritten.
+    """
+    calls_of_rank = {rank: calls for rank, calls in ranks.items() if calls}
+    if not calls_of_rank:
+        return ""
+    first = max(min(calls) for calls in calls_of_rank.values())
+    last = max(max(calls) for calls in calls_of_rank.values())
+    for number in range(first, last + 1):
+        made = {rank: calls[number] for rank, calls in calls_of_rank.items() if number in calls}
+        missing = sorted(ranks.keys() - made.keys())
+        is_alike = len(set(made.values())) == 1 and not missing
+        if made and not is_alike:
+            return _describe(number, made, missing)
     return ""
 
 
+def _describe(number: int, made: Mapping[int, Call], missing: Sequence[int]) -> str:
+    """Describes who made which call in one place. missing: the ranks that made none."""
+    usual, _ = Counter(made.values()).most_common(1)[0]
+    callers = sorted(rank for rank, call in made.items() if call == usual)
+    text = f"{_ranks(callers)} called {usual} (collective {number})"
+    if missing:
+        text += f", {_ranks(missing)} did not"
+    for rank, call in sorted(made.items()):
+        if call != usual:
+            text += f"; rank {rank} called {call} there"
+    return text
+
+
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    """`rank 1`; `ranks 1, 2`."""
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

@@ -3,11 +3,9 @@ that failed."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import logging
-import os
 import re
 import signal
 import socket
@@ -24,11 +22,14 @@ from ddp_train.linux import wait_until
 from ddp_train.resilience.hang_detector import STOPPED, Hang
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.stdio import TolerantStream
-from ddp_train.resilience.whole_files import write_json
+from ddp_train.resilience.whole_files import create_json, write_json
 from ddp_train.text import counted, first_line
 
 FILE = "failure.json"
 SUMMARY = "summary.json"
+REPORT_POLL_SECONDS = 0.05
+SHOWN_SAMPLES = 20
+"""Samples of a lost batch that a failure names."""
 log = logging.getLogger(__name__)
 
 _PEER_ERRORS = (
@@ -70,8 +71,8 @@ class Failure:
 def is_peer_error(error: BaseException) -> bool:
     """Whether an error only means that another process is gone.
 
-    An OSError is of a connection of the user's own, a data set behind a server for one; torch's are
-    RuntimeErrors.
+    An OSError comes from a connection of the user's code, as of a data set behind a server; torch
+    raises RuntimeErrors.
     """
     text = str(error).lower()
     return (
@@ -99,77 +100,100 @@ def is_timeout(error: BaseException) -> bool:
     return "timed out" in text or "timeout" in text
 
 
+@dataclass(frozen=True)
+class _Cause:
+    """What an exception means."""
+
+    kind: str
+    detail: str
+    remedy: str
+    exit_code: int = LaunchError.exit_code
+
+
 def failure_from(
     error: BaseException, rank: int, status: RankStatus, log_file: Path, sizes: str
 ) -> Failure:
     """The Failure for an exception that ended a worker.
 
-    sizes: the memory of each process of this host, in words.
+    sizes: the memory of each process of this host, as text.
     """
+    cause = _cause_of(error, status, sizes)
+    remedy = cause.remedy
+    for pattern, known_remedy in _LIMITS.items():
+        if re.search(pattern, cause.detail):
+            remedy = known_remedy
+            break
+    step = status.step
+    if isinstance(error, NonFiniteLossError):
+        step = error.step  # a GPU's is found out later
+    return Failure(
+        kind=cause.kind,
+        rank=rank,
+        host=socket.gethostname(),
+        step=step,
+        phase=status.phase,
+        detail=cause.detail,
+        remedy=remedy,
+        log=str(log_file),
+        exit_code=cause.exit_code,
+    )
+
+
+def _cause_of(error: BaseException, status: RankStatus, sizes: str) -> _Cause:
     text = str(error).strip()
-    kind = "exception"
+    if isinstance(error, LaunchError):
+        return _Cause(error.kind, str(error), error.remedy, error.exit_code)
+    if isinstance(error, SystemExit):
+        detail = f"sys.exit({error.code!r}) was called"
+        return _Cause("exit", detail, "do not call sys.exit() in a worker; raise an exception")
+    if is_peer_error(error):
+        # What follows are gloo's guesses.
+        message = first_line(error).partition(" This is typically caused by")[0]
+        detail = f"another process is gone: {message}"
+        return _Cause("peer", detail, "the cause is in the log of the rank that exited first")
+    if is_out_of_memory(error):
+        detail = f"{_detail_of(error)}; memory at that time: {sizes}"
+        return _Cause("oom", detail, _LESS_MEMORY)
+    if text.startswith("DataLoader worker (pid") or _is_lost_batch(error):
+        return _cause_of_dead_loader(error, status)
     remedy = "see the traceback"
-    code = 70
-    detail = f"{type(error).__name__}: {text}"
-    detail = " ".join([detail, *getattr(error, "__notes__", [])])  # which sample, for one
-    if (
-        isinstance(error, OSError)
-        and error.errno == errno.ENOSPC
-        and _came_by(error, "multiprocessing/synchronize.py")
-    ):
-        detail += " in /dev/shm"
     if isinstance(error, RuntimeError) and re.search(_OTHER_NUMBER_TYPE, text):
         remedy = (
             "give the model the number type of its weights: return float32 inputs (numpy's default"
             " is float64)"
         )
-    if isinstance(error, LaunchError):
-        kind = error.kind
-        remedy = error.remedy
-        code = error.exit_code
-        detail = str(error)
-    elif isinstance(error, SystemExit):
-        kind = "exit"
-        remedy = "do not call sys.exit() in a worker; raise an exception"
-        detail = f"sys.exit({error.code!r}) was called"
-    elif is_peer_error(error):
-        kind = "peer"
-        remedy = "the cause is in the log of the rank that exited first"
-        message = first_line(error).partition(" This is typically caused by")[
-            0
-        ]  # gloo's guesses follow
-        detail = f"another process is gone: {message}"
-    elif is_out_of_memory(error):
-        kind = "oom"
-        remedy = _LESS_MEMORY
-        detail = f"{detail}; memory at that time: {sizes}"
-    elif text.startswith("DataLoader worker (pid") or _is_lost_batch(error):
-        # torch raises the first wherever the main thread is; the second is a broken connection.
-        found = str(
-            error.__cause__ or ""
-        ).strip()  # what the loader process died of, if torch has seen it
-        found = found if found.startswith("DataLoader worker (pid") else text
-        kind = "data_worker"
-        detail = (
-            f"a loader process died: {found.splitlines()[0] if found else type(error).__name__}"
-        )
-        if status.fetching:
-            detail += f"; the next batch was samples {status.fetching[0].indices.tolist()[:20]}"
-        remedy = "with tuning.num_workers=0 an error of the data set is raised in the rank itself"
-        if "signal: Killed" in found:
-            remedy = f"{_LESS_MEMORY}; {remedy}"
-    elif (
-        "in DataLoader worker process" in text
-    ):  # torch's message contains that process's traceback
+    if "in DataLoader worker process" in text:  # the message contains that process's traceback
         *_, error_line, note = text.splitlines()
         detail = f"{error_line} {note}" if note.startswith("(sample ") else note
-    remedy = next((known for limit, known in _LIMITS.items() if re.search(limit, detail)), remedy)
-    step = (
-        error.step if isinstance(error, NonFiniteLossError) else status.step
-    )  # a GPU's is found out later
-    return Failure(
-        kind, rank, socket.gethostname(), step, status.phase, detail, remedy, str(log_file), code
-    )
+        return _Cause("exception", detail, remedy)
+    return _Cause("exception", _detail_of(error), remedy)
+
+
+def _detail_of(error: BaseException) -> str:
+    """Type, message and notes of an exception. A note says which sample it was, for one."""
+    notes = getattr(error, "__notes__", [])
+    detail = " ".join([f"{type(error).__name__}: {str(error).strip()}", *notes])
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if is_full and _came_by(error, "multiprocessing/synchronize.py"):
+        detail += " in /dev/shm"
+    return detail
+
+
+def _cause_of_dead_loader(error: BaseException, status: RankStatus) -> _Cause:
+    """torch raises "DataLoader worker (pid ..." wherever the main thread is. A batch that is lost
+    with its process is a broken connection, whose cause is that error if torch has seen it."""
+    message = str(error.__cause__ or "").strip()
+    if not message.startswith("DataLoader worker (pid"):
+        message = str(error).strip()
+    first = message.splitlines()[0] if message else type(error).__name__
+    detail = f"a loader process died: {first}"
+    if status.fetching:
+        samples = status.fetching[0].indices.tolist()
+        detail += f"; the next batch was samples {samples[:SHOWN_SAMPLES]}"
+    remedy = "with tuning.num_workers=0 an error of the data set is raised in the rank itself"
+    if "signal: Killed" in message:
+        remedy = f"{_LESS_MEMORY}; {remedy}"
+    return _Cause("data_worker", detail, remedy)
 
 
 _OTHER_NUMBER_TYPE = (
@@ -188,7 +212,7 @@ _LIMITS = {
         " batch: change train.global_batch_size, or the norm; list frozen layers in model.freeze"
     ),
 }
-"""Limits of the host and of torch, by what is said of them, and what to do."""
+"""Limits of the host and of torch: patterns of their messages, and remedies."""
 _LESS_MEMORY = (
     "lower train.global_batch_size or raise train.accumulation_steps; to save host memory, also"
     " lower tuning.num_workers or tuning.prefetch_factor"
@@ -203,29 +227,41 @@ def failure_from_exit(
     returncode: as subprocess gives it, negative for a signal. oom_killed: whether the kernel's OOM
     killer has killed a process during the attempt. sizes: as in `failure_from`.
     """
-    kind = "died"
-    remedy = f"see {log_file}"
     if returncode < 0:
-        known = -returncode in {*signal.Signals}  # most real-time signals have a number only
-        name = signal.Signals(-returncode).name if known else f"signal {-returncode}"
-        detail = f"the process was killed by {name}"
-        if not known:
-            remedy = "find out who sent it, or which library uses it"
-        if returncode == -signal.SIGKILL and oom_killed:
-            kind = "oom"
-            remedy = _LESS_MEMORY
-            detail = f"killed by the kernel's OOM killer; memory before: {sizes}"
-        elif returncode == -signal.SIGKILL:
-            remedy = (
-                "find out who sent it: a person, a batch system, or a container at its memory limit"
-            )
+        cause = _cause_of_signal(-returncode, log_file, oom_killed, sizes)
     else:
         detail = f"the process exited with code {returncode} before the run was done"
+        remedy = f"see {log_file}"
         if returncode != 1:  # 1: a traceback before the worker could report
             remedy = "a worker must not exit by itself: look for os._exit() and similar calls"
-    step = status.step
-    phase = status.phase
-    return Failure(kind, rank, socket.gethostname(), step, phase, detail, remedy, str(log_file), 70)
+        cause = _Cause("died", detail, remedy)
+    return Failure(
+        kind=cause.kind,
+        rank=rank,
+        host=socket.gethostname(),
+        step=status.step,
+        phase=status.phase,
+        detail=cause.detail,
+        remedy=cause.remedy,
+        log=str(log_file),
+        exit_code=cause.exit_code,
+    )
+
+
+def _cause_of_signal(number: int, log_file: Path, oom_killed: bool, sizes: str) -> _Cause:
+    if number == signal.SIGKILL and oom_killed:
+        detail = f"killed by the kernel's OOM killer; memory before: {sizes}"
+        return _Cause("oom", detail, _LESS_MEMORY)
+    if number not in {*signal.Signals}:  # most real-time signals have a number only
+        detail = f"the process was killed by signal {number}"
+        return _Cause("died", detail, "find out who sent it, or which library uses it")
+    detail = f"the process was killed by {signal.Signals(number).name}"
+    remedy = f"see {log_file}"
+    if number == signal.SIGKILL:
+        remedy = (
+            "find out who sent it: a person, a batch system, or a container at its memory limit"
+        )
+    return _Cause("died", detail, remedy)
 
 
 def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Failure:
@@ -251,41 +287,49 @@ def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Fai
 
 
 def traceback_of(error: BaseException) -> str:
-    """The text that `report` prints above the FATAL line for an exception; empty for errors with a
-    known cause. Where it came by the user's own code, only those frames and the one that raised:
-    the log has them all."""
+    """The text that a `Report` shows above the headline for an exception; empty for errors with a
+    known cause.
+
+    Where the exception came by the user's own code, it has only those frames and the one that
+    raised: the log has them all.
+    """
     if isinstance(error, LaunchError):
         return ""
     whole = traceback.TracebackException.from_exception(error)
-    part: traceback.TracebackException | None = whole
     left_out = 0
+    part: traceback.TracebackException | None = whole
     while part:
-        frames = list(part.stack)
-        own = [frame for frame in frames if not is_foreign(frame.filename)]
-        if own:
-            last = [] if own[-1] is frames[-1] else frames[-1:]
-            part.stack = traceback.StackSummary.from_list([*own, *last])
-            left_out += len(frames) - len(part.stack)
+        left_out += _leave_out_libraries(part)
         part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    text = "".join(whole.format())
     if left_out:
-        note = f"({counted(left_out, 'frame')} of libraries left out; the log has them)\n"
-    else:
-        note = ""
-    return "".join(whole.format()) + note
+        text += f"({counted(left_out, 'frame')} of libraries left out; the log has them)\n"
+    return text
+
+
+def _leave_out_libraries(part: traceback.TracebackException) -> int:
+    """Removes the frames of libraries but the one that raised, if there are frames of the user's.
+    Returns their number."""
+    frames = list(part.stack)
+    kept = [frame for frame in frames if not is_foreign(frame.filename)]
+    if not kept:
+        return 0
+    if kept[-1] is not frames[-1]:
+        kept.append(frames[-1])
+    part.stack = traceback.StackSummary.from_list(kept)
+    return len(frames) - len(kept)
 
 
 def is_foreign(filename: str) -> bool:
-    """Whether a frame's file is of this package, of Python or of an installed library."""
+    """Whether a frame's file is part of this package, of Python or of an installed library."""
+    if filename.startswith("<"):
+        return True
+    path = Path(filename)
+    if {"site-packages", "dist-packages"} & {*path.parts}:  # the user's own too, those of a .pth
+        return True
     paths = sysconfig.get_paths()
     foreign = (Path(__file__).parents[1], paths["stdlib"], paths["purelib"], paths["platlib"])
-    installed = {"site-packages", "dist-packages"} & {
-        *Path(filename).parts
-    }  # the user's own too, and those of a .pth
-    return (
-        filename.startswith("<")
-        or bool(installed)
-        or any(Path(filename).is_relative_to(place) for place in foreign)
-    )
+    return any(path.is_relative_to(folder) for folder in foreign)
 
 
 def stack_of(rank: int, frames: Sequence[str]) -> str:
@@ -332,22 +376,13 @@ def record(run_dir: Path, failure: Failure, run_facts: dict[str, Any]) -> bool:
     Where they cannot be written the failure counts as recorded, and is to be printed.
     run_facts: further fields of summary.json.
     """
-    part = run_dir / f"{FILE}.part-{os.getpid()}"
     try:
-        part.write_text(json.dumps(asdict(failure), indent=1) + "\n")
-        os.link(
-            part, run_dir / FILE
-        )  # fails if the file exists: only the first failure is reported
+        create_json(run_dir / FILE, asdict(failure))
         write_json(run_dir / SUMMARY, {"status": "failed", **run_facts, "steps": failure.step})
     except FileExistsError:
         return False
-    except (
-        OSError
-    ) as write_error:  # the disk is full or the directory gone: print the failure all the same
-        log.error("%s cannot be written: %s", run_dir / FILE, write_error)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+    except OSError as error:  # the disk is full or the directory gone
+        log.error("%s cannot be written: %s", run_dir / FILE, error)
     return True
 
 
@@ -361,29 +396,35 @@ def append_to_log(log_file: Path, lines: Sequence[str]) -> None:
 
 
 def headline(failure: Failure, word: str = "FATAL") -> str:
-    """The line that begins with FATAL, followed by the remedy and the log file."""
-    step = "" if failure.step is None else f", step {failure.step}"
-    if failure.rank is None:
-        who = failure.host
-    else:
-        who = f"rank {failure.rank} on {failure.host}"
-    log_file = f"\n  log: {failure.log}" if failure.log else ""
-    return (
-        f"{word} {failure.kind} ({who}{step}, {failure.phase}): {failure.detail}\n  remedy:"
-        f" {failure.remedy}{log_file}"
-    )
+    """The line that begins with `word`, followed by the remedy and the log file."""
+    place = failure.host
+    if failure.rank is not None:
+        place = f"rank {failure.rank} on {failure.host}"
+    if failure.step is not None:
+        place += f", step {failure.step}"
+    lines = [
+        f"{word} {failure.kind} ({place}, {failure.phase}): {failure.detail}",
+        f"  remedy: {failure.remedy}",
+    ]
+    if failure.log:
+        lines.append(f"  log: {failure.log}")
+    return "\n".join(lines)
 
 
-def reported(run_dir: Path) -> Failure:
+def recorded_failure(run_dir: Path) -> Failure:
     """Raises OSError if there is none, ValueError or TypeError if it is damaged."""
     return Failure(**json.loads((run_dir / FILE).read_text()))
 
 
-def wait_for_report(run_dir: Path, seconds: float, told: Callable[[], int] = int) -> bool:
+def wait_for_report(run_dir: Path, seconds: float, reported_code: Callable[[], int] = int) -> bool:
     """Waits up to `seconds` for failure.json, so that a worker with a peer error lets the failing
-    rank report first.
+    rank report first. Returns whether a failure was reported.
 
-    told: not 0 once a failure was reported that could not be written. Returns whether one was
-    reported.
+    reported_code: returns a number other than 0 once a failure was reported that could not be
+        written.
     """
-    return wait_until(lambda: (run_dir / FILE).exists() or told(), seconds, 0.05)
+
+    def is_reported() -> bool:
+        return (run_dir / FILE).exists() or bool(reported_code())
+
+    return wait_until(is_reported, seconds, REPORT_POLL_SECONDS)

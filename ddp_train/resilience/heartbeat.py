@@ -29,31 +29,27 @@ START_SECONDS = 120.0
 """The least hang timeout until a rank has done its first batch: torch is imported from a cold disk,
 processes connect, models are compiled."""
 UNREPORTED = 256
-"""No exit code: that of a worker which did not announce its own."""
+"""Stands for the exit code of a worker which did not announce its own; no process has it."""
 END = "end"
 """The phase of a worker that has completed its work."""
 PHASES = (
-    *(
-        "start",
-        "data set",
-        "build",
-        "record",
-        "evaluation data",
-        "evaluation forward",
-        "evaluation end",
-    ),
-    *(
-        "hook",
-        "checkpoint",
-        "sample",
-        "unfreeze",
-        "profile",
-        "data",
-        "forward",
-        "backward",
-        "optimizer step",
-        END,
-    ),
+    "start",
+    "data set",
+    "build",
+    "record",
+    "evaluation data",
+    "evaluation forward",
+    "evaluation end",
+    "hook",
+    "checkpoint",
+    "sample",
+    "unfreeze",
+    "profile",
+    "data",
+    "forward",
+    "backward",
+    "optimizer step",
+    END,
 )
 """In the order in which they follow a completed step: of ranks at the same step, the one in the
 earliest phase is furthest behind."""
@@ -63,9 +59,9 @@ STARTING, TRAINING, STOPPED, SAVED, NOT_SAVED = range(5)
 nothing yet; it trains; it has stopped with the state of its `step` intact; that state is saved; it
 could not be saved."""
 NO_ORDER, STOP, SAVE = range(3)
-"""What the launcher asks of a worker."""
+"""What the launcher orders a worker to do."""
 ROW_BYTES = 3 * 2**24
-"""Of a rank's row behind the statuses, for three copies of 16 MiB. Only what is written takes
+"""Size of a rank's row behind the statuses, for three copies of 16 MiB. Only what is written takes
 memory."""
 
 
@@ -85,27 +81,39 @@ class StatusSnapshot(NamedTuple):
 
     @property
     def where(self) -> str:
+        """`forward of step 7`."""
         return f"{self.phase} of step {self.step}"
 
 
-class RankStatus(ctypes.Structure):
-    """Step and phase of a worker, as a C structure in shared memory. `phase` is one of PHASES."""
+class RecoveryMailbox(ctypes.Structure):
+    """What a worker and its launcher tell each other once another worker is lost."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_int64)
-        for name in (
-            *(
-                "beats",
-                "step",
-                "batches",
-                "resident_bytes",
-                "saving",
-                "phase_number",
-                "_leaves_with",
-                "reported_code",
-            ),
-            *("state", "order", "acted", "heeds_stop", "goes_on", "is_done", "is_examined"),
-        )
+    _fields_ = (("state", ctypes.c_int64), ("order", ctypes.c_int64), ("acted", ctypes.c_int64))
+    state: int
+    """STARTING, TRAINING, STOPPED, SAVED or NOT_SAVED; the worker sets it."""
+    order: int
+    """NO_ORDER, STOP or SAVE; the launcher sets it."""
+    acted: int
+    """The last step after which all hooks have acted that were due; the worker sets it."""
+
+
+class RankStatus(ctypes.Structure):
+    """Step and phase of a worker, as a C structure in shared memory."""
+
+    _fields_ = (
+        ("beats", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("batches", ctypes.c_int64),
+        ("resident_bytes", ctypes.c_int64),
+        ("saving", ctypes.c_int64),
+        ("phase_number", ctypes.c_int64),
+        ("_announced_code", ctypes.c_int64),
+        ("reported_code", ctypes.c_int64),
+        ("heeds_stop", ctypes.c_int64),
+        ("goes_on", ctypes.c_int64),
+        ("is_done", ctypes.c_int64),
+        ("is_examined", ctypes.c_int64),
+        ("recovery", RecoveryMailbox),
     )
     step: int
     batches: int
@@ -114,41 +122,36 @@ class RankStatus(ctypes.Structure):
     resident_bytes: int
     """Resident memory of the process at its last beat."""
     phase_number: int
-    """Of `phase`, among PHASES."""
+    """The place of `phase` in PHASES."""
     saving: int
     """1 while a checkpoint is being written, in whatever phase the worker is."""
     reported_code: int
     """The exit code of the failure that the worker has reported to the user, whether that could be
     written to a file or not; 0 before."""
-    state: int
-    """STARTING, TRAINING, STOPPED, SAVED or NOT_SAVED."""
-    order: int
-    """NO_ORDER, STOP or SAVE; the launcher sets it."""
-    acted: int
-    """The last step after which all hooks have acted that were due."""
     heeds_stop: int
     """1 while a signal makes all ranks stop after the same step; before, it ends the process."""
     goes_on: int
     """1 once the launcher stops all ranks only to start another number of them; it sets it before
     it sends a signal."""
     is_done: int
-    """1 once the run is over for this worker, and what it does is code of the user's that follows a
+    """1 once the run is over for this worker, and it runs the user's code that follows a
     session."""
     is_examined: int
     """1 once the launcher has found that the run hangs, and wants to know what this worker has
     called."""
+    recovery: RecoveryMailbox
+
+    # Not shared with the launcher:
     on_hang: Callable[[], None] | None = None
-    """Is called once, by the thread that beats, when the launcher has found a hang. Not shared with
-    the launcher."""
+    """Called once, by the thread that beats, when the launcher has found a hang."""
     on_stop: Callable[[], None] | None = None
-    """Is called once, by the thread that beats, when the launcher has ordered a stop. Not shared
-    with the launcher."""
+    """Called once, by the thread that beats, when the launcher has ordered a stop."""
     fetching: Sequence[Any] = ()
-    """The micro-batches that loader processes are preparing, the next one first. Not shared with
-    the launcher."""
+    """The micro-batches that loader processes are preparing, the next one first."""
 
     @property
     def phase(self) -> str:
+        """One of PHASES."""
         return PHASES[self.phase_number]
 
     @phase.setter
@@ -159,19 +162,21 @@ class RankStatus(ctypes.Structure):
         return StatusSnapshot(self.beats, self.step, self.batches, self.phase)
 
     def leaving(self, code: int) -> int:
-        """Says with which exit code the worker is about to end by itself. Returns it."""
-        self._leaves_with = code + 1
+        """Announces the exit code that this worker is about to exit with. Returns it."""
+        self._announced_code = code + 1
         return code
 
     def believed(self, returncode: int | None) -> int | None:
         """How a worker ended: `returncode`, as subprocess gives it, or UNREPORTED if that is an
         exit code that the worker did not announce by `leaving`. Some code in it has called
         os._exit()."""
-        announced = returncode is None or returncode < 0 or returncode + 1 == self._leaves_with
-        return returncode if announced else UNREPORTED
+        if returncode is None or returncode < 0:
+            return returncode
+        is_announced = returncode + 1 == self._announced_code
+        return returncode if is_announced else UNREPORTED
 
     def set_saving(self, saving: bool) -> None:
-        """Says whether a checkpoint is being written."""
+        """Publishes whether a checkpoint is being written."""
         self.saving = int(saving)
 
     def wait_until_saved(
@@ -201,7 +206,7 @@ class RankStatus(ctypes.Structure):
         threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
     def _heed_launcher(self) -> None:
-        if self.order and self.on_stop:
+        if self.recovery.order and self.on_stop:
             on_stop = self.on_stop
             self.on_stop = None
             on_stop()
@@ -220,15 +225,13 @@ class StatusBoard:
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         self.descriptor = descriptor
+        size = ctypes.sizeof(RankStatus) * ranks
+        statuses = (RankStatus * ranks).from_buffer(mmap.mmap(descriptor, size))
         # One object for each rank: an array makes a new one whenever it is asked, and `on_stop`
         # belongs to an object.
-        self.ranks = list(
-            (RankStatus * ranks).from_buffer(
-                mmap.mmap(descriptor, ctypes.sizeof(RankStatus) * ranks)
-            )
-        )
-        statuses = ctypes.sizeof(RankStatus) * ranks
-        self.rows_begin = -(-statuses // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self.ranks = list(statuses)
+        pages = -(-size // mmap.ALLOCATIONGRANULARITY)
+        self.rows_begin = pages * mmap.ALLOCATIONGRANULARITY
 
     def row(self, rank: int, size: int) -> mmap.mmap:
         """The first `size` bytes of a rank's row, at most ROW_BYTES: they outlive its process."""
@@ -240,12 +243,10 @@ class StatusBoard:
         descriptor = os.memfd_create("rank_status")
         os.ftruncate(descriptor, ctypes.sizeof(RankStatus) * ranks)
         board = cls(descriptor, ranks)
-        with contextlib.suppress(
-            OSError
-        ):  # a limit on the size of files (ulimit -f): there are no rows then
-            os.ftruncate(
-                descriptor, board.rows_begin + ranks * ROW_BYTES
-            )  # sparse: memory is taken when it is written
+        # A limit on the size of files (ulimit -f) leaves no room for the rows. They are sparse:
+        # memory is taken when it is written.
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, board.rows_begin + ranks * ROW_BYTES)
         return board
 
     def has_rows(self) -> bool:
@@ -256,7 +257,11 @@ class StatusBoard:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time is inside. The kernel unlocks it if that process dies."""
+        """One process at a time is inside. The kernel unlocks it if that process dies.
+
+        A lock of the process (lockf): one of the open file (flock, see run_lock.py) would be shared
+        by all processes, which inherit it.
+        """
         fcntl.lockf(self.descriptor, fcntl.LOCK_EX)
         try:
             yield
@@ -266,10 +271,13 @@ class StatusBoard:
     def reported_code(self) -> int:
         """The exit code of the failure that a worker of this host has reported to the user; 0 if
         none has."""
-        return next((status.reported_code for status in self.ranks if status.reported_code), 0)
+        for status in self.ranks:
+            if status.reported_code:
+                return status.reported_code
+        return 0
 
     def wait_for_report(self, seconds: float) -> None:
-        """Until `reported_code` is known, `seconds` at most."""
+        """Waits until `reported_code` is known, `seconds` at most."""
         wait_until(self.reported_code, seconds)
 
     def sizes(self) -> str:
@@ -281,7 +289,7 @@ class StatusBoard:
 
 
 def status_on_board(world: World) -> tuple[StatusBoard | None, RankStatus]:
-    """Of this process: the board of our own launcher, None under torchrun, and its status."""
+    """The board of our own launcher, None under torchrun, and the status of this process."""
     descriptor = status_descriptor()
     if descriptor is None:
         return None, RankStatus()

@@ -3,7 +3,7 @@ Torch-free.
 
 Under DDP every rank has the same weights and moments, so a death need not cost the steps since the
 last checkpoint. The idea is that of just-in-time checkpointing (EuroSys 2024,
-doi:10.1145/3627703.3650085). This is the launcher's part; the workers' is recovery/just_in_time.py.
+doi:10.1145/3627703.3650085). This is the launcher's part; the workers' is training/just_in_time.py.
 They speak through the status board alone: the store may have died with rank 0.
 """
 
@@ -29,7 +29,7 @@ class Loss:
 
     rank: int
     step: int
-    """The last one that a survivor had completed; that of the dead rank if none survived."""
+    """The last step that a survivor had completed; that of the dead rank if none survived."""
     at: float
     """When, by `time.monotonic`, which all processes of a host share."""
 
@@ -45,53 +45,57 @@ def save_by_survivor(
     before_saving: Callable[[], None] = lambda: None,
     on_late: Callable[[list[int]], None] = lambda _: None,
 ) -> int | None:
-    """Lets the survivors stop, and the one that is furthest save its state. Returns its step, None
+    """Lets the survivors stop, and the one that is furthest save its state. Returns its step; None
     if none was saved.
 
-    Survivors are at most one step apart. Who has completed a step had everybody's contribution to
-    it, so the highest one is right; a step that only the dead rank had completed is computed again.
-    If the one that saves dies, the next best does it. Who stands still where no broken connection
-    is noticed, in code of the user's or while it waits for a batch, has no step that those who have
-    stopped lack: it is not waited for beyond LATE_SECONDS.
+    Survivors are at most one step apart. One that has completed a step had everybody's contribution
+    to it, so the highest one is right; a step that only the dead rank had completed is computed
+    again. If the one that saves dies, the next best does it. A rank stuck outside a collective, in
+    the user's code or while it waits for a batch, cannot be ahead of the stopped ranks: it is
+    waited for at most LATE_SECONDS.
 
     seconds: how long stopping may take (20 ms, unless a rank computes for long without an
-    exchange), and how long saving. given_up: ends the waiting. before_saving: what must be over
-    before a survivor writes. on_late: is told the ranks that are not waited for.
+        exchange), and how long saving.
+    given_up: ends the waiting.
+    before_saving: returns once a survivor may write.
+    on_late: called with the ranks that are not waited for.
     """
-    ranks = range(len(board.ranks))
-    for rank in ranks:
-        board.ranks[rank].order = STOP
+    statuses = board.ranks
+    ranks = range(len(statuses))
+    for status in statuses:
+        status.recovery.order = STOP
 
     def wait(until: Callable[[], bool]) -> None:
         wait_until(lambda: until() or given_up(), seconds, POLL_SECONDS)
 
-    def those(state: int) -> list[int]:
-        return [rank for rank in ranks if board.ranks[rank].state == state and is_alive(rank)]
+    def living(state: int) -> list[int]:
+        in_state = [rank for rank in ranks if statuses[rank].recovery.state == state]
+        return [rank for rank in in_state if is_alive(rank)]
 
     late_at = math.inf
 
     def have_stopped() -> bool:
         nonlocal late_at
-        training = those(TRAINING)
-        best = max((board.ranks[rank].step for rank in those(STOPPED)), default=-1)
-        if best >= 0:
+        training = living(TRAINING)
+        furthest = max((statuses[rank].step for rank in living(STOPPED)), default=-1)
+        if furthest >= 0:
             late_at = min(late_at, time.monotonic() + LATE_SECONDS)
-        is_behind = all(board.ranks[rank].step <= best for rank in training)
-        return not training or (is_behind and time.monotonic() > late_at)
+        are_behind = all(statuses[rank].step <= furthest for rank in training)
+        return not training or (are_behind and time.monotonic() > late_at)
 
     wait(have_stopped)
-    if (late := those(TRAINING)) and not given_up():
+    late = living(TRAINING)
+    if late and not given_up():
         on_late(late)
     before_saving()
-    stopped = [rank for rank in ranks if board.ranks[rank].state == STOPPED]
-    for rank in sorted(stopped, key=lambda rank: -board.ranks[rank].step):
-        status = board.ranks[rank]
-        status.order = SAVE
-        wait(lambda status=status, rank=rank: status.state != STOPPED or not is_alive(rank))
-        if status.state == SAVED:
+    stopped = [rank for rank in ranks if statuses[rank].recovery.state == STOPPED]
+    for rank in sorted(stopped, key=lambda rank: -statuses[rank].step):
+        status = statuses[rank]
+        mailbox = status.recovery
+        mailbox.order = SAVE
+        wait(lambda mailbox=mailbox, rank=rank: mailbox.state != STOPPED or not is_alive(rank))
+        if mailbox.state == SAVED:
             return status.step
-        if status.state == STOPPED and is_alive(
-            rank
-        ):  # it takes too long: another one would write the same files
-            return None
+        if mailbox.state == STOPPED and is_alive(rank):
+            return None  # it takes too long: another one would write the same files
     return None

@@ -1,4 +1,4 @@
-"""A host is lost: what the survivors leave in the run directory for the processes that go on.
+"""A host is lost: what the survivors leave in the run directory for the processes that follow.
 Torch-free.
 
 No launcher watches several hosts, and the store may die with one of them. The survivors agree
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.whole_files import write_text
 
 FILE = "lost.json"
 LOCK = "survivors.lock"
@@ -28,52 +29,57 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def one_at_a_time(run_dir: Path) -> Iterator[None]:
-    """One survivor is inside. Who has waited for too long enters too: checkpoints are renamed into
+    """One survivor is inside. One that has waited too long enters too: checkpoints are renamed into
     place whole."""
-    lock = None
-    try:
-        lock = run_lock.acquire(run_dir / LOCK, LOCK_SECONDS)
-    except run_lock.LockHeldError as error:
-        log.warning("%s is still held by %s", run_dir / LOCK, error)
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(run_lock.acquire(run_dir / LOCK, LOCK_SECONDS))
+        except run_lock.LockHeldError as error:
+            log.warning("%s is still held by %s", run_dir / LOCK, error)
         yield
-    finally:
-        if lock:
-            lock.release()
 
 
 def note(run_dir: Path, step: int | None = None, rank: int | None = None) -> None:
-    """Notes the last step that a survivor had completed, or which rank was lost. The first loss
-    since a step was done counts for its time and its rank, the highest step for what was reached.
-    To be called by one at a time."""
-    before = _read(run_dir) or {"rank": None, "step": 0, "time": time.time()}
+    """Notes the last step that a survivor had completed, or which rank was lost. To be called by
+    one at a time.
+
+    The first loss since a step was done counts for its time and its rank, the highest step for what
+    was reached.
+    """
     if step is None and not (run_dir / FILE).exists():
         return  # before training: nothing is lost
-    after = {
-        "rank": rank if before["rank"] is None else before["rank"],
-        "step": max(before["step"], step or 0),
-        "time": before["time"],
+    noted_before = _read(run_dir) or {"rank": None, "step": 0, "time": time.time()}
+    first_rank = noted_before["rank"]
+    content = {
+        "rank": rank if first_rank is None else first_rank,
+        "step": max(noted_before["step"], step or 0),
+        "time": noted_before["time"],
     }
-    part = run_dir / f"{FILE}.part"
-    part.write_text(json.dumps(after))
-    part.replace(run_dir / FILE)
+    write_text(run_dir / FILE, json.dumps(content))
 
 
 def noted(run_dir: Path) -> dict[str, Any] | None:
-    """What was noted, as `just_in_time.Loss` has it; None if nothing was."""
-    found = _read(run_dir)
-    return found and {**found, "at": time.monotonic() - max(0.0, time.time() - found["time"])}
+    """What was noted, with the keys of `just_in_time.Loss`; None if nothing was."""
+    content = _read(run_dir)
+    if content is None:
+        return None
+    seconds_ago = max(0.0, time.time() - content["time"])
+    return {**content, "at": time.monotonic() - seconds_ago}
 
 
 def forget(run_dir: Path) -> None:
-    """Once a step was done again."""
+    """Removes the note, once a step was done again."""
     (run_dir / FILE).unlink(missing_ok=True)
 
 
 def _read(run_dir: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((run_dir / FILE).read_text())
-        return {"rank": found["rank"], "step": int(found["step"]), "time": float(found["time"])}
+        content = json.loads((run_dir / FILE).read_text())
+        return {
+            "rank": content["rank"],
+            "step": int(content["step"]),
+            "time": float(content["time"]),
+        }
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

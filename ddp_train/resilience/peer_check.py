@@ -12,6 +12,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,31 @@ STORE_SECONDS = 2.0
 fails."""
 
 
+@dataclass(frozen=True)
+class Peer:
+    """What the store has of a rank."""
+
+    rank: int
+    host: str
+    position: StatusSnapshot | None
+    """Where it is; None if it did not respond."""
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank to which a failure is attributed, and why."""
+
+    rank: int
+    host: str
+    step: int | None
+    phase: str
+    finding: str
+
+
 def register(store: Store, world: World) -> None:
     """Writes the host of this rank into the store, at the start, when all ranks are present."""
-    store.delete_key(
-        f"{POSITION}/{world.rank}"
-    )  # of an earlier attempt, if several hosts share a store
+    # The position may be that of an earlier attempt, if several hosts share a store.
+    store.delete_key(f"{POSITION}/{world.rank}")
     store.set(f"{HOST}/{world.rank}", socket.gethostname())
 
 
@@ -45,9 +66,8 @@ def respond(store: Store, world: World, status: RankStatus) -> bool:
 
     def write() -> bool:
         store.set(key, json.dumps([status.step, status.phase]))
-        return store.check(
-            [key]
-        )  # writing alone succeeds even if the other end of the connection is gone
+        # Writing alone succeeds even if the other end of the connection is gone.
+        return store.check([key])
 
     return bool(_within_limit(write))
 
@@ -59,56 +79,55 @@ def attribute_failure(
     is furthest behind.
 
     error: what the collective raised here. A time-out is a hang (exit code 71), a broken connection
-    is not (70).
+        is not (70).
     """
-
-    def read() -> dict[int, tuple[str, list[Any] | None]]:
-        return {
-            rank: (
-                store.get(f"{HOST}/{rank}").decode(),
-                json.loads(store.get(f"{POSITION}/{rank}"))
-                if store.check([f"{POSITION}/{rank}"])
-                else None,
-            )
-            for rank in range(world.size)
-        }
-
-    found = _within_limit(read)
-    if found is None:
-        culprit = 0
-        host = store_address()
-        step = None
-        phase = "unknown"
-        finding = f"the store at {host} does not respond: the host of rank 0 is down or cut off"
-    elif missing := [rank for rank, (_, position) in found.items() if position is None]:
-        culprit = missing[0]
-        host = found[missing[0]][0]
-        step = None
-        phase = "unknown"
-        ranks = " and ".join(f"rank {rank} on {found[rank][0]}" for rank in missing)
-        finding = f"{ranks} did not respond to the peer check"
-    else:
-        positions = {
-            rank: StatusSnapshot(1, at[0], 0, at[1]) for rank, (_, at) in found.items() if at
-        }
-        culprit = min(positions, key=lambda rank: positions[rank].progress)
-        host = found[culprit][0]
-        step = positions[culprit].step
-        phase = positions[culprit].phase
-        finding = (
-            f"all ranks responded to the peer check; rank {culprit} on {host} is furthest behind, "
-            f"in {positions[culprit].where}"
-        )
-    changes: dict[str, Any] = {"rank": culprit, "host": host, "step": step, "phase": phase}
+    peers = _within_limit(lambda: [_read_peer(store, rank) for rank in range(world.size)])
+    culprit = _unreachable_store() if peers is None else find_culprit(peers)
+    changes: dict[str, Any] = {}
     if is_timeout(error):
-        changes |= {"kind": HangError.kind, "exit_code": HangError.exit_code}
+        changes = {"kind": HangError.kind, "exit_code": HangError.exit_code}
     return dataclasses.replace(
         failure,
-        **changes,
-        detail=f"{finding}; {failure.detail}",
+        rank=culprit.rank,
+        host=culprit.host,
+        step=culprit.step,
+        phase=culprit.phase,
+        detail=f"{culprit.finding}; {failure.detail}",
         remedy="look at that rank's host and log; if it is only slow, raise launch.timeout_seconds",
-        log=str(Path(failure.log).with_name(f"rank_{culprit}.log")),
+        log=str(Path(failure.log).with_name(f"rank_{culprit.rank}.log")),
+        **changes,
     )
+
+
+def _read_peer(store: Store, rank: int) -> Peer:
+    host = store.get(f"{HOST}/{rank}").decode()
+    key = f"{POSITION}/{rank}"
+    if not store.check([key]):
+        return Peer(rank, host, None)
+    step, phase = json.loads(store.get(key))
+    return Peer(rank, host, StatusSnapshot(beats=1, step=step, batches=0, phase=phase))
+
+
+def _unreachable_store() -> Culprit:
+    host = store_address()
+    finding = f"the store at {host} does not respond: the host of rank 0 is down or cut off"
+    return Culprit(0, host, None, "unknown", finding)
+
+
+def find_culprit(peers: list[Peer]) -> Culprit:
+    """The first rank that did not respond, else the one that is furthest behind."""
+    missing = [peer for peer in peers if peer.position is None]
+    if missing:
+        names = " and ".join(f"rank {peer.rank} on {peer.host}" for peer in missing)
+        finding = f"{names} did not respond to the peer check"
+        return Culprit(missing[0].rank, missing[0].host, None, "unknown", finding)
+    positions = {peer: peer.position for peer in peers if peer.position}
+    last, position = min(positions.items(), key=lambda item: item[1].progress)
+    finding = (
+        f"all ranks responded to the peer check; rank {last.rank} on {last.host} is furthest"
+        f" behind, in {position.where}"
+    )
+    return Culprit(last.rank, last.host, position.step, position.phase, finding)
 
 
 def _within_limit(access: Callable[[], Any]) -> Any:

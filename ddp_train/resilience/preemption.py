@@ -12,6 +12,7 @@ training step pays a comparison.
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import math
 import os
@@ -24,21 +25,22 @@ from typing import Any, Protocol
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import PeersLostError
-from ddp_train.resilience.failure_report import RankStatus
+from ddp_train.resilience.heartbeat import RankStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 SAVED = 75
+"""Exit code: stopped and saved (EX_TEMPFAIL of sysexits.h: try again)."""
 UNSAVED = 143
+"""Exit code: stopped before it could save."""
 INTERRUPTED = 130
-"""Exit codes: stopped and saved (EX_TEMPFAIL of sysexits.h: try again); stopped before it could
-save; by Ctrl-C."""
+"""Exit code: stopped by Ctrl-C, or as its terminal was closed."""
 SAME_REQUEST_SECONDS = 0.5
 """Signals within this time are one request: SLURM and systemd signal every process, and agents
 forward theirs."""
 LOOK_SECONDS = 0.25
+"""Polling interval of the store for a request. A look takes 0.05 ms."""
 AGREE_SECONDS = 0.02
-"""Polling intervals of the store: for a request; for the answers of all ranks. A look takes 0.05
-ms."""
+"""Polling interval of the store for the answers of all ranks."""
 REQUEST = "stop/request"
 EARLIEST = "stop/earliest"
 AGREED = "stop/agreed"
@@ -54,6 +56,51 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
 
+class Phase(enum.Enum):
+    """How far the ranks are with a stop."""
+
+    TRAINING = "no rank is asked to stop"
+    REQUESTED = "a rank is asked to stop; the last step is not known"
+    DECIDED = "the last step is known"
+    IN_VAIN = "a rank was lost before the last step was known"
+
+
+class Event(enum.Enum):
+    """What takes a stop from one phase to the next."""
+
+    REQUEST = "a signal, or another rank's request in the store"
+    AGREEMENT = "all ranks agree on the last step"
+    CUT_OFF = "an evaluation was cut off: all ranks end at its step"
+    LOSS = "a rank is lost"
+
+
+NEXT_PHASE = {
+    (Phase.TRAINING, Event.REQUEST): Phase.REQUESTED,
+    (Phase.TRAINING, Event.CUT_OFF): Phase.DECIDED,
+    (Phase.TRAINING, Event.LOSS): Phase.IN_VAIN,
+    (Phase.REQUESTED, Event.AGREEMENT): Phase.DECIDED,
+    (Phase.REQUESTED, Event.CUT_OFF): Phase.DECIDED,
+    (Phase.REQUESTED, Event.LOSS): Phase.IN_VAIN,
+}
+"""In every other case the phase stays."""
+SETTLED = (Phase.DECIDED, Phase.IN_VAIN)
+
+
+class Stage(enum.IntEnum):
+    """What this process still does. It only rises."""
+
+    LISTENING = 0
+    """It trains, and heeds signals."""
+    RELEASED = 1
+    """It ends with a failure: a stop without an agreement must not end it sooner."""
+    LEAVING = 2
+    """It ends with a failure that it still has to report: no later signal must end it."""
+    OVER = 3
+    """It heeds no signal; it still answers the requests of other ranks."""
+    CLOSED = 4
+    """It answers nobody."""
+
+
 class StopController:
     """Decides after which step training stops. It handles signals inside `listening` only."""
 
@@ -62,22 +109,21 @@ class StopController:
         """Training asks `allows` before it goes beyond this step. It may be a proposal that
         training has passed."""
         self.last_step = NEVER
-        """Agreed last step. Valid once `allows()` has returned for it."""
+        """The agreed last step. Valid once `allows()` has returned for it."""
         self.goes_on = False
         """Whether other processes take over there at once, in another number. Valid as `last_step`
         is."""
         self.others_follow: Callable[[], bool] = bool
-        """Says whether it stops only because hosts join or leave, where no launcher tells that
-        through `status`."""
+        """Returns whether this process stops only because hosts join or leave, where no launcher
+        says so through `status`."""
+        self.phase = Phase.TRAINING
+        self.stage = Stage.LISTENING
         self.requested = threading.Event()
-        self.is_agreed = threading.Event()
+        """Set by the first request. It wakes the second thread."""
+        self.settled = threading.Event()
+        """Set in a settled phase, for which training waits at the limit."""
         self.deciding = threading.Lock()
-        self.is_over = threading.Event()
-        self.is_leaving = False
-        """Whether this process ends by itself, and has a failure to report before."""
-        self.is_closed = False
-        self.is_in_vain = False
-        """Whether a rank was lost before all had agreed."""
+        """Held while `phase`, `limit` and `last_step` change together."""
         self.agreeing: threading.Thread | None = None
         self.signal_number = 0
         self.status = RankStatus()
@@ -86,10 +132,10 @@ class StopController:
 
     def allows(self, step: int) -> bool:
         """Whether training continues after `step` steps. At the limit it waits until the last step
-        is agreed. Raises PeersLostError if `end_waiting` was called before it was."""
+        is known. Raises PeersLostError if `end_waiting` was called before it was."""
         if step >= self.limit:
-            self.is_agreed.wait()
-            if self.is_in_vain:
+            self.settled.wait()
+            if self.phase is Phase.IN_VAIN:
                 raise PeersLostError
         return step < self.limit
 
@@ -104,10 +150,13 @@ class StopController:
     ) -> Iterator[None]:
         """Inside, a signal to any rank stops all ranks. Enter it in the main thread.
 
-        After it this rank still answers requests of others. status: its `step` must be set before
-        training calls `allows`. store: over a connection of its own, since a blocked connection
-        blocks all its users; None for one process. patience_seconds: the longest wait for an
-        agreement; after that, and on a second request, this process calls `leave(exit code)`.
+        After it this rank still answers requests of others.
+
+        status: its `step` must be set before training calls `allows`.
+        store: over a connection of its own, since a blocked connection blocks all its users; None
+            for one process.
+        patience_seconds: the longest wait for an agreement. After that, and on a second request,
+            this process calls `leave(exit code)`.
         """
         self.patience_seconds = patience_seconds
         self.leave = leave
@@ -115,54 +164,68 @@ class StopController:
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        handled = stop_signals()
-        for number in handled:
-            signal.signal(
-                number, lambda *_: None
-            )  # without a handler the interpreter does not write the number
+        numbers = stop_signals()
+        for number in numbers:  # without a handler the interpreter does not write the number
+            signal.signal(number, lambda *_: None)
+        reading = threading.Thread(target=lambda: self._read_signals(read_end), daemon=True)
+        reading.start()
         self.agreeing = threading.Thread(
             target=lambda: self.agree(status, world, store), daemon=True
         )
-        for thread in (
-            threading.Thread(target=lambda: self._read_signals(read_end), daemon=True),
-            self.agreeing,
-        ):
-            thread.start()
+        self.agreeing.start()
         status.heeds_stop = 1
         completed = False
         try:
             yield
             completed = True
         finally:
-            self.is_over.set()
+            is_leaving = self.stage is Stage.LEAVING
+            self._rise(Stage.OVER)
             status.heeds_stop = 0
             # A late request has nothing to stop if the run is done, or has failed and only
             # completes a checkpoint.
-            if completed or status.saving or self.is_leaving:
-                handler = signal.SIG_IGN
-            else:
-                handler = signal.SIG_DFL
-            for number in handled:
-                signal.signal(number, handler)
+            ignores = completed or status.saving or is_leaving
+            for number in numbers:
+                signal.signal(number, signal.SIG_IGN if ignores else signal.SIG_DFL)
             signal.set_wakeup_fd(-1)
             os.close(write_end)
 
+    def release(self) -> None:
+        """From here on the failure of this process decides how it ends, whatever is requested."""
+        self._rise(Stage.RELEASED)
+
+    def leave_after_report(self) -> None:
+        """As `release`; a signal that comes before the report is ignored too."""
+        self._rise(Stage.LEAVING)
+
     def close(self) -> None:
-        """Answers no more requests of others, if this process goes on when the run is over: their
-        store ends."""
-        self.is_closed = True
+        """Answers no more requests of others, for a process that continues when the run is over:
+        the store ends with the run."""
+        self._rise(Stage.CLOSED)
         self.requested.set()
         if self.agreeing:
             self.agreeing.join(1.0)
 
+    def _rise(self, stage: Stage) -> None:
+        self.stage = max(self.stage, stage)
+
+    def _advance(self, event: Event) -> None:
+        """To be called with `deciding` held."""
+        self.phase = NEXT_PHASE.get((self.phase, event), self.phase)
+        if self.phase in SETTLED:
+            self.settled.set()
+
     def request_stop(self, number: int) -> None:
         """Requests a stop of all ranks. number: the signal that caused it."""
-        if not self.requested.is_set():
-            timer = threading.Timer(self.patience_seconds, self._leave_without_agreement)
-            timer.daemon = True
-            timer.start()
-            self.signal_number = number
-            self.requested.set()
+        if self.requested.is_set():
+            return
+        self.signal_number = number
+        with self.deciding:
+            self._advance(Event.REQUEST)
+        timer = threading.Timer(self.patience_seconds, self._leave_without_agreement)
+        timer.daemon = True
+        timer.start()
+        self.requested.set()
 
     def propose_step(self, status: RankStatus) -> int:
         """Sets `limit` to a step that training has not passed, and that it will stop at to ask.
@@ -175,7 +238,7 @@ class StopController:
         while True:
             step = status.step
             with self.deciding:
-                if self.is_agreed.is_set():  # `end_at`: other ranks still wait for an answer
+                if self.phase in SETTLED:  # `end_at`: other ranks still wait for an answer
                     return self.last_step
                 self.limit = step + 1
             if status.step == step:
@@ -186,38 +249,36 @@ class StopController:
         of them alike: an evaluation that a stop has cut off shows on each."""
         with self.deciding:
             self.last_step = self.limit = step
-            self.is_agreed.set()
+            self._advance(Event.CUT_OFF)
 
     def end_waiting(self) -> None:
-        """From any thread, once a rank is lost: its answer will not come, and who waits for that is
-        in no collective that would fail."""
+        """Ends the wait for an agreement, from any thread, once a rank is lost: its answer will not
+        come, and a rank that waits for it is in no collective that would fail."""
         with self.deciding:
-            self.is_in_vain = not self.is_agreed.is_set()
-            self.is_agreed.set()
+            self._advance(Event.LOSS)
 
     def _read_signals(self, read_end: int) -> None:
         """The first thread: turns signals into requests until the pipe is closed."""
         first = math.inf
         while byte := os.read(read_end, 1):
-            if byte[0] not in SIGNALS:  # SIGCHLD, for one
+            number = byte[0]
+            if number not in SIGNALS:  # SIGCHLD, for one
                 continue
             now = time.monotonic()
             if now - first > SAME_REQUEST_SECONDS:
-                self.leave(exit_code(byte[0]))
+                self.leave(exit_code(number))
             elif first == math.inf:
                 first = now
-                log.info("asked to stop by %s", signal.Signals(byte[0]).name)
-                self.request_stop(byte[0])
+                log.info("asked to stop by %s", signal.Signals(number).name)
+                self.request_stop(number)
         os.close(read_end)
 
     def agree(self, status: RankStatus, world: World, store: Store | None) -> None:
         """The second thread: waits until any rank requests a stop, then agrees with all ranks on
         the last step."""
         try:
-            while not self.requested.wait(LOOK_SECONDS if store else None):
-                if store and store.check([REQUEST]):
-                    self.request_stop(int(store.get(REQUEST)))
-            if self.is_closed:
+            self._wait_for_request(store)
+            if self.stage is Stage.CLOSED:
                 return
             step = self.propose_step(status)
             if self.others_follow():
@@ -227,22 +288,27 @@ class StopController:
                 step, goes_on = agreed_step(step, self.signal_number, world, store, goes_on)
             with self.deciding:
                 self.goes_on = goes_on
-                if not self.is_agreed.is_set():
-                    self.last_step = (
-                        step  # before `limit`: training that passes `allows` must find it
-                    )
+                if self.phase is Phase.REQUESTED:
+                    # `last_step` before `limit`: training that passes `allows` must find it
+                    self.last_step = step
                     self.limit = step
-                    self.is_agreed.set()
-            if not self.is_in_vain:
+                    self._advance(Event.AGREEMENT)
+            if self.phase is Phase.DECIDED:
                 log.info("asked to stop; agreed on step %d", self.last_step)
-        except (
-            RuntimeError
-        ) as error:  # the store is gone: the run is over, or rank 0, which serves it, has ended
-            if not self.is_over.is_set():
+        except RuntimeError as error:
+            # the store is gone: the run is over, or rank 0, which serves it, has ended
+            if self.stage is Stage.LISTENING:
                 log.info("ranks can no longer agree on a stop: %s", error)
 
+    def _wait_for_request(self, store: Store | None) -> None:
+        """Waits for a signal to this process, or for another rank's request in the store."""
+        while not self.requested.wait(LOOK_SECONDS if store else None):
+            if store and store.check([REQUEST]):
+                self.request_stop(int(store.get(REQUEST)))
+
     def _leave_without_agreement(self) -> None:
-        if not self.is_agreed.is_set() and not self.is_over.is_set() and not self.status.goes_on:
+        is_waiting = self.phase is Phase.REQUESTED and self.stage is Stage.LISTENING
+        if is_waiting and not self.status.goes_on:
             log.error(
                 "the ranks did not agree on a last step within %g s: exiting without saving",
                 self.patience_seconds,
@@ -274,12 +340,13 @@ def agreed_step(
     store.set(REQUEST, str(number))
     store.set(f"{EARLIEST}/{world.rank}", str(proposed_step))
     if world.is_leader:
-        proposals = [f"{EARLIEST}/{rank}" for rank in range(world.size)]
-        _wait_for(proposals, store)
-        store.set(AGREED, f"{max(int(store.get(key)) for key in proposals)} {int(goes_on)}")
+        keys = [f"{EARLIEST}/{rank}" for rank in range(world.size)]
+        _wait_for(keys, store)
+        last_step = max(int(store.get(key)) for key in keys)
+        store.set(AGREED, f"{last_step} {int(goes_on)}")
     _wait_for([AGREED], store)
-    step, other_number = map(int, store.get(AGREED).split())
-    return step, bool(other_number)
+    step, leader_goes_on = map(int, store.get(AGREED).split())
+    return step, bool(leader_goes_on)
 
 
 def _wait_for(keys: list[str], store: Store) -> None:

@@ -27,6 +27,12 @@ class Lock:
     def release(self) -> None:
         self.file.close()
 
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
 
 class LockHeldError(Exception):
     """Another process holds the lock; `str(error)` names it."""
@@ -53,18 +59,14 @@ def acquire(path: Path, timeout_seconds: float = 0.0) -> Lock:
         except OSError:
             file.close()
             raise
-    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "id": os.urandom(8).hex(),
+    }
     file.truncate(0)
-    file.write(
-        json.dumps(
-            {
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "since": now,
-                "id": os.urandom(8).hex(),
-            }
-        )
-    )
+    file.write(json.dumps(holder))
     file.flush()
     os.fsync(file.fileno())
     return Lock(file)
@@ -91,9 +93,12 @@ def owner(path: Path) -> dict[str, str]:
         return {}
 
 
-def described(who: dict[str, str]) -> str:
-    """An owner in words, for a message."""
-    return f"process {who.get('pid', '?')} on {who.get('host', '?')}, since {who.get('since', '?')}"
+def described(holder: dict[str, str]) -> str:
+    """A holder, for a message."""
+    pid = holder.get("pid", "?")
+    host = holder.get("host", "?")
+    since = holder.get("since", "?")
+    return f"process {pid} on {host}, since {since}"
 
 
 def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
@@ -101,11 +106,12 @@ def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
 
     A lock can be lost without notice: a network file system gives it to another host if this one
     was cut off for longer than the lease (NFSv4: 90 s). When this host is back, it must not write
-    any more. Whoever takes the lock writes the file: where there is none, somebody has removed it,
-    and nobody has taken over.
+    any more. Whoever takes the lock writes the file: if there is none, somebody has removed it, and
+    nobody has taken over.
     """
-    now = owner(run_dir / FILE)
-    if now != expected and (run_dir / FILE).exists():
+    path = run_dir / FILE
+    now = owner(path)
+    if now != expected and path.exists():
         raise OwnershipLostError(
             f"{run_dir} belongs to another run now: {described(now)}",
             "leave it to that run, which resumes from the checkpoints there; this process has"

@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file, or makes it. Raises OSError, for one if the disk is full, and leaves nothing
-    beside it then."""
-    part = path.with_name(path.name + ".part")
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file, or creates it. Raises OSError, for one if the disk is full, and leaves
+    nothing beside it then."""
+    part = part_of(path)
     try:
-        part.write_text(text, encoding="utf-8")
+        part.write_bytes(content)
         part.replace(path)
     except OSError:
         part.unlink(missing_ok=True)
         raise
 
 
+def part_of(path: Path) -> Path:
+    """The file in which the new content is written. A process that is killed leaves it behind."""
+    return path.with_name(path.name + ".part")
+
+
+def write_text(path: Path, text: str) -> None:
+    """As `write_bytes`, in UTF-8."""
+    write_bytes(path, text.encode())
+
+
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """As `write_text`. Numbers that are not finite become null, since JSON has none."""
     write_text(path, json.dumps(_finite(values), indent=1) + "\n")
+
+
+def create_json(path: Path, values: dict[str, Any]) -> None:
+    """Creates a file, as `write_json`. Raises FileExistsError if another process was faster."""
+    part = path.with_name(f"{path.name}.part-{os.getpid()}")
+    try:
+        part.write_text(json.dumps(_finite(values), indent=1) + "\n")
+        os.link(part, path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

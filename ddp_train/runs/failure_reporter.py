@@ -94,7 +94,7 @@ class FailureReporter:
         with board.locked() if board else contextlib.nullcontext():
             if told():  # by a rank that could write no file, or this one would not tell either
                 return failure.exit_code
-            goes_on = self.hosts_may_leave and status.state == SAVED and restarts_left()
+            goes_on = self.hosts_may_leave and status.recovery.state == SAVED and restarts_left()
             if failure_report.record(self.run_dir, failure, self.run_facts):
                 report = failure_report.Report(failure, trace)
                 report.print(is_fatal=not goes_on, stream=self.terminal)
@@ -108,7 +108,7 @@ class FailureReporter:
     def _note_rank(self, rank: int | None) -> None:
         with lost_hosts.one_at_a_time(self.run_dir):
             lost_hosts.note(self.run_dir, rank=rank)
-        if self.status.state == SAVED:
+        if self.status.recovery.state == SAVED:
             step = max((step_of(place) for place in places(self.run_dir)), default=0)
             self.terminal.write(f"step {step} is saved: a surviving rank had it\n")
             self.terminal.flush()

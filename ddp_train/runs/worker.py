@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,6 +31,7 @@ from ddp_train.resilience import collectives, heartbeat, peer_check
 from ddp_train.resilience.heartbeat import status_on_board
 from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
+from ddp_train.resilience.whole_files import write_bytes
 from ddp_train.runs.failure_reporter import FailureReporter
 from ddp_train.runs.training_run import Run
 from ddp_train.telemetry.console import Display
@@ -134,7 +134,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
         backend = config.launch.backend
         with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
             record = collectives.record_file(run_dir, world.rank)
-            status.on_hang = partial(flight_record.write, record, collectives.unfinished(record))
+            status.on_hang = lambda: write_bytes(record, flight_record.dump())
             display = Display(world.is_leader)
             completed = Run(
                 config, world, device, status, display, store, leave_by_itself, board

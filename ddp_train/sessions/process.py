@@ -10,7 +10,6 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from ddp_train.resilience.preemption import (
     stop_signals,
 )
 from ddp_train.resilience.stdio import tolerate_closed_streams
+from ddp_train.resilience.whole_files import write_bytes
 from ddp_train.runs.failure_reporter import FailureReporter
 from ddp_train.runs.worker import JOIN_SECONDS, WATCHED_SECONDS, die_with_parent, leave
 from ddp_train.sessions.run import Run
@@ -88,7 +88,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
             status.phase = "build"
             group.__enter__()
             record = collectives.record_file(settings.run_dir, world.rank)
-            status.on_hang = partial(flight_record.write, record, collectives.unfinished(record))
+            status.on_hang = lambda: write_bytes(record, flight_record.dump())
             is_stopped = False
             with _same_handlers_after():
                 clone = store.clone() if store else None

@@ -79,7 +79,8 @@ def killed(
         board = board_of(job, ranks)
         try:
             return all(
-                status.state == TRAINING or (is_restarted and status.step) for status in board.ranks
+                status.recovery.state == TRAINING or (is_restarted and status.step)
+                for status in board.ranks
             )
         finally:
             board.close()

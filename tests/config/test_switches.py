@@ -64,6 +64,7 @@ from ddp_train.hardware import Hardware
 from ddp_train.launcher import local, multihost
 from ddp_train.launcher.attempt import Attempt, AttemptEnd, Launch
 from ddp_train.launcher.elastic import Elastic
+from ddp_train.launcher.network_location import NetworkLocation
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workload import Workload, workload_of
 from ddp_train.options.registry import OPTIONS
@@ -883,9 +884,7 @@ def parts_of_a_proof(case: Case) -> Any:
 
 
 def torchrun_command(case: Case) -> Any:
-    return multihost.command(
-        case.config, multihost.NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, []
-    )
+    return multihost.command(case.config, NetworkLocation("10.0.0.1", "eth0", True), PROGRAM, [])
 
 
 def attempts(case: Case) -> Any:

@@ -31,6 +31,7 @@ from ddp_train.resilience.failure_report import (
 )
 from ddp_train.resilience.hang_detector import HangDetector
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard, StatusSnapshot
+from ddp_train.resilience.whole_files import part_of
 from tests.support.commands import (
     LAUNCH,
     ONE,
@@ -512,7 +513,7 @@ def test_a_slow_rank_is_no_hang_but_a_straggler(tmp_path: Path, env: dict[str, s
             line.startswith("warning: rank 2 is slower than the others")
             and "mostly forward" in line
         )
-        part = collectives.unfinished(collectives.record_file(job.run_dir, 2))
+        part = part_of(collectives.record_file(job.run_dir, 2))
         part.write_text('{"entr')  # as of a rank that is killed while it writes
         job.process.terminate()
         assert job.end() == 75, job.said()

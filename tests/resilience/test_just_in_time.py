@@ -130,7 +130,7 @@ def test_the_thread_that_beats_obeys_what_another_object_of_the_rank_was_given()
         board.ranks[1].on_stop = lambda: called.append(1)
         board.ranks[1]._heed_launcher()
         assert not called, "no order yet"
-        board.ranks[1].order = STOP
+        board.ranks[1].recovery.order = STOP
         board.ranks[1]._heed_launcher()
         board.ranks[1]._heed_launcher()
         assert called == [1]
@@ -234,14 +234,18 @@ def survivors(
 
         def live(rank: int, status: RankStatus) -> None:
             while not over.wait(0.001):
-                if status.order == STOP and status.state == TRAINING and rank != deaf:
-                    status.state = STOPPED
-                if status.order == SAVE and status.state == STOPPED:
-                    status.state = answer(rank)
+                if (
+                    status.recovery.order == STOP
+                    and status.recovery.state == TRAINING
+                    and rank != deaf
+                ):
+                    status.recovery.state = STOPPED
+                if status.recovery.order == SAVE and status.recovery.state == STOPPED:
+                    status.recovery.state = answer(rank)
 
         threads = []
         for rank, step in enumerate(steps):
-            board.ranks[rank].state = TRAINING
+            board.ranks[rank].recovery.state = TRAINING
             board.ranks[rank].step = step or 0
             if rank in alive:
                 threads.append(threading.Thread(target=live, args=(rank, board.ranks[rank])))
@@ -257,7 +261,12 @@ def survivors(
 def test_the_survivor_that_is_furthest_saves() -> None:
     with survivors(7, None, 8, 8) as (board, alive):
         assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) == 8
-        assert [status.state for status in board.ranks] == [STOPPED, TRAINING, SAVED, STOPPED]
+        assert [status.recovery.state for status in board.ranks] == [
+            STOPPED,
+            TRAINING,
+            SAVED,
+            STOPPED,
+        ]
 
 
 def test_the_next_best_saves_if_the_first_cannot() -> None:
@@ -266,7 +275,7 @@ def test_the_next_best_saves_if_the_first_cannot() -> None:
         alive,
     ):
         assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) == 8
-        assert board.ranks[3].state == SAVED
+        assert board.ranks[3].recovery.state == SAVED
     with survivors(7, 8, None, answer=lambda _: NOT_SAVED) as (board, alive):
         assert save_by_survivor(board, alive.__contains__, 5.0, lambda: False) is None
 
@@ -283,7 +292,11 @@ def test_a_survivor_that_does_not_stop_is_waited_for_only_if_it_has_a_step_that_
                 save_by_survivor(board, alive.__contains__, 3.0, lambda: False, on_late=late.extend)
                 == 8
             )
-            assert [board.ranks[0].state, board.ranks[2].state, late] == [TRAINING, SAVED, [0]]
+            assert [board.ranks[0].recovery.state, board.ranks[2].recovery.state, late] == [
+                TRAINING,
+                SAVED,
+                [0],
+            ]
         assert at_least <= time.monotonic() - began < at_least + 0.9
 
 
@@ -294,7 +307,7 @@ def test_nobody_is_waited_for_in_vain() -> None:
         assert save_by_survivor(board, lambda _: True, 60.0, lambda: False) is None
     with survivors(5, 5) as (board, alive):
         alive.clear()
-        board.ranks[0].state = board.ranks[1].state = TRAINING
+        board.ranks[0].recovery.state = board.ranks[1].recovery.state = TRAINING
         assert save_by_survivor(board, alive.__contains__, 60.0, lambda: True) is None
     assert time.monotonic() - began < 3
 

@@ -25,7 +25,9 @@ from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
 from ddp_train.hardware import Hardware
 from ddp_train.launcher import meeting_point
-from ddp_train.launcher.multihost import OF_A_RANGE, NetworkLocation, _read_exit_codes, command
+from ddp_train.launcher.multihost import OF_A_RANGE, command
+from ddp_train.launcher.network_location import NetworkLocation
+from ddp_train.launcher.worker_exits import WorkerExits, read_exits
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig, TrainConfig
 from ddp_train.parallel.config import SingleConfig
@@ -187,11 +189,11 @@ def test_only_the_workers_that_were_started_last_count(tmp_path: Path) -> None:
     """A host that joins makes torchrun's agent start them anew, and its count of restarts stays."""
     file = tmp_path / "codes"
     file.write_text("0 0 begun\n0 1 begun\n0 0 75\n0 1 75\n0 0 begun\n0 1 begun\n0 1 0\n")
-    assert _read_exit_codes(file) == (0, [0], False)
+    assert read_exits(file) == WorkerExits(0, [0], False)
     file.write_text(file.read_text() + "1 0 begun\n1 0 reported\n1 0 70\n")
-    assert _read_exit_codes(file) == (1, [70, 0], True)
+    assert read_exits(file) == WorkerExits(1, [70, 0], True)
     file.write_text("")
-    assert _read_exit_codes(file) == (0, [], False)
+    assert read_exits(file) == WorkerExits(0, [], False)
 
 
 def exchange(world: World) -> list[Any]:
