@@ -40,10 +40,15 @@ def word(key: str, value: object) -> str:
     """An override whose value Hydra's grammar takes as this text, whatever it holds. A shell needs
     its own quotes."""
     text = str(value)
-    escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
     if re.fullmatch(r"[\w./-]+", text):
         return f"{key}={text}"
-    return f'{key}="{escaped}"'
+    return f"{key}={in_double_quotes(text)}"
+
+
+def in_double_quotes(text: str) -> str:
+    """A text in Hydra's grammar, whatever it holds."""
+    escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)
+    return f'"{escaped}"'
 
 
 def counted(number: int, noun: str) -> str:

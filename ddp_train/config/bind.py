@@ -30,6 +30,8 @@ _TYPE_NAMES = {
     type(None): "null",
 }
 _LIST = "a list like [a,b]"
+ENVIRONMENT_STAYS = ("metrics", "tracker.classes")
+"""Keys whose references to the environment are kept: the config is written to files."""
 _OBJECTS = list[dict[str, Any]]
 """Objects of the user's own, each with its `_target_`."""
 
@@ -129,9 +131,8 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
             and all(isinstance(i, dict) for i in value)
         )
         if is_objects or _takes_anything(types[name], value):
-            own_code = (
-                issubclass(schema, CustomConfig) or name == "metrics"
-            )  # looks up its `${oc.env:...}` itself
+            # Code of the user looks up its `${oc.env:...}` itself.
+            own_code = issubclass(schema, CustomConfig) or prefix + name in ENVIRONMENT_STAYS
             bound[name] = value if own_code else from_environment(value, prefix + name)
             continue
         if is_section(types[name]):

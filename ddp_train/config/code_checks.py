@@ -15,7 +15,7 @@ from ddp_train.config import metrics
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.distributed.world import World
 from ddp_train.hardware import Hardware
-from ddp_train.options.custom import CustomConfig, hooks_of
+from ddp_train.options.custom import CustomConfig, hooks_of, tracker_key, trackers_of
 from ddp_train.options.schema import Config
 from ddp_train.text import shown
 
@@ -41,6 +41,10 @@ HOOK_RULE = (
     "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir,"
     " world)"
 )
+TRACKER_RULE = (
+    "must be a class derived from ddp_train.Tracker, with the methods open, write and close"
+)
+TRUSTED_TRACKERS = ("ddp_train.telemetry.trackers",)
 _DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 
@@ -73,6 +77,9 @@ def _code(asked: Config, config: Config, hardware: Hardware, world: World | None
         problems += _not_loadable(
             found, hook.target, TRUSTED_HOOKS, config.trusted_modules
         ) or _no_hook(found, hook.target)
+    for name, tracker in trackers_of(config.tracker.classes).items():
+        found = f"{tracker_key(name)}._target_={tracker.target}"
+        problems += _not_loadable(found, tracker.target, TRUSTED_TRACKERS, config.trusted_modules)
     return problems
 
 
@@ -213,10 +220,13 @@ def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | N
     """The config is written to files, terminals and checkpoints, so secrets must stay in the
     environment."""
     hooks = {found.partition(".")[0]: hook for found, hook in hooks_of(config.hooks).items()}
+    trackers = trackers_of(config.tracker.classes)
+    own_code = _own_code(config) | hooks
+    own_code |= {tracker_key(name): tracker for name, tracker in trackers.items()}
     return [
         f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put"
         f" it into the environment: {section}.{path}='${{oc.env:NAME}}'"
-        for section, custom in {**_own_code(config), **hooks}.items()
+        for section, custom in own_code.items()
         for path, value in leaves(custom.all_values())
         if is_secret(path)
         and isinstance(value, str)

@@ -511,7 +511,7 @@ def notices(asked: Config, config: Config) -> list[str]:
             f"checkpoint.which={which} has no effect: checkpoint.resume={resume} names one"
             " checkpoint"
         )
-    if config.tracker.details and not config.tracker.tensorboard:
+    if config.tracker.details and "tensorboard" not in config.tracker.classes:
         messages.append("tracker.details=true has no effect without tracker=tensorboard")
     if config.host_range and not on_cpu:
         messages.append(

@@ -17,17 +17,18 @@ from typing import Any
 
 from ddp_train.checkpoints.layout import MANIFEST, places, read_manifest
 from ddp_train.config import code_checks
+from ddp_train.config.code_checks import TRUSTED_TRACKERS, is_trusted
 from ddp_train.config.data_checks import missing_data, wrong_own_data
 from ddp_train.config.migrate import bind_frozen, migrated
+from ddp_train.config.user_code import missing_package, tracker_class
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DiskFullError
 from ddp_train.hardware import Hardware
 from ddp_train.models.config import TorchvisionConfig
 from ddp_train.models.gpt.config import GptConfig
-from ddp_train.options.custom import CustomConfig, CustomDataConfig
+from ddp_train.options.custom import CustomConfig, CustomDataConfig, trackers_of
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
-from ddp_train.options.sections import TRACKERS
 from ddp_train.parallel.ordered.config import OrderedConfig
 from ddp_train.text import did_you_mean, shown
 
@@ -363,17 +364,20 @@ def _mirror(asked: Config, config: Config, hardware: Hardware, world: World | No
 
 
 def _tracker(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """Whether the library of each tracker is installed. It is not imported, which would take over a
-    second."""
-    return [
-        f"tracker.{name}=true: {name} is not installed; run {sys.executable} -m pip install"
-        f" '.[{name}]'"
-        for name in TRACKERS
-        # A folder of that name, as wandb and mlflow make them, would be found too: as a package
-        # without a file.
-        if getattr(config.tracker, name)
-        and ((spec := importlib.util.find_spec(name)) is None or spec.origin is None)
-    ]
+    """Problems with packages of our trackers. Those of the user's are checked in rank 0."""
+    problems = []
+    for name, custom in trackers_of(config.tracker.classes).items():
+        if not is_trusted(custom.target, TRUSTED_TRACKERS):
+            continue
+        try:
+            missing = missing_package(tracker_class(name, custom))
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        if missing:
+            install = f"{sys.executable} -m pip install '.[{missing}]'"
+            problems.append(f"tracker={name}: {missing} is not installed; run {install}")
+    return problems
 
 
 def _run_dir(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:

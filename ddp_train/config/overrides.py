@@ -25,12 +25,20 @@ from ddp_train.config.code_checks import package_of
 from ddp_train.config.presets import chosen_presets, content_of, nameless, schema_name
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.user_code import torch_optimizers
-from ddp_train.config.values import as_typed, in_quotes, leaves, plain, quoted, unclosed
+from ddp_train.config.values import (
+    as_typed,
+    grammatical,
+    in_quotes,
+    leaves,
+    plain,
+    quoted,
+    unclosed,
+)
 from ddp_train.errors import ConfigError
-from ddp_train.options.custom import CustomConfig, hooks_of
+from ddp_train.options.custom import CustomConfig, hooks_of, tracker_key, trackers_of
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
-from ddp_train.text import did_you_mean, shown
+from ddp_train.text import did_you_mean, shown, snake_case
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -248,6 +256,9 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
 def _read_choice(program: Program, group: str, option: Any, argument: str, read: Overrides) -> None:
     """An override that chooses an option of a group."""
     options = program.options(group)
+    if group in MULTIPLE_CHOICE and _names_own_tracker(option):
+        option = _read_own_trackers(option, read)
+        argument = f"{group}={shown(option)}"
     chosen = option if isinstance(option, list) and group in MULTIPLE_CHOICE else [option]
     wrong = [str(one) for one in chosen if str(one) not in options]
     if wrong and (problem := program.unusable().get((group, wrong[0]))):
@@ -278,6 +289,38 @@ def _read_choice(program: Program, group: str, option: Any, argument: str, read:
         else:
             guess = did_you_mean("" if option is None else wrong[0], options)
     read.problems.append(f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}")
+
+
+def _names_own_tracker(option: Any) -> bool:
+    """Whether `tracker=...` names classes: `[wandb,{_target_: my.Tracker}]` or `my.Tracker`."""
+    items = option if isinstance(option, list) else [option]
+    return any(_is_class(item) for item in items)
+
+
+def _is_class(item: Any) -> bool:
+    if isinstance(item, dict):
+        return "_target_" in item
+    return "." in str(item)
+
+
+def _read_own_trackers(option: Any, read: Overrides) -> list[Any] | str:
+    """Set a key of `tracker.classes` for each class of the user. Returns the other trackers."""
+    options = []
+    names: list[str] = []
+    for item in option if isinstance(option, list) else [option]:
+        if not _is_class(item):
+            options.append(item)
+            continue
+        values = item if isinstance(item, dict) else {"_target_": item}
+        class_name = str(values["_target_"]).rpartition(".")[2]
+        name = snake_case(class_name)
+        if name in names:
+            name = f"{name}_{len(names) + 1}"
+        names.append(name)
+        key = tracker_key(name)
+        read.given[key] = values
+        read.arguments.append(f"++{key}={grammatical(values)}")
+    return options or "none"
 
 
 def _names_code(dotted: str) -> bool:
@@ -437,6 +480,8 @@ def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
         if "hooks" not in from_elsewhere
         else []
     )
+    if "tracker" not in from_elsewhere:
+        paths += [tracker.target for tracker in trackers_of(config.tracker.classes).values()]
     return [package for path in paths for package in package_of(path)]
 
 

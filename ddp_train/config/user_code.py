@@ -7,20 +7,24 @@ import enum
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ddp_train.config.code_checks import (
     HOOK_RULE,
+    TRACKER_RULE,
     TRUSTED_HOOKS,
     TRUSTED_MODULES,
+    TRUSTED_TRACKERS,
     is_trusted,
     trusted_for,
 )
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
-from ddp_train.options.custom import CustomConfig, hooks_of
+from ddp_train.options.custom import CustomConfig, hooks_of, tracker_key, trackers_of
+from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.text import did_you_mean
 
 
@@ -168,6 +172,47 @@ def build_hooks(items: list[Any], *args: Any) -> list[Any]:
     """Objects of the classes that `hooks` names, called with (job, run_dir, world) and their
     arguments. Raises ConfigError as above."""
     return [_hook(found, hook, *args) for found, hook in hooks_of(items).items()]
+
+
+def build_trackers(classes: dict[str, Any]) -> dict[str, Tracker]:
+    """The trackers that `tracker.classes` names, by their names. Raises ConfigError as above."""
+    trackers = {}
+    for name, custom in trackers_of(classes).items():
+        made = tracker_class(name, custom)
+        key = tracker_key(name)
+        found = f"{key}._target_={custom.target}"
+        missing = missing_package(made)
+        if missing:
+            install = f"{sys.executable} -m pip install {missing}"
+            raise ConfigError([f"{found}: {missing} is not installed; run {install}"])
+        trackers[name] = _called(found, key, made, custom.arguments)
+    return trackers
+
+
+def tracker_class(name: str, custom: CustomConfig) -> type[Tracker]:
+    """The class of a tracker, imported. Raises ConfigError as above."""
+    found = f"{tracker_key(name)}._target_={custom.target}"
+    made = _imported(found, custom.target)
+    if not isinstance(made, type) or not issubclass(made, Tracker) or inspect.isabstract(made):
+        raise ConfigError([f"{found}: {TRACKER_RULE}"])
+    if is_trusted(custom.target, TRUSTED_TRACKERS) and not is_trusted(
+        made.__module__, TRUSTED_TRACKERS
+    ):
+        trusted = ", ".join(TRUSTED_TRACKERS)
+        raise ConfigError([f"{found}: is a class of {made.__module__}, not of {trusted}"])
+    return made
+
+
+def missing_package(tracker: type[Tracker]) -> str | None:
+    """The package that a tracker needs, if it is not installed. It is not imported: some take over
+    a second."""
+    if tracker.package is None:
+        return None
+    spec = importlib.util.find_spec(tracker.package)
+    # A folder of that name, as wandb and mlflow make them, is found as a package without a file.
+    if spec is None or spec.origin is None:
+        return tracker.package
+    return None
 
 
 def _hook(found: str, hook: CustomConfig, *args: Any) -> Any:

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from ddp_train.errors import ConfigError
-from ddp_train.text import shown
+from ddp_train.text import in_double_quotes, shown
 
 
 def from_environment(value: Any, key: str) -> Any:
@@ -70,6 +70,17 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         return
     for name, item in items:
         yield from leaves(item, f"{path}.{name}".lstrip("."))
+
+
+def grammatical(value: Any) -> str:
+    """A value in Hydra's grammar, with its texts in quotes."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{grammatical(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(grammatical(item) for item in value) + "]"
+    if isinstance(value, str):
+        return in_double_quotes(value)
+    return shown(value)
 
 
 def quoted(argument: str) -> str:

@@ -140,6 +140,21 @@ def hooks_of(items: list[Any]) -> dict[str, CustomConfig]:
     return found
 
 
+def tracker_key(name: str) -> str:
+    """The key of a tracker's class, for messages."""
+    return f"tracker.classes.{name}"
+
+
+def trackers_of(classes: dict[str, Any]) -> dict[str, CustomConfig]:
+    """The classes of `tracker.classes` by their names, with their arguments."""
+    trackers = {}
+    for name, value in classes.items():
+        values = dict(value) if isinstance(value, dict) else {"_target_": value}
+        target = str(values.pop("_target_", ""))
+        trackers[name] = CustomConfig(target=target, arguments=values)
+    return trackers
+
+
 def named_code(value: Any, path: str) -> Iterator[tuple[str, str]]:
     """The dotted paths in an item of `data.transform`, and where they stand. An item is {_target_:
     PATH, ...}, or PATH alone; its arguments may have such dicts within them."""

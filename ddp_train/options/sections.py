@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
+from typing import Any, Union
 
 from ddp_train.options.key import AUTO, key
 
@@ -306,19 +306,13 @@ class TuningConfig:
 
 @dataclass
 class TrackerConfig:
-    """Experiment trackers, written by rank 0: `tracker=tensorboard`, `tracker=[wandb,mlflow]`.
-    docs/tracking.md"""
+    """Experiment trackers, written by rank 0: `tracker=tensorboard`, `tracker=[wandb,mlflow]`, or
+    yours, `tracker=[{_target_: my_package.MyTracker}]`. docs/tracking.md"""
 
-    tensorboard: bool = key(False, "TensorBoard event files in run_dir/tensorboard")
-    wandb: bool = key(
-        False, "Weights & Biases, in run_dir/wandb; uploaded only with WANDB_MODE=online"
+    classes: dict[str, Any] = key(
+        {}, "the class of each tracker by its name, {wandb: {_target_: package.Class, argument: 1}}"
     )
-    mlflow: bool = key(False, "MLflow, to MLFLOW_TRACKING_URI or its own default on this host")
     project: str = key("ddp-train", "project in wandb, experiment in mlflow")
     details: bool = key(
         False, "for TensorBoard: histograms of weights, a batch of images, the graph"
     )
-
-
-TRACKERS = ("tensorboard", "wandb", "mlflow")
-"""Keys of TrackerConfig, and names of Python packages and of this one's extras."""

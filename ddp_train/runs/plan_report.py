@@ -14,7 +14,7 @@ from ddp_train.config.metrics import further
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.optim.muon.optimizer import Muon
 from ddp_train.options.schema import Config
-from ddp_train.options.sections import TRACKERS, TuningConfig
+from ddp_train.options.sections import TrackerConfig, TuningConfig
 from ddp_train.tasks.task import Task
 from ddp_train.telemetry.rates import Rates, shown_flops
 from ddp_train.text import counted, shown, snake_case
@@ -228,9 +228,10 @@ def _arguments(group: dict[str, Any]) -> str:
     return " and ".join(f"{name} {value:g}" for name, value in group.items() if name != "match")
 
 
-def _trackers(tracker: Any) -> dict[str, str]:
-    enabled = [name for name in TRACKERS if getattr(tracker, name)]
-    return {"trackers": ", ".join(enabled)} if enabled else {}
+def _trackers(tracker: TrackerConfig) -> dict[str, str]:
+    if tracker.classes:
+        return {"trackers": ", ".join(tracker.classes)}
+    return {}
 
 
 def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.checkpoints.mirror import Mirror, Mirroring
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
-from ddp_train.config.user_code import build_hooks
+from ddp_train.config.user_code import build_hooks, build_trackers
 from ddp_train.data.batch import Batch
 from ddp_train.data.datasets import BatchSource, check_same_data
 from ddp_train.data.splits import Splits
@@ -54,12 +54,9 @@ from ddp_train.runs.summary import write as write_summary
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.rates import Rates
-from ddp_train.telemetry.trackers.mlflow import Mlflow
 from ddp_train.telemetry.trackers.scalars import plain_values
-from ddp_train.telemetry.trackers.tensorboard import TensorBoard
 from ddp_train.telemetry.trackers.tracker import TrackedRun, Tracker
 from ddp_train.telemetry.trackers.tracking import Tracking, open_trackers
-from ddp_train.telemetry.trackers.wandb import Wandb
 from ddp_train.text import counted
 
 
@@ -120,12 +117,11 @@ class Run(RunContext):
     def scored_batches(self, source: BatchSource) -> Iterator[Batch]:
         return setup.scored_batches(self.config, source, self.device)
 
-    def trackers(self) -> list[Tracker]:
-        """Trackers are fed by rank 0 alone."""
-        if not self.world.is_leader:
-            return []
-        kinds = (TensorBoard, Wandb, Mlflow)
-        return [kind() for kind in kinds if getattr(self.config.tracker, kind.name)]
+    def trackers(self) -> dict[str, Tracker]:
+        """Trackers by their names, on rank 0 alone."""
+        if self.world.is_leader:
+            return build_trackers(self.config.tracker.classes)
+        return {}
 
     # --- training ---------------------------------------------------------------------------------
 

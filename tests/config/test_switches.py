@@ -740,12 +740,15 @@ def made_with_a_trained_model(case: Case) -> Any:
     )
 
 
+TENSORBOARD = "ddp_train.telemetry.trackers.tensorboard.TensorBoard"
+
+
 def trackers(case: Case) -> Any:
     """Those of a run, and what they are told of it; none is opened."""
     told: list[Any] = []
 
-    def thread(tracker: Any, run: Any, delivered: Any) -> mock.Mock:
-        told.append((tracker.name, run.project))
+    def thread(name: str, tracker: Any, run: Any, delivered: Any) -> mock.Mock:
+        told.append((name, type(tracker), run.project))
         return mock.Mock()
 
     begun = run_of(case.config)
@@ -757,7 +760,7 @@ def trackers(case: Case) -> Any:
 
 def hooks_of_trackers(case: Case) -> Any:
     """The hooks that the details need."""
-    case.config.tracker.tensorboard = True
+    case.config.tracker.classes = {"tensorboard": {"_target_": TENSORBOARD}}
     case.config.train.max_steps = 1
     freeze(case.config)
     hooks: list[Any] = []
@@ -1135,11 +1138,9 @@ ROWS: dict[str, Row] = {
     ),
     "checkpoint.keep": Row("checkpoint.keep=1", run, SMALL),
     "checkpoint.resume": Row("checkpoint.resume=trained", run, f"{SMALL} train.epochs=3"),
-    "tracker.tensorboard": Row("tracker.tensorboard=true", trackers),
-    "tracker.wandb": Row("tracker.wandb=true", trackers),
-    "tracker.mlflow": Row("tracker.mlflow=true", trackers),
-    "tracker.project": Row("tracker.project=mine", trackers, "tracker.mlflow=true"),
-    "tracker.details": Row("tracker.details=true", hooks_of_trackers, "tracker.tensorboard=true"),
+    "tracker.classes": Row(f"tracker.classes.b={{_target_:{TENSORBOARD}}}", trackers),
+    "tracker.project": Row("tracker.project=mine", trackers, "tracker=mlflow"),
+    "tracker.details": Row("tracker.details=true", hooks_of_trackers, "tracker=tensorboard"),
     "model.init_from": Row("model.init_from=nowhere.pt", problems),
     "model.init_ignore": Row("model.init_ignore=[head.*]", problems),
     "model.freeze": Row("model.freeze=[*bias]", trained_at_first_and_later),

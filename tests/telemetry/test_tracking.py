@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from ddp_train.config.freeze import freeze
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.prepare import archive_previous_run, prepare
+from ddp_train.config.user_code import build_trackers
 from ddp_train.errors import ConfigError
 from ddp_train.options.sections import TrackerConfig
 from ddp_train.telemetry.trackers.delivery import DeliveryLog, TrackerThread
@@ -27,6 +29,9 @@ from ddp_train.telemetry.trackers.tracking import Tracking
 from tests.support.commands import PROGRAM, SMALL, THREE, metrics, read, run
 
 STEPS = list(range(1, 13))
+TRACKERS = "ddp_train.telemetry.trackers"
+WANDB = {"_target_": f"{TRACKERS}.wandb.Wandb"}
+MLFLOW = {"_target_": f"{TRACKERS}.mlflow.Mlflow"}
 NO_SECRETS = {"WANDB_API_KEY": "a" * 40, "MLFLOW_TRACKING_PASSWORD": "open sesame"}
 
 
@@ -261,8 +266,6 @@ def test_trackers_that_fail_are_named_once_and_training_goes_on(tmp_path: Path) 
 class Noted(Tracker):
     """A tracker that notes what it is told, and fails where it is asked to."""
 
-    name = "noted"
-
     def __init__(
         self, keeps: float = math.inf, run_id: str = "one", bad_step: int | None = None
     ) -> None:
@@ -301,7 +304,7 @@ def line(step: int) -> dict[str, Any]:
 def steps_told(tracker: Noted, run_dir: Path, kept: int, more: range) -> list[int]:
     """The steps of which a tracker is told by a process that begins with `kept` lines and then
     records `more`."""
-    tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=600.0)
+    tracking = Tracking({"noted": tracker}, grace_seconds=30.0, timeout_seconds=600.0)
     tracking.start(
         TrackedRun(run_dir, "", "", {}, kept), [line(step) for step in range(1, kept + 1)]
     )
@@ -337,7 +340,7 @@ def test_what_was_not_told_before_a_kill_is_told_now(tmp_path: Path) -> None:
 
 def test_what_was_missed_in_an_outage_is_told_after_it(tmp_path: Path) -> None:
     tracker = Noted()
-    tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=600.0)
+    tracking = Tracking({"noted": tracker}, grace_seconds=30.0, timeout_seconds=600.0)
     tracking.start(TrackedRun(tmp_path, "", "", {}, 0), [])
     tracking.threads[0].wait_until_idle()
     for step in range(1, 6):
@@ -357,7 +360,9 @@ def test_a_password_in_an_address_is_not_told(
     def failing() -> None:
         raise ConnectionError("no answer from https://me:open-sesame@host:5000/api")
 
-    background = TrackerThread(Noted(), TrackedRun(tmp_path, "", "", {}, 0), DeliveryLog(tmp_path))
+    background = TrackerThread(
+        "noted", Noted(), TrackedRun(tmp_path, "", "", {}, 0), DeliveryLog(tmp_path)
+    )
     background.call_later(failing)
     background.wait_until_idle()
     assert "no answer from https://host:5000/api" in caplog.text and "Traceback" in caplog.text
@@ -397,7 +402,7 @@ def test_each_later_line_is_tried_and_nobody_waits_for_ever(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = Noted(bad_step=3)
-    tracking = Tracking([tracker], grace_seconds=30.0, timeout_seconds=1.0)
+    tracking = Tracking({"noted": tracker}, grace_seconds=30.0, timeout_seconds=1.0)
     tracking.start(TrackedRun(tmp_path, "", "", {}, 0), [])
     for step in range(1, 5):
         tracking.write(line(step))
@@ -424,7 +429,7 @@ def test_a_tracker_that_stands_still_does_not_fill_the_memory(
 ) -> None:
     release = threading.Event()
     run = TrackedRun(tmp_path, "", "", {}, 0)
-    background = TrackerThread(Noted(), run, DeliveryLog(tmp_path))
+    background = TrackerThread("noted", Noted(), run, DeliveryLog(tmp_path))
     background.call_later(release.wait)
     for _ in range(10_010):
         background.call_later(lambda: None)
@@ -461,19 +466,37 @@ def test_a_line_becomes_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("overrides", "classes"),
     [
-        ((), set()),
-        (("tracker=none",), set()),
-        (("tracker=wandb",), {"wandb"}),
-        (("tracker=[tensorboard,mlflow]",), {"tensorboard", "mlflow"}),
-        (("tracker=[tensorboard,mlflow]", "tracker.mlflow=false"), {"tensorboard"}),
+        ([], {}),
+        (["tracker=none"], {}),
+        (["tracker=wandb"], {"wandb": WANDB}),
+        (["tracker=[wandb,mlflow]"], {"wandb": WANDB, "mlflow": MLFLOW}),
+        (["tracker=my.Tracker"], {"tracker": {"_target_": "my.Tracker"}}),
+        (
+            ["tracker=[wandb,{_target_: my.FileTracker, name: '1 \"', depth: 2}]"],
+            {
+                "wandb": WANDB,
+                "file_tracker": {"_target_": "my.FileTracker", "name": '1 "', "depth": 2},
+            },
+        ),
+        (
+            ["tracker=[a.Tracker,b.Tracker]"],
+            {"tracker": {"_target_": "a.Tracker"}, "tracker_2": {"_target_": "b.Tracker"}},
+        ),
+        (
+            ["tracker=[{_target_: my.Tracker, token: '${oc.env:TOKEN}'}]"],
+            {"tracker": {"_target_": "my.Tracker", "token": "${oc.env:TOKEN}"}},
+        ),
     ],
 )
-def test_several_trackers_are_a_list(words: tuple[str, ...], wanted: set[str]) -> None:
-    config, problems = read_config(PROGRAM, read_overrides(PROGRAM, list(words)))
+def test_trackers_are_classes_by_name(
+    overrides: list[str], classes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    config, problems = read_config(PROGRAM, read_overrides(PROGRAM, overrides))
     assert problems == []
-    assert config.tracker == TrackerConfig(**dict.fromkeys(wanted, True))
+    assert config.tracker == TrackerConfig(classes=classes)
 
 
 def test_a_wrong_tracker_and_a_missing_library_are_told_before_the_start(
@@ -485,8 +508,7 @@ def test_a_wrong_tracker_and_a_missing_library_are_told_before_the_start(
         prepare(PROGRAM, ["tracker=[tensorboard,wandb]", "device=cpu"], None)
     (problem,) = caught.value.problems
     assert (
-        problem
-        == f"tracker.wandb=true: wandb is not installed; run {sys.executable} -m pip install"
+        problem == f"tracker=wandb: wandb is not installed; run {sys.executable} -m pip install"
         " '.[wandb]'"
     )
     read_words = read_overrides(PROGRAM, ["tracker=[tensorboard,wandbb]"])
@@ -495,6 +517,111 @@ def test_a_wrong_tracker_and_a_missing_library_are_told_before_the_start(
         " mean wandb?"
     ]
     assert not list(tmp_path.iterdir())
+
+
+OWN_TRACKER = """
+import json
+import threading
+
+import ddp_train
+
+
+class Journal(ddp_train.Tracker):
+    environment = {"JOURNAL_MODE": "quiet"}
+
+    def __init__(self, path, run_id):
+        self.path = path
+        self.run_id = run_id
+        self.made_in = threading.current_thread().name
+
+    def open(self, run, run_id):
+        self.add("open", run.first_step, run_id)
+        return run_id or self.run_id
+
+    def write(self, step, scalars):
+        if "train/loss" in scalars:
+            self.add("write", step, scalars["train/loss"])
+
+    def close(self, status, summary):
+        self.add("close", status, summary.get("test.accuracy"))
+
+    def add(self, *line):
+        with open(self.path, "a") as file:
+            threads = [self.made_in, threading.current_thread().name]
+            file.write(json.dumps([*threads, *line]) + "\\n")
+"""
+
+
+@pytest.mark.slow
+def test_own_tracker_of_three_ranks_is_one_run_when_resumed(tmp_path: Path) -> None:
+    (tmp_path / "my_tracker.py").write_text(OWN_TRACKER)
+    journal = tmp_path / "journal"
+    tracker = f"tracker=[{{_target_: my_tracker.Journal, path: {journal}, run_id: seven}}]"
+    for epochs in (1, 2):
+        done = run(
+            *SMALL,
+            THREE,
+            "run_dir=run",
+            "train.log_every_steps=1",
+            f"train.epochs={epochs}",
+            tracker,
+            cwd=tmp_path,
+        )
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    assert {(made, called) for made, called, *_ in lines} == {("MainThread", "journal")}
+    first, second = ([step for step, *_ in part] for part in written_between_opens(lines))
+    opens = [line[3:] for line in lines if line[2] == "open"]
+    assert opens == [[0, None], [first[-1], "seven"]]
+    recorded = [line for line in metrics(tmp_path / "run") if line["kind"] == "train"]
+    assert first + second == [line["step"] for line in recorded]
+    summary = read(tmp_path / "run", "summary.json")
+    assert lines[-1][2:] == ["close", "completed", summary["test"]["accuracy"]]
+
+
+def written_between_opens(lines: list[list[Any]]) -> list[list[list[Any]]]:
+    """Step and loss of each line written, for each time that the tracker was opened."""
+    parts: list[list[list[Any]]] = []
+    for _, _, call, *values in lines:
+        if call == "open":
+            parts.append([])
+        if call == "write":
+            parts[-1].append(values)
+    return parts
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("pathlib.Path", "loads code from outside ddp_train.telemetry.trackers"),
+        ("nowhere_at_all.Tracker", "loads code from outside ddp_train.telemetry.trackers"),
+        (f"{TRACKERS}.tracking.Tracking", "must be a class derived from ddp_train.Tracker"),
+        (f"{TRACKERS}.tensorboard.Tracker", "must be a class derived from ddp_train.Tracker"),
+        (f"{TRACKERS}.wandb.Missing", f"{TRACKERS}.wandb has no Missing"),
+    ],
+)
+def test_only_trackers_are_loaded(target: str, problem: str, tmp_path: Path) -> None:
+    of_other_run = prepare(PROGRAM, [f"run_dir={tmp_path}", "device=cpu"], None).config
+    of_other_run.tracker.classes = {"mine": {"_target_": target}}
+    freeze(of_other_run)
+    with pytest.raises(ConfigError) as caught:
+        prepare(PROGRAM, [f"config={tmp_path}/config.yaml"], None)
+    assert any(
+        text.startswith(f"tracker.classes.mine._target_={target}: ") and problem in text
+        for text in caught.value.problems
+    ), caught.value.problems
+
+
+class NeedsPackage(Noted):
+    package = "no_such_package"
+
+
+def test_missing_package_of_own_tracker_is_an_error() -> None:
+    path = f"{__name__}.NeedsPackage"
+    with pytest.raises(ConfigError, match=r"no_such_package is not installed; run .* pip install"):
+        build_trackers({"mine": {"_target_": path}})
+    with pytest.raises(ConfigError, match="cannot be called with colour='red'"):
+        build_trackers({"mine": {"_target_": f"{__name__}.Noted", "colour": "red"}})
 
 
 def test_a_run_that_is_not_continued_has_other_ids(tmp_path: Path) -> None:

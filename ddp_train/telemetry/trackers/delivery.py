@@ -75,17 +75,20 @@ class TrackerThread:
     next one.
     """
 
-    def __init__(self, tracker: Tracker, run: TrackedRun, delivery_log: DeliveryLog) -> None:
+    def __init__(
+        self, name: str, tracker: Tracker, run: TrackedRun, delivery_log: DeliveryLog
+    ) -> None:
+        self.name = name
         self.tracker = tracker
         self.run = run
         self.delivery_log = delivery_log
-        self.delivered = delivery_log.load(tracker.name)
+        self.delivered = delivery_log.load(name)
         self.is_open = False
         self.has_warned = False
         self.unsent: deque[Line] = deque(maxlen=WAITING_LINES)
         """Lines that failed, and those of the current call."""
         self.calls: queue.Queue[Call | None] = queue.Queue(WAITING_LINES)
-        self.thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
         self.thread.start()
 
     def send(self, lines: Sequence[Line]) -> None:
@@ -129,7 +132,7 @@ class TrackerThread:
             while self.unsent:
                 self._send_first()
         finally:
-            self.delivery_log.save(self.tracker.name, self.delivered)
+            self.delivery_log.save(self.name, self.delivered)
 
     def _send_first(self) -> None:
         """Send the first unsent line. If the tracker refuses it and accepts the next, drop it."""
@@ -168,17 +171,16 @@ class TrackerThread:
             for kind, step in self.delivered.last_steps.items():
                 last_steps[kind] = min(step, stored)
         self.delivered = Delivered(run_id, last_steps)
-        self.delivery_log.save(self.tracker.name, self.delivered)
+        self.delivery_log.save(self.name, self.delivered)
 
     def _warn(self, problem: str, error: Exception | None = None) -> None:
         if self.has_warned:
             return
         self.has_warned = True
-        name = self.tracker.name
-        log.warning("tracker %s %s; training continues", name, without_passwords(problem))
+        log.warning("tracker %s %s; training continues", self.name, without_passwords(problem))
         if error:
             traceback = "".join(format_exception(error))
-            log.info("tracker %s: %s", name, without_passwords(traceback))
+            log.info("tracker %s: %s", self.name, without_passwords(traceback))
 
 
 def without_passwords(text: str) -> str:

@@ -19,7 +19,6 @@ STATUS = {"completed": "FINISHED", "preempted": "KILLED", "failed": "FAILED"}
 class Mlflow(Tracker):
     """A run at MLFLOW_TRACKING_URI: a server, a database, a folder."""
 
-    name = "mlflow"
     package = "mlflow"
     # The file store is refused by default.
     environment: ClassVar = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}

@@ -10,6 +10,7 @@ from ddp_train.telemetry.trackers.tracker import Scalars, TrackedRun, Tracker, n
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+FOLDER = "tensorboard"
 HISTOGRAM_BINS = 64
 WATCHED = ("train/loss", "test/loss", "test/accuracy")
 """Metrics of the page HPARAMS."""
@@ -21,14 +22,13 @@ class TensorBoard(Tracker):
     A resumed run hides the points of the steps that it repeats, and writes them again.
     """
 
-    name = "tensorboard"
     package = "tensorboard"
 
     def open(self, run: TrackedRun, run_id: str | None) -> str:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        folder = run.run_dir / self.name
+        folder = run.run_dir / FOLDER
         self.is_new = not any(folder.glob("events.*"))
         self.first_step = run.first_step
         self.step = run.first_step

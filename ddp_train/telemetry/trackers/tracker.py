@@ -32,7 +32,8 @@ class Tracker(ABC):
     """A place outside of the run directory that receives what a run measures.
 
     Derive from this class and name yours: `tracker=[{_target_: my_package.MyTracker, key: 1}]`.
-    docs/tracking.md has an example.
+    docs/tracking.md has an example. Its arguments must not hold secrets, since the config is
+    written to files: `key: '${oc.env:NAME}'` is looked up when the object is made.
 
     Rank 0 alone makes the object, in its main thread before training begins, with the arguments
     beside `_target_`. All methods are then called from one thread that belongs to this tracker:
@@ -41,8 +42,6 @@ class Tracker(ABC):
     once, and the call is repeated with the next line.
     """
 
-    name: ClassVar[str]
-    """Key in trackers.json, and the name in messages. Two trackers of a run need two names."""
     package: ClassVar[str | None] = None
     """Python package that must be installed. Import it in `open`, not at the top of the module."""
     environment: ClassVar[Mapping[str, str]] = {}

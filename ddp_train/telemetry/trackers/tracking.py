@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ddp_train.distributed.environment import set_default_variables
@@ -29,10 +29,11 @@ class Tracking:
     """The trackers of a run; there may be none."""
 
     def __init__(
-        self, trackers: Sequence[Tracker], grace_seconds: float, timeout_seconds: float
+        self, trackers: Mapping[str, Tracker], grace_seconds: float, timeout_seconds: float
     ) -> None:
         """Take the trackers, and open none.
 
+        trackers: by their names.
         grace_seconds: from a request to stop until SIGKILL.
         timeout_seconds: the longest that a rank may stay in one phase.
         """
@@ -50,8 +51,8 @@ class Tracking:
         if not self.trackers:
             return
         delivery_log = DeliveryLog(run.run_dir)
-        for tracker in self.trackers:
-            self.threads.append(TrackerThread(tracker, run, delivery_log))
+        for name, tracker in self.trackers.items():
+            self.threads.append(TrackerThread(name, tracker, run, delivery_log))
         for thread in self.threads:
             thread.send(lines)
 
@@ -83,17 +84,17 @@ class Tracking:
             if thread.thread.is_alive():
                 log.warning(
                     "tracker %s did not finish within %g s: its last lines may be missing",
-                    thread.tracker.name,
+                    thread.name,
                     patience_seconds,
                 )
 
 
 @contextlib.contextmanager
 def open_trackers(
-    trackers: Sequence[Tracker], grace_seconds: float, timeout_seconds: float
+    trackers: Mapping[str, Tracker], grace_seconds: float, timeout_seconds: float
 ) -> Iterator[Tracking]:
     """The trackers of a run, closed as failed if it ends before `Tracking.finish`."""
-    for tracker in trackers:
+    for tracker in trackers.values():
         set_default_variables(tracker.environment)
     tracking = Tracking(trackers, grace_seconds, timeout_seconds)
     try:

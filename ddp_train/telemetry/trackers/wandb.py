@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from ddp_train.telemetry.trackers.tracker import Scalars, TrackedRun, Tracker, new_id
 
+FOLDER = "wandb"
 LOGIN_SECONDS = 30
 
 
@@ -16,7 +17,6 @@ class Wandb(Tracker):
     run is therefore written from the beginning, into a new folder that replaces the older ones.
     """
 
-    name = "wandb"
     package = "wandb"
     environment: ClassVar = {"WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false"}
 
@@ -24,7 +24,7 @@ class Wandb(Tracker):
         import wandb
 
         run_id = run_id or new_id()
-        for older in (run.run_dir / self.name).glob(f"offline-run-*-{run_id}"):
+        for older in (run.run_dir / FOLDER).glob(f"offline-run-*-{run_id}"):
             older.rename(older.with_name(f"replaced-{older.name}"))
         # x_disable_stats: hardware is measured by our own monitor.
         settings = wandb.Settings(
