@@ -12,7 +12,8 @@ from typing import Any
 from ddp_train.telemetry.pages.noise import Welch, welch
 from ddp_train.telemetry.pages.report import Report
 from ddp_train.telemetry.pages.run_files import COMPLETED, RunFiles, as_typed, best
-from ddp_train.telemetry.pages.run_page import FIRST_SCORES, duration, score_plots
+from ddp_train.telemetry.pages.run_page import FIRST_SCORES, duration
+from ddp_train.telemetry.pages.run_plots import score_plots
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
 from ddp_train.text import counted, shown

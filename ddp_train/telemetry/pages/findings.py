@@ -1,11 +1,13 @@
-"""What held a run back, in words, with the key that helps. Only what its figures support is
-said."""
+"""Causes that held a run back, in words, with the key that helps.
+
+Only what the figures of a run support is said.
+"""
 
 from __future__ import annotations
 
 import shlex
 import statistics
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, STOPPED, RunFiles
 from ddp_train.text import counted, word
@@ -13,110 +15,121 @@ from ddp_train.text import counted, word
 LEAST_SECONDS = 5.0
 """Of observed training: less says nothing."""
 MUCH = 0.15
-"""Of the time: what takes less is not worth a word."""
+"""Share of the time, below which a cause is not worth a word."""
+LITTLE = 0.05
 IDLE_GPU = 70.0
 """Per cent of the time in which a GPU computes, below which something else limits."""
 STEP = ("data", "forward", "backward", "optimizer step")
 """The phases of a training step."""
 SPLIT_STEPS = "hooks=[ddp_lab.study.step_times.StepTimes]"
+Phases = Mapping[str, float]
+"""Seconds of a rank by phase."""
 
 
 def findings(run: RunFiles) -> list[str]:
     """Sentences, the end of the run first."""
-    return [*_end(run), *_times(run), *_gpus(run), *_start(run)]
+    return [*_end(run), *_recoveries(run), *_phases(run), *_gpus(run), *_start(run)]
 
 
 def _end(run: RunFiles) -> list[str]:
-    failure = run.failure
-    found = []
-    if run.state == FAILED and failure:
-        where = f"rank {failure['rank']}, " if failure.get("rank") is not None else ""
-        step = f"step {failure['step']}, " if failure.get("step") is not None else ""
-        found.append(
-            f"Failed ({failure.get('kind')}; {where}{step}{failure.get('phase')}):"
-            f" {failure.get('detail')}"
-        )
-        found.append(f"Remedy: {failure.get('remedy')}. Log: {failure.get('log')}")
-    elif run.state == STOPPED:
-        found.append(f"Stopped and saved; {shlex.quote(word('run_dir', run.run_dir))} goes on.")
-    elif run.state not in (FAILED, RUNNING) and not run.summary:
-        found.append(
-            "Its processes were killed, or their host was lost;"
-            f" {shlex.quote(word('run_dir', run.run_dir))} goes on."
-        )
+    resume = shlex.quote(word("run_dir", run.run_dir))
+    if run.state == FAILED and run.failure:
+        return _failure(run.failure)
+    if run.state == STOPPED:
+        return [f"Stopped and saved; {resume} goes on."]
+    if run.state not in (FAILED, RUNNING) and not run.summary:
+        return [f"Its processes were killed, or their host was lost; {resume} goes on."]
+    return []
+
+
+def _failure(failure: Mapping[str, object]) -> list[str]:
+    parts = [str(failure.get("kind"))]
+    where = []
+    if failure.get("rank") is not None:
+        where.append(f"rank {failure['rank']}")
+    if failure.get("step") is not None:
+        where.append(f"step {failure['step']}")
+    where.append(str(failure.get("phase")))
+    parts.append(", ".join(where))
+    return [
+        f"Failed ({'; '.join(parts)}): {failure.get('detail')}",
+        f"Remedy: {failure.get('remedy')}. Log: {failure.get('log')}",
+    ]
+
+
+def _recoveries(run: RunFiles) -> list[str]:
+    sentences = []
     recoveries = run.summary.get("recoveries") or []
     if recoveries:
-        redone = run.summary.get("steps_redone") or 0
-        found.append(
-            f"A rank was lost {counted(len(recoveries), 'time')}; {counted(redone, 'step')}"
-            " computed again."
-        )
-    if run.summary.get("stopped_early"):
-        found.append(f"Stopped early: {run.summary['stopped_early']['reason']}.")
-    return found
+        times = counted(len(recoveries), "time")
+        redone = counted(run.summary.get("steps_redone") or 0, "step")
+        sentences.append(f"A rank was lost {times}; {redone} computed again.")
+    early = run.summary.get("stopped_early")
+    if early:
+        sentences.append(f"Stopped early: {early['reason']}.")
+    return sentences
 
 
-def _times(run: RunFiles) -> list[str]:
-    """By the phases that the launcher saw."""
+def _phases(run: RunFiles) -> list[str]:
+    """Causes that show in the phases that the launcher saw."""
     ranks = [rank for rank in run.timeline.get("seconds", []) if rank]
     total = sum(sum(rank.values()) for rank in ranks)
-    step = sum(rank.get(phase, 0.0) for rank in ranks for phase in STEP)
+    step = sum(_seconds(ranks, phase) for phase in STEP)
     if not ranks or total < LEAST_SECONDS * len(ranks) or not step:
         return []
-    share = {
-        name: sum(rank.get(name, 0.0) for rank in ranks)
-        for name in {*ranks[0], *STEP, "checkpoint"}
-    }
-    utilisation = (run.summary.get("figures") or {}).get("gpu_utilisation")
-    found = []
-    waits = share["data"] / step
-    if waits > MUCH and (utilisation is None or utilisation < IDLE_GPU):
+    sentences = [*_input(run, _seconds(ranks, "data") / step), *_straggler(ranks)]
+    saving = _seconds(ranks, "checkpoint") / total
+    if saving > MUCH:
+        helps = "save less often (checkpoint.every_steps), or to a faster disk (run_dir)"
+        sentences.append(f"Slow checkpoints: {saving:.0%} of the time; {helps}.")
+    phases = {phase for rank in ranks for phase in rank if phase.startswith("evaluation")}
+    evaluation = sum(_seconds(ranks, phase) for phase in phases) / total
+    if evaluation > MUCH:
+        helps = "train.evaluate_every_epochs, train.evaluate_batch_size"
+        sentences.append(f"Evaluation took {evaluation:.0%} of the time: {helps}.")
+    if len(ranks) > 1 and run.config.get("strategy", {}).get("name") in ("ddp", "ordered"):
+        backward = _seconds(ranks, "backward") / step
+        sentences.append(
+            f"Backward pass with the exchange of gradients: {backward:.0%} of a step. {SPLIT_STEPS}"
+            " measures the two apart, and so whether the run is exchange-bound."
+        )
+    return sentences
+
+
+def _seconds(ranks: Sequence[Phases], phase: str) -> float:
+    """Seconds of all ranks in a phase."""
+    return sum(rank.get(phase, 0.0) for rank in ranks)
+
+
+def _input(run: RunFiles, share: float) -> list[str]:
+    """Whether training waited for data.
+
+    share: of the time of a step that was spent waiting for a batch.
+    """
+    utilisation = _utilisation(run)
+    if share > MUCH and (utilisation is None or utilisation < IDLE_GPU):
         helps = (
             "raise tuning.num_workers, or hold the data on the device (data.placement=device) where"
             " it fits"
         )
-        found.append(
-            f"Input-bound: {waits:.0%} of the time of a step was waiting for a batch; {helps}."
-        )
-    elif waits <= 0.05:
-        found.append(f"Not input-bound: {waits:.1%} of the time of a step was waiting for a batch.")
-    found += _straggler(ranks)
-    saving = share["checkpoint"] / total
-    if saving > MUCH:
-        helps = "save less often (checkpoint.every_steps), or to a faster disk (run_dir)"
-        found.append(f"Slow checkpoints: {saving:.0%} of the time; {helps}.")
-    evaluation = (
-        sum(
-            value for rank in ranks for name, value in rank.items() if name.startswith("evaluation")
-        )
-        / total
-    )
-    if evaluation > MUCH:
-        helps = "train.evaluate_every_epochs, train.evaluate_batch_size"
-        found.append(f"Evaluation took {evaluation:.0%} of the time: {helps}.")
-    if len(ranks) > 1 and run.config.get("strategy", {}).get("name") in ("ddp", "ordered"):
-        backward = share["backward"] / step
-        found.append(
-            f"Backward pass with the exchange of gradients: {backward:.0%} of a step. {SPLIT_STEPS}"
-            " measures the two apart, and so whether the run is exchange-bound."
-        )
-    return found
+        return [f"Input-bound: {share:.0%} of the time of a step was waiting for a batch; {helps}."]
+    if share <= LITTLE:
+        return [f"Not input-bound: {share:.1%} of the time of a step was waiting for a batch."]
+    return []
 
 
-def _straggler(ranks: list[dict[str, float]]) -> list[str]:
-    """A rank that is longer in what it does alone; the others wait for it in their backward
-    pass."""
+def _straggler(ranks: Sequence[Phases]) -> list[str]:
+    """A rank that takes longer for what it does alone; the others wait in their backward pass."""
     if len(ranks) < 2:
         return []
-    own = [sum(rank.get(phase, 0.0) for phase in ("data", "forward")) for rank in ranks]
-    steps = [sum(rank.get(phase, 0.0) for phase in STEP) for rank in ranks]
-    slowest = max(range(len(ranks)), key=own.__getitem__)
-    others = statistics.median(value for rank, value in enumerate(own) if rank != slowest)
-    late = (own[slowest] - others) / max(steps[slowest], 1e-9)
+    alone = [rank.get("data", 0.0) + rank.get("forward", 0.0) for rank in ranks]
+    slowest = alone.index(max(alone))
+    others = [seconds for rank, seconds in enumerate(alone) if rank != slowest]
+    step = sum(ranks[slowest].get(phase, 0.0) for phase in STEP)
+    late = (alone[slowest] - statistics.median(others)) / max(step, 1e-9)
     if late <= MUCH:
         return []
-    in_data = ranks[slowest].get("data", 0.0) > own[slowest] / 2
-    if in_data:
+    if ranks[slowest].get("data", 0.0) > alone[slowest] / 2:
         why = "its data are slow to come"
     else:
         why = "its model or its device is slower: look for other work there"
@@ -126,9 +139,14 @@ def _straggler(ranks: list[dict[str, float]]) -> list[str]:
     ]
 
 
+def _utilisation(run: RunFiles) -> float | None:
+    """Per cent of the time in which the GPUs computed; None without a GPU."""
+    figures = run.summary.get("figures") or {}
+    return figures.get("gpu_utilisation")
+
+
 def _gpus(run: RunFiles) -> list[str]:
-    figures: dict[str, Any] = run.summary.get("figures") or {}
-    utilisation = figures.get("gpu_utilisation")
+    utilisation = _utilisation(run)
     if utilisation is None or utilisation >= IDLE_GPU:
         return []
     helps = (
@@ -139,17 +157,12 @@ def _gpus(run: RunFiles) -> list[str]:
 
 
 def _start(run: RunFiles) -> list[str]:
+    """A start and an end that took long, in a run that was not resumed."""
     wall = run.summary.get("wall_seconds")
-    seconds = run.summary.get("seconds")
-    if (
-        len(run.commands) != 1
-        or not wall
-        or not seconds
-        or wall - seconds < LEAST_SECONDS
-        or seconds > wall
-    ):
+    training = run.summary.get("seconds")
+    if len(run.commands) != 1 or not wall or not training:
         return []
-    share = (wall - seconds) / wall
-    if share > MUCH:
-        return [f"Start and end took {wall - seconds:.0f} s, {share:.0%} of the whole."]
-    return []
+    rest = wall - training
+    if rest < LEAST_SECONDS or rest <= MUCH * wall:
+        return []
+    return [f"Start and end took {rest:.0f} s, {rest / wall:.0%} of the whole."]

@@ -14,6 +14,7 @@ from ddp_train.telemetry.metrics_log import METRICS, read_thinned
 from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
 from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
+from ddp_train.telemetry.pages.run_events import clock
 from ddp_train.telemetry.pages.run_files import (
     COMPLETED,
     FAILED,
@@ -22,7 +23,7 @@ from ddp_train.telemetry.pages.run_files import (
     TRAIN,
     read_run,
 )
-from ddp_train.telemetry.pages.run_page import clock, near, uses
+from ddp_train.telemetry.pages.run_page import near, uses
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
 from ddp_train.text import counted, word
