@@ -1,5 +1,7 @@
 """`ddp-train compare RUN RUN ...`: what differs between runs, and whether that is more than noise.
-Torch-free."""
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.resilience.whole_files import write_text
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.page import as_page
-from ddp_train.telemetry.pages.run_files import CONFIG, read_run, runs_in
+from ddp_train.telemetry.pages.run_files import CONFIG, RunFiles, read_run, runs_in
 from ddp_train.telemetry.pages.tables import show, tell
 from ddp_train.text import did_you_mean
 
@@ -19,79 +21,96 @@ COMPARE = "compare"
 OUTPUT = "--output"
 
 
-def compare(words: list[str]) -> int:
-    """Prints the comparison, and writes its page. words: those behind `compare`. Returns the exit
-    code. Raises ConfigError."""
-    paths, page = _read(words)
-    found = {path: found_runs(COMPARE, path) for path in paths}
-    problems = [problem for runs in found.values() if isinstance(problem := runs, str)]
-    if problems:
-        raise ConfigError(problems)
-    run_dirs = list(dict.fromkeys(run for runs in found.values() for run in runs))
-    if len(run_dirs) < 2:
-        raise ConfigError([f"{COMPARE}: {len(run_dirs)} run named; {_example()}"])
-    try:
-        runs = [read_run(Path(run)) for run in run_dirs]
-    except OSError as error:
-        raise ConfigError(
-            [f"{COMPARE}: {error.filename} cannot be read ({error.strerror})"]
-        ) from None
-    report = compare_page(runs, shlex.join([*typed().split(), COMPARE, *words]))
+def compare(arguments: list[str]) -> int:
+    """Prints the comparison, and writes its page if one is asked for. Returns the exit code.
+
+    Raises ConfigError.
+    """
+    paths, page = parse_arguments(arguments)
+    report = compare_page(read_runs(paths), shlex.join([*typed().split(), COMPARE, *arguments]))
     for table in report.tables:
         show(table, in_blocks=True)
         print()
     tell(report.findings)
-    if page:
-        try:
-            write_text(page, as_page(report))
-        except OSError as error:
-            raise ConfigError(
-                [f"{OUTPUT} {page}: cannot be written ({error.strerror}); name another file"]
-            ) from None
-        print(f"page {page}")
-    else:
+    if page is None:
         tell([f"The page with the curves: add {OUTPUT} compare.html"], style="dim")
+        return 0
+    try:
+        write_text(page, as_page(report))
+    except OSError as error:
+        raise ConfigError(
+            [f"{OUTPUT} {page}: cannot be written ({error.strerror}); name another file"]
+        ) from None
+    print(f"page {page}")
     return 0
 
 
-def _read(words: list[str]) -> tuple[list[Path], Path | None]:
-    """The runs, and the file of the page if one is asked for."""
-    words = [*words]
+def parse_arguments(arguments: list[str]) -> tuple[list[Path], Path | None]:
+    """The paths of runs, and the file of the page if one is asked for. Raises ConfigError."""
+    paths = []
     page = None
-    for at, word in enumerate(words):
-        if word == OUTPUT and at + 1 < len(words):
-            page = Path(words[at + 1])
-            del words[at : at + 2]
-            break
-        if word.startswith(f"{OUTPUT}="):
-            page = Path(word.partition("=")[2])
-            del words[at]
-            break
-    if flags := [word for word in words if word.startswith("-")]:
-        raise ConfigError([f"{COMPARE}: {flags[0]} is no flag of it; {_example()}"])
-    if not words:
+    rest = iter(arguments)
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag == OUTPUT:
+            value = value if equals else next(rest, "")
+        if flag == OUTPUT and page is None and value:
+            page = Path(value)
+        elif argument.startswith("-"):
+            raise ConfigError([f"{COMPARE}: {argument} is no flag of it; {_example()}"])
+        else:
+            paths.append(Path(argument))
+    if not paths:
         raise ConfigError([f"{COMPARE}: no run named; {_example()}"])
-    return [Path(word) for word in words], page
+    return paths, page
+
+
+def read_runs(paths: list[Path]) -> list[RunFiles]:
+    """The runs at paths, at least two. Raises ConfigError."""
+    run_dirs: list[str] = []
+    problems = []
+    for path in paths:
+        try:
+            run_dirs += find_runs(COMPARE, path)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    run_dirs = list(dict.fromkeys(run_dirs))
+    if len(run_dirs) < 2:
+        raise ConfigError([f"{COMPARE}: {len(run_dirs)} run named; {_example()}"])
+    try:
+        return [read_run(Path(run_dir)) for run_dir in run_dirs]
+    except OSError as error:
+        raise ConfigError(
+            [f"{COMPARE}: {error.filename} cannot be read ({error.strerror})"]
+        ) from None
+
+
+def find_runs(command: str, path: Path) -> list[str]:
+    """The run at a path, or those in the folder. Raises ConfigError if there are none.
+
+    command: for messages.
+    """
+    try:
+        run_dirs = [str(run_dir) for run_dir in runs_in(path)]
+    except OSError as error:
+        siblings = []
+        if path.parent.is_dir():
+            siblings = [str(run_dir) for run_dir in runs_in(path.parent, 1)]
+        remedy = did_you_mean(str(path), siblings) or "; name the directory of a run"
+        raise ConfigError([f"{command} {path}: {error.strerror}{remedy}"]) from None
+    if not run_dirs:
+        raise ConfigError(
+            [
+                f"{command} {path}: no run is there: neither it nor a folder in it has a {CONFIG};"
+                " name the directory of a run"
+            ]
+        )
+    return run_dirs
 
 
 def _example() -> str:
     return (
         f"use {typed()} {COMPARE} RUN RUN [{OUTPUT} PAGE.html]; a folder stands for all runs in it"
-    )
-
-
-def found_runs(command: str, path: Path) -> list[str] | str:
-    """The runs at a path, itself one or those in it; or what is wrong with it."""
-    try:
-        if found := [str(run) for run in runs_in(path)]:
-            return found
-    except OSError as error:
-        beside = [str(run) for run in runs_in(path.parent, 1)] if path.parent.is_dir() else []
-        return (
-            f"{command} {path}:"
-            f" {error.strerror}{did_you_mean(str(path), beside) or '; name the directory of a run'}"
-        )
-    return (
-        f"{command} {path}: no run is there: neither it nor a folder in it has a {CONFIG}; name the"
-        " directory of a run"
     )

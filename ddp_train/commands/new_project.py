@@ -1,5 +1,4 @@
-"""`ddp-train init my_project`: a project of one's own that runs, and whose tests pass, to begin
-with."""
+"""`ddp-train init my_project`: starts a project that runs, and whose tests pass. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,15 +13,32 @@ from ddp_train.errors import ConfigError
 INIT = "init"
 TEMPLATE = PACKAGE / "template"
 NAME = "my_project"
-"""The files, and what stands in them, and in their paths, for the name of the project."""
+"""Stands for the name of the project in the files of the template and in their paths."""
 
 
-def create(words: list[str]) -> int:
-    """Writes the project into the folder that the words name. Returns the exit code. Raises
-    ConfigError."""
-    if len(words) != 1 or words[0].startswith("-"):
+def create(arguments: list[str]) -> int:
+    """Writes the project into a folder. Returns the exit code. Raises ConfigError."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError([f"{INIT}: needs one folder; use {typed()} {INIT} {NAME}"])
-    folder = Path(words[0])
+    folder = Path(arguments[0])
+    name = package_name(folder)
+    try:
+        is_in_use = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+        if is_in_use:
+            raise ConfigError(
+                [f"{INIT} {folder}: exists and is not an empty folder; use a new one"]
+            )
+        files = copy_template(folder, name)
+    except OSError as error:
+        raise ConfigError(
+            [f"{INIT} {folder}: cannot be written ({error.strerror}); use another folder"]
+        ) from None
+    print_next_steps(folder, files)
+    return 0
+
+
+def package_name(folder: Path) -> str:
+    """The name of the project's package. Raises ConfigError if no package can have it."""
     name = folder.resolve().name.replace("-", "_")
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(
@@ -35,27 +51,27 @@ def create(words: list[str]) -> int:
                 " another name"
             ]
         )
-    try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise ConfigError(
-                [f"{INIT} {folder}: exists and is not an empty folder; use a new one"]
-            )
-        written = []
-        for source in sorted(
-            path for path in TEMPLATE.rglob("*.*") if path.suffix in (".py", ".yaml")
-        ):
-            path = folder / str(source.relative_to(TEMPLATE)).replace(NAME, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(source.read_text().replace(NAME, name))
-            written.append(path)
-    except OSError as error:
-        raise ConfigError(
-            [f"{INIT} {folder}: cannot be written ({error.strerror}); use another folder"]
-        ) from None
+    return name
+
+
+def copy_template(folder: Path, name: str) -> list[Path]:
+    """Writes the files of the template under another name. Returns them. Raises OSError."""
+    files = []
+    sources = [path for path in TEMPLATE.rglob("*.*") if path.suffix in (".py", ".yaml")]
+    for source in sorted(sources):
+        place = str(source.relative_to(TEMPLATE)).replace(NAME, name)
+        path = folder / place
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source.read_text().replace(NAME, name))
+        files.append(path)
+    return files
+
+
+def print_next_steps(folder: Path, files: list[Path]) -> None:
+    for path in files:
+        print(path)
+    command = typed()
     script = Path(sys.argv[0])
-    again = f"python {script.resolve()}" if script.name == "launch.py" else typed()
-    steps = [f"cd {folder}", f"{again} experiment=spots", "python -m pytest"]
-    print(
-        "\n".join([*map(str, written), "", "It runs as it is:", *(f"  {step}" for step in steps)])
-    )
-    return 0
+    if script.name == "launch.py":
+        command = f"python {script.resolve()}"
+    print(f"\nIt runs as it is:\n  cd {folder}\n  {command} experiment=spots\n  python -m pytest")

@@ -1,5 +1,7 @@
-"""Are the packages there that every run imports? Looked for, not imported: 0.4 ms. Torch-free, and
-free of them all."""
+"""The packages that every run imports. They are looked for and not imported, in 0.4 ms.
+
+This module needs none of them.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +22,39 @@ NEEDED = (
     "safetensors",
     "threadpoolctl",
 )
-"""By the names that they are imported by."""
+"""The names by which they are imported."""
 DISTRIBUTIONS = {"hydra": "hydra-core", "pynvml": "nvidia-ml-py", "yaml": "pyyaml"}
-"""Those that pip knows by another name."""
+"""The names by which pip knows some of them."""
 
 
-def require_packages(folder: Path | None) -> None:
-    """Where one is missing, as outside of .venv: says so and what to do, and exits with 2. folder:
-    of launch.py; None: this package is installed."""
+def require_packages(checkout: Path | None) -> None:
+    """Exits with 2 if a package is missing, as outside of .venv, and says what to do.
+
+    checkout: the folder of launch.py; None: this package is installed.
+    """
     missing = [name for name in NEEDED if not find_spec(name)]
     if not missing:
         return
-    if folder is None:
-        names = " ".join(DISTRIBUTIONS.get(name, name) for name in missing)
-        print(f"ddp-train: {sys.executable} does not have {', '.join(missing)}", file=sys.stderr)
-        print(f"  {sys.executable} -m pip install {names}", file=sys.stderr)
-        sys.exit(ConfigError.exit_code)
-    print(
-        f"launch.py: {sys.executable} does not have {', '.join(missing)}. In {folder}, either",
-        file=sys.stderr,
-    )
-    if (folder / ".venv/bin/activate").exists() and Path(sys.prefix).resolve() != (
-        folder / ".venv"
-    ).resolve():
-        print("  source .venv/bin/activate    # then the same command again, or", file=sys.stderr)
-    print(
-        "  make train                   # sets up .venv, then trains the digits, or",
-        file=sys.stderr,
-    )
-    print(
-        f"  {sys.executable} -m pip install --constraint constraints.txt --editable .",
-        file=sys.stderr,
-    )
+    problem = f"{sys.executable} does not have {', '.join(missing)}"
+    if checkout is None:
+        distributions = [DISTRIBUTIONS.get(name, name) for name in missing]
+        lines = [
+            f"ddp-train: {problem}",
+            f"  {sys.executable} -m pip install {' '.join(distributions)}",
+        ]
+    else:
+        lines = [f"launch.py: {problem}. In {checkout}, either", *_remedies(checkout / ".venv")]
+    for line in lines:
+        print(line, file=sys.stderr)
     sys.exit(ConfigError.exit_code)
+
+
+def _remedies(venv: Path) -> list[str]:
+    remedies = [
+        "  make train                   # sets up .venv, then trains the digits, or",
+        f"  {sys.executable} -m pip install --constraint constraints.txt --editable .",
+    ]
+    is_active = Path(sys.prefix).resolve() == venv.resolve()
+    if (venv / "bin/activate").exists() and not is_active:
+        remedies.insert(0, "  source .venv/bin/activate    # then the same command again, or")
+    return remedies

@@ -1,5 +1,7 @@
 """`ddp-train watch RUNS`: all runs of a folder in the terminal, as they go. It only reads.
-Torch-free."""
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from rich.live import Live
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ddp_train.commands.compare import found_runs
+from ddp_train.commands.compare import find_runs
 from ddp_train.config.program import typed
 from ddp_train.errors import ConfigError
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, TRAIN, RunFiles, glance
@@ -21,96 +23,100 @@ from ddp_train.telemetry.score_lines import PERCENT
 from ddp_train.text import counted
 
 WATCH = "watch"
-EVERY_SECONDS = 2.0
-MOST_LETTERS = 70
-"""Of the reason of a failure."""
-LEAST_LETTERS = 36
-"""Of it, for which other columns are left out."""
+INTERVAL_SECONDS = 2.0
+LONGEST_REASON = 70
+"""Letters of the reason of a failure."""
+SHORTEST_REASON = 36
+"""Letters of a reason for which other columns are left out."""
+LEAST_NAME_WIDTH = 20
 
 
-def watch(words: list[str]) -> int:
-    """Shows them until Ctrl-C; into a pipe once. Returns the exit code. Raises ConfigError."""
-    if len(words) != 1 or words[0].startswith("-"):
+def watch(arguments: list[str]) -> int:
+    """Shows the runs until Ctrl-C, into a pipe once. Returns the exit code. Raises ConfigError."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError(
             [f"{WATCH}: needs the folder of runs, or one run; use {typed()} {WATCH} runs"]
         )
-    folder = Path(words[0])
+    folder = Path(arguments[0])
     console = Console(highlight=False)
     if not console.is_terminal:
-        show(_table(folder, _runs(folder)), console)
+        show(table_of(folder, read_runs(folder)), console)
         return 0
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                live.update(screen(folder, _runs(folder), console), refresh=True)
-                time.sleep(EVERY_SECONDS)
+                live.update(screen(folder, read_runs(folder), console), refresh=True)
+                time.sleep(INTERVAL_SECONDS)
         except KeyboardInterrupt:
             return 0
 
 
+def read_runs(folder: Path) -> list[RunFiles]:
+    """The runs of a folder, the newest last. Raises ConfigError if there are none."""
+    return [glance(Path(run_dir)) for run_dir in find_runs(WATCH, folder)]
+
+
 def screen(folder: Path, runs: list[RunFiles], console: Console) -> Group:
-    """The newest runs that fit, a line each, the reasons of those that failed, and what is not
-    shown."""
-    kept = len(runs)
-    room = 1
+    """The newest runs that fit, a line each, and notes on what is not shown."""
+    count = len(runs)
     while True:
-        drawn, left_out = _in_lines(_table(folder, runs[len(runs) - kept :]), console)
-        if kept < len(runs):
-            older = [f"{counted(len(runs) - kept, 'older run')} not shown"]
-        else:
-            older = []
-        hidden = [f"columns not shown: {', '.join(left_out)}"] if left_out else []
-        notes = [
-            Text(note, "dim", no_wrap=True, overflow="ellipsis")
-            for note in [*older, *hidden, "Ctrl-C ends"]
-        ]
-        shown = Group(drawn, *notes)
-        room = console.height - 1 - len(console.render_lines(shown, pad=False))
-        if room >= 0 or kept <= 1:
-            return shown
-        kept = max(1, kept + room)
+        newest = runs[len(runs) - count :]
+        drawn, left_out = fitted_table(table_of(folder, newest), console)
+        notes = []
+        if count < len(runs):
+            notes.append(f"{counted(len(runs) - count, 'older run')} not shown")
+        if left_out:
+            notes.append(f"columns not shown: {', '.join(left_out)}")
+        notes.append("Ctrl-C ends")
+        lines = [Text(note, "dim", no_wrap=True, overflow="ellipsis") for note in notes]
+        group = Group(drawn, *lines)
+        free_lines = console.height - 1 - len(console.render_lines(group, pad=False))
+        if free_lines >= 0 or count <= 1:
+            return group
+        count = max(1, count + free_lines)
 
 
-def _in_lines(table: Table, console: Console) -> tuple[RichTable, list[str]]:
-    """The reasons are cut to the width that the other columns leave them; names of runs keep their
-    ends."""
-    most = max(20, console.width // 3)
-    rows = [
-        [f"...{row[0][3 - most :]}" if len(row[0]) > most else row[0], *row[1:]]
-        for row in table.rows
-    ]
+def fitted_table(table: Table, console: Console) -> tuple[RichTable, list[str]]:
+    """The table with the columns that fit, and the names of the others.
+
+    Reasons are cut to the width that the other columns leave them. Names of runs keep their ends.
+    """
+    width = max(LEAST_NAME_WIDTH, console.width // 3)
+    rows = [[_end_of(str(row[0]), width), *row[1:]] for row in table.rows]
     if not any(row[-1] for row in rows):
-        return fitted(
-            Table(table.title, table.columns[:-1], [row[:-1] for row in rows], kept=table.kept),
-            console,
-            True,
-        )
-
-    def cut(letters: int) -> Table:
-        reasons = [
-            row[-1] if len(row[-1]) <= letters else row[-1][: letters - 3] + "..." for row in rows
-        ]
-        told = [[*row[:-1], reason] for row, reason in zip(rows, reasons, strict=True)]
-        return Table(table.title, table.columns, told, kept=table.kept)
-
-    drawn, _ = fitted(cut(LEAST_LETTERS), console, True)
-    return fitted(cut(LEAST_LETTERS + console.width - width_of(drawn, console)), console, True)
+        columns = table.columns[:-1]
+        without_reasons = Table(table.title, columns, [row[:-1] for row in rows], kept=table.kept)
+        return fitted(without_reasons, console, True)
+    table = Table(table.title, table.columns, rows, kept=table.kept)
+    narrow, _ = fitted(with_short_reasons(table, SHORTEST_REASON), console, True)
+    letters = SHORTEST_REASON + console.width - width_of(narrow, console)
+    return fitted(with_short_reasons(table, letters), console, True)
 
 
-def _runs(folder: Path) -> list[RunFiles]:
-    found = found_runs(WATCH, folder)
-    if isinstance(found, str):
-        raise ConfigError([found])
-    return [glance(Path(run)) for run in found]
+def with_short_reasons(table: Table, letters: int) -> Table:
+    rows = [[*row[:-1], _beginning_of(row[-1], letters)] for row in table.rows]
+    return Table(table.title, table.columns, rows, kept=table.kept)
 
 
-def _table(folder: Path, runs: list[RunFiles]) -> Table:
-    """The newest last, beside the prompt."""
-    metric = next(
-        (name for name in FIRST_SCORES if any(name in run.scores for run in runs)), "loss"
-    )
-    split = "/".join(dict.fromkeys(run.split for run in runs if metric in run.scores))
-    score = f"{split}.{metric}".lstrip(".") + (" %" if metric in PERCENT else "")
+def _end_of(text: str, letters: int) -> str:
+    if len(text) <= letters:
+        return text
+    return f"...{text[3 - letters :]}"
+
+
+def _beginning_of(text: str, letters: int) -> str:
+    if len(text) <= letters:
+        return text
+    return f"{text[: letters - 3]}..."
+
+
+def table_of(folder: Path, runs: list[RunFiles]) -> Table:
+    """A row for each run, the newest last, beside the prompt."""
+    metric = _shown_metric(runs)
+    splits = dict.fromkeys(run.split for run in runs if metric in run.scores)
+    score = f"{'/'.join(splits)}.{metric}".lstrip(".")
+    if metric in PERCENT:
+        score += " %"
     columns = [
         "run",
         "state",
@@ -122,36 +128,46 @@ def _table(folder: Path, runs: list[RunFiles]) -> Table:
         "last line",
         "what",
     ]
-    return Table(
-        str(folder),
-        columns,
-        [_row(folder, run, metric) for run in runs],
-        kept=("state", "what", score),
-    )
+    rows = [_row(folder, run, metric) for run in runs]
+    return Table(str(folder), columns, rows, kept=("state", "what", score))
+
+
+def _shown_metric(runs: list[RunFiles]) -> str:
+    """The first of the usual metrics that a run has."""
+    for name in FIRST_SCORES:
+        if any(name in run.scores for run in runs):
+            return name
+    return "loss"
 
 
 def _row(folder: Path, run: RunFiles, metric: str) -> list[object]:
-    trained, scored = (run.of(kind)[-1:] for kind in (TRAIN, run.split))
-    last = run.metrics[-1] if run.metrics else {}
-    score = scored[0].get(metric) if scored else None
-    name = run.run_dir.relative_to(folder) if run.run_dir != folder else run.run_dir.name
+    name = run.run_dir.name
+    if run.run_dir != folder:
+        name = str(run.run_dir.relative_to(folder))
+    trained = _last(run.of(TRAIN))
+    score = _last(run.of(run.split)).get(metric)
+    if score and metric in PERCENT:
+        score = 100 * score
+    last = _last(run.metrics)
+    age = None
     if run.state == RUNNING and "time" in last:
         age = f"{duration(max(0.0, time.time() - last['time']))} ago"
-    else:
-        age = None
+    reason = ""
     if run.state == FAILED and run.failure:
-        what = f"{run.failure.get('kind')}: {run.failure.get('detail')}"
-    else:
-        what = ""
-    what = " ".join(what.split())
+        reason = f"{run.failure.get('kind')}: {run.failure.get('detail')}"
     return [
-        str(name),
+        name,
         run.state,
         last.get("step"),
         last.get("epoch"),
-        trained[0].get("loss") if trained else None,
-        score and (100 * score if metric in PERCENT else score),
-        trained[0].get("samples_per_second") if trained else None,
+        trained.get("loss"),
+        score,
+        trained.get("samples_per_second"),
         age,
-        what if len(what) <= MOST_LETTERS else what[: MOST_LETTERS - 3] + "...",
+        _beginning_of(" ".join(reason.split()), LONGEST_REASON),
     ]
+
+
+def _last(lines: list[dict[str, object]]) -> dict:
+    """The last line; empty if there is none."""
+    return lines[-1] if lines else {}

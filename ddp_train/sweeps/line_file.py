@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ddp_train.telemetry.json_files import parse_object
+
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
@@ -42,13 +44,8 @@ def add_line(file: BinaryIO, values: dict[str, Any]) -> None:
 def lines_of(file: BinaryIO, begin: int = 0) -> list[dict[str, Any]]:
     """The lines from a place on, in bytes. Those that are cut off are left out."""
     file.seek(begin)
-    lines = []
-    for line in file.read().splitlines():
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if isinstance(values, dict):
-                lines.append(values)
-    return lines
+    values = [parse_object(line) for line in file.read().splitlines()]
+    return [value for value in values if value is not None]
 
 
 def read_lines(path: Path, begin: int = 0) -> list[dict[str, Any]]:
