@@ -24,7 +24,9 @@ from page import conditions, publish
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ddp_train.assembly.data_sets import open_datasets
-from ddp_train.assembly.setup import build_job, build_module, build_strategy
+from ddp_train.assembly.job import JobBuilder
+from ddp_train.assembly.model import build_module
+from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.auto import resolve
@@ -101,7 +103,8 @@ def job_and_clock(arguments: argparse.Namespace, run_dir: Path) -> tuple[Job, Cl
     sources = open_datasets(config)
     strategy = build_strategy(config, World(), device)
     module = build_module(config, sources[0], strategy, device)
-    job = build_job(config, World(), device, module, strategy, sources, RankStatus(), first_step=0)
+    builder = JobBuilder(config, World(), device, module, strategy, RankStatus())
+    job = builder.build_job(sources)
     job.plan.__dict__["steps"] = steps
     metrics = MetricsFile(run_dir, False, 0)
     record = MetricsHook(Display(False), metrics, HardwareMonitor(), 1, steps + 1, steps + 1)

@@ -71,7 +71,7 @@ def plain(run_dir: Path, device: str, seed_more: int) -> list[float]:
     """The same job without the launcher's loop, loss, optimizer and precision; its data and its
     order are the run's."""
     from ddp_train.assembly.data_sets import open_datasets
-    from ddp_train.assembly.setup import build_plan
+    from ddp_train.assembly.plan import build_plan
     from ddp_train.config.freeze import FILE, load_frozen
     from ddp_train.data.rng import hash_key
     from ddp_train.distributed.world import World

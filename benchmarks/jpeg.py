@@ -34,8 +34,11 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
-from ddp_train.assembly.setup import build_job, build_module, build_strategy, loader_options
+from ddp_train.assembly.job import JobBuilder
+from ddp_train.assembly.model import build_module
+from ddp_train.assembly.strategy import build_strategy
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.data.batch import Batch
@@ -243,7 +246,8 @@ def measure(arguments: argparse.Namespace, root: Path, file_size: float) -> list
     sources = open_datasets(config)
     strategy = build_strategy(config, World(), device)
     module = build_module(config, sources[0], strategy, device)
-    job = build_job(config, World(), device, module, strategy, sources, RankStatus(), first_step=0)
+    builder = JobBuilder(config, World(), device, module, strategy, RankStatus())
+    job = builder.build_job(sources)
     lines = [
         "# Reading an image folder",
         "",

@@ -199,7 +199,7 @@ def time_ours(
     ddp: bool = False,
     bar: bool = False,
 ) -> Times:
-    """`fit` over a job that is put together as ddp_train.assembly.setup and
+    """`fit` over a job that is put together as ddp_train.assembly.job and
     ddp_train.runs.worker do it."""
     scene.runs += 1
     run_dir = scene.folder / f"run_{scene.runs}"

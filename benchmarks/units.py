@@ -75,7 +75,9 @@ def measure(
     import torch.distributed as dist
 
     from ddp_train.assembly.data_sets import open_datasets
-    from ddp_train.assembly.setup import build_job, build_module, build_strategy
+    from ddp_train.assembly.job import JobBuilder
+    from ddp_train.assembly.model import build_module
+    from ddp_train.assembly.strategy import build_strategy
     from ddp_train.config.auto import resolve
     from ddp_train.config.bind import bind
     from ddp_train.distributed.process_group import session
@@ -111,7 +113,8 @@ def measure(
         splits = open_datasets(config)
         strategy = build_strategy(config, world, device)
         module = build_module(config, splits.train, strategy, device)
-        job = build_job(config, world, device, module, strategy, splits, RankStatus(), 0)
+        builder = JobBuilder(config, world, device, module, strategy, RankStatus())
+        job = builder.build_job(splits)
         exchange = job.stepper.mean_of_units
         batches = iter(job.batches)
         order = random.Random(0)

@@ -29,8 +29,11 @@ from ddp_lab.prove.division import Division, GathersError, Pass
 from ddp_lab.prove.runs import ANSWER, BY_SIZE_ALLOWED, GRADIENTS_ALLOWED, ONE, SCORES_ALLOWED
 from ddp_lab.prove.unseeded import unseeded
 from ddp_lab.study.gradients import compare
-from ddp_train.assembly import setup
+from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.job import JobBuilder
+from ddp_train.assembly.model import build_module, try_user_task
+from ddp_train.assembly.strategy import build_strategy
 from ddp_train.config.freeze import FILE, load_frozen
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.data.batch_plan import BatchPlan
@@ -140,25 +143,15 @@ class Bench:
         self.splits = open_datasets(config)
         self.data_at_first = state_of(roots(self.splits.train))
         self.strategy = Single("cpu")
-        real = setup.build_strategy(config, World(), "cpu")
+        real = build_strategy(config, World(), "cpu")
         self.may_miss = real.allow_missing_grads
         self.sync_bn = bool(getattr(config.strategy, "sync_bn", False))
-        self.module: ModelWithTask = setup.build_module(
-            config, self.splits.train, self.strategy, "cpu"
-        )
-        setup.try_own_task(config, self.module, self.splits.train, "cpu")
-        self.job: Job = setup.build_job(
-            config,
-            World(),
-            "cpu",
-            self.module,
-            self.strategy,
-            self.splits,
-            self.status,
-            first_step=0,
-        )
+        self.module: ModelWithTask = build_module(config, self.splits.train, self.strategy, "cpu")
+        try_user_task(config, self.module, self.splits.train, "cpu")
+        builder = JobBuilder(config, World(), "cpu", self.module, self.strategy, self.status)
+        self.job: Job = builder.build_job(self.splits)
         mix = cast(ReportedBatches, self.job.batches).loader.mix
-        options = dataclasses.replace(setup.loader_options(config, self.module.task), num_workers=0)
+        options = dataclasses.replace(loader_options(config, self.module.task), num_workers=0)
         self.division = Division(self.module, self.splits.train, self.plan, options, mix)
 
     @property
@@ -425,17 +418,16 @@ class Bench:
             scorer = None
             for rank in range(processes):
                 world = World(rank, processes, rank, processes)
-                each = setup.build_evaluation(
-                    config, world, "cpu", self.module, self.strategy, source, self.status
-                )
-                scorer = scorer or each.new_scorer()
-                for batch in each.batches:
+                builder = JobBuilder(config, world, "cpu", self.module, self.strategy, self.status)
+                evaluation = builder.build_evaluation(source)
+                scorer = scorer or evaluation.new_scorer()
+                for batch in evaluation.batches:
                     scorer.add(
                         batch.micro_batch.step,
                         self.module.score(batch.data),
                         batch.micro_batch.num_real,
                     )
-                each.close()
+                evaluation.close()
             score = scorer.result() if scorer else None
             assert score, "no stop was asked for"
             return score.metrics

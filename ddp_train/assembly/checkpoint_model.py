@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_train.assembly import setup
+from ddp_train.assembly.arguments import arguments_of
+from ddp_train.assembly.model import BESIDE_MODEL, assemble_module, build_user_model
 from ddp_train.checkpoints import reader
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.datasets import BatchSource
@@ -74,10 +75,10 @@ def model_of(config: Config, manifest: dict[str, Any], where: str) -> nn.Module:
     manifest is too old to say what it takes."""
     section = config.model
     if section.name == "custom":
-        model = setup.own_model(section)
+        model = build_user_model(section)
     elif "input_shape" in manifest:
         shape = torch.Size(manifest["input_shape"])
-        arguments = setup.arguments_of(section, *setup.BESIDE_MODEL)
+        arguments = arguments_of(section, *BESIDE_MODEL)
         model = build_model(section.name, shape, manifest["outputs"], **arguments)
     else:
         raise DataError(
@@ -121,4 +122,4 @@ def module_of(
             " per sample}",
         )
     model = model_of(config, manifest, config.checkpoint.resume)
-    return setup.placed(config, model, task, strategy, device)
+    return assemble_module(config, model, task, strategy, device)

@@ -15,7 +15,7 @@ from ddp_train.errors import ConfigError
 PLAIN = (type(None), bool, int, float, str, Tensor)
 
 
-class OwnHook:
+class UserHook:
     """A hook of the user's own as the loop calls hooks: it acts after the steps that it asks for,
     and no others."""
 
@@ -66,12 +66,12 @@ class OwnHook:
         return _copied(state)  # the hook may change later what it has returned
 
 
-class OwnHooks:
+class UserHooks:
     """All of a run."""
 
     def __init__(self, made: Sequence[Any], paths: Sequence[str]) -> None:
         """paths: of their classes."""
-        self.made = [OwnHook(hook, path) for hook, path in zip(made, paths, strict=True)]
+        self.made = [UserHook(hook, path) for hook, path in zip(made, paths, strict=True)]
         self.acting = [one for one in self.made if hasattr(one.hook, "act")]
         self.state()  # one that cannot be saved is refused now
 

@@ -35,7 +35,7 @@ ROWS_AT_ONCE = 4_096
 
 
 @torch.no_grad()
-def predicted(evaluation: Evaluation, batches: int, device: str) -> Iterator[Columns]:
+def predict_batches(evaluation: Evaluation, batches: int, device: str) -> Iterator[Columns]:
     """The predictions for each batch of a data set, in the order of the batches. A collective:
     every process must use it up. batches: of all processes together; process r of p has the numbers
     r, r + p, r + 2 p ..."""

@@ -1,9 +1,9 @@
-"""The plan of a run, as a person reads it before the first step: processes, batch, steps,
-optimizer, switches."""
+"""The plan of a run, as a person reads it before the first step."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,124 +14,120 @@ from ddp_train.config.metrics import further
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.optim.muon.optimizer import Muon
 from ddp_train.options.schema import Config
-from ddp_train.options.sections import TrackerConfig, TuningConfig
+from ddp_train.options.sections import TuningConfig
 from ddp_train.tasks.task import Task
 from ddp_train.telemetry.rates import Rates, shown_flops
 from ddp_train.text import counted, shown, snake_case
 
 
-def plan_rows(
-    config: Config,
-    plan: BatchPlan,
-    task: Task,
-    parameters: int,
-    base_lr: float,
-    warmup_steps: int,
-    first_step: int,
-    validation_samples: int | None = None,
-    rates: Rates = Rates(),  # noqa: B008  it is frozen
-    optimizer: Optimizer | None = None,
-    trained: int | None = None,
-    begun: str | None = None,
-) -> dict[str, str]:
-    """Heading -> text. parameters: of the model. trained: how many of them, now; None: all. begun:
-    with which weights, if not with drawn ones. base_lr: at this global batch. first_step: where
-    training resumes. validation_samples: None if nothing validates. rates: of the model. optimizer:
-    the one that was built, for what only it knows."""
-    return {
-        "processes": _processes(config),
-        "model": (
-            f"{_model_name(config.model)}, {parameters:,} parameters"
-            + _trained(config.model.freeze_epochs, plan, parameters, trained)
-        ),
-        **({"begins with": begun} if begun else {}),
-        "data": _data(config.data, plan, validation_samples),
-        "task": _task(config.task, task),
-        **_further([item.name for item in further(config)]),
-        "global batch": _global_batch(plan, process_count(config)),
-        "steps": (
-            _steps(plan, config.train.epochs, first_step) + _time_limit(config.train.max_minutes)
-        ),
-        "optimizer": _optimizer(config, plan, base_lr, warmup_steps, optimizer),
-        **_compute(plan, rates),
-        **tuning_rows(config.tuning, config.reasons),
-        **_trackers(config.tracker),
-        "run directory": str(config.run_dir),
-    }
+@dataclass(frozen=True)
+class PlanFacts:
+    """What the plan of a run is made from."""
+
+    config: Config
+    plan: BatchPlan
+    task: Task
+    base_lr: float
+    """The learning rate at this global batch."""
+    parameters: int = 0
+    """Number of parameters of the model."""
+    trained_parameters: int | None = None
+    """How many of them train now; None for all."""
+    warmup_steps: int = 0
+    first_step: int = 0
+    """The step at which training starts or resumes."""
+    validation_samples: int | None = None
+    """None without a validation set."""
+    rates: Rates = Rates()
+    optimizer: Optimizer | None = None
+    """The optimizer that was built, for what it alone knows."""
+    origin: str | None = None
+    """The weights that training begins with; None for drawn or resumed ones."""
+
+
+def plan_rows(facts: PlanFacts) -> dict[str, str]:
+    """The rows of the plan, by heading."""
+    config = facts.config
+    plan = facts.plan
+    rows = {"processes": _processes(config), "model": _model(facts)}
+    if facts.origin:
+        rows["begins with"] = facts.origin
+    rows["data"] = _data(config.data, plan, facts.validation_samples)
+    rows["task"] = _task(config.task, facts.task)
+    metric_names = [metric.name for metric in further(config)]
+    if metric_names:
+        rows["metrics"] = f"{', '.join(metric_names)}, beside the task's"
+    rows["global batch"] = _global_batch(plan, process_count(config))
+    rows["steps"] = _steps(plan, config.train.epochs, facts.first_step)
+    if config.train.max_minutes:
+        rows["steps"] += f", at most {config.train.max_minutes:g} minutes"
+    rows["optimizer"] = _optimizer(facts)
+    if facts.rates.flops_per_sample:
+        rows["compute"] = _compute(facts.rates.flops_per_sample, facts.rates.peak_flops, plan)
+    rows |= tuning_rows(config.tuning, config.reasons)
+    if config.tracker.classes:
+        rows["trackers"] = ", ".join(config.tracker.classes)
+    rows["run directory"] = str(config.run_dir)
+    return rows
 
 
 def _processes(config: Config) -> str:
-    count = process_count(config)
-    hosts = counted(int(config.launch.nnodes), "host")
-    of_range = f" of {config.process_range}" if config.process_range else ""
+    count = str(process_count(config))
+    host_count = int(config.launch.nnodes)
+    hosts = counted(host_count, "host")
     if config.host_range:
-        on = f"{count} on {hosts} of {config.host_range}"
-    else:
-        on = f"{count}{of_range}"
-    if int(config.launch.nnodes) > 1 and not config.host_range:
-        on = f"{count} on {hosts}"
-    else:
-        on = on
+        count += f" on {hosts} of {config.host_range}"
+    elif host_count > 1:
+        count += f" on {hosts}"
+    elif config.process_range:
+        count += f" of {config.process_range}"
+    backend = "no process group"
     if config.strategy.has_process_group:
         backend = config.launch.backend
-    else:
-        backend = "no process group"
-    if config.device == "cuda":
-        threads = ""
-    else:
+    threads = ""
+    if config.device != "cuda":
         threads = f", {counted(int(config.launch.threads_per_process), 'thread')} each"
-    return f"{on} x {config.device}, {backend}, {config.strategy.name}{threads}"
+    return f"{count} x {config.device}, {backend}, {config.strategy.name}{threads}"
 
 
-def _compute(plan: BatchPlan, rates: Rates) -> dict[str, str]:
-    if not rates.flops_per_sample:
-        return {}
-    each = f"{shown_flops(rates.flops_per_sample)} per sample"
-    peak = f", of {shown_flops(rates.peak_flops)}/s at most" if rates.peak_flops else ""
-    return {
-        "compute": (
-            f"{shown_flops(rates.flops_per_sample * plan.global_batch_size)} per step, {each}{peak}"
-        )
-    }
+def _compute(flops_per_sample: float, peak_flops: float | None, plan: BatchPlan) -> str:
+    per_step = shown_flops(flops_per_sample * plan.global_batch_size)
+    text = f"{per_step} per step, {shown_flops(flops_per_sample)} per sample"
+    if peak_flops:
+        text += f", of {shown_flops(peak_flops)}/s at most"
+    return text
 
 
-def _model_name(model: Any) -> str:
-    return getattr(model, "arch", None) or getattr(model, "target", None) or model.name
+def _model(facts: PlanFacts) -> str:
+    model = facts.config.model
+    name = getattr(model, "arch", None) or getattr(model, "target", None) or model.name
+    text = f"{name}, {facts.parameters:,} parameters"
+    if facts.trained_parameters in (None, facts.parameters):
+        return text
+    text += f", of which {facts.trained_parameters:,} train"
+    if model.freeze_epochs:
+        step = model.freeze_epochs * facts.plan.steps_per_epoch
+        text += f"; what is frozen trains from step {step:,} on"
+    return text
 
 
-def _trained(
-    freeze_epochs: int | None, plan: BatchPlan, parameters: int, trained: int | None
-) -> str:
-    if trained is None or trained == parameters:
-        return ""
-    if freeze_epochs:
-        later = f"; what is frozen trains from step {freeze_epochs * plan.steps_per_epoch:,} on"
-    else:
-        later = ""
-    return f", of which {trained:,} train{later}"
-
-
-_OF_LOSS = {"loss", "sum_of_losses"}
-"""Methods that a class of the user's own may have in place of the built-in task's loss."""
+LOSS_METHODS = {"loss", "sum_of_losses"}
+"""Methods with which a user's class replaces the loss of the built-in task."""
 
 
 def _task(section: Any, task: Task) -> str:
-    name = section.target if section.name == "custom" else snake_case(type(task).__name__)
-    is_ours = all(
-        one.__module__.startswith("ddp_train.")
-        for one in type(task).__mro__
-        if _OF_LOSS & vars(one).keys()
-    )
-    loss = f", {task.loss_name}" if task.loss_name and is_ours else ""
-    return f"{name}{loss}, mean over {task.unit}s" + (
-        " (auto: by the targets)" if section.name == "auto" else ""
-    )
-
-
-def _further(names: list[str]) -> dict[str, str]:
-    if names:
-        return {"metrics": f"{', '.join(names)}, beside the task's"}
-    return {}
+    name = snake_case(type(task).__name__)
+    if section.name == "custom":
+        name = section.target
+    classes_with_loss = [one for one in type(task).__mro__ if LOSS_METHODS & vars(one).keys()]
+    loss_is_ours = all(one.__module__.startswith("ddp_train.") for one in classes_with_loss)
+    text = name
+    if task.loss_name and loss_is_ours:
+        text += f", {task.loss_name}"
+    text += f", mean over {task.unit}s"
+    if section.name == "auto":
+        text += " (auto: by the targets)"
+    return text
 
 
 def _data(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
@@ -186,57 +182,57 @@ def _steps(plan: BatchPlan, epochs: int, first_step: int) -> str:
     return text
 
 
-def _time_limit(minutes: float | None) -> str:
-    return f", at most {minutes:g} minutes" if minutes else ""
+def _optimizer(facts: PlanFacts) -> str:
+    section = facts.config.optimizer
+    name = getattr(section, "target", None) or section.name
+    groups = [f"{group['match']} with {_arguments(group)}" for group in section.groups]
+    if section.layer_decay is not None:
+        groups.append(f"layer decay {section.layer_decay:g}")
+    text = f"{name}, lr {_learning_rate(facts)}"
+    if groups:
+        text += f", but {', '.join(groups)}"
+    text += f", {facts.config.schedule.name} schedule, warm-up {_warmup(facts)}"
+    train = facts.config.train
+    if train.ema_decay:
+        text += f", average of weights {train.ema_decay:g}"
+        if train.ema_warmup:
+            text += " with warm-up"
+    return text
 
 
-def _optimizer(
-    config: Config, plan: BatchPlan, base_lr: float, warmup_steps: int, built: Optimizer | None
-) -> str:
-    optimizer = config.optimizer
-    lr = f"{base_lr:g}"
-    scaling = getattr(optimizer, "lr_scaling", "none")
+def _learning_rate(facts: PlanFacts) -> str:
+    section = facts.config.optimizer
+    text = f"{facts.base_lr:g}"
+    scaling = getattr(section, "lr_scaling", "none")
     if scaling != "none":
-        ratio = f"{plan.global_batch_size:,} / {optimizer.lr_base_batch:,}"
-        lr += f" = {optimizer.lr:g} x {ratio if scaling == 'linear' else f'sqrt({ratio})'}"
-    warmup = counted(warmup_steps, "step")
-    asked = warmup_asked(config.schedule, plan.steps_per_epoch)
-    if asked > warmup_steps:
-        warmup += (
-            f" (cut from {asked:,}: schedule.warmup_at_most={config.schedule.warmup_at_most:g} of"
-            " the run)"
+        factor = f"{facts.plan.global_batch_size:,} / {section.lr_base_batch:,}"
+        if scaling != "linear":
+            factor = f"sqrt({factor})"
+        text += f" = {section.lr:g} x {factor}"
+    if isinstance(facts.optimizer, Muon):
+        adamw_lr = optimizer_at_batch(facts.config).adamw_lr
+        count = facts.optimizer.orthogonalised_parameters
+        text += f" for {count:,} parameters, AdamW's {adamw_lr:g} for the rest"
+    return text
+
+
+def _warmup(facts: PlanFacts) -> str:
+    schedule = facts.config.schedule
+    text = counted(facts.warmup_steps, "step")
+    asked = warmup_asked(schedule, facts.plan.steps_per_epoch)
+    if asked > facts.warmup_steps:
+        text += (
+            f" (cut from {asked:,}: schedule.warmup_at_most={schedule.warmup_at_most:g} of the run)"
         )
-    decay = config.train.ema_decay
-    if decay:
-        average = (
-            f", average of weights {decay:g}{' with warm-up' if config.train.ema_warmup else ''}"
-        )
-    else:
-        average = ""
-    parts = [f"{group['match']} with {_arguments(group)}" for group in optimizer.groups]
-    if optimizer.layer_decay is not None:
-        parts.append(f"layer decay {optimizer.layer_decay:g}")
-    groups = f", but {', '.join(parts)}" if parts else ""
-    name = getattr(optimizer, "target", None) or optimizer.name
-    if isinstance(built, Muon):
-        rest = f"AdamW's {optimizer_at_batch(config).adamw_lr:g} for the rest"
-        lr += f" for {built.orthogonalised_parameters:,} parameters, {rest}"
-    return f"{name}, lr {lr}{groups}, {config.schedule.name} schedule, warm-up {warmup}{average}"
+    return text
 
 
 def _arguments(group: dict[str, Any]) -> str:
     return " and ".join(f"{name} {value:g}" for name, value in group.items() if name != "match")
 
 
-def _trackers(tracker: TrackerConfig) -> dict[str, str]:
-    if tracker.classes:
-        return {"trackers": ", ".join(tracker.classes)}
-    return {}
-
-
 def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]:
-    """The switches that are on, and those that `auto` left off for another reason than that there
-    is no GPU."""
+    """The switches that are on, and those that `auto` left off although there is a GPU."""
     silent = {"name", "prefetch_factor", "bias_lint"}
     if not tuning.num_workers:
         silent.add("persistent_workers")
@@ -256,15 +252,16 @@ def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]
 
 
 def selects_by_test(config: Config, validates: bool) -> list[str]:
-    """A note if the test set decides which weights are kept or when training ends. validates:
-    whether there is a validation set."""
-    asked = {
-        "checkpoint.best=true": config.checkpoint.best,
-        f"train.early_stopping.patience={config.train.early_stopping.patience}": (
-            config.train.early_stopping.patience
-        ),
-    }
-    by = [key for key, applies in asked.items() if applies]
-    if not by or validates:
+    """A note if the test set decides which weights are kept, or when training ends.
+
+    validates: whether there is a validation set.
+    """
+    keys = []
+    if config.checkpoint.best:
+        keys.append("checkpoint.best=true")
+    patience = config.train.early_stopping.patience
+    if patience:
+        keys.append(f"train.early_stopping.patience={patience}")
+    if not keys or validates:
         return []
-    return [f"note: {' and '.join(by)}: {metrics.by_test(config)}"]
+    return [f"note: {' and '.join(keys)}: {metrics.by_test(config)}"]

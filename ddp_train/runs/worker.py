@@ -33,7 +33,7 @@ from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
 from ddp_train.resilience.whole_files import write_bytes
 from ddp_train.runs.failure_reporter import FailureReporter
-from ddp_train.runs.training_run import Run
+from ddp_train.runs.training_run import TrainingRun
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.log_files import start_logging
 from ddp_train.telemetry.pages.live import LivePage
@@ -136,7 +136,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
             record = collectives.record_file(run_dir, world.rank)
             status.on_hang = lambda: write_bytes(record, flight_record.dump())
             display = Display(world.is_leader)
-            completed = Run(
+            completed = TrainingRun(
                 config, world, device, status, display, store, leave_by_itself, board
             ).execute()
             status.phase = heartbeat.END

@@ -31,7 +31,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ddp_train import __version__
-from ddp_train.assembly.setup import build_plan, warmup_steps
+from ddp_train.assembly.plan import build_plan, warmup_steps
 from ddp_train.checkpoints.layout import digest_of
 from ddp_train.commands.flags import suggestion_for
 from ddp_train.commands.help import usage, wrapped

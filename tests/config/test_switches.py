@@ -38,14 +38,11 @@ from ddp_lab.prove.configs import for_proof
 from ddp_lab.prove.runs import Proof
 from ddp_train.assembly.checkpoint_model import find_checkpoint
 from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.metrics import build_selection
-from ddp_train.assembly.setup import (
-    build_evaluation,
-    build_module,
-    build_plan,
-    build_strategy,
-    build_task,
-)
+from ddp_train.assembly.model import build_module, build_task
+from ddp_train.assembly.plan import build_plan
+from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints import reader
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind, field_types, is_section
@@ -79,7 +76,8 @@ from ddp_train.resilience.preemption import SIGNALS, UNSAVED
 from ddp_train.runs import worker
 from ddp_train.runs.display_facts import advice, text_writer
 from ddp_train.runs.plan_report import tuning_rows
-from ddp_train.runs.training_run import Run
+from ddp_train.runs.training import Training, start_trackers
+from ddp_train.runs.training_run import TrainingRun
 from ddp_train.sweeps.baseline import Baseline
 from ddp_train.sweeps.outcomes import completed_outcome
 from ddp_train.sweeps.pool import pool_of
@@ -307,17 +305,20 @@ def alone(case: Case) -> Config:
     return dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
 
 
-def run_of(config: Config) -> Run:
+def run_of(config: Config) -> TrainingRun:
     """A run in this process, on the CPU, without a process group."""
     config = dataclasses.replace(config, strategy=OPTIONS["strategy"]["single"]())
-    return Run(config, World(), "cpu", RankStatus(), Display(active=True), None, mock.Mock())
+    return TrainingRun(
+        config, World(), "cpu", RankStatus(), Display(active=True), None, mock.Mock()
+    )
 
 
 def evaluation_of(case: Case, train: BatchSource, test: BatchSource) -> Evaluation:
     config = alone(case)
     strategy = build_strategy(config, World(), "cpu")
     module = build_module(config, train, strategy, "cpu")
-    return build_evaluation(config, World(), "cpu", module, strategy, test, RankStatus())
+    builder = JobBuilder(config, World(), "cpu", module, strategy, RankStatus())
+    return builder.build_evaluation(test)
 
 
 def schedule(case: Case) -> Any:
@@ -507,7 +508,10 @@ def copies_beside_the_computation(case: Case) -> Any:
 
 def process_flags(case: Case) -> Any:
     """The global flags of torch once a worker has set them."""
-    with mock.patch.object(Run, "open_data", side_effect=Reached), contextlib.suppress(Reached):
+    with (
+        mock.patch.object(TrainingRun, "open_data", side_effect=Reached),
+        contextlib.suppress(Reached),
+    ):
         run_of(case.config).execute()
     return flags()
 
@@ -587,7 +591,7 @@ def steppers(case: Case) -> Any:
     module = module_of(case.config, sources[0])
     with (
         mock.patch.object(torch.cuda, "Stream"),
-        mock.patch("ddp_train.assembly.setup.on_stream", contextlib.nullcontext),
+        mock.patch("ddp_train.assembly.job.on_stream", contextlib.nullcontext),
     ):
         config = dataclasses.replace(case.config, strategy=OPTIONS["strategy"]["single"]())
         made: Any = job_of(config, World(), sources, device="cpu", module=module).stepper
@@ -754,7 +758,7 @@ def trackers(case: Case) -> Any:
     begun = run_of(case.config)
     metrics = mock.Mock(kept=[], listeners=[])
     with mock.patch.object(tracking, "TrackerThread", thread):
-        begun.start_trackers(tracking.Tracking(begun.trackers(), 1.0, 1.0), metrics, 0)
+        start_trackers(begun, tracking.Tracking(begun.trackers(), 1.0, 1.0), metrics, 0)
     return told
 
 
@@ -764,7 +768,7 @@ def hooks_of_trackers(case: Case) -> Any:
     case.config.train.max_steps = 1
     freeze(case.config)
     hooks: list[Any] = []
-    with mock.patch.object(Run, "announce", lambda run, job, *_: hooks.extend(job.hooks)):
+    with mock.patch.object(Training, "announce", lambda training: hooks.extend(training.job.hooks)):
         run_of(case.config).execute()
     return [type(hook) for hook in hooks]
 
@@ -927,7 +931,7 @@ def process_group(case: Case) -> Any:
             (worker, "prepare_gpu"),
         ]
         unwanted += [
-            (worker.Run, "execute"),
+            (worker.TrainingRun, "execute"),
             (worker, "start_logging"),
             (worker.heartbeat, "show_stacks"),
         ]

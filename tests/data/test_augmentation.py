@@ -16,7 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from ddp_train.assembly.setup import loader_options
+from ddp_train.assembly.batches import loader_options
 from ddp_train.data import augmentation
 from ddp_train.data.augmentation import ERASING_TRIES, Erasing, erase, erasing_boxes
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch

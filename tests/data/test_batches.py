@@ -33,7 +33,7 @@ from ddp_train.engine.loop import fit, train
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.hardware import Hardware
 from ddp_train.options.schema import Config
-from ddp_train.runs.plan_report import plan_rows
+from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
 
@@ -593,7 +593,7 @@ def test_steps_of_different_shapes_are_not_captured() -> None:
 
 def test_the_plan_says_what_an_epoch_is() -> None:
     def rows(job: Any, config: Config) -> dict[str, str]:
-        return plan_rows(config, job.plan, job.module.task, 1, 0.3, 0, 0)
+        return plan_rows(PlanFacts(config, job.plan, job.module.task, 0.3, parameters=1))
 
     shown = rows(
         made(World(), strategy={"name": "single"}), config(World(), strategy={"name": "single"})

@@ -29,7 +29,7 @@ import torchvision.models
 from torch import Tensor, nn
 from torchvision.models import list_models, resnet18, resnet50
 
-from ddp_train.assembly.setup import AUTOCAST
+from ddp_train.assembly.model import AUTOCAST
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.config import DigitsConfig
 from ddp_train.data.datasets import ArraySource

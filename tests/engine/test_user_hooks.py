@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ddp_train.engine.loop import Job
-from ddp_train.engine.user_hooks import OwnHook, OwnHooks
+from ddp_train.engine.user_hooks import UserHook, UserHooks
 from ddp_train.errors import ConfigError
 from tests.support.commands import SMALL, THREE, environment, fatal_lines, run
 
@@ -121,23 +121,23 @@ def test_a_hook_that_is_owed_acts_only_if_it_was_due() -> None:
     """Of the processes before these, which ended between a step and its hooks."""
     for step, acted in ((4, [4]), (5, [])):
         hook = Acts()
-        OwnHook(hook, "mine.Acts").act(at(step))
+        UserHook(hook, "mine.Acts").act(at(step))
         assert hook.acted == acted
 
 
 def test_states_find_the_hooks_of_their_class() -> None:
-    saved = OwnHooks(
+    saved = UserHooks(
         [Acts({"n": 1}), Acts([torch.ones(2), None]), Acts()], ["a.A", "a.A", "b.B"]
     ).state()
     made = [Acts(), Acts(), Acts("kept")]
-    (note,) = OwnHooks(made, ["c.C", "a.A", "b.B"]).load_state(saved)
+    (note,) = UserHooks(made, ["c.C", "a.A", "b.B"]).load_state(saved)
     assert note == "note: the checkpoint has a state of the hook a.A, which no hook takes"
     assert [hook.state for hook in made] == [None, {"n": 1}, "kept"]
 
 
 def test_a_state_that_no_checkpoint_could_give_back_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a SimpleNamespace"):
-        OwnHooks([Acts({"here": [SimpleNamespace()]})], ["a.A"])
+        UserHooks([Acts({"here": [SimpleNamespace()]})], ["a.A"])
 
 
 def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
@@ -146,13 +146,13 @@ def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
     numbers = [1]
     tensor = torch.zeros(2)
     hook = Acts({"numbers": numbers, "tensor": tensor})
-    ((path, state),) = OwnHooks([hook], ["a.A"]).state()
+    ((path, state),) = UserHooks([hook], ["a.A"]).state()
     numbers.append(2)
     tensor.add_(1)
     assert path == "a.A" and state["numbers"] == [1] and state["tensor"].tolist() == [0, 0]
 
     enters = SimpleNamespace(state_dict=lambda: {"n": 7}, __enter__=None, __exit__=None)
-    hooks = OwnHooks([enters], ["a.Enters"])
+    hooks = UserHooks([enters], ["a.Enters"])
     assert hooks.state() == [["a.Enters", {"n": 7}]] and hooks.acting == []
 
 
@@ -161,4 +161,4 @@ def test_numbers_that_are_only_derived_from_pythons_are_refused(state: Any) -> N
     """torch.load refuses them with weights_only, and the whole checkpoint with them. Before the
     first step."""
     with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a (float64|Counter)"):
-        OwnHooks([Acts(state)], ["a.A"])
+        UserHooks([Acts(state)], ["a.A"])

@@ -240,7 +240,7 @@ def test_an_own_optimizer_is_captured_if_it_says_that_it_can_be() -> None:
     config = config_of(World(), GPU, tuning={"cuda_graph": True, "precision": "fp32"}, **more)
     assert check(config, config, GPU, None) == []
     with mock.patch.object(torch.cuda, "Stream"), contextlib.ExitStack() as stack:
-        for module in ("assembly.setup", "performance.cuda_graph"):
+        for module in ("assembly.job", "performance.cuda_graph"):
             stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))
         job = job_of(config, World(), device="cpu")
         assert isinstance(job.stepper, GraphedStepper)

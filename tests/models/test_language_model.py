@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_train.assembly.setup import build_plan
+from ddp_train.assembly.plan import build_plan
 from ddp_train.config.bind import bind
 from ddp_train.config.validate import check
 from ddp_train.data.catalog import build_datasets

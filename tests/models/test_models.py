@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_train.assembly import setup
+from ddp_train.assembly.model import build_user_model
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.models.config import TorchvisionConfig
 from ddp_train.options.custom import CustomConfig
@@ -94,4 +94,4 @@ def test_a_model_with_two_outputs_is_told() -> None:
 def test_what_is_no_model_is_told() -> None:
     target = CustomConfig(target="collections.OrderedDict")
     with pytest.raises(ConfigError, match="an object of OrderedDict, which is no"):
-        setup.own_model(target)
+        build_user_model(target)

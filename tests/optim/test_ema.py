@@ -31,7 +31,7 @@ from ddp_train.optim.stepper import Stepper
 from ddp_train.options.schema import Config
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.runs.training_run import Run
+from ddp_train.runs.training_run import TrainingRun
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.score_lines import headline
 from tests.support.jobs import config_of, job_of, largest_difference, table
@@ -179,7 +179,7 @@ def test_captured_steps_move_it_too() -> None:
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.cuda, "Stream"))
-            for module in ("assembly.setup", "performance.cuda_graph"):
+            for module in ("assembly.job", "performance.cuda_graph"):
                 stack.enter_context(
                     mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext)
                 )
@@ -252,7 +252,7 @@ def run(world: World, folder: str, **sections: Any) -> dict[str, Any]:
         display = mock.Mock(wraps=Display(active=False))
     else:
         display = Display(active=False)
-    Run(config, world, "cpu", RankStatus(), display, None, lambda _: None).execute()
+    TrainingRun(config, world, "cpu", RankStatus(), display, None, lambda _: None).execute()
     if not world.is_leader:
         return {}
     said = [call.args[0] for call in display.line.call_args_list]

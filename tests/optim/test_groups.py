@@ -19,7 +19,7 @@ from ddp_train.optim.groups import depths_of, parameter_groups
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config
-from ddp_train.runs.plan_report import plan_rows
+from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
 
@@ -309,7 +309,7 @@ def test_the_rate_falls_from_layer_to_layer() -> None:
         ("1.bias", 0.025, 0.0),
     ]
     config = config_of(World(), optimizer=optimizer)
-    said = plan_rows(config, job.plan, job.module.task, 0, 0.1, 0, 0)["optimizer"]
+    said = plan_rows(PlanFacts(config, job.plan, job.module.task, 0.1))["optimizer"]
     assert said.startswith(
         "adamw, lr 0.1, but 3.bias with lr 0.7, 1.bias with weight_decay 0, layer decay 0.5, cosine"
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
-from ddp_train.assembly.setup import warmup_steps
+from ddp_train.assembly.plan import warmup_steps
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit, train
 from ddp_train.errors import ConfigError
@@ -25,7 +25,7 @@ from ddp_train.optim.lars_lamb.optimizers import Lamb, Lars
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.options.optimizer import OptimizerConfig
 from ddp_train.options.registry import OPTIONS
-from ddp_train.runs.plan_report import plan_rows
+from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from ddp_train.tasks.mean_loss import RunningLoss
 from tests.support.jobs import config_of, job_of, largest_difference, optimizer_of, table, trained
 from tests.support.ranks import on_ranks
@@ -396,7 +396,7 @@ def test_the_rate_follows_the_global_batch(scaling: str, rate: float, shown: str
         ]()  # a job of one process of them, without a group
         job = job_of(config, World(0, processes, 0, processes), (table(48), table(12)))
         assert job.stepper.base_lrs == pytest.approx([rate], rel=1e-15)
-        assert plan_rows(config, job.plan, job.module.task, 0, job.stepper.base_lrs[0], 0, 0)[
+        assert plan_rows(PlanFacts(config, job.plan, job.module.task, job.stepper.base_lrs[0]))[
             "optimizer"
         ].startswith(f"sgd, {shown}")
         assert config.optimizer.lr == asked == 0.1, "what is frozen is what was asked for"
@@ -422,9 +422,9 @@ def test_a_warm_up_in_epochs_is_counted_in_optimizer_steps(
         [*rising, *[1.0] * (10 - steps)]
     )
     assert warmup_steps(config.schedule, job.plan) == steps
-    assert plan_rows(config, job.plan, job.module.task, 0, 1.0, steps, 0)["optimizer"].endswith(
-        f"warm-up {steps} steps"
-    )
+    assert plan_rows(PlanFacts(config, job.plan, job.module.task, 1.0, warmup_steps=steps))[
+        "optimizer"
+    ].endswith(f"warm-up {steps} steps")
 
 
 def test_a_warm_up_that_outlasts_the_run_is_refused() -> None:

@@ -19,7 +19,7 @@ from ddp_train.models.gpt.network import Gpt
 from ddp_train.optim.muon.config import MuonConfig
 from ddp_train.optim.muon.optimizer import TOGETHER, Muon, hidden_matrices, orthogonalised
 from ddp_train.optim.muon.optimizer import optimizer as muon
-from ddp_train.runs.plan_report import plan_rows
+from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
 
@@ -314,7 +314,7 @@ def test_the_plan_tells_what_muon_takes() -> None:
     job = job_of(config, World(), (table(48), table(12)))
     built = job.stepper.optimizer
     task = job.module.task
-    rows = plan_rows(config, job.plan, task, 0, job.stepper.base_lrs[0], 0, 0, optimizer=built)
+    rows = plan_rows(PlanFacts(config, job.plan, task, job.stepper.base_lrs[0], optimizer=built))
     rule = "muon, lr 0.06 = 0.02 x 24 / 8 for 112 parameters, AdamW's 0.0009 for the rest"
     assert rows["optimizer"].startswith(rule), rows["optimizer"]
     assert MuonConfig().lr == 0.02 and job.stepper.base_lrs == pytest.approx([0.06, 0.0009])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train.assembly.setup import build_strategy
+from ddp_train.assembly.strategy import build_strategy
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit
 from ddp_train.errors import ModelError
@@ -78,7 +78,7 @@ def trained(
     )
     with pytest.MonkeyPatch.context() as patch:
         if monkeypatched:
-            patch.setattr("ddp_train.assembly.setup.Alone", DistributedDataParallel)
+            patch.setattr("ddp_train.assembly.strategy.Alone", DistributedDataParallel)
         job = job_of(config, world)
     norms: list[Any] = []
 
@@ -156,7 +156,7 @@ def spared(world: World, used: list[bool], with_ddp: bool) -> tuple[str, int]:
     module = ModelWithTask(Spare(*used), Classification(10), "cpu", None)
     with pytest.MonkeyPatch.context() as patch:
         if with_ddp:
-            patch.setattr("ddp_train.assembly.setup.Alone", DistributedDataParallel)
+            patch.setattr("ddp_train.assembly.strategy.Alone", DistributedDataParallel)
         job = job_of(config, world, module=module.train())
     try:
         fit(job)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ddp_train.assembly.setup import build_plan, build_strategy
+from ddp_train.assembly.plan import build_plan
+from ddp_train.assembly.strategy import build_strategy
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, train
 from ddp_train.errors import ConfigError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train.assembly.setup import build_strategy
+from ddp_train.assembly.strategy import build_strategy
 from ddp_train.distributed.world import World
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.builtin import Classification

@@ -59,7 +59,7 @@ def record(self: Any, data: Any) -> None:
 def played() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "Stream"))
-        for module in ("assembly.setup", "performance.cuda_graph"):
+        for module in ("assembly.job", "performance.cuda_graph"):
             stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))
         stack.enter_context(mock.patch.object(GraphedStepper, "_capture", record))
         yield

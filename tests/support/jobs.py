@@ -12,22 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_train.assembly.arguments import arguments_of
+from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.fine_tuning import BESIDE_OPTIMIZER
-from ddp_train.assembly.setup import (
-    BESIDE_MODEL,
-    arguments_of,
-    build_job,
-    build_module,
-    build_strategy,
-    loader_options,
-)
+from ddp_train.assembly.job import JobBuilder
+from ddp_train.assembly.model import BESIDE_MODEL, build_module
+from ddp_train.assembly.strategy import build_strategy
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.loader import Loader
+from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
 from ddp_train.hardware import Hardware
@@ -119,7 +117,9 @@ def job_of(
     device = device or world.device(config.device)
     strategy = build_strategy(config, world, device)
     module = module or build_module(config, sources[0], strategy, device)
-    return build_job(config, world, device, module, strategy, sources, RankStatus(), first_step)
+    builder = JobBuilder(config, world, device, module, strategy, RankStatus())
+    splits = sources if isinstance(sources, Splits) else Splits(*sources)
+    return builder.build_job(splits, first_step)
 
 
 def trained(

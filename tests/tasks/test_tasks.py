@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import default_collate
 
+from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.metrics import metric_names
-from ddp_train.assembly.setup import build_plan, build_task, loader_options
+from ddp_train.assembly.model import build_task
+from ddp_train.assembly.plan import build_plan
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.loader import Loader

@@ -1,0 +1,213 @@
+"""The collaborators of the loop, built for one model on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddp_train.assembly.arguments import arguments_of
+from ddp_train.assembly.batches import first_batch, is_resident, loader_options
+from ddp_train.assembly.fine_tuning import UnfreezeHook, optimizer_of, trained_parameters
+from ddp_train.assembly.plan import build_plan, warmup_steps
+from ddp_train.config.auto import CAPTURED_IF_IT_PAYS
+from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
+from ddp_train.data.datasets import BatchSource
+from ddp_train.data.loader import Loader
+from ddp_train.data.mix import Mix, mix_of
+from ddp_train.data.rng import StepSeed
+from ddp_train.data.sample_facts import lengths_of
+from ddp_train.data.splits import Splits
+from ddp_train.distributed.world import World
+from ddp_train.engine.loop import Evaluation, Hook, Job
+from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
+from ddp_train.optim.ema import WeightAverage
+from ddp_train.optim.schedules.factors import Factor, build_schedule
+from ddp_train.optim.stepper import Stepper
+from ddp_train.options.schema import Config
+from ddp_train.parallel.strategy import Strategy
+from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
+from ddp_train.performance.flops import flops_of_samples
+from ddp_train.performance.worth_capturing import CaptureTrial
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.tasks.builtin import Classification
+from ddp_train.tasks.score import Scorer
+from ddp_train.tasks.task import ModelWithTask
+
+
+@dataclass(frozen=True)
+class JobBuilder:
+    """Builds what the loop needs. All processes call it alike: some of it is exchanged."""
+
+    config: Config
+    world: World
+    device: str
+    module: ModelWithTask
+    strategy: Strategy
+    status: RankStatus
+    """Where batches and steps are reported."""
+
+    def build_job(self, splits: Splits, first_step: int = 0) -> Job:
+        """What `fit` needs after `first_step` optimizer steps, with the weights of rank 0."""
+        config = self.config
+        module = self.module
+        plan = self.build_plan(splits)
+        factor = self.build_schedule(plan)
+        data = config.data
+        classifies = isinstance(module.task, Classification)
+        mix = mix_of(splits.train, config.seed, data.mixup, data.cutmix, classifies)
+        stream = None
+        if config.tuning.cuda_graph and config.device == "cuda":
+            stream = torch.cuda.Stream(self.device)
+        unfreezing_step = (config.model.freeze_epochs or 0) * plan.steps_per_epoch
+        frozen = module.frozen if unfreezing_step else None
+        if frozen and first_step >= unfreezing_step:
+            frozen.unfreeze()
+            module.train()
+        trained = trained_parameters(config, module)
+        wrap = partial(self.wrap, splits.train, plan, mix, stream)
+        wrapped = wrap()
+        stepper = self.build_stepper(wrapped, plan, factor, trained, stream)
+        forward: Callable[[Any], tuple[Tensor, Tensor | None]] = wrapped
+        if isinstance(stepper, GraphedStepper):
+            forward = stepper.forward
+        hooks: list[Hook] = []
+        if frozen:
+            hooks.append(UnfreezeHook(unfreezing_step, frozen, wrap))
+        loader = self.build_loader(splits.train, plan, first_step, mix)
+        return Job(
+            plan=plan,
+            module=module,
+            wrapped=forward,
+            strategy=self.strategy,
+            stepper=stepper,
+            batches=ReportedBatches(loader, self.status),
+            evaluation=self.build_evaluation(splits.scored[1]),
+            seed_step=StepSeed(config.seed, self.world.rank, self.device),
+            hooks=hooks,
+            step=first_step,
+        )
+
+    def build_plan(self, splits: Splits) -> BatchPlan:
+        """Which process computes which samples in which step."""
+        config = self.config
+        source = splits.train
+        units = 1.0
+        if not self.module.task.units_are_samples:
+            units = self.module.task.units_per_sample(source.get_batch(np.array([0]), None))
+        lengths = None
+        if config.data.batch_by == "tokens":
+            lengths = lengths_of(source, config.train.global_batch_size)
+        plan = build_plan(config, self.world, len(source), splits.weights, lengths)
+        return replace(plan, units_per_sample=units)
+
+    def build_schedule(self, plan: BatchPlan) -> Factor:
+        """Raises ConfigError if the warm-up is longer than the run."""
+        schedule = self.config.schedule
+        shape = arguments_of(schedule, "warmup_steps", "warmup_epochs", "warmup_at_most")
+        return build_schedule(schedule.name, plan.steps, warmup_steps(schedule, plan), **shape)
+
+    def wrap(
+        self,
+        source: BatchSource,
+        plan: BatchPlan,
+        mix: Mix | None,
+        stream: torch.cuda.Stream | None,
+    ) -> nn.Module:
+        """What the training step calls; again when other parameters want gradients.
+
+        stream: the one on which steps are captured; None if they are not.
+        """
+        samples_per_step = plan.global_batch_size / self.world.size
+        if plan.lengths is not None:  # batches of so many tokens: samples differ in cost
+            samples_per_step = 0
+        with on_stream(stream):
+            wrapped = self.strategy.wrap(
+                self.module, partial(flops_of_samples, self.module, source, samples_per_step)
+            )
+            self.strategy.warm_up(partial(first_batch, self.config, plan, source, self.device, mix))
+        return wrapped
+
+    def build_stepper(
+        self,
+        wrapped: nn.Module,
+        plan: BatchPlan,
+        factor: Factor,
+        trained: dict[str, nn.Parameter],
+        stream: torch.cuda.Stream | None,
+    ) -> Stepper:
+        """The optimizer with all that a step does beside it. trained: see `trained_parameters`."""
+        config = self.config
+        train = config.train
+        strategy = self.strategy
+        optimizer = optimizer_of(config, self.module, captured=stream is not None)
+        is_fp16 = config.tuning.precision == "fp16"
+        scaler = torch.amp.GradScaler(torch.device(self.device).type, enabled=is_fp16)
+        average = None
+        if train.ema_decay:
+            average = WeightAverage(
+                self.module,
+                train.ema_decay,
+                train.ema_warmup,
+                scaler.is_enabled(),
+                trained.values(),
+            )
+        make_stepper: Callable[..., Stepper] = Stepper
+        if stream:
+            make_stepper = partial(
+                GraphedStepper, wrapped, stream, plan.is_full, trial=self.build_capture_trial()
+            )
+        return make_stepper(
+            optimizer,
+            factor,
+            scaler,
+            mean_of_units=strategy.mean_of_units,
+            check_gradients=strategy.check_gradients,
+            max_grad_norm=train.max_grad_norm,
+            allow_missing_grads=strategy.allow_missing_grads,
+            skip_non_finite=train.on_non_finite == "skip",
+            average=average,
+            observers=[PhaseReports(self.status)],
+        )
+
+    def build_capture_trial(self) -> CaptureTrial:
+        """Decides after some steps whether they are captured."""
+        reason = self.config.reasons.get("cuda_graph")  # none if the user asked for it
+        roots = {"model": self.module.model, "task": self.module.task}
+        return CaptureTrial(
+            self.device, roots, asked=not reason, if_it_pays=reason == CAPTURED_IF_IT_PAYS
+        )
+
+    def build_loader(
+        self, source: BatchSource, plan: BatchPlan, first_step: int, mix: Mix | None
+    ) -> Loader:
+        """The batches of training. One iterator lives through all epochs."""
+        options = replace(
+            loader_options(self.config, self.module.task),
+            persistent_workers=False,
+            resident=is_resident(self.config.data),
+        )
+        return Loader(source, plan.from_step(first_step), self.device, options, mix)
+
+    def build_evaluation(self, source: BatchSource) -> Evaluation:
+        """What `evaluate` needs to score a data set."""
+        batch_size = self.config.train.evaluate_batch_size
+        micro_batches = evaluation_batches(
+            len(source), batch_size, self.world.rank, self.world.size
+        )
+        task = self.module.task
+        options = replace(loader_options(self.config, task), resident=is_resident(self.config.data))
+        loader = Loader(source, micro_batches, self.device, options)
+        batch_count = -(-len(source) // batch_size)
+        return Evaluation(
+            module=self.module,
+            strategy=self.strategy,
+            batches=ReportedBatches(loader, self.status, "evaluation "),
+            new_scorer=partial(Scorer, batch_count, self.device, task.derive, self.module.further),
+            close=loader.close,
+        )

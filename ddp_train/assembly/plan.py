@@ -1,0 +1,67 @@
+"""The batch plan of a run, and its warm-up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ddp_train.config.auto import warmup_asked
+from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.length_batches import LengthBatches
+from ddp_train.data.weighted_draws import WeightedDraws
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
+from ddp_train.options.schema import Config
+
+
+def build_plan(
+    config: Config,
+    world: World,
+    samples: int,
+    weights: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
+) -> BatchPlan:
+    """Which process computes which samples in which step.
+
+    weights: of the samples, where the config asks for draws by weight.
+    lengths: of the samples, where it asks for batches by length.
+    """
+    train = config.train
+    draws = None
+    if weights is not None:
+        draws = WeightedDraws(weights)
+    length_batches = None
+    if lengths is not None:
+        length_batches = LengthBatches(lengths, train.global_batch_size)
+    plan = BatchPlan(
+        samples=samples,
+        global_batch_size=train.global_batch_size,
+        accumulation_steps=train.accumulation_steps,
+        steps=0,
+        seed=config.seed,
+        rank=world.rank,
+        world_size=world.size,
+        virtual_shards=getattr(config.strategy, "virtual_shards", None),
+        weights=draws,
+        lengths=length_batches,
+    )
+    steps = train.epochs * plan.steps_per_epoch
+    if train.max_steps:
+        steps = min(steps, train.max_steps)
+    return replace(plan, steps=steps)
+
+
+def warmup_steps(schedule: Any, plan: BatchPlan) -> int:
+    """The optimizer steps of the warm-up. Raises ConfigError if it is longer than the run."""
+    steps = warmup_asked(schedule, plan.steps_per_epoch)
+    if schedule.warmup_at_most is not None:
+        return min(steps, int(schedule.warmup_at_most * plan.steps))
+    if steps >= plan.steps:
+        key = f"warmup_steps={steps}"
+        if schedule.warmup_epochs is not None:
+            key = f"warmup_epochs={schedule.warmup_epochs:g} ({steps} steps)"
+        rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps} steps"
+        raise ConfigError([f"schedule.{key}: {rule}"])
+    return steps

@@ -1,0 +1,32 @@
+"""The strategy that a config names."""
+
+from __future__ import annotations
+
+from ddp_train.assembly.arguments import arguments_of
+from ddp_train.distributed.world import World
+from ddp_train.options.schema import Config
+from ddp_train.parallel.alone import Alone
+from ddp_train.parallel.ordered.reduction import OrderedReduction
+from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, Single, Strategy
+
+
+def build_strategy(config: Config, world: World, device: str) -> Strategy:
+    """The one strategy of the run."""
+    section = config.strategy
+    if section.name == "ordered":
+        return OrderedReduction(device, config.seed, section.virtual_shards)
+    if section.name == "dp":
+        return DataParallel(device)
+    if section.name == "single":
+        return Single(device)
+    # On a GPU the bits of a gradient's norm depend on its place in its bucket.
+    bits_depend_on_buckets = world.size > 2 or device.startswith("cuda")
+    ddp = DistributedDataParallel
+    if world.size == 1 and section.is_plain:
+        ddp = Alone
+    return ddp(
+        device,
+        fixed_buckets=bool(config.deterministic) and bits_depend_on_buckets,
+        buckets=config.tuning.buckets,
+        **arguments_of(section),
+    )

@@ -1,0 +1,487 @@
+"""Training on one process: how it is prepared and restored, the order of its hooks, its course."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_train.assembly import fine_tuning, metrics
+from ddp_train.assembly.batches import first_batch
+from ddp_train.assembly.checkpoint_model import facts_of_model
+from ddp_train.assembly.data_sets import common_digests, plan_digests, scored_digests
+from ddp_train.assembly.job import JobBuilder
+from ddp_train.assembly.model import build_module, try_user_task
+from ddp_train.assembly.plan import warmup_steps
+from ddp_train.assembly.strategy import build_strategy
+from ddp_train.checkpoints import averaged_weights, mirror_run, reader
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
+from ddp_train.checkpoints.mirror import Mirror, Mirroring
+from ddp_train.checkpoints.writer import Writer
+from ddp_train.config.freeze import to_values
+from ddp_train.config.user_code import build_hooks
+from ddp_train.data.datasets import check_same_data
+from ddp_train.data.splits import Splits
+from ddp_train.distributed.environment import changes_of_number, hosts_follow, lost_rank
+from ddp_train.distributed.process_group import from_leader, set_buffers
+from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
+from ddp_train.engine.loop import Evaluation, Hook, Job, fit
+from ddp_train.engine.metrics_hook import MetricsHook
+from ddp_train.engine.profile_hook import profile_hooks
+from ddp_train.engine.rehearsal import rehearse
+from ddp_train.engine.resize_hook import ResizeHook, changes_of_hosts
+from ddp_train.engine.scoring import score_with_average
+from ddp_train.engine.selection_hook import SelectionHook
+from ddp_train.engine.step_observers import ReportedHook
+from ddp_train.engine.user_hooks import UserHooks
+from ddp_train.models.initial_weights import Origin, describe_origin
+from ddp_train.models.zoo import parameter_counts
+from ddp_train.options.custom import hooks_of as hooks_named_by
+from ddp_train.recovery.just_in_time import RecoveryHook
+from ddp_train.recovery.lost_host import saver_of
+from ddp_train.resilience import lost_hosts
+from ddp_train.runs import display_facts
+from ddp_train.runs.context import RunContext
+from ddp_train.runs.plan_report import PlanFacts, plan_rows, selects_by_test
+from ddp_train.runs.summary import Scores
+from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
+from ddp_train.telemetry.metrics_log import MetricsFile
+from ddp_train.telemetry.trackers.scalars import plain_values
+from ddp_train.telemetry.trackers.tracker import TrackedRun
+from ddp_train.telemetry.trackers.tracking import Tracking
+from ddp_train.text import counted
+
+
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where training starts: at step 0, or at a checkpoint."""
+
+    checkpoint: Path | None = None
+    manifest: dict[str, Any] = field(default_factory=dict)
+    """That of the checkpoint; empty at step 0."""
+
+    @classmethod
+    def at(cls, checkpoint: Path | None) -> StartingPoint:
+        if checkpoint is None:
+            return cls()
+        return cls(checkpoint, reader.read_manifest(checkpoint))
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps that are done."""
+        return self.manifest.get("step", 0)
+
+    @property
+    def owes_hooks(self) -> bool:
+        """Whether a survivor saved this step before its hooks had acted."""
+        return bool(self.manifest.get("hooks_owed"))
+
+
+@dataclass
+class Training:
+    """Everything that one process needs to train one run.
+
+    All processes call its methods in the same order: many of them exchange something.
+    """
+
+    run: RunContext
+    sources: Splits
+    start: StartingPoint
+    job: Job
+    test_evaluation: Evaluation
+    """Scores the test set; that of `job` scores the validation set if there is one."""
+    metrics_file: MetricsFile
+    metrics_hook: MetricsHook
+    selection_hook: SelectionHook
+    user_hooks: UserHooks
+    unfreezing: list[Hook]
+    origin: Origin | None
+    """The weights that training begins with; None for drawn or resumed ones."""
+    data_digests: dict[str, str]
+    checkpoint_hook: CheckpointHook = field(init=False)
+    """Built by `attach_hooks`, when it is known what was restored."""
+
+    @classmethod
+    def prepare(cls, run: RunContext, sources: Splits, start: StartingPoint) -> Training:
+        """Build everything, with the weights that the config names if there is no checkpoint."""
+        config = run.config
+        data_digests = common_digests(sources, sources.train, run.device)
+        strategy = build_strategy(config, run.world, run.device)
+        module = build_module(config, sources.train, strategy, run.device)
+        origin = None
+        if start.checkpoint is None:
+            origin = fine_tuning.begin(config, module.model, run.world, run.device)
+        try_user_task(config, module, sources.train, run.device)
+        metrics.check_metrics(
+            config, module, sources, run.scored_batches, config.train.ema_decay is not None
+        )
+        builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
+        job = builder.build_job(sources, start.step)
+        if config.host_range:
+            job.stop.others_follow = hosts_follow
+        # The hooks of a step that is owed write its lines again.
+        metrics_file = MetricsFile(
+            run.run_dir, run.world.is_leader, start.step - int(start.owes_hooks)
+        )
+        metrics_hook = MetricsHook(
+            run.display,
+            metrics_file,
+            hardware_monitor_for(run.device, all_gpus=config.strategy.spreads_over_gpus),
+            epochs=config.train.epochs,
+            log_every_steps=config.train.log_every_steps,
+            evaluate_every_epochs=config.train.evaluate_every_epochs,
+            split=sources.scored[0],
+            rates=display_facts.build_rates(config, run.world, run.device, job, sources.train),
+        )
+        selection_hook = metrics.build_selection(
+            config, metrics.directions(module), sources, metrics_hook
+        )
+        data_digests |= plan_digests(job.plan, run.device)
+        hook_paths = [hook.target for hook in hooks_named_by(config.hooks).values()]
+        test_evaluation = job.evaluation
+        if sources.validation is not None:
+            test_evaluation = builder.build_evaluation(sources.test)
+        for evaluation in (job.evaluation, test_evaluation):
+            evaluation.stop = job.stop
+        return cls(
+            run=run,
+            sources=sources,
+            start=start,
+            job=job,
+            test_evaluation=test_evaluation,
+            metrics_file=metrics_file,
+            metrics_hook=metrics_hook,
+            selection_hook=selection_hook,
+            user_hooks=UserHooks(
+                build_hooks(config.hooks, job, run.run_dir, run.world), hook_paths
+            ),
+            unfreezing=list(job.hooks),
+            origin=origin,
+            data_digests=data_digests,
+        )
+
+    @property
+    def owes_hooks(self) -> bool:
+        """Whether the hooks of `job.step` have yet to act: they died with a rank, or a stop request
+        ended the evaluation of that step."""
+        return self.start.owes_hooks or self.metrics_hook.owes_score
+
+    def restore(self) -> None:
+        """Load weights, buffers of every rank, optimizer and counters if there is a checkpoint."""
+        if self.start.checkpoint is not None:
+            self._load(self.start.checkpoint)
+        self.job.stepper.continue_from(self.start.step)
+        self.run.status.step = self.start.step
+
+    def _load(self, path: Path) -> None:
+        run = self.run
+        job = self.job
+        is_of_this_run = run.run_dir in path.parents
+        if is_of_this_run:
+            data = run.config.data
+            digests_then = self.start.manifest.get("data_digests", {})
+            check_same_data(data.name, getattr(data, "root", None), digests_then, self.data_digests)
+        state = reader.load_training(path)
+        note = averaged_weights.restore(
+            path, state, job.stepper.average, job.module, run.world.rank
+        )
+        if note:
+            run.display.line(note)
+        reader.load_model(path, job.module.model)
+        if len(state["buffers"]) == run.world.size > 1:
+            set_buffers(job.module, state["buffers"][run.world.rank])
+        job.stepper.load_state(state)
+        self.metrics_hook.load_state(state["record"])
+        for note in self.user_hooks.load_state(state["hooks"]):
+            run.display.line(note)
+        # Another run's may be of other data, and its checkpoints are not here.
+        if is_of_this_run:
+            self.selection_hook.load_state(state["selection"])
+
+    def attach_hooks(self, tracking: Tracking) -> None:
+        """Build the checkpoint hook, start the trackers, and give the job all of its hooks."""
+        self.checkpoint_hook = build_checkpoint_hook(self)
+        start_trackers(self.run, tracking, self.metrics_file, self.start.step)
+        self.job.hooks = hooks_of(self, tracking)
+
+    def announce(self) -> None:
+        """Show the plan and the progress bar, and whether anything is left to train."""
+        run = self.run
+        job = self.job
+        if run.world.is_leader:
+            run.display.plan(plan_rows(self.plan_facts()))
+            advice = display_facts.advice(run.config, job.module, self.sources.train)
+            has_validation = self.sources.validation is not None
+            for line in [*advice, *selects_by_test(run.config, has_validation)]:
+                run.display.line(line)
+        self.selection_hook.stop_if_due(job)
+        if job.step >= job.plan.steps:
+            stopped_early = self.selection_hook.stopped_early
+            reason = f"{job.plan.steps:,} were asked for"
+            if stopped_early:
+                reason = stopped_early["reason"]
+            run.display.line(
+                f"nothing is left to train: {counted(job.step, 'step')} done, {reason}"
+            )
+        run.display.start(job.plan.steps, lambda: job.step)
+
+    def plan_facts(self) -> PlanFacts:
+        job = self.job
+        counts = parameter_counts(job.module.model)
+        optimizer = job.stepper.optimizer
+        validation = self.sources.validation
+        return PlanFacts(
+            config=self.run.config,
+            plan=job.plan,
+            task=job.module.task,
+            parameters=counts["all"],
+            trained_parameters=counts["trained"],
+            base_lr=optimizer.defaults.get("lr", job.stepper.base_lrs[0]),
+            warmup_steps=warmup_steps(self.run.config.schedule, job.plan),
+            first_step=job.step,
+            validation_samples=None if validation is None else len(validation),
+            rates=self.metrics_hook.rates,
+            optimizer=optimizer,
+            origin=describe_origin(self.origin) if self.origin else None,
+        )
+
+    def fit(self) -> Scores | None:
+        """Train; a stop request ends it on all ranks after the same step.
+
+        Returns the scores of the final weights; None if the run was stopped.
+        """
+        job = self.job
+        self.metrics_hook.start_clocks(job.step)
+        try:
+            with self._surroundings():
+                if self.run.config.tuning.rehearse:
+                    rehearse(job)
+                    self.metrics_hook.start_clocks(job.step)
+                if self.owes_hooks:
+                    for hook in job.hooks:
+                        hook.act(job)
+                fit(job)
+                scores = None
+                if job.step >= job.plan.steps:
+                    scores = self._final_scores()
+                writer = self.checkpoint_hook.writer
+                is_over = mirror_run.finish(
+                    writer and writer.mirroring,
+                    self.run.config,
+                    job.stop,
+                    self.run.status,
+                    self.run.device,
+                )
+                return scores if is_over else None
+        finally:
+            self.run.display.stop()
+
+    @contextlib.contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Inside, stop requests are heard, user hooks are entered, and lost peers are survived."""
+        run = self.run
+        connection = run.store.clone() if run.store else None
+        patience = run.config.launch.grace_seconds / 2
+        with (
+            self.job.stop.listening(run.status, run.world, connection, patience, run.leave),
+            self.user_hooks.entered(),
+        ):
+            with self._recovery():
+                yield
+            # Not after an error, which is still that of the phase in which it was raised.
+            run.status.phase = "hook"
+
+    def _recovery(self) -> AbstractContextManager[None]:
+        run = self.run
+        saver = saver_of(
+            self.job,
+            self.checkpoint_hook,
+            run.run_dir,
+            run.world,
+            run.status,
+            run.board,
+            run.config.host_range,
+        )
+        if saver is None:
+            return contextlib.nullcontext()
+        return saver.offered(self.job, self.owes_hooks)
+
+    def _final_scores(self) -> Scores | None:
+        """The scores of the final weights by split; None if a stop request ended an evaluation."""
+        job = self.job
+        metrics_hook = self.metrics_hook
+        score = metrics_hook.score
+        if score is None:
+            # Nothing was left to train, or a stop request ended the last evaluation.
+            score = score_with_average(job.evaluation, job.stepper.average)
+            if score is None:
+                return None
+            metrics_hook.write_score(job, metrics_hook.split, score)
+            self.selection_hook.best.see(job.step, score.metrics)
+        if self.test_evaluation is job.evaluation:
+            return {"test": score}
+        test_score = score_with_average(self.test_evaluation, job.stepper.average)
+        if test_score is None:
+            return None
+        metrics_hook.write_score(job, "test", test_score)
+        return {"validation": score, "test": test_score}
+
+    def summary(self, scores: Scores | None) -> dict[str, Any]:
+        """The content of summary.json. Closes what keeps batches coming."""
+        summary = self.run.summaries.of_training(
+            self.job, self.metrics_hook, self.selection_hook, scores, self.test_evaluation
+        )
+        self.job.evaluation.close()
+        self.test_evaluation.close()
+        self.job.stepper.close()
+        return summary
+
+
+def start_trackers(
+    run: RunContext, tracking: Tracking, metrics_file: MetricsFile, first_step: int
+) -> None:
+    """Send the trackers the lines that the file has, and from now on each new one."""
+    config = run.config
+    values = {name: value for name, value in to_values(config).items() if name != "reasons"}
+    tracked_run = TrackedRun(
+        run.run_dir, config.name, config.tracker.project, plain_values(values), first_step
+    )
+    tracking.start(tracked_run, metrics_file.kept)
+    metrics_file.listeners.append(tracking.write)
+
+
+def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
+    """What happens between two steps, in this order."""
+    status = training.run.status
+    lost = _lost_rank(training.run)
+    user_hooks = [ReportedHook(hook, status, "hook") for hook in training.user_hooks.acting]
+    unfreezing = [ReportedHook(hook, status, "unfreeze") for hook in training.unfreezing]
+    hooks: list[Hook | None] = [
+        # First: its line in metrics.jsonl is of an earlier step than those of the others.
+        _resize_hook(training, lost),
+        # Takes the losses and evaluates; the others ask it for the score.
+        ReportedHook(training.metrics_hook, status, "record"),
+        # Needs the score, and may end the plan: the others then act as at the end of a run.
+        ReportedHook(training.selection_hook, status, "record"),
+        # Before their state is reader.
+        *user_hooks,
+        # Saves all of the above.
+        ReportedHook(training.checkpoint_hook, status, "checkpoint"),
+        # On rank 0 alone, like samples and traces: nothing here is part of a checkpoint.
+        *_tensorboard_hooks(training, tracking),
+        # After the save: a run that resumes at this step unfreezes when it is built.
+        *unfreezing,
+        # The run is complete and saved by now.
+        _sample_hook(training),
+        # A traced step begins behind the hooks and ends before them.
+        *_profile_hooks(training),
+        # Last: the first step after a loss counts with its hooks.
+        _recovery_hook(training, lost),
+    ]
+    return [hook for hook in hooks if hook is not None]
+
+
+def build_checkpoint_hook(training: Training) -> CheckpointHook:
+    """Saves the run, with the facts of data and model that every manifest has."""
+    run = training.run
+    config = run.config
+    section = config.checkpoint
+    selection_hook = training.selection_hook
+    user_hooks = training.user_hooks
+    writer = None
+    if run.world.is_leader:
+        mirroring = None
+        if section.mirror:
+            mirroring = Mirroring(Mirror(section.mirror), run.run_dir)
+        writer = Writer(
+            run.run_dir,
+            section.keep,
+            selection_hook.best.selection if section.best else None,
+            run.status.set_saving,
+            mirroring,
+        )
+    origin = training.start.manifest.get("begun_with")
+    if training.origin:
+        origin = dataclasses.asdict(training.origin)
+    module = training.job.module
+    digests_then = training.start.manifest.get("scored_digests", {})
+    manifest = {
+        "config": to_values(config),
+        "world_size": run.world.size,
+        "torch": torch.__version__,
+        "data_digests": training.data_digests,
+        "trained": list(fine_tuning.trained_parameters(config, module)),
+        **facts_of_model(config, training.sources.train, module.task),
+        "scored_digests": scored_digests(training.sources, digests_then),
+        "begun_with": origin,
+        "best_by": dataclasses.asdict(selection_hook.best.selection),
+    }
+    return CheckpointHook(
+        writer,
+        training.metrics_hook,
+        manifest,
+        section.every_steps,
+        section.every_minutes,
+        section.best,
+        more_state=lambda: {"selection": selection_hook.state(), "hooks": user_hooks.state()},
+    )
+
+
+def _lost_rank(run: RunContext) -> dict[str, Any] | None:
+    """The rank after whose loss this process was started; None if none was lost."""
+    if run.config.host_range:
+        return from_leader(lost_hosts.noted(run.run_dir), run.device)
+    return lost_rank()
+
+
+def _recovery_hook(training: Training, lost: dict[str, Any] | None) -> RecoveryHook | None:
+    if not lost:
+        return None
+    forget = partial(lost_hosts.forget, training.run.run_dir)
+    return RecoveryHook(training.metrics_hook, lost, training.start.step, forget)
+
+
+def _resize_hook(training: Training, lost: dict[str, Any] | None) -> ResizeHook | None:
+    run = training.run
+    changes = changes_of_number()
+    if run.config.host_range and training.start.checkpoint:
+        size_then = training.start.manifest.get("world_size", run.world.size)
+        changes = changes_of_hosts(
+            training.metrics_hook, lost, size_then, run.world.size, run.device
+        )
+    if not changes:
+        return None
+    return ResizeHook(training.metrics_hook, changes, training.start.step, run.device)
+
+
+def _tensorboard_hooks(training: Training, tracking: Tracking) -> list[Hook]:
+    config = training.run.config
+    if not config.tracker.details:
+        return []
+    plan = training.job.plan
+    batch = partial(first_batch, config, plan, training.sources.train, training.run.device)
+    return tensorboard_details(tracking.threads, training.job.module.model, batch)
+
+
+def _sample_hook(training: Training) -> Hook | None:
+    run = training.run
+    write_sample = display_facts.text_writer(run.config, training.sources.train)
+    if not write_sample or not run.world.is_leader:
+        return None
+    hook = SampleHook(write_sample, run.display, run.run_dir / SAMPLE)
+    return ReportedHook(hook, run.status, "sample")
+
+
+def _profile_hooks(training: Training) -> list[Hook]:
+    run = training.run
+    path = run.run_dir / "profile" / f"rank_{run.world.rank}"
+    steps = run.config.train.profile_steps
+    hooks = profile_hooks(steps, training.job, path, run.device, run.display)
+    return [ReportedHook(hook, run.status, "profile") for hook in hooks]
