@@ -25,7 +25,8 @@ def print_results(
     # once trials run: a start imports none of it
     from ddp_train.telemetry.pages.run_files import read_run
     from ddp_train.telemetry.pages.run_page import uses
-    from ddp_train.telemetry.pages.sweep_page import ONE_OF_EACH, noise, ranked, trials_table
+    from ddp_train.telemetry.pages.seeds import ONE_OF_EACH, SeedGroups
+    from ddp_train.telemetry.pages.sweep_page import ranked, trials_table
     from ddp_train.telemetry.pages.tables import show, tell
 
     show(trials_table(rows, objective, at_once, note, digits=4))
@@ -39,7 +40,8 @@ def print_results(
     if "run_dir" in best:
         for command in uses(read_run(Path(best["run_dir"])))[:1]:
             print(f"  {command}")
-    tell([text for text in noise(rows, objective, better) if text != ONE_OF_EACH])
+    seeds = SeedGroups(ranked(rows, better), objective, better)
+    tell([text for text in seeds.findings() if text != ONE_OF_EACH])
 
 
 class SweepPageOfTrial(NoPage):

@@ -45,7 +45,8 @@ from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.run_files import RunFiles, as_typed, glance, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page, uses
-from ddp_train.telemetry.pages.sweep_page import goes_on, noise, sweep_page, trials_table
+from ddp_train.telemetry.pages.seeds import SeedGroups
+from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page, trials_table
 from ddp_train.telemetry.pages.tables import Table, show
 from ddp_train.telemetry.pages.timeline import Timeline
 from tests.support.browser import Page, browser, installed
@@ -413,13 +414,15 @@ def seeded(**losses: list[float]) -> list[dict[str, Any]]:
 
 def test_a_setting_that_diverges_is_no_noise_of_the_others() -> None:
     rows = seeded(sgd=[0.51, 0.57], adam=[0.5, 0.6], lars=[2.4, 4.6])
-    spread, close, apart = noise(rows, "test.loss", "min")
+    spread, close, apart = SeedGroups(rows, "test.loss", "min").findings()
     assert "differ by 0.0424 to 1.5556 (" in spread and "3 settings, 6 runs" in spread
     assert close.endswith("cannot be told from noise against 1 other: optimizer.name=adam.")
     assert apart.startswith(
         "Each run of optimizer.name=sgd is better than all of 1 other: optimizer.name=lars."
     )
-    spread, apart = noise(seeded(sgd=[0.9, 0.91], adam=[0.1, 0.5]), "test.accuracy", "max")
+    spread, apart = SeedGroups(
+        seeded(sgd=[0.9, 0.91], adam=[0.1, 0.5]), "test.accuracy", "max"
+    ).findings()
     assert "1 other: optimizer.name=adam" in apart and "noise" not in apart, "higher is better"
 
 

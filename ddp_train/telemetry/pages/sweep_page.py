@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 from ddp_train.telemetry.metrics_log import METRICS, read_thinned
 from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
-from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
 from ddp_train.telemetry.pages.run_events import clock
 from ddp_train.telemetry.pages.run_files import (
@@ -24,17 +22,11 @@ from ddp_train.telemetry.pages.run_files import (
     read_run,
 )
 from ddp_train.telemetry.pages.run_page import near, uses
+from ddp_train.telemetry.pages.seeds import Row, SeedGroups
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
 from ddp_train.text import counted, word
 
-ONE_OF_EACH = (
-    "One run of each: what of the differences is noise cannot be told from them; add seed=0,1,2 to"
-    " the sweep."
-)
-Row = dict[str, Any]
-"""A line of results.jsonl."""
-SEED = "seed"
 FEWEST_AXES = 3
 """Parameters from which parallel axes show more than a plot for each."""
 LOG_RATIO = 10.0
@@ -183,10 +175,10 @@ def sweep_page(
     if scored:
         commands = uses(read_run(_run_dir(sweep_dir, scored[0])))
         sections += [Lines(f"The best: trial {scored[0]['trial']}", commands)] if commands else []
-    grouped = _groups(scored)
+    seeds = SeedGroups(order, objective, better)
     sections += [_curves(sweep_dir, order, objective), *_against(scored, objective), table]
-    if any(len(group) > 1 for group in grouped.values()):
-        sections.append(_group_table(grouped, objective, better))
+    if seeds.repeated:
+        sections.append(seeds.table())
     if failed:
         reasons = [
             [row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))] for row in failed
@@ -210,7 +202,7 @@ def sweep_page(
         [command],
         state=state,
         numbers=_numbers(rows, scored, objective),
-        findings=noise(rows, objective, better),
+        findings=seeds.findings(),
         refresh_seconds=refresh_seconds,
     )
 
@@ -332,99 +324,3 @@ def _dots(scored: Sequence[Row], key: str, names: Sequence[str], y: Axis) -> Cha
         for at, (name, row) in enumerate(zip(names, scored, strict=True))
     ]
     return scatter(points, _axis(key, [point.values[0] for point in points]), y)
-
-
-# --- seeds ----------------------------------------------------------------------------------------
-
-
-def _groups(scored: Sequence[Row]) -> dict[str, list[float]]:
-    """The objective of all runs that differ in their seed alone, by the words that they share."""
-    found: dict[str, list[float]] = {}
-    for row in scored:
-        words = [word for word in row["overrides"] if word.partition("=")[0] != SEED]
-        found.setdefault(" ".join(words) or "all", []).append(row["objective"])
-    return found
-
-
-def _group_table(groups: dict[str, list[float]], objective: str, better: str | None) -> Table:
-    scale, unit = (100.0, " %") if objective.rpartition(".")[2] in PERCENT else (1.0, "")
-    sign = -1 if better == "max" else 1
-    order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
-    best = groups[order[0]]
-    rows = []
-    for words in order:
-        values = [scale * value for value in groups[words]]
-        deviation = statistics.stdev(values) if len(values) > 1 else None
-        compared = welch(best, groups[words]) if groups[words] is not best else None
-        rows.append(
-            [
-                words,
-                statistics.fmean(values),
-                deviation,
-                min(values),
-                max(values),
-                len(values),
-                compared and compared.p,
-            ]
-        )
-    columns = ["settings", f"mean{unit}", "deviation", "lowest", "highest", "runs", "p"]
-    note = (
-        "p: Welch's t-test against the settings with the best mean; below 0.05 it is more than"
-        " noise."
-    )
-    return Table(f"{objective} over seeds", columns, rows, note, best=0)
-
-
-def noise(rows: Sequence[Row], objective: str, better: str | None) -> list[str]:
-    """What is noise and what is not; that it cannot be told where no setting was repeated, in one
-    sentence."""
-    groups = _groups([row for row in ranked(rows, better) if row.get("objective") is not None])
-    repeated = [group for group in groups.values() if len(group) > 1]
-    metric = objective.rpartition(".")[2]
-    if not repeated:
-        return [ONE_OF_EACH] * (len(groups) > 1)
-    # No mean of them: a setting that diverges scatters more than all others, and says nothing of
-    # theirs.
-    deviations = sorted(map(statistics.stdev, repeated))
-    ends = dict.fromkeys(
-        shown_metric(metric, deviation) for deviation in (deviations[0], deviations[-1])
-    )
-    sign = -1 if better == "max" else 1
-    order = sorted(groups, key=lambda words: sign * statistics.fmean(groups[words]))
-    best = order[0]
-    rest = [words for words in order[1:] if len(groups[words]) > 1]
-    once = len(groups) - 1 - len(rest)
-    others = f" {counted(once, 'other')} ran once and cannot be compared." if once else ""
-    found = [
-        f"Runs that differ in their seed alone differ by {' to '.join(ends)} (standard deviation of"
-        f" one run; {counted(len(repeated), 'setting')}, {sum(map(len, repeated))} runs)."
-    ]
-    tests = {words: welch(groups[best], groups[words]) for words in rest}
-    if len(groups) == 1:
-        return found
-    if len(groups[best]) < 2 or not rest:
-        return [
-            *found,
-            "The settings with the best mean were not repeated often enough to compare them.",
-        ]
-    alike = [words for words, test in tests.items() if test and not test.is_more_than_noise]
-    if not alike:
-        than = counted(len(rest), "other") if once else "all others"
-        test = "(Welch's t-test, p < 0.05 for each)"
-        return [*found, f"{best} is better than {than} by more than noise {test}.{others}"]
-    worst = max(sign * value for value in groups[best])
-    apart = [words for words in alike if min(sign * value for value in groups[words]) > worst]
-    close = [words for words in alike if words not in apart]
-    told = [
-        f"{best} has the best mean, but cannot be told from noise against {_named(close)}."
-    ] * bool(close)
-    more = "So few runs may be so by chance; more values of seed would tell."
-    told += [f"Each run of {best} is better than all of {_named(apart)}. {more}"] * bool(apart)
-    return [*found, *told[:-1], told[-1] + others]
-
-
-def _named(settings: Sequence[str]) -> str:
-    return (
-        f"{counted(len(settings), 'other')}:"
-        f" {'; '.join(settings[:5])}{'; ...' * (len(settings) > 5)}"
-    )
