@@ -28,14 +28,15 @@ class MicroBatch:
     num_real: int
     """How many of `indices` count: all; 0 if they only stand in for an empty micro-batch."""
     scale: float
-    """The factor on the sum of the losses before backward. With it the mean over the ranks of the
-    micro-batches' gradients (with virtual shards, their sum) is the gradient of the mean loss over
-    the global batch, however unevenly that was split. Where a sample has many units, tokens or
-    pixels, it is that of a nominal number of them, and the optimizer step divides by what the same
-    factor and mean make of their true number."""
+    """The factor on the sum of the losses before backward.
+
+    With it the mean over the ranks of the micro-batches' gradients (with virtual shards, their sum)
+    is the gradient of the mean loss over the global batch, however unevenly that was split. Where a
+    sample has many units, tokens or pixels, it is that of a nominal number of them, and the
+    optimizer step divides by what the same factor and mean make of their true number.
+    """
     is_last: bool
-    """Whether it is the last of its optimizer step, in whose backward pass gradients are
-    synchronised."""
+    """The last of its optimizer step, in whose backward pass gradients are synchronised."""
     shard_index: int = 0
     """The index of this part of the global batch, over all processes."""
     sample_before: int = -1
@@ -48,9 +49,9 @@ class BatchPlan:
     """The samples of one process in each optimizer step of a run."""
 
     samples: int
-    """Of the training set, and of an epoch: with weights, draws."""
+    """Samples of the training set, and of an epoch; with weights, draws."""
     global_batch_size: int
-    """Samples; with lengths the most tokens, padding included, that an optimizer step may have."""
+    """Samples of an optimizer step; with lengths the most tokens, padding included."""
     accumulation_steps: int
     steps: int
     """Optimizer steps of the whole run."""
@@ -76,7 +77,8 @@ class BatchPlan:
 
     @property
     def micro_batch_size(self) -> int:
-        """The largest, in the unit of the global batch; with lengths about."""
+        """The size of the largest micro-batch, in the unit of the global batch; with lengths
+        about."""
         return -(-self.global_batch_size // (self.accumulation_steps * self.world_size))
 
     def epoch_end(self, step: int) -> int:
@@ -85,34 +87,38 @@ class BatchPlan:
         return min((step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.steps)
 
     def ends_epoch(self, step: int) -> bool:
-        """Whether `step` optimizer steps complete an epoch or the run."""
+        """True if `step` optimizer steps complete an epoch or the run."""
         return step % self.steps_per_epoch == 0 or step == self.steps
 
     def is_full(self, step: int) -> bool:
-        """Whether the global batch of an optimizer step has its full size, the same in all such
+        """True if the global batch of an optimizer step has its full size, the same in all such
         steps."""
         if self.lengths:
             return False
-        ends = (step + 1) % self.steps_per_epoch == 0
-        return not ends or self.samples % self.global_batch_size == 0
+        is_last_of_epoch = (step + 1) % self.steps_per_epoch == 0
+        return not is_last_of_epoch or self.samples % self.global_batch_size == 0
 
     def samples_seen(self, step: int) -> int:
         """Samples in the first `step` optimizer steps, over all processes."""
-        epochs, rest = divmod(step, self.steps_per_epoch)
-        before = rest * self.global_batch_size
+        epochs, steps = divmod(step, self.steps_per_epoch)
+        seen_before = epochs * self.samples
+        if not steps:
+            return seen_before
         if self.lengths:
-            before = int(_length_epoch(self.lengths, self.seed, epochs).seen[rest]) if rest else 0
-        return epochs * self.samples + min(before, self.samples)
+            return seen_before + int(_length_epoch(self.lengths, self.seed, epochs).seen[steps])
+        return seen_before + min(steps * self.global_batch_size, self.samples)
 
     def global_batch(self, step: int) -> np.ndarray:
-        """The sample numbers of an optimizer step, over all processes: int64 [n]. With weights a
-        sample may be there several times, with lengths the longest is the first."""
+        """The sample numbers of an optimizer step, over all processes: int64 [n].
+
+        With weights a sample may be there several times, with lengths the longest is the first.
+        """
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         if self.lengths:
             return self.lengths.batch(_length_epoch(self.lengths, self.seed, epoch), step_in_epoch)
         start = step_in_epoch * self.global_batch_size
         if self.weights:
-            samples = _drawn(self.weights, self.seed, epoch)
+            samples = _weighted_epoch(self.weights, self.seed, epoch)
         else:
             samples = epoch_order(self.seed, epoch, self.samples)
         return samples[start : start + self.global_batch_size]
@@ -127,51 +133,45 @@ class BatchPlan:
         return PlannedMicroBatches(self, first_step)
 
     def digests(self) -> dict[str, str]:
-        """What identifies the weights, or lengths, that decide which samples a batch has:
-        sha256."""
-        decisive = {
-            "weights": self.weights and self.weights.sums,
-            "lengths": self.lengths and self.lengths.lengths,
-        }
-        return {
-            name: hashlib.sha256(of.tobytes()).hexdigest()
-            for name, of in decisive.items()
-            if of is not None
-        }
+        """sha256 of the weights, or lengths, that decide which samples a batch has."""
+        arrays = {}
+        if self.weights:
+            arrays["weights"] = self.weights.sums
+        if self.lengths:
+            arrays["lengths"] = self.lengths.lengths
+        return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
 
     def _split(self, step: int, indices: np.ndarray) -> Iterator[MicroBatch]:
         """Splits a global batch as evenly as possible. A short last batch has fewer
         micro-batches."""
         size = len(indices)
         if self.virtual_shards:
-            count = self.virtual_shards
-            each = self.virtual_shards // self.world_size
-            numbers = range(self.rank * each, (self.rank + 1) * each)
+            parts = self.virtual_shards
+            parts_of_rank = parts // self.world_size
+            numbers = range(self.rank * parts_of_rank, (self.rank + 1) * parts_of_rank)
             sum_to_mean = 1 / size
         else:  # DDP takes the mean over the processes
-            count = self._passes(size) * self.world_size
-            numbers = range(self.rank, count, self.world_size)
+            parts = self._passes(size) * self.world_size
+            numbers = range(self.rank, parts, self.world_size)
             sum_to_mean = self.world_size / size
-        cuts = self._cuts(indices, count)
-        epoch = step // self.steps_per_epoch
+        cuts = self._cuts(indices, parts)
         # Every process must take part in the synchronised backward pass: one without samples
         # computes another's with weight zero, the first of the batch or, if they differ in length,
         # the shortest.
         stand_in = indices[-1:] if self.lengths else indices[:1]
         for number in numbers:
-            mine = indices[cuts(number) : cuts(number + 1)]
-            real = len(mine) > 0
-            scale = sum_to_mean if real else 0.0
-            scale /= self.units_per_sample
+            start = cuts(number)
+            part = indices[start : cuts(number + 1)]
+            scale = sum_to_mean if len(part) else 0.0
             yield MicroBatch(
-                epoch,
-                step,
-                mine if real else stand_in,
-                len(mine),
-                scale,
-                number == numbers[-1],
-                number,
-                int(indices[cuts(number) - 1]),
+                epoch=step // self.steps_per_epoch,
+                step=step,
+                indices=part if len(part) else stand_in,
+                num_real=len(part),
+                scale=scale / self.units_per_sample,
+                is_last=number == numbers[-1],
+                shard_index=number,
+                sample_before=int(indices[start - 1]),
             )
 
     def _passes(self, size: int) -> int:
@@ -186,8 +186,8 @@ class BatchPlan:
         in tokens."""
         if self.lengths:
             return even_cuts(self.lengths.lengths[indices], parts).__getitem__
-        each, longer = divmod(len(indices), parts)
-        return lambda number: number * each + min(number, longer)
+        smaller_size, larger_parts = divmod(len(indices), parts)
+        return lambda number: number * smaller_size + min(number, larger_parts)
 
 
 @dataclass(frozen=True)
@@ -208,13 +208,12 @@ def epoch_order(seed: int, epoch: int, samples: int) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=2)
-def _drawn(weights: WeightedDraws, seed: int, epoch: int) -> np.ndarray:
+def _weighted_epoch(weights: WeightedDraws, seed: int, epoch: int) -> np.ndarray:
     return weights.epoch(seed, epoch)
 
 
-@functools.lru_cache(
-    maxsize=2
-)  # loaders are ahead, in the next epoch perhaps, of who asks for samples_seen
+# Two: loaders are ahead, in the next epoch perhaps, of who asks for samples_seen.
+@functools.lru_cache(maxsize=2)
 def _length_epoch(lengths: LengthBatches, seed: int, epoch: int) -> LengthEpoch:
     return lengths.epoch(seed, epoch)
 
@@ -225,6 +224,8 @@ def evaluation_batches(
     """The evaluation batches of one rank. Each sample is in one; they are the same batches for any
     number of ranks."""
     indices = np.arange(samples)
-    starts = range(rank * batch_size, samples, world_size * batch_size)
-    batches = [(start // batch_size, indices[start : start + batch_size]) for start in starts]
-    return [MicroBatch(None, number, batch, len(batch), 0.0, True) for number, batch in batches]
+    batches = []
+    for start in range(rank * batch_size, samples, world_size * batch_size):
+        batch = indices[start : start + batch_size]
+        batches.append(MicroBatch(None, start // batch_size, batch, len(batch), 0.0, True))
+    return batches

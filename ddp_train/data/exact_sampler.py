@@ -1,5 +1,4 @@
-"""The samples of one process in a loop of the user's own: each of a data set once, on one
-process."""
+"""The samples of one process in a loop of your own: each of a data set once, on one process."""
 
 from __future__ import annotations
 
@@ -33,16 +32,20 @@ class ExactSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """num_replicas, rank: None for those of the process group, or 1 and 0 without one.
-        drop_last: leaves out what is left of the samples when all processes have as many. Raises
-        ValueError for a rank that there is not."""
-        its_rank, ranks = place_among_ranks()
+        """Keeps the data set.
+
+        num_replicas, rank: None for those of the process group, or 1 and 0 without one.
+        drop_last: leaves out what is left of the samples when all processes have as many.
+
+        Raises ValueError for a rank that there is not.
+        """
+        rank_in_group, ranks = place_among_ranks()
         self.dataset = dataset
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
         self.num_replicas = ranks if num_replicas is None else num_replicas
-        self.rank = its_rank if rank is None else rank
+        self.rank = rank_in_group if rank is None else rank
         self.epoch = 0
         if not 0 <= self.rank < self.num_replicas:
             raise ValueError(
@@ -55,16 +58,17 @@ class ExactSampler(Sampler[int]):
             order = epoch_order(self.seed, self.epoch, count).tolist()
         else:
             order = list(range(count))
-        return iter(order[: self._used()][self.rank :: self.num_replicas])
+        used = order[: self._samples_used()]
+        return iter(used[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
-        return len(range(self.rank, self._used(), self.num_replicas))
+        return len(range(self.rank, self._samples_used(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order in each epoch, as with torch's: to be called before each."""
+        """Sets the epoch, as with torch's sampler before each: each has another order."""
         self.epoch = epoch
 
-    def _used(self) -> int:
+    def _samples_used(self) -> int:
         count = len(self.dataset)
         if self.drop_last:
             return count - count % self.num_replicas

@@ -45,10 +45,14 @@ def hash_bits(key: int, counters: Tensor) -> Tensor:
 
 
 def uniform(key: int, counters: Tensor, draws: int) -> Tensor:
-    """Uniform numbers in [0, 1): float64 [n, draws]. counters: int64 [n]. Row i depends on key and
-    counters[i] only."""
-    each = counters[:, None] * draws + torch.arange(draws, device=counters.device)
-    return _shift(hash_bits(key, each), 10).double() * 2.0**-53
+    """Uniform numbers in [0, 1): float64 [n, draws]. Row i depends on key and counters[i] only.
+
+    counters: int64 [n].
+    draws: numbers for each counter.
+    """
+    counters_of_draws = counters[:, None] * draws + torch.arange(draws, device=counters.device)
+    bits = _shift(hash_bits(key, counters_of_draws), 10)
+    return bits.double() * 2.0**-53
 
 
 def order(key: int, count: int) -> Tensor:
@@ -68,41 +72,46 @@ def _shift(state: Tensor, count: int) -> Tensor:
 @contextlib.contextmanager
 def keyed_generators() -> Iterator[Callable[[int], None]]:
     """Gives a function that seeds the global generators that code of others draws from: torch's on
-    the host, numpy's and Python's. At the end they are as before, so that training's own draws do
-    not move."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    the host, numpy's and Python's.
+
+    At the end they are as before, so that training's own draws do not move.
+    """
+    torch_state = torch.get_rng_state()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     try:
         yield _seed_global_generators
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 def _seed_global_generators(key: int) -> None:
-    torch.default_generator.manual_seed(key)  # torch.manual_seed would move those of the GPUs, too
+    # torch.manual_seed would seed the generators of the GPUs too.
+    torch.default_generator.manual_seed(key)
     # Of one seed of 32 bits numpy and torch make the same sequence: both are a Mersenne Twister.
     np.random.seed(hash_key(key, "numpy") & 0xFFFFFFFF)
     random.seed(key)
 
 
 def global_states() -> tuple[bytes, ...]:
-    """Of torch, numpy and Python, in this order, to see whether something draws."""
-    _, words, *rest = cast("tuple[Any, ...]", np.random.get_state())
-    numpys = (
-        words.tobytes() + repr(rest).encode()
-    )  # the words change once in 624 draws, the position in `rest` always
-    return torch.get_rng_state().numpy().tobytes(), numpys, repr(random.getstate()).encode()
+    """The states of the generators of torch, numpy and Python, in this order, to see whether
+    something draws."""
+    # The words change once in 624 draws, the position always.
+    _, words, *position = cast("tuple[Any, ...]", np.random.get_state())
+    torch_state = torch.get_rng_state().numpy().tobytes()
+    numpy_state = words.tobytes() + repr(position).encode()
+    python_state = repr(random.getstate()).encode()
+    return torch_state, numpy_state, python_state
 
 
 class StepSeed:
     """Seeds torch's default generators, which dropout uses, before each step: by seed, shard index
-    and step.
-
-    shard_index: the part of the global batch: a rank, or a virtual shard.
-    """
+    and step."""
 
     def __init__(self, seed: int, shard_index: int, device: str) -> None:
+        """shard_index: the part of the global batch: a rank, or a virtual shard."""
         self.key = hash_key(seed, "step", shard_index)
         self.generators = [torch.default_generator]
         if device.startswith("cuda"):
@@ -110,8 +119,7 @@ class StepSeed:
             self.generators.append(torch.cuda.default_generators[torch.device(device).index])
 
     def __call__(self, step: int) -> None:
-        key = (
-            self.key + step & _MASK >> 1
-        )  # Mersenne Twister's seeding decorrelates neighbouring keys
+        # Mersenne Twister's seeding decorrelates neighbouring keys.
+        key = self.key + step & _MASK >> 1
         for generator in self.generators:
             generator.manual_seed(key)

@@ -21,57 +21,67 @@ class Frozen:
     """
 
     def __init__(self, model: nn.Module, globs: Sequence[str]) -> None:
-        """Freezes them. Raises ConfigError if a glob matches no parameter, or if nothing is left to
-        train."""
-        named = dict(model.named_parameters())
-        if problems := unmatched("model.freeze=[{}]", globs, list(named)):
+        """Freezes the parameters.
+
+        globs: over the names of parameters.
+
+        Raises ConfigError if a glob matches no parameter, or if nothing is left to train.
+        """
+        parameters = dict(model.named_parameters())
+        if problems := unmatched("model.freeze=[{}]", globs, list(parameters)):
             raise ConfigError(problems)
-        matched = {name for glob in globs for name in matching(glob, named)}
+        names = {name for glob in globs for name in matching(glob, parameters)}
         self.parameters = {
-            name: named[name] for name in named if name in matched and named[name].requires_grad
+            name: parameter
+            for name, parameter in parameters.items()
+            if name in names and parameter.requires_grad
         }
         for parameter in self.parameters.values():
             parameter.requires_grad_(False)
-        if not any(parameter.requires_grad for parameter in named.values()):
-            raise ConfigError(
-                [f"model.freeze={shown(list(globs))}: nothing is left to train; freeze less"]
-            )
-        self.at_rest = [
-            layer
-            for path, layer in model.named_modules()
-            if (statistics := _statistics(layer, path)) and _is_frozen(layer, statistics, globs)
-        ]
+        if not any(parameter.requires_grad for parameter in parameters.values()):
+            problem = f"model.freeze={shown(list(globs))}: nothing is left to train; freeze less"
+            raise ConfigError([problem])
+        self.at_rest = _layers_at_rest(model, globs)
+        """Layers that compute as in evaluation."""
 
     def unfreeze(self) -> None:
-        """From here on they train."""
+        """Lets the parameters train from here on."""
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
         self.at_rest.clear()
 
     @property
     def lasts(self) -> bool:
-        """Whether they are still frozen."""
+        """True while the parameters are frozen."""
         return any(not parameter.requires_grad for parameter in self.parameters.values())
+
+
+def _layers_at_rest(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
+    """Layers with statistics of their own, all of whose own parameters are frozen."""
+    layers = []
+    for path, layer in model.named_modules():
+        statistics = _statistics(layer, path)
+        if statistics and _is_frozen(layer, statistics, globs):
+            layers.append(layer)
+    return layers
 
 
 def _statistics(layer: nn.Module, path: str) -> list[str]:
     """The names of a layer's own statistics: buffers of floating-point numbers that checkpoints
     have."""
-    temporary = (
-        layer._non_persistent_buffers_set
-    )  # masks and the like, which the weights do not depend on
-    own = layer.named_buffers(f"{path}" if path else "", recurse=False)
+    # Masks and the like, which the weights do not depend on.
+    temporary = layer._non_persistent_buffers_set
     return [
         name
-        for name, one in own
-        if one.is_floating_point() and name.rpartition(".")[2] not in temporary
+        for name, buffer in layer.named_buffers(path, recurse=False)
+        if buffer.is_floating_point() and name.rpartition(".")[2] not in temporary
     ]
 
 
 def _is_frozen(layer: nn.Module, statistics: list[str], globs: Sequence[str]) -> bool:
-    """Whether all own parameters of a layer are frozen; of one without any, whether its statistics
-    have such names."""
-    own = list(layer.parameters(recurse=False))
-    if own:
-        return not any(parameter.requires_grad for parameter in own)
+    """True if all own parameters of a layer are frozen; without any, if its statistics have such
+    names."""
+    parameters = list(layer.parameters(recurse=False))
+    if parameters:
+        return not any(parameter.requires_grad for parameter in parameters)
     return all(any(matching(glob, [name]) for glob in globs) for name in statistics)

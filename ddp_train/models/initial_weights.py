@@ -94,7 +94,7 @@ def torchvision_weights(arch: str, name: str) -> Weights:
     listed: Any = get_model_weights(arch)[name]
     file = Path(torch.hub.get_dir(), "checkpoints", Path(listed.url).name)
     if not file.exists():
-        _download(listed.url, file, f"model.weights={name}")
+        _download(name, listed.url, file)
     weights = read_weights(file, f"model.weights={name} ({file.name})")
     tensors = {
         name: tensor for name, tensor in weights.tensors.items() if not name.startswith(AUXILIARY)
@@ -226,14 +226,15 @@ def _is_state_dict(content: Any) -> bool:
     )
 
 
-def _download(url: str, file: Path, key: str) -> None:
-    """Fetches a file of weights, whose name has the beginning of its sha256."""
+def _download(name: str, url: str, file: Path) -> None:
+    """Fetches a file of weights, whose name has the beginning of its sha256. name: of the
+    weights."""
     digest = re.search(r"-([0-9a-f]{8,})\.", file.name)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(file), digest and digest[1], progress=False)
     except (OSError, RuntimeError) as error:  # no network; another content than the name says
-        why = f"{key}: {url} cannot be downloaded: {first_line(error)}"
+        why = f"model.weights={name}: {url} cannot be downloaded: {first_line(error)}"
         raise DataError(why, f"check the network, or copy the file to {file}") from error
 
 

@@ -28,8 +28,11 @@ MOST_ITEMS = 64
 MOST_NUMBERS = 2**20
 """Numbers of a tensor that are looked at; of a larger one, as many, evenly spread."""
 DEPTH = 5
+"""Objects within objects that are looked at."""
+DEPTH_OF_GLOBALS = 2
+DEPTH_OF_CLASSES = 1
 PLAIN = (int, float, complex, str, bytes, type(None))
-_OF_MODULES = (
+ATTRIBUTES_OF_TORCH = (
     "_parameters",
     "_buffers",
     "_modules",
@@ -37,27 +40,35 @@ _OF_MODULES = (
     "_is_full_backward_hook",
     "_compiled_call_impl",
 )
+"""Attributes of every torch module."""
 
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether a source file is neither of these packages, nor installed, nor Python's."""
+    """True if a source file belongs neither to these packages, nor to what is installed, nor to
+    Python."""
     if not file.endswith(".py") or file.startswith(OURS):
         return False
+    if "site-packages" in file or "dist-packages" in file:
+        return False
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not any(
-        part in file for part in ("site-packages", "dist-packages")
-    ) and not file.startswith(tuple(places))
+    return not file.startswith(tuple(places))
 
 
 def defined_by_user(module: str) -> bool:
+    """True if a module's source file is the user's."""
     return is_users(getattr(sys.modules.get(module), "__file__", None) or "")
 
 
 def state_of(roots: Mapping[str, Any]) -> dict[str, str]:
     """What objects keep beside parameters and buffers: attributes of them and of what they hold, of
     their classes, what their forward hooks hold, and the globals of the user's modules that they
-    come from. Paths, as a person would write them, and digests."""
+    come from.
+
+    roots: the objects, by names.
+
+    Returns digests by paths, as a person would write them.
+    """
     return look_through(roots).found
 
 
@@ -68,11 +79,9 @@ def look_through(roots: Mapping[str, Any]) -> State:
         state.walk(name, root, DEPTH)
     for module in sorted(state.modules):
         for name, value in list(vars(sys.modules[module]).items()):
-            if not (
-                name.startswith("__")
-                or isinstance(value, ModuleType | type | FunctionType | nn.Module)
-            ):
-                state.walk(f"{module}.{name}", value, 2)
+            is_code = isinstance(value, ModuleType | type | FunctionType | nn.Module)
+            if not name.startswith("__") and not is_code:
+                state.walk(f"{module}.{name}", value, DEPTH_OF_GLOBALS)
     return state
 
 
@@ -86,20 +95,27 @@ class State:
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
+        """Digests by paths."""
         self.tensors: dict[str, tuple[str, int]] = {}
         """The type of the device of each tensor, and where it begins there."""
         self.modules: set[str] = set()
-        """The user's, whose objects or functions were met."""
+        """The user's modules whose objects or functions were met."""
         self.seen: dict[int, tuple[str, Any]] = {}
         """By the ids of objects: where each was first met, and the object, so that its id does not
         come again."""
 
     def walk(self, path: str, value: Any, depth: int) -> None:
+        """Looks at a value, and at what it holds.
+
+        path: its name, as a person would write it.
+        depth: objects within objects to look at.
+        """
         try:
             if isinstance(value, PLAIN):
                 self.found[path] = repr(value)
             elif id(value) in self.seen:
-                self.found[path] = f"as {self.seen[id(value)][0]}"
+                first_path, _ = self.seen[id(value)]
+                self.found[path] = f"as {first_path}"
             elif depth >= 0:
                 self.seen[id(value)] = path, value
                 self._walk(path, value, depth)
@@ -108,26 +124,18 @@ class State:
 
     def _walk(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, Tensor):
-            self.found[path] = _hash_of_tensor(value)
-            self.tensors[path] = (
-                value.device.type,
-                value.data_ptr() if value.layout == torch.strided else 0,
-            )
+            self._add_tensor(path, value)
         elif (digest := _digest(value)) is not None:
             self.found[path] = digest
         elif isinstance(value, Mapping):
-            self.found[path] = f"{len(value)} items{_tail(value.values())}"
-            for key, item in itertools.islice(list(value.items()), MOST_ITEMS):
-                self.walk(f"{path}[{key!r}]", item, depth - 1)
+            items = [(f"[{key!r}]", item) for key, item in _first_items(value.items())]
+            self._walk_items(path, items, value.values(), len(value), depth)
         elif isinstance(value, list | tuple | deque):
-            self.found[path] = f"{len(value)} items{_tail(value)}"
-            for place, item in enumerate(itertools.islice(list(value), MOST_ITEMS)):
-                self.walk(f"{path}[{place}]", item, depth - 1)
+            items = [(f"[{place}]", item) for place, item in enumerate(_first_items(value))]
+            self._walk_items(path, items, value, len(value), depth)
         elif isinstance(value, set | frozenset):
-            self.found[path] = (
-                f"{len(value)} items"
-                f" {_hashed(b'', *sorted(repr(i) for i in value if _is_plain(i)))}"
-            )
+            plain = sorted(repr(item) for item in value if isinstance(item, PLAIN))
+            self.found[path] = f"{len(value)} items {_hash(b'', *plain)}"
         elif isinstance(value, MethodType):
             self.walk(path, value.__self__, depth)
         elif isinstance(value, functools.partial):
@@ -136,9 +144,7 @@ class State:
         elif isinstance(value, FunctionType):
             self._walk_function(path, value, depth)
         elif isinstance(value, GeneratorType):
-            self.found[path] = f"at {value.gi_frame and value.gi_frame.f_lasti}"
-            for name, item in (value.gi_frame.f_locals if value.gi_frame else {}).items():
-                self.walk(f"{path}.{name}", item, depth - 1)
+            self._walk_generator(path, value, depth)
         elif isinstance(value, Iterator):
             self.found[path] = f"{operator.length_hint(value, -1)} left"
         elif isinstance(value, type | BuiltinFunctionType | torch.dtype):
@@ -146,91 +152,136 @@ class State:
         elif not isinstance(value, ModuleType):
             self._walk_object(path, value, depth)
 
-    def _walk_function(self, path: str, value: FunctionType, depth: int) -> None:
-        self.found[path] = f"{value.__module__}.{value.__qualname__}"
-        self.modules |= {value.__module__} if defined_by_user(value.__module__) else set()
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+    def _add_tensor(self, path: str, tensor: Tensor) -> None:
+        self.found[path] = _hash_tensor(tensor)
+        place = tensor.data_ptr() if tensor.layout == torch.strided else 0
+        self.tensors[path] = (tensor.device.type, place)
+
+    def _walk_items(
+        self,
+        path: str,
+        items: list[tuple[str, Any]],
+        values: Iterable[Any],
+        count: int,
+        depth: int,
+    ) -> None:
+        """Looks at the first items of a collection one by one, and at the rest together."""
+        self.found[path] = f"{count} items{_hash_of_rest(values)}"
+        for name, item in items:
+            self.walk(path + name, item, depth - 1)
+
+    def _walk_generator(self, path: str, generator: GeneratorType, depth: int) -> None:
+        frame = generator.gi_frame
+        self.found[path] = f"at {frame and frame.f_lasti}"
+        if frame:
+            for name, item in frame.f_locals.items():
+                self.walk(f"{path}.{name}", item, depth - 1)
+
+    def _walk_function(self, path: str, function: FunctionType, depth: int) -> None:
+        self.found[path] = f"{function.__module__}.{function.__qualname__}"
+        if defined_by_user(function.__module__):
+            self.modules.add(function.__module__)
+        names = function.__code__.co_freevars
+        for name, cell in zip(names, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
                 self.walk(f"{path}.{name}", cell.cell_contents, depth - 1)
-        for place, default in enumerate(value.__defaults__ or ()):
+        for place, default in enumerate(function.__defaults__ or ()):
             self.walk(f"{path}.default {place}", default, depth - 1)
-        for name, item in vars(value).items():
+        for name, item in vars(function).items():
             self.walk(f"{path}.{name}", item, depth - 1)
 
     def _walk_object(self, path: str, value: Any, depth: int) -> None:
-        is_module = isinstance(value, nn.Module)
-        attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
         for kind in type(value).__mro__:
-            slots = vars(kind).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                attributes |= {name: getattr(value, name)} if hasattr(value, name) else {}
             if defined_by_user(kind.__module__):
                 self.modules.add(kind.__module__)
-                for name, item in list(vars(kind).items()):
-                    if not name.startswith("__") and isinstance(
-                        item, (*PLAIN, list, dict, set, deque)
-                    ):
-                        self.walk(f"{kind.__name__}.{name}", item, 1)
-        torchs_own = is_module and type(value).__module__.startswith("torch.")
-        for name, item in attributes.items():
-            if is_module and (name in _OF_MODULES or name.endswith("_hooks") or "_hooks_" in name):
+                self._walk_class(kind)
+        is_module = isinstance(value, nn.Module)
+        is_torchs = is_module and type(value).__module__.startswith("torch.")
+        for name, item in _attributes(value).items():
+            if is_module and _is_of_every_module(name):
                 continue
-            if not (
-                torchs_own and (name.startswith("_") or isinstance(item, Tensor))
-            ):  # as weight norm's weight
-                self.walk(f"{path}.{name}", item, depth - 1)
+            # A private attribute or a tensor of torch's own layers, as weight norm's weight.
+            if is_torchs and (name.startswith("_") or isinstance(item, Tensor)):
+                continue
+            self.walk(f"{path}.{name}", item, depth - 1)
         if is_module:
-            for place, hook in enumerate(
-                (*value._forward_pre_hooks.values(), *value._forward_hooks.values())
-            ):
-                self.walk(f"{path}'s hook {place}", hook, depth - 1)
-            for name, child in value.named_children():
-                self.walk(f"{path}.{name}", child, DEPTH)
+            self._walk_module(path, value, depth)
+
+    def _walk_class(self, kind: type) -> None:
+        """Looks at what a class of the user's keeps itself."""
+        for name, item in list(vars(kind).items()):
+            is_state = isinstance(item, (*PLAIN, list, dict, set, deque))
+            if is_state and not name.startswith("__"):
+                self.walk(f"{kind.__name__}.{name}", item, DEPTH_OF_CLASSES)
+
+    def _walk_module(self, path: str, module: nn.Module, depth: int) -> None:
+        """Looks at the forward hooks and the children of a module."""
+        hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+        for place, hook in enumerate(hooks):
+            self.walk(f"{path}'s hook {place}", hook, depth - 1)
+        for name, child in module.named_children():
+            self.walk(f"{path}.{name}", child, DEPTH)
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN)
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots too."""
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(value, name):
+                attributes[name] = getattr(value, name)
+    return attributes
 
 
-def _tail(values: Iterable[Any]) -> str:
-    """Of the items that are not looked at one by one, those that are plain."""
-    rest = [
-        repr(item) for item in itertools.islice(values, MOST_ITEMS, MOST_NUMBERS) if _is_plain(item)
-    ]
-    return f" {_hashed(b'', *rest)}" if rest else ""
+def _is_of_every_module(name: str) -> bool:
+    """True for an attribute that every torch module has."""
+    return name in ATTRIBUTES_OF_TORCH or name.endswith("_hooks") or "_hooks_" in name
 
 
-def _hash_of_tensor(tensor: Tensor) -> str:
+def _first_items(items: Iterable[Any]) -> list[Any]:
+    """The items that are looked at one by one. A copy: a look at one may change the collection."""
+    return list(items)[:MOST_ITEMS]
+
+
+def _hash_of_rest(values: Iterable[Any]) -> str:
+    """A hash of the plain ones among the items that are not looked at one by one."""
+    rest = itertools.islice(values, MOST_ITEMS, MOST_NUMBERS)
+    plain = [repr(item) for item in rest if isinstance(item, PLAIN)]
+    return f" {_hash(b'', *plain)}" if plain else ""
+
+
+def _hash_tensor(tensor: Tensor) -> str:
     if tensor.is_sparse:
         tensor = tensor.coalesce()
-        return _hashed(b"", _hash_of_tensor(tensor.values()), _hash_of_tensor(tensor.indices()))
+        return _hash(b"", _hash_tensor(tensor.values()), _hash_tensor(tensor.indices()))
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    some = flat[:: max(1, len(flat) // MOST_NUMBERS)].cpu().contiguous()
-    content = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
-    return _hashed(content, tuple(tensor.shape), tensor.dtype)
+    stride = max(1, len(flat) // MOST_NUMBERS)
+    numbers = flat[::stride].cpu().contiguous()
+    content = numbers.view(torch.uint8).numpy().tobytes() if numbers.numel() else b""
+    return _hash(content, tuple(tensor.shape), tensor.dtype)
 
 
 def _digest(value: Any) -> str | None:
-    """None: not one thing, but several."""
-    if isinstance(value, np.generic | bytearray):
-        return repr(value)
+    """A digest of one thing; None for what consists of several."""
     if isinstance(value, np.ndarray):
         if value.dtype == object:
             return f"{value.size} objects"
         flat = value.reshape(-1)
-        return _hashed(flat[:: max(1, len(flat) // MOST_NUMBERS)].tobytes(), value.shape)
+        stride = max(1, len(flat) // MOST_NUMBERS)
+        return _hash(flat[::stride].tobytes(), value.shape)
     if isinstance(value, torch.Generator):
-        return _hashed(value.get_state().numpy().tobytes())
+        return _hash(value.get_state().numpy().tobytes())
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, np.random.RandomState):
         return repr(value.get_state(legacy=False))
     if isinstance(value, random.Random):
         return repr(value.getstate())
-    if type(value).__module__ == "itertools":
+    if isinstance(value, np.generic | bytearray) or type(value).__module__ == "itertools":
         return repr(value)
     return None
 
 
-def _hashed(content: bytes, *more: Any) -> str:
+def _hash(content: bytes, *more: Any) -> str:
     return hashlib.sha256(content + repr(more).encode()).hexdigest()

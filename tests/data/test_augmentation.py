@@ -260,7 +260,7 @@ def test_however_samples_are_fetched_the_batches_are_the_same(where: str, folder
         assert torch.equal(mixed, expected) and torch.equal(targets, parts), step
 
 
-def test_soft_labels_are_mixed_too_and_a_model_may_have_more_outputs() -> None:
+def test_soft_labels_are_mixed_for_a_model_with_more_outputs() -> None:
     soft = torch.eye(3)[torch.tensor([0, 1, 2])] * 0.7 + 0.1
     (_, targets), _ = Mix(0, 3, 1.0, 0)(
         (torch.randn(3, 5), soft), MicroBatch(0, 0, np.arange(3), 2, 1.0, True)
@@ -366,7 +366,7 @@ def test_a_box_is_set_to_zero_and_nothing_else() -> None:
     assert torch.equal(found, expected) and found.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_sample_is_erased_alike_in_any_batch_and_not_in_an_evaluation() -> None:
+def test_sample_is_erased_alike_in_any_batch_of_training_alone() -> None:
     source = images()
     plain = images()
     plain.erasing = None

@@ -113,7 +113,7 @@ def test_draws_have_the_frequencies_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_number_of_processes_draws_the_same_and_goes_on_where_it_stopped(world: int) -> None:
+def test_any_world_draws_the_same_and_resumes_where_it_stopped(world: int) -> None:
     draws = WeightedDraws(np.arange(101.0))
     plans = [BatchPlan(101, 24, 2, 10, 0, rank, world, weights=draws) for rank in range(world)]
     assert plans[0].steps_per_epoch == 5 and plans[0].samples_seen(7) == 101 + 48, (
@@ -129,7 +129,7 @@ def test_every_number_of_processes_draws_the_same_and_goes_on_where_it_stopped(w
         assert sum(one.scale * one.num_real for one in mine) / world == pytest.approx(1, abs=1e-12)
 
 
-def test_balanced_draws_each_class_as_often_of_the_part_that_trains() -> None:
+def test_balanced_weights_draw_each_training_class_as_often() -> None:
     """8 of the digits' classes are made rare: the draws do not show it."""
     splits = open_datasets(Config(data=DigitsConfig(validation=0.2, limit=900, weights="balanced")))
     labels = labels_of(splits.train)
@@ -150,7 +150,7 @@ def test_balanced_draws_each_class_as_often_of_the_part_that_trains() -> None:
     )
 
 
-def test_weights_of_a_file_belong_to_sample_numbers_before_any_split(tmp_path: Path) -> None:
+def test_weights_of_a_file_belong_to_numbers_before_any_split(tmp_path: Path) -> None:
     kept = split_for_validation(1433, 0.3, 0)[0]
     np.save(tmp_path / "w.npy", np.arange(1433, dtype=np.int32))
     (tmp_path / "w.txt").write_text("\n".join(map(str, range(1433))))
@@ -288,7 +288,7 @@ def test_other_weights_are_other_data() -> None:
     tokens=st.integers(40, 400),
     accumulation=st.integers(1, 3),
 )
-def test_batches_by_length_hold_each_sample_once_within_the_limit(
+def test_batches_by_length_hold_each_sample_once(
     lengths: list[int], tokens: int, accumulation: int
 ) -> None:
     of = np.array(lengths)
@@ -514,7 +514,7 @@ def by_hand() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_ragged_language_model_trains_as_sentence_by_sentence_in_plain_pytorch() -> None:
+def test_ragged_language_model_trains_as_sentence_by_sentence() -> None:
     """On 1, 2, 3 and 4 processes, with 1 and 2 micro-batches a step; after stops in mid-epoch in
     the same bytes."""
     expected = by_hand()

@@ -198,7 +198,7 @@ def augmented(world: World, workers: int, limit: int) -> dict[tuple[int, int], T
 
 
 @pytest.mark.slow
-def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world() -> None:
+def test_sample_is_one_tensor_on_any_rank_worker_and_world() -> None:
     runs = []
     for ranks, workers in ((1, 0), (1, 3), (3, 1)):
         merged: dict[tuple[int, int], Tensor] = {}
@@ -453,7 +453,7 @@ class Broken:
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_process_of_the_loader_is_told_by_its_last_line() -> None:
+def test_exception_in_a_loader_process_is_told_by_its_last_line() -> None:
     ((kind, text, _, detail),) = on_ranks(1, failing, Broken(), 0, 1)
     assert (kind, detail) == ("RuntimeError", "RuntimeError: broken sample 77")
     assert "in fetch" in text, "the traceback that leads to the line"
@@ -473,7 +473,7 @@ class Spoilt(torch.utils.data.Dataset):
         return torch.zeros(2), 0
 
 
-def test_generated_sets_are_the_same_each_time_and_depend_on_the_seed() -> None:
+def test_generated_sets_depend_on_the_seed_alone() -> None:
     for config in (
         SyntheticConfig(samples=20, test_samples=5),
         LinearRegressionDataConfig(samples=20, test_samples=5),
@@ -501,7 +501,7 @@ def test_a_foreign_dataset_that_raises_is_told_with_the_sample() -> None:
     assert detail == "ValueError: bad row (sample 3 of Spoilt)"
 
 
-def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:
+def test_draws_of_a_foreign_data_set_are_keyed() -> None:
     source = UserDataset(Noisy(), seed=3)
     torch.manual_seed(0)
     expected_next = torch.rand(1)
@@ -513,7 +513,7 @@ def test_the_draws_of_a_foreign_dataset_are_keyed_and_disturb_nobody() -> None:
     assert source.outputs == 2
 
 
-def test_the_draws_are_those_of_torch_manual_seed_without_its_stacks(
+def test_draws_are_those_of_torch_manual_seed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     key = rng.hash_key(3, "augment", 0, 2)
@@ -635,7 +635,7 @@ def _hold_a_loader(pipe: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_a_loader_process_ends_with_its_rank_though_a_fork_server_stands_between() -> None:
+def test_loader_process_ends_with_its_rank_below_a_fork_server() -> None:
     server = multiprocessing.get_context("forkserver")
     ours, theirs = server.Pipe(duplex=False)
     rank = server.Process(target=_hold_a_loader, args=(theirs,))

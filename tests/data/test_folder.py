@@ -319,7 +319,7 @@ def tensors_by_sample(
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_sample_becomes_the_same_tensor_on_any_rank_worker_count_and_world(folder: Path) -> None:
+def test_sample_is_one_tensor_on_any_rank_worker_and_world(folder: Path) -> None:
     runs = []
     for ranks, workers in ((1, 0), (1, 3), (3, 1)):
         merged: dict[tuple[str, int | None, int], Tensor] = {}
@@ -437,9 +437,7 @@ def words(root: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_with_loader_processes_resumes_in_mid_epoch_to_the_same_bytes(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_run_with_loader_processes_resumes_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     whole = run(f"run_dir={tmp_path}/run", *words(folder))
     assert whole.returncode == 0, whole.stderr
     assert "decode processes" in whole.stdout

@@ -118,7 +118,7 @@ def by_hand() -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_weights_are_those_of_a_loop_by_hand_on_any_number_of_processes() -> None:
+def test_weights_are_those_of_a_loop_by_hand_on_any_world() -> None:
     """The mean is over the tokens of the global batch; peers take a mean of the means of
     micro-batches."""
     expected = by_hand()
@@ -161,7 +161,7 @@ def windows_by_step(
     return {step: sorted(windows) for step, windows in sorted(found.items())}
 
 
-def test_windows_are_the_same_on_any_number_of_processes_and_after_a_resume() -> None:
+def test_windows_are_the_same_on_any_world_and_after_a_resume() -> None:
     whole = windows_by_step(1, 1)
     assert len(whole) == 12 and len({str(windows) for windows in whole.values()}) == 12
     for ranks, accumulation in itertools.product((1, 2, 3), (1, 4)):
@@ -199,7 +199,7 @@ def test_a_test_split_counts_each_token_once(sizes: list[int]) -> None:
     assert (ids + 1)[targets != IGNORED].tolist() == counted.tolist()
 
 
-def test_parts_held_together_give_the_windows_of_parts_held_apart() -> None:
+def test_parts_held_together_give_the_windows_of_parts_apart() -> None:
     """As on a GPU, where all parts are one tensor."""
     parts = [
         torch.arange(size, dtype=torch.int16) + 1000 * place
@@ -263,7 +263,7 @@ def test_the_standard_library_is_a_corpus_without_its_tests() -> None:
     assert files == standard_library()
 
 
-def test_a_folder_is_split_by_file_and_a_file_at_the_end_of_a_line(tmp_path: Path) -> None:
+def test_folder_is_split_by_file_and_a_file_by_line(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number:02}.txt").write_text(f"file {number} " * 20)
     (tmp_path / "notes.md").write_text("no text" * 100)

@@ -21,7 +21,7 @@ from tests.support.jobs import model_of
     ("arch", "side"),
     [("googlenet", 32), ("inception_v3", 96), ("vit_b_16", 32), ("resnet18", 8), ("alexnet", 64)],
 )
-def test_a_classifier_of_torchvision_gives_one_tensor_in_training(arch: str, side: int) -> None:
+def test_torchvision_classifier_gives_one_tensor_in_training(arch: str, side: int) -> None:
     with torch.device("meta"):  # tensors without content: no time is spent on drawing weights
         model = model_of(TorchvisionConfig(arch=arch), (1, side, side), 10)
         assert model.train()(torch.empty(4, 1, side, side)).shape == (4, 10)
@@ -38,7 +38,7 @@ def test_images_that_a_classifier_cannot_take_are_named(arch: str, side: int) ->
         model_of(TorchvisionConfig(arch=arch), (3, side, side), 10)
 
 
-def test_a_network_whose_constructor_computes_with_tensors_can_be_built() -> None:
+def test_network_whose_constructor_computes_can_be_built() -> None:
     """regnet's does; on the meta device it fails."""
     model = model_of(TorchvisionConfig(arch="regnet_y_400mf"), (3, 32, 32), 10)
     assert model.training and not any(tensor.is_meta for tensor in model.state_dict().values())

@@ -13,7 +13,7 @@ from torch.nn import functional
 from ddp_train.errors import DataError
 
 INITIAL_STD = 0.02
-"""Of all weights and embeddings, from GPT-2's code."""
+"""Standard deviation of all weights and embeddings, from GPT-2's code."""
 
 
 class Attention(nn.Module):
@@ -27,15 +27,15 @@ class Attention(nn.Module):
         self.projection = nn.Linear(width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[n, t, width] -> the same."""
+        """[n, t, width] -> [n, t, width]."""
         n, t, width = tokens.shape
-        split = self.query_key_value(tokens).view(n, t, 3, self.heads, width // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)  # [n, heads, t, width / heads] each
+        heads = self.query_key_value(tokens).view(n, t, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # [n, heads, t, width / heads] each
         dropout = self.dropout if self.training else 0.0
-        seen = functional.scaled_dot_product_attention(
+        mixed = functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, is_causal=True
         )
-        return self.projection(seen.transpose(1, 2).reshape(n, t, width))
+        return self.projection(mixed.transpose(1, 2).reshape(n, t, width))
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, dropout={self.dropout}"
@@ -71,11 +71,8 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """ids, int64 [n, t], t up to the context -> logits [n, t, vocabulary].
-
-    The vocabulary is rounded up to a multiple. No token has the numbers that this adds; training
-    makes them unlikely.
-    """
+    """A decoder-only transformer: ids, int64 [n, t], t up to the context -> logits [n, t,
+    vocabulary]."""
 
     def __init__(
         self,
@@ -87,6 +84,12 @@ class Gpt(nn.Module):
         dropout: float = 0.0,
         vocabulary_multiple: int = 1,
     ) -> None:
+        """Draws the weights.
+
+        context: the most tokens of a sample.
+        vocabulary_multiple: the vocabulary is rounded up to a multiple of this. No token has the
+            numbers that this adds; training makes them unlikely.
+        """
         super().__init__()
         rounded = -(-vocabulary // vocabulary_multiple) * vocabulary_multiple
         self.context = context
@@ -99,9 +102,11 @@ class Gpt(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.ndim == 2:
-                # Each block adds twice to the stream: so its variance does not grow with their
-                # number.
-                scale = 1 / math.sqrt(2 * layers) if "projection" in name else 1.0
+                scale = 1.0
+                if "projection" in name:
+                    # Each block adds twice to the stream: so its variance does not grow with their
+                    # number.
+                    scale = 1 / math.sqrt(2 * layers)
                 nn.init.normal_(parameter, std=INITIAL_STD * scale)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -111,5 +116,6 @@ class Gpt(nn.Module):
                 "use a data.length of as many tokens as the model was built for",
             )
         places = torch.arange(ids.shape[1], device=ids.device)
-        stream = self.blocks(self.dropout(self.tokens(ids) + self.positions(places)))
+        embedded = self.tokens(ids) + self.positions(places)
+        stream = self.blocks(self.dropout(embedded))
         return functional.linear(self.norm(stream), self.tokens.weight)
