@@ -1,0 +1,156 @@
+"""What is known of a sweep before its first trial: all mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ddp_train.commands.flags import run_with_flags
+from ddp_train.errors import ConfigError
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import SweepConfig
+from ddp_train.sweeps.plan import SweepPlan, plan_sweep
+from ddp_train.sweeps.table import SweepTable
+from tests.support.commands import (
+    ONE,
+    PROGRAM,
+)
+
+optuna = pytest.importorskip("optuna", reason="needs the extra optuna")
+
+
+def test_what_contradicts_the_sweeper_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def words(*more: str) -> tuple[str, ...]:
+        argv = ["-m", "hydra/sweeper=pool_optuna", "optimizer.lr=interval(0.01,0.1)", *more]
+        return plan_sweep(PROGRAM, argv).hydra_arguments
+
+    assert {"hydra/launcher=pool", "hydra.sweeper.direction=maximize"} < set(
+        words("objective=test.accuracy")
+    )
+    for given, message in (
+        (
+            ["hydra/launcher=basic"],
+            "needs hydra/launcher=pool, which says when a trial has ended; leave out hydra/laun",
+        ),
+        (
+            ["hydra/sweeper/pruner=median", "objective=seconds"],
+            "objective=seconds is known at the end only",
+        ),
+        (
+            ["hydra/sweeper/pruner=median", "objective=test.accuracy", "data.validation=0.1"],
+            (
+                r"pruner=median: with a validation set objective=test\.accuracy .*; use"
+                r" objective=validation\.accuracy"
+            ),
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            words(*given)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(
+        ConfigError, match=r"needs the package optuna; pip install -e '\.\[optuna\]'"
+    ):
+        words()
+    assert not Config(sweep=SweepConfig()).sweep.baseline
+
+
+LR = "optimizer.lr=interval(0.01,0.1)"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            "model.hidden=interval(8,64)",
+            "model.hidden=64.0: must be a whole number; for whole numbers use model.hidde",
+        ),
+        ("optimizer.lr=interval(-0.3,0.1)", "optimizer.lr=-0.3: must be above 0"),
+        ("+optimizer.foo=interval(0.1,0.2)", "optimizer.foo=0.1: no such key"),
+        (
+            "optimizer.lr=interval(0.3,0.001)",
+            "optimizer.lr=interval(0.3,0.001): `low <= high` must hold",
+        ),
+        ("seed=1", "nothing to draw; give a key an interval"),
+        (f"{LR} optimizer.lr=0.1", "nothing to draw; give a key an interval"),
+        ("model=glob(nonsense*)", "model: has no value to try: nothing matches"),
+        (
+            f"{LR} hydra/sweeper/pruner=threshold",
+            "hydra/sweeper/pruner=threshold: Either lower or upper must be speci",
+        ),
+        (
+            f"{LR} hydra.sweeper.sampler.n_startup_trials=a",
+            "hydra/sweeper/sampler=tpe: '<' not supported",
+        ),
+        (
+            f"{LR} hydra/sweeper/pruner=medain",
+            "Could not find 'hydra/sweeper/pruner/medain' Available options",
+        ),
+        (
+            f"{LR} hydra/sweeper/sampler=tpe,random",
+            "hydra/sweeper/sampler=tpe,random: is about all trials, and cannot",
+        ),
+        (
+            f"{LR} hydra.sweeper.sampler=random",
+            "is an option of a group; use hydra/sweeper/sampler=random",
+        ),
+        (
+            f"{LR} hydra.sweeper.storage=sqlite:///x.db",
+            "hydra.sweeper.storage=sqlite:///x.db: must be a file, Optuna'",
+        ),
+        (f"{LR} hydra.sweeper.n_trials=0", "hydra.sweeper.n_trials=0: must be at least 1"),
+        (f"{LR} hydra.sweeper.n_trails=3", "Key 'n_trails' not in 'PoolOptunaConf'"),
+        (
+            f"{LR} hydra/sweeper=basic",
+            f"{LR}: a grid needs values; name some, or let Optuna draw: add hydra/sweeper=p",
+        ),
+        (
+            "seed=1,2 hydra/sweeper=basic hydra.sweeper.n_trials=3",
+            "hydra.sweeper.n_trials=3: is of a sweeper that dra",
+        ),
+    ],
+)
+def test_a_mistake_is_named_before_anything_starts(words: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan_sweep(PROGRAM, ["-m", "hydra/sweeper=pool_optuna", "model=mlp", *words.split()])
+    assert problem in str(refused.value)
+
+
+@pytest.mark.slow
+def test_parameters_of_the_sweeper_are_words_as_others() -> None:
+    """Hydra has no keys of that name on a command line."""
+    for given in (
+        "hydra.sweeper.params.seed=int(interval(1,9))",
+        "+hydra.sweeper.params.seed='int(interval(1,9))'",
+    ):
+        plan = plan_sweep(PROGRAM, ["-m", "hydra/sweeper=pool_optuna", "seed=7", given])
+        assert "++seed=int(interval(1,9))" in plan.hydra_arguments and plan.swept == {"seed"}
+
+
+def test_what_hydra_itself_refuses_has_the_exit_code_of_a_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["launch.py"])
+    with pytest.raises(SystemExit) as end:  # one trial at a time: no pool, which alone has the key
+        words = ["-m", "seed=1,2", ONE, "hydra.launcher.lock_folder=x", f"run_dir={tmp_path}/sweep"]
+        run_with_flags(PROGRAM, words, None)
+    assert (
+        end.value.code == 2
+        and "Key 'lock_folder' not in 'BasicLauncherConf'" in capsys.readouterr().err
+    )
+
+
+def test_who_has_a_validation_set_is_told_to_select_by_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["-m", "seed=1,2", "objective=test.loss", "data.validation=0.1"]
+    plan_sweep(PROGRAM, argv).print_notes()
+    said = capsys.readouterr().err
+    assert "objective=test.loss: selects by the test set" in said
+    assert "; use objective=validation.loss\n" in said
+    # data of your own: a trial tells
+    table = SweepTable(SweepPlan(Path(), pruner="median"))
+    row = {"objective_name": "test.loss", "better": "min"}
+    assert table.learn(row) is None
+    contradiction = table.learn(row | {"validation": {"loss": 1.0}})
+    assert "use objective=validation.loss" in str(contradiction)

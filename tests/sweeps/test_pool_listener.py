@@ -1,0 +1,72 @@
+"""The row of a trial that ran in another process."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.utils import JobReturn, JobStatus
+
+from ddp_train.sweeps.outcomes import TrialValue
+from ddp_train.sweeps.plan import SweepPlan
+from ddp_train.sweeps.pool import (
+    TrialPool,
+)
+from ddp_train.sweeps.pool_listener import PoolListener
+from ddp_train.sweeps.results import (
+    append_row,
+    read_rows,
+)
+from ddp_train.sweeps.runner import TrialRunner
+from ddp_train.sweeps.table import SweepTable
+from tests.support.commands import (
+    PROGRAM,
+)
+
+ROW = {"trial": 0, "status": "failed", "exit_code": 70, "reason": "", "overrides": []}
+
+
+def ended(listener: PoolListener, value: Any, exit_code: int = 0) -> dict[str, Any]:
+    """The row of trial 0 once its job has ended."""
+    listener.job_started(0, ["a=1"], [])
+    returned = JobReturn(
+        overrides=["a=1"], status=JobStatus.FAILED if isinstance(value, Exception) else JobStatus(1)
+    )
+    returned.return_value = value
+    listener.job_ended(0, ["a=1"], returned, exit_code, 1.0)
+    return listener.table.rows[-1]
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> PoolListener:
+    plan = SweepPlan(tmp_path, swept=frozenset({"a"}), pool=TrialPool(2, 0))
+    return PoolListener(TrialRunner(PROGRAM, SweepTable(plan), None))
+
+
+def test_the_row_of_a_trial_that_ended_at_once_is_found(listener: PoolListener) -> None:
+    """It may be there before the process that started the trial has done anything else."""
+    append_row(listener.sweep_dir, ROW | {"mine": True})
+    assert ended(listener, 0.5).get("mine")
+    assert len(read_rows(listener.sweep_dir)) == 1
+
+
+def test_a_row_that_could_not_be_written_comes_with_the_result(listener: PoolListener) -> None:
+    value = TrialValue(0.5)
+    value.row = ROW
+    value.is_written = False
+    assert (
+        ended(listener, pickle.loads(pickle.dumps(value)))
+        == value.row
+        == read_rows(listener.sweep_dir)[0]
+    )
+
+
+def test_a_trial_that_fails_in_our_own_code_says_how(listener: PoolListener) -> None:
+    row = ended(listener, ValueError("what nobody thought of"), 1)
+    assert (row["kind"], row["exit_code"], row["reason"]) == (
+        "died",
+        70,
+        "ValueError: what nobody thought of",
+    )
