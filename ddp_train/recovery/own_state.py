@@ -171,7 +171,7 @@ class Published:
                 self.row.write(step, loss, self.buffers)
         except RuntimeError as error:  # a buffer has another shape now
             self.row = None
-            self.board.ranks[self.rank].state = STARTING
+            self.board.ranks[self.rank].recovery.state = STARTING
             log.warning(
                 "if a rank dies, the run restarts from its last checkpoint: %s", first_line(error)
             )

@@ -212,7 +212,7 @@ def wait(stage: Stage, job: Running, training: bool = False) -> bool:
         except (AssertionError, OSError):
             return False
         try:
-            while job.process.poll() is None and not any(one.order for one in board.ranks):
+            while job.process.poll() is None and not any(one.recovery.order for one in board.ranks):
                 one = board.ranks[rank]
                 begun = not training or all(
                     each.batches > 1 for each in board.ranks

@@ -103,7 +103,7 @@ def _reached(job: Running, board: StatusBoard, what: Kill) -> bool:
     """Whether the moment has come; False if the attempt of this board has ended."""
     status = board.ranks[what.rank]
     while not (status.step >= what.step and status.phase == what.phase):
-        if job.process.poll() is not None or any(other.order for other in board.ranks):
+        if job.process.poll() is not None or any(other.recovery.order for other in board.ranks):
             time.sleep(0.01)
             return False
     return True

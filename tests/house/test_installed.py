@@ -39,7 +39,7 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     downloaded."""
     folder = tmp_path_factory.mktemp("installed")
     source = folder / "source"
-    for package in ("ddp_train", "hydra_plugins"):
+    for package in ("ddp_train", "ddp_lab", "hydra_plugins"):
         shutil.copytree(
             ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
         )

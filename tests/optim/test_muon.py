@@ -16,9 +16,9 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import train
 from ddp_train.errors import ConfigError
 from ddp_train.models.gpt.network import Gpt
+from ddp_train.optim.muon import optimizer as muon
 from ddp_train.optim.muon.config import MuonConfig
 from ddp_train.optim.muon.optimizer import TOGETHER, Muon, hidden_matrices, orthogonalised
-from ddp_train.optim.muon.optimizer import optimizer as muon
 from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks

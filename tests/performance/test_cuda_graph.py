@@ -105,7 +105,7 @@ def test_whole_batches_are_replayed_and_others_are_not(samples: int, optimizer: 
         results.append(
             (
                 weights,
-                made.stepper.mean_loss(),
+                made.stepper.mean_loss().value,
                 made.stepper.steps_done,
                 made.stepper.last_learning_rate,
             )
@@ -118,9 +118,8 @@ def test_whole_batches_are_replayed_and_others_are_not(samples: int, optimizer: 
         and len(replayed) > 20
     )
     assert len(whole) < plan.steps or samples == 40
-    for one, other in zip(
-        *results, strict=True
-    ):  # on the CPU, a rate in a tensor has fewer digits than a number
+    # On the CPU, a rate in a tensor has fewer digits than a number.
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
