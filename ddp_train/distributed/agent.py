@@ -18,9 +18,8 @@ def end_with_agent(world: World) -> None:
     """Ends this worker with the agent that started it, whenever that dies; at once if it has died
     already."""
     end_with_parent()
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # no traceback per rank when torchrun hands Ctrl-C on
+    # No traceback per rank when torchrun passes Ctrl-C on.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         check_agent_lives(world)
     except PeerError as error:
@@ -29,15 +28,18 @@ def end_with_agent(world: World) -> None:
 
 
 def check_agent_lives(world: World) -> None:
-    """torchrun's agent listens before it starts workers: if its host answers that nobody does, it
-    has died before they could ask to be ended with it, and torch would try for as long as its
-    store's timeout. Raises PeerError."""
+    """Raises PeerError if torchrun's agent has died.
+
+    The agent listens before it starts workers: if its host answers that nobody does, it has died
+    before they could ask to be ended with it, and torch would try to connect for as long as its
+    store's timeout.
+    """
     if not has_agent_store():
         return
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    for pause in (0, 0.3, 0.3):
-        time.sleep(pause)
+    for pause_seconds in (0, 0.3, 0.3):
+        time.sleep(pause_seconds)
         if not _is_refused(address, port):
             return
     raise PeerError(

@@ -1,5 +1,4 @@
-"""The rows of all processes, with gradients: for losses that compare samples, as CLIP's and
-SimCLR's do."""
+"""All-gather with gradients, for losses that compare samples, as CLIP's and SimCLR's do."""
 
 from __future__ import annotations
 
@@ -58,9 +57,8 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     rank = dist.get_rank()
     rows = _Gather.apply(counted, sizes, group)
     start = sum(sizes[:rank])
-    if (
-        not step.counts
-    ):  # a stand-in finds its own row, whose loss has weight zero, after those that count
+    if not step.counts:
+        # A stand-in finds its own row, whose loss has weight zero, after those that count.
         rows = torch.cat([rows, tensor])
         start = sum(sizes)
     return rows, torch.arange(start, start + len(tensor), device=tensor.device)
@@ -106,9 +104,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         check_peers()
         rank = dist.get_rank()
-        wide = torch.promote_types(
-            gradient.dtype, torch.float32
-        )  # a sum in half precision would be rounded each time
+        # A sum in half precision would be rounded each time.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
         whole = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(whole, group=ctx.group)
         start = sum(ctx.sizes[:rank])

@@ -24,12 +24,12 @@ _of_groups: set[int] = set()
 """The sockets that process groups have opened, by number."""
 _breaking = threading.Lock()
 _stop_flag: list[StopFlag] = []
-"""That of this process, once there is one."""
+"""The flag of this process, once there is one."""
 
 
-class _InHostMemory:
-    """float32 numbers in pinned host memory, at their address there: kernels may read them (unified
-    addressing)."""
+class _HostMemory:
+    """float32 numbers in pinned host memory, by their address there, which kernels may read
+    (unified addressing)."""
 
     def __init__(self, host: Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -41,8 +41,8 @@ class _InHostMemory:
 
 
 class StopFlag:
-    """Keeps what an aborted collective left out of the weights: 1 once peers are lost, and before
-    the abort.
+    """A number that is 1 from before an abort of collectives, once peers are lost: it keeps what
+    they left out of the weights.
 
     It lies in host memory, where a kernel reads it when it runs. A copy to the device would not get
     there: it waits until the queue of launches has room, and that is full behind the collective
@@ -51,7 +51,7 @@ class StopFlag:
 
     def __init__(self, device: str) -> None:
         self.host = torch.zeros((), pin_memory=True)
-        self.on_device: Tensor = torch.as_tensor(_InHostMemory(self.host), device=device)
+        self.on_device: Tensor = torch.as_tensor(_HostMemory(self.host), device=device)
 
     @property
     def is_set(self) -> bool:
@@ -59,9 +59,12 @@ class StopFlag:
 
 
 def watch_for_losses(device: str) -> StopFlag | None:
-    """From here on the host asks a flag after each collective of this package that it reads.
-    Returns the flag, for the kernels that update weights; None if they could not read it. One for
-    each process."""
+    """Makes the host check a flag after each collective of this package that it reads, from here
+    on.
+
+    Returns the flag, for the kernels that update weights; None if they could not read it. There is
+    one for each process.
+    """
     if not _stop_flag:
         flag = StopFlag(device)
         if flag.on_device.data_ptr() != flag.host.data_ptr():  # a copy, which would be 0 for ever
@@ -78,8 +81,8 @@ def check_peers() -> None:
 
 
 def trusted(tensor: Tensor) -> Tensor:
-    """What a collective gave. Where losses are watched for, this waits for the device, and raises
-    PeersLostError if the collective may have been aborted."""
+    """The result of a collective, unchanged. Where losses are watched for, this waits for the
+    device, and raises PeersLostError if the collective may have been aborted."""
     if _stop_flag and tensor.is_cuda:
         torch.cuda.current_stream().synchronize()
         check_peers()
@@ -88,8 +91,8 @@ def trusted(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def noting_sockets() -> Iterator[None]:
-    """Around the making of a process group. The store's connection, trackers' and loaders' are not
-    among them."""
+    """Notes the sockets that a process group opens inside. The connections of the store, of
+    trackers and of loaders are not among them."""
     before = _sockets()
     yield
     _of_groups.update(_sockets() - before)
@@ -106,8 +109,8 @@ def _sockets() -> set[int]:
 def break_connections() -> None:
     """Ends every collective of this process, from any thread, and lets those of its peers fail too.
 
-    gloo fails only the pair whose socket broke: who waits for a living peer that has given up
-    itself waits until the timeout. `ProcessGroup.abort` does nothing for gloo (torch 2.13 and
+    gloo fails only the pair whose socket broke: a rank that waits for a living peer that has given
+    up itself waits until the timeout. `ProcessGroup.abort` does nothing for gloo (torch 2.13 and
     2.15). The listening socket must stay open: without it gloo's own thread ends the process by
     SIGABRT.
 
@@ -131,11 +134,8 @@ def break_connections() -> None:
 
 def _shut_sockets() -> None:
     for number in _of_groups:
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(number)) as one,
-        ):  # no socket, or closed
-            if one.type == socket.SOCK_STREAM and not one.getsockopt(
-                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-            ):
-                one.shutdown(socket.SHUT_RDWR)  # never close: gloo owns the number
+        # OSError: it is no socket, or closed.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+            is_listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if copy.type == socket.SOCK_STREAM and not is_listening:
+                copy.shutdown(socket.SHUT_RDWR)  # never close: gloo owns the number

@@ -41,10 +41,8 @@ STATUS_FD = "DDP_TRAIN_STATUS_FD"
 
 LOST = "DDP_TRAIN_LOST"
 """JSON: the rank that the attempt before has lost (see `just_in_time.Loss`)."""
-
 RESIZED = "DDP_TRAIN_RESIZED"
 """JSON: the last changes of the number of processes (see `launcher.size.Change`)."""
-
 PROCESSES = "DDP_TRAIN_PROCESSES"
 """How many processes `ddp_train.session` starts where its script does not say it."""
 
@@ -66,21 +64,18 @@ def world_from_environment() -> World | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     numbers = {name: env[name] for name in _NUMBERS if name in env}
-    wrong = [
-        f"{name}={number}"
-        for name, number in numbers.items()
-        if not re.fullmatch(r"\d{1,9}", number)
-    ]
+    wrong = [name for name in numbers if not re.fullmatch(r"\d{1,9}", numbers[name])]
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in env]
-    if wrong or missing:
-        if wrong:
-            what = f"{wrong[0]} is no number"
-        else:
-            what = f"RANK={env['RANK']} is set and {missing[0]} is not"
+    problem = ""
+    if wrong:
+        problem = f"{wrong[0]}={numbers[wrong[0]]} is no number"
+    elif missing:
+        problem = f"RANK={env['RANK']} is set and {missing[0]} is not"
+    if problem:
         raise ConfigError(
             [
-                f"environment: {what}; start with torchrun, or `unset {' '.join(numbers)}` before"
-                " the start"
+                f"environment: {problem}; start with torchrun, or `unset {' '.join(numbers)}`"
+                " before the start"
             ]
         )
     return World(
@@ -127,10 +122,10 @@ def worker_environment(
     }
     # One host needs only loopback: nothing listens on other interfaces, and an unresolvable host
     # name does no harm.
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if loopback:
-        env.setdefault("GLOO_SOCKET_IFNAME", loopback)
-        env.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            env.setdefault("GLOO_SOCKET_IFNAME", name)
+            env.setdefault("NCCL_SOCKET_IFNAME", name)
     # If a rank dies, its peers must end no collective by themselves: what such a collective leaves
     # is garbage, and they are told first (distributed/connections.py). A rank that hangs is found
     # by the launcher.
@@ -204,18 +199,18 @@ def preloading(import_path: Path | None) -> Iterator[dict[str, str]]:
     try:
         yield changed
     finally:
-        changed |= {
-            name: value for name, value in environment().items() if inside.get(name) != value
-        }
+        for name, value in environment().items():
+            if inside.get(name) != value:
+                changed[name] = value
         set_environment(before)
 
 
 def _importing_environment(import_path: Path | None, threads: int) -> dict[str, str]:
     env = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     if import_path:
-        env["PYTHONPATH"] = os.pathsep.join(
-            [str(import_path), *filter(None, [env.get("PYTHONPATH")])]
-        )
+        earlier = env.get("PYTHONPATH")
+        paths = [str(import_path), earlier] if earlier else [str(import_path)]
+        env["PYTHONPATH"] = os.pathsep.join(paths)
     return env
 
 
@@ -233,8 +228,8 @@ def set_environment(variables: dict[str, str]) -> None:
 def agent_environment(interface: str | None, exit_code_file: Path) -> dict[str, str]:
     """The environment of a torchrun agent that our launcher starts.
 
-    interface: the one that leads to the other hosts; None if unknown. exit_code_file: see
-    `write_exit_code`.
+    interface: the one that leads to the other hosts; None if unknown.
+    exit_code_file: see `write_exit_code`.
     """
     # Without TORCH_DISABLE_SHARE... restarted workers read the addresses of their dead predecessors
     # (pytorch#135712).
@@ -243,9 +238,8 @@ def agent_environment(interface: str | None, exit_code_file: Path) -> dict[str, 
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         EXIT_CODE_FILE: str(exit_code_file),
     }
-    if (
-        interface
-    ):  # otherwise gloo takes the address of this host's name, which on Debian is 127.0.1.1
+    # Otherwise gloo takes the address of this host's name, which on Debian is 127.0.1.1.
+    if interface:
         env.setdefault("GLOO_SOCKET_IFNAME", interface)
         env.setdefault("NCCL_SOCKET_IFNAME", interface)
     return env
@@ -253,13 +247,13 @@ def agent_environment(interface: str | None, exit_code_file: Path) -> dict[str, 
 
 def restarts_left() -> bool:
     """Whether torchrun's agent starts the workers of this host again if this one fails."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(
-        os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)
-    )
+    used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    allowed = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    return used < allowed
 
 
 def stopping_file(exit_code_file: Path) -> Path:
-    """Is there once our launcher of this host has been asked to stop, and before it tells
+    """The file that our launcher of this host creates when it is asked to stop, before it stops
     torchrun's agent."""
     return exit_code_file.with_name("stopping")
 
@@ -291,20 +285,23 @@ def write_reported(code: int) -> None:
 
 def _append_to_exit_code_file(entry: str) -> None:
     path = os.environ.get(EXIT_CODE_FILE)
-    if path:
-        with Path(path).open("a") as file:  # one short line is one write
-            file.write(
-                f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {os.environ['LOCAL_RANK']} {entry}\n"
-            )
+    if not path:
+        return
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    local_rank = os.environ["LOCAL_RANK"]
+    with Path(path).open("a") as file:  # one short line is one write
+        file.write(f"{attempt} {local_rank} {entry}\n")
 
 
 def write_torchrun_error_file(failure: str) -> None:
     """Writes the file whose message torchrun's agent shows for this worker in its final summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        extra = {"py_callstack": failure, "timestamp": str(int(time.time()))}
-        with contextlib.suppress(OSError):  # the failure is on standard error already
-            Path(path).write_text(json.dumps({"message": {"message": failure, "extraInfo": extra}}))
+    if not path:
+        return
+    extra = {"py_callstack": failure, "timestamp": str(int(time.time()))}
+    content = {"message": {"message": failure, "extraInfo": extra}}
+    with contextlib.suppress(OSError):  # the failure is on standard error already
+        Path(path).write_text(json.dumps(content))
 
 
 def gloo_interface() -> str | None:
@@ -328,8 +325,7 @@ def hosts_requested() -> tuple[int, int] | None:
     unknown.
 
     torchrun does not pass it to its workers, and leaves out a host whose clock is behind: two hosts
-    then train two
-    models.
+    then train two models.
     """
     match = re.fullmatch(r"(\d+)(?::(\d+))?", _nnodes())
     if match:
@@ -338,13 +334,15 @@ def hosts_requested() -> tuple[int, int] | None:
 
 
 def range_of_hosts() -> str | None:
-    """The same if it is a range, LOW:HIGH."""
-    if re.fullmatch(r"\d+:\d+", requested := _nnodes()):
+    """torchrun's --nnodes if it is a range, LOW:HIGH, else None."""
+    requested = _nnodes()
+    if re.fullmatch(r"\d+:\d+", requested):
         return requested
     return None
 
 
 def _nnodes() -> str:
+    """torchrun's --nnodes, from the agent's command line or PET_NNODES; empty if unknown."""
     requested = os.environ.get("PET_NNODES", "")
     try:
         argv = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
@@ -405,20 +403,20 @@ def visible_devices() -> str | None:
 
 
 def c_compiler() -> str | None:
-    """As Triton looks for one."""
+    """The path of a C compiler, found as Triton finds one; None if there is none."""
     if "CC" in os.environ:
         return shutil.which(os.environ["CC"])
     return shutil.which("gcc") or shutil.which("clang")
 
 
 def set_triton_cache() -> None:
-    """Triton keeps kernels in the home folder, which a container with another user may not have;
-    torch's compiler keeps its own in the folder for temporary files, too."""
+    """Moves Triton's kernels to the folder for temporary files if the home folder cannot be
+    written, as in a container with another user. torch's compiler keeps its own there too."""
     home = Path("~/.triton").expanduser()
-    if not os.access(home if home.exists() else home.parent, os.W_OK):
-        os.environ.setdefault(
-            "TRITON_CACHE_DIR", str(Path(tempfile.gettempdir(), f"triton_{os.getuid()}"))
-        )
+    written_to = home if home.exists() else home.parent
+    if not os.access(written_to, os.W_OK):
+        folder = Path(tempfile.gettempdir(), f"triton_{os.getuid()}")
+        os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
 
 
 def set_default_variables(variables: Mapping[str, str]) -> None:
@@ -443,7 +441,8 @@ def new_run_id(world: World | None) -> str:
     if world and world.run_id not in ("", "none") and not _is_uuid(world.run_id):
         return world.run_id
     pid = os.getppid() if world else os.getpid()
-    return time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(start_time(pid))) + f"_{pid}"
+    started_at = time.localtime(start_time(pid))
+    return time.strftime("%Y-%m-%d_%H-%M-%S", started_at) + f"_{pid}"
 
 
 def _is_uuid(text: str) -> bool:

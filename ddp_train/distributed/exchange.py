@@ -20,40 +20,52 @@ multiple of its size."""
 def tensors_from_all_ranks(
     facts: Any, tensors: Sequence[Tensor], device: str
 ) -> list[tuple[Any, list[Tensor]]]:
-    """For rank 0, 1, ... what it gave: facts that JSON can hold, and any number of tensors of any
-    shape and dtype, on `device`. Four collectives."""
-    kinds = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    text = torch.tensor(list(json.dumps([facts, kinds]).encode()), dtype=torch.uint8, device=device)
-    parts = [
-        _aligned(tensor.detach().to(device).contiguous().view(-1).view(torch.uint8))
-        for tensor in tensors
-    ]
-    content = torch.cat([text.new_empty(0), *parts])
-    found = []
-    for its_text, its_content in zip(
-        _bytes_from_all_ranks(text), _bytes_from_all_ranks(content), strict=True
-    ):
-        its_facts, its_kinds = json.loads(bytes(its_text.tolist()))
-        its_tensors = []
-        start = 0
-        for name, shape in its_kinds:
-            dtype = getattr(torch, name)
-            size = torch.Size(shape).numel() * dtype.itemsize
-            its_tensors.append(its_content[start : start + size].view(dtype).view(shape))
-            start += -(-size // _ALIGNED) * _ALIGNED
-        found.append((its_facts, its_tensors))
-    return found
+    """The facts and tensors of rank 0, 1, ..., on `device`. Four collectives.
+
+    facts: of this rank; anything that JSON can hold.
+    tensors: of this rank; any number, of any shape and dtype.
+    """
+    layout = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    header = json.dumps([facts, layout]).encode()
+    header_bytes = torch.tensor(list(header), dtype=torch.uint8, device=device)
+    parts = [_aligned_bytes(tensor, device) for tensor in tensors]
+    content = torch.cat([header_bytes.new_empty(0), *parts])
+    headers = _bytes_from_all_ranks(header_bytes)
+    contents = _bytes_from_all_ranks(content)
+    received = []
+    for header_of_rank, content_of_rank in zip(headers, contents, strict=True):
+        facts_of_rank, layout_of_rank = json.loads(bytes(header_of_rank.tolist()))
+        received.append((facts_of_rank, _split(content_of_rank, layout_of_rank)))
+    return received
 
 
-def _aligned(content: Tensor) -> Tensor:
-    return pad(content, (0, -len(content) % _ALIGNED))
+def _split(content: Tensor, layout: list[tuple[str, list[int]]]) -> list[Tensor]:
+    """The tensors in `content`, uint8 [n]. layout: dtype and shape of each."""
+    tensors = []
+    start = 0
+    for name, shape in layout:
+        dtype = getattr(torch, name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        tensors.append(content[start : start + size].view(dtype).view(shape))
+        start += _aligned(size)
+    return tensors
+
+
+def _aligned(size: int) -> int:
+    """The next multiple of _ALIGNED."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _aligned_bytes(tensor: Tensor, device: str) -> Tensor:
+    content = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+    return pad(content, (0, _aligned(len(content)) - len(content)))
 
 
 def _bytes_from_all_ranks(content: Tensor) -> list[Tensor]:
     """content: uint8 [n]; n may differ between processes."""
     sizes = from_all_ranks(torch.tensor(len(content), device=content.device)).tolist()
-    padded = content.new_zeros(
-        -(-max(1, *sizes) // _ALIGNED) * _ALIGNED
-    )  # no collective takes nothing
+    largest = max(1, *sizes)  # no collective takes nothing
+    padded = content.new_zeros(_aligned(largest))
     padded[: len(content)] = content
-    return [part[:size] for part, size in zip(from_all_ranks(padded), sizes, strict=True)]
+    contents = from_all_ranks(padded)
+    return [part[:size] for part, size in zip(contents, sizes, strict=True)]

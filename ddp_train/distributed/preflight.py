@@ -26,12 +26,15 @@ from ddp_train.errors import ConfigError, PeerError
 from ddp_train.linux import wait_until
 from ddp_train.text import first_line
 
-FACTS, CLOCK, VERDICT, READ = (
-    f"ddp_train/{name}" for name in ("facts", "clock", "verdict", "read")
-)
+FACTS = "ddp_train/facts"
+CLOCK = "ddp_train/clock"
+VERDICT = "ddp_train/verdict"
+READ = "ddp_train/read"
 CLOCK_TOLERANCE_SECONDS = 5.0
 """torchrun drops a host whose heartbeat is 15 s old by the others' clocks, and trains without
 it."""
+READ_SECONDS = 5.0
+"""The longest wait of rank 0, which may serve the store, until all ranks have read its message."""
 SHARED_FILE_SECONDS = 10.0
 """The longest wait until a network file system shows what rank 0 has just written."""
 
@@ -43,15 +46,17 @@ def agree(
 ) -> None:
     """Returns if all processes agree, and raises the same error on all ranks if not.
 
-    argv: the command line. frozen: the config file that rank 0 wrote; text: its content. Raises
-    ConfigError if the command lines differ; PeerError if anything else differs, if a process does
-    not respond within `timeout_seconds`, or if torchrun left a host out.
+    argv: the command line.
+    frozen: the config file that rank 0 wrote.
+    text: the content of that file.
+
+    Raises ConfigError if the command lines differ; PeerError if anything else differs, if a process
+    does not respond within `timeout_seconds`, or if torchrun left a host out.
     """
     store.set_timeout(timedelta(seconds=timeout_seconds))
     try:
-        store.set(
-            f"{FACTS}/{world.rank}", json.dumps({"argv": argv, **facts_here(world, frozen, text)})
-        )
+        facts = {"argv": argv, **facts_here(world, frozen, text)}
+        store.set(f"{FACTS}/{world.rank}", json.dumps(facts))
         if world.is_leader:
             verdict = _verdict(store, world, timeout_seconds)
             store.set(VERDICT, json.dumps(verdict))
@@ -66,20 +71,23 @@ def agree(
             "see the output of rank 0",
         ) from error
     acknowledge(store, world, wait=bool(verdict))
-    if verdict:
-        detail, remedy = verdict
-        raise PeerError(detail, remedy) if remedy else ConfigError(detail.splitlines())
+    if not verdict:
+        return
+    detail, remedy = verdict
+    if remedy:
+        raise PeerError(detail, remedy)
+    raise ConfigError(detail.splitlines())
 
 
 def acknowledge(store: Store, world: World, wait: bool) -> None:
     """Records that this rank has read rank 0's message.
 
-    wait: rank 0, which may serve the store, waits up to 5 s until all ranks have read it.
+    wait: whether rank 0 waits until all ranks have, READ_SECONDS at most.
     """
     if not world.is_leader:
         store.add(READ, 1)
     elif wait:
-        wait_until(lambda: store.add(READ, 0) >= world.size - 1, 5.0)
+        wait_until(lambda: store.add(READ, 0) >= world.size - 1, READ_SECONDS)
 
 
 def facts_here(world: World, frozen: Path, text: str) -> Facts:
@@ -131,17 +139,18 @@ def seen_here(frozen: Path, text: str) -> str:
 
 
 def _address() -> str:
-    """Whether gloo's address on this host can be reached: that of the host's name, unless an
-    interface is set."""
+    """`reachable`, or why other hosts cannot reach gloo's address on this host: that of the host's
+    name, unless an interface is set."""
     if gloo_interface():
         return "by interface"
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return "none: this host's name does not resolve"
-    local = ipaddress.ip_address(str(found)).is_loopback
-    if local:
-        return f"{found}: loopback, other hosts cannot reach it"
+    _, _, _, _, target = found[0]
+    address = str(target[0])
+    if ipaddress.ip_address(address).is_loopback:
+        return f"{address}: loopback, other hosts cannot reach it"
     return "reachable"
 
 
@@ -150,9 +159,9 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
     agree."""
     deadline = time.monotonic() + timeout_seconds
     missing = _missing_ranks(store, FACTS, world, deadline)
-    asked_at = time.time()
+    requested_at = time.time()
     store.set(CLOCK, "now")
-    store.set(f"{CLOCK}/0", str(asked_at))
+    store.set(f"{CLOCK}/0", str(requested_at))
     if missing:
         return [
             f"{_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
@@ -161,48 +170,66 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
     facts_by_rank = [json.loads(store.get(f"{FACTS}/{rank}")) for rank in range(world.size)]
     argvs = [facts.pop("argv") for facts in facts_by_rank]
     hosts = [facts.pop("host") for facts in facts_by_rank]
-    started = hosts_started(world)
-    low, high = hosts_requested() or (started, started)
-    if not low <= started <= high:
-        return [
-            (
-                f"torchrun was asked for {low} hosts and started {started}:"
-                f" {', '.join(dict.fromkeys(hosts))}"
-            ),
-            (
-                "start it on the others too, and compare their clocks: a host that is 15 s behind"
-                " is left out"
-            ),
-        ]
+    verdict = _missing_hosts(world, hosts)
+    if verdict:
+        return verdict
     if any(sorted(argv) != sorted(argvs[0]) for argv in argvs):
         return ["\n".join(differing_overrides(argvs, hosts)), ""]
+    clocks = _clocks(store, world, deadline, requested_at)
+    for facts, clock in zip(facts_by_rank, clocks, strict=True):
+        facts["clock"] = clock
+    return _differing_facts(facts_by_rank, hosts)
+
+
+def _missing_hosts(world: World, hosts: list[str]) -> list[str]:
+    """The verdict if torchrun has started other than the requested number of hosts, else empty."""
+    started = hosts_started(world)
+    low, high = hosts_requested() or (started, started)
+    if low <= started <= high:
+        return []
+    names = ", ".join(dict.fromkeys(hosts))
+    return [
+        f"torchrun was asked for {low} hosts and started {started}: {names}",
+        "start it on the others too, and compare their clocks: a host that is 15 s behind is left"
+        " out",
+    ]
+
+
+def _clocks(store: Store, world: World, deadline: float, requested_at: float) -> list[str]:
+    """For each rank by how much its clock differs from that of rank 0: `+12 s`, or `right`.
+
+    requested_at: when rank 0 asked for the time.
+    """
     missing = _missing_ranks(store, CLOCK, world, deadline)
     answered_at = time.time()
-    clocks = [
-        asked_at if rank in missing else float(store.get(f"{CLOCK}/{rank}"))
-        for rank in range(world.size)
-    ]
-    for facts, clock in zip(facts_by_rank, clocks, strict=True):
-        offset = clock - min(max(clock, asked_at), answered_at)
-        facts["clock"] = f"{offset:+.0f} s" if abs(offset) > CLOCK_TOLERANCE_SECONDS else "right"
-    differing = [
-        name for name in facts_by_rank[0] if len({facts[name] for facts in facts_by_rank}) > 1
-    ]
-    unreachable = any(
-        ":" in facts.get("address", "") for facts in facts_by_rank
-    )  # an error even if all are alike
-    if not differing and not unreachable:
+    clocks = []
+    for rank in range(world.size):
+        clock = requested_at
+        if rank not in missing:
+            clock = float(store.get(f"{CLOCK}/{rank}"))
+        nearest = min(max(clock, requested_at), answered_at)
+        offset = clock - nearest
+        is_right = abs(offset) <= CLOCK_TOLERANCE_SECONDS
+        clocks.append("right" if is_right else f"{offset:+.0f} s")
+    return clocks
+
+
+def _differing_facts(facts_by_rank: list[Facts], hosts: list[str]) -> list[str]:
+    """The verdict with a table of the facts that differ, or if an address cannot be reached, else
+    empty."""
+    names = [name for name in facts_by_rank[0] if len({facts[name] for facts in facts_by_rank}) > 1]
+    # An address that cannot be reached is an error even if all are alike.
+    is_unreachable = any(":" in facts.get("address", "") for facts in facts_by_rank)
+    if not names and is_unreachable:
+        names = ["address"]
+    if not names:
         return []
-    differing = differing or ["address"]
-    rows = [("rank", "host", *differing)]
-    rows += [
-        (str(rank), hosts[rank], *(facts[name] for name in differing))
-        for rank, facts in enumerate(facts_by_rank)
-    ]
-    remedies = "; ".join(
-        REMEDIES.get(name, f"install the same {name} on all hosts") for name in differing
-    )
-    return [f"the processes differ in {', '.join(differing)}\n{_table(rows)}", remedies]
+    rows = [("rank", "host", *names)]
+    for rank, facts in enumerate(facts_by_rank):
+        rows.append((str(rank), hosts[rank], *(facts[name] for name in names)))
+    remedies = [REMEDIES.get(name, f"install the same {name} on all hosts") for name in names]
+    detail = f"the processes differ in {', '.join(names)}\n{_table(rows)}"
+    return [detail, "; ".join(remedies)]
 
 
 REMEDIES = {
@@ -218,28 +245,39 @@ def differing_overrides(argvs: list[list[str]], hosts: list[str]) -> list[str]:
     """One message for each key whose override differs between ranks: its value on rank 0 and on the
     first other rank.
 
-    argvs: the command line of each rank; hosts: the host of each rank.
+    argvs: the command line of each rank.
+    hosts: the host of each rank.
     """
     problems: dict[str, str] = {}
-    overrides = [
-        {word.partition("=")[0]: word.partition("=")[2] for word in argv} for argv in argvs
-    ]
+    overrides = [_overrides(argv) for argv in argvs]
     first = overrides[0]
     for rank, other in enumerate(overrides):
         for key in {**first, **other}:
-            if first.get(key) != other.get(key):
-                one, two = (
-                    f"{key}={values[key]}" if key in values else f"no {key}"
-                    for values in (first, other)
-                )
-                problems.setdefault(
-                    key,
-                    f"{one} on rank 0 ({hosts[0]}), {two} on rank {rank} ({hosts[rank]}): "
-                    "use the same overrides on all hosts",
-                )
-    return list(problems.values()) or [
-        "an override is repeated on some hosts: use the same overrides on all hosts"
-    ]
+            if first.get(key) == other.get(key):
+                continue
+            here = _shown_override(first, key)
+            there = _shown_override(other, key)
+            problem = (
+                f"{here} on rank 0 ({hosts[0]}), {there} on rank {rank} ({hosts[rank]}): use the"
+                " same overrides on all hosts"
+            )
+            problems.setdefault(key, problem)
+    if not problems:
+        return ["an override is repeated on some hosts: use the same overrides on all hosts"]
+    return list(problems.values())
+
+
+def _overrides(argv: list[str]) -> dict[str, str]:
+    """Values by key."""
+    overrides = {}
+    for word in argv:
+        key, _, value = word.partition("=")
+        overrides[key] = value
+    return overrides
+
+
+def _shown_override(overrides: dict[str, str], key: str) -> str:
+    return f"{key}={overrides[key]}" if key in overrides else f"no {key}"
 
 
 def _missing_ranks(store: Store, prefix: str, world: World, deadline: float) -> list[int]:
@@ -255,7 +293,8 @@ def _missing_ranks(store: Store, prefix: str, world: World, deadline: float) -> 
 
 
 def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

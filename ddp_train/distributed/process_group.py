@@ -24,7 +24,7 @@ from ddp_train.text import first_line
 
 CONFIG_KEY = "ddp_train/config"
 _of_session: dict[str, Any] = {}
-"""What belongs to the session that is open: its timeout, and its `side_group`s if there are any."""
+"""The timeout and the `side_group`s of the session that is open."""
 
 
 def open_store(world: World, timeout_seconds: float) -> Store:
@@ -67,8 +67,7 @@ def open_store(world: World, timeout_seconds: float) -> Store:
 
 
 def share_config(store: Store, world: World, text: str | None) -> str:
-    """Sends the frozen config from rank 0 to all ranks. Returns it; an empty text means that rank 0
-    has none.
+    """Sends the frozen config from rank 0 to all ranks. Returns it; empty if rank 0 has none.
 
     Raises PeerError if rank 0 does not send it within the store's timeout.
     """
@@ -153,7 +152,8 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
 
 def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
     """All-gather: [...] -> [ranks, ...]. Without a process group [1, ...]."""
-    if (count := ranks()) == 1:
+    count = ranks()
+    if count == 1:
         return tensor[None]
     gathered = tensor.new_empty(count * tensor.numel())  # flat: gloo supports one dimension only
     dist.all_gather_into_tensor(gathered, tensor.flatten())
@@ -169,11 +169,12 @@ def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def from_leader(value: Any, device: str) -> Any:
-    """A value of rank 0, on all ranks (two broadcasts). It travels as JSON: tuples arrive as
+    """The value of rank 0, on all ranks (two broadcasts). It travels as JSON: tuples arrive as
     lists."""
     if ranks() == 1:
         return value
-    text = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    content = json.dumps(value).encode()
+    text = torch.tensor(list(content), dtype=torch.uint8, device=device)
     size = torch.tensor(len(text), device=device)
     dist.broadcast(size, 0)
     if dist.get_rank():
@@ -183,8 +184,8 @@ def from_leader(value: Any, device: str) -> Any:
 
 
 def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begins to take the mean of `tensor` over all ranks, in place (all-reduce), while other work
-    goes on. Returns a function that waits for it (on a GPU its stream does) and returns it."""
+    """Starts to take the mean of `tensor` over all ranks, in place (all-reduce), while other work
+    continues. Returns a function that waits for it (on a GPU its stream does) and returns it."""
     if ranks() == 1:
         return lambda: tensor
     work = dist.all_reduce(tensor, async_op=True)
@@ -198,7 +199,7 @@ def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def gather_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begins an all-gather of [n] in a group of its own, while other work goes on. Returns a
+    """Starts an all-gather of [n] in a group of its own, while other work continues. Returns a
     function that waits for it and returns [ranks, n]."""
     gathered = tensor.new_empty(ranks() * tensor.numel())
     work = dist.all_gather_into_tensor(
@@ -217,15 +218,21 @@ SHARED_RUN_DIR = "run_dir must be on a file system that all hosts share"
 
 
 def same_everywhere(number: int, device: str, what: str, remedy: str = SHARED_RUN_DIR) -> None:
-    """Raises PeerError with the number of each rank if the ranks differ. what: its name, for the
-    message."""
+    """Raises PeerError with the number of each rank if the ranks differ.
+
+    what: the name of the number, for the message.
+    """
     numbers = from_all_ranks(torch.tensor(number, device=device)).tolist()
-    if len(set(numbers)) > 1:
-        short = [
-            f"{number:x}"[:8] if number >> 32 else number for number in numbers
-        ]  # the first digits of a checksum
-        table = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(short))
-        raise PeerError(f"{what} is not the same for all processes ({table})", remedy)
+    if len(set(numbers)) == 1:
+        return
+    table = ", ".join(f"rank {rank}: {_shown(number)}" for rank, number in enumerate(numbers))
+    raise PeerError(f"{what} is not the same for all processes ({table})", remedy)
+
+
+def _shown(number: int) -> str:
+    """A number; of a checksum the first digits."""
+    is_checksum = bool(number >> 32)
+    return f"{number:x}"[:8] if is_checksum else str(number)
 
 
 @contextlib.contextmanager
@@ -260,10 +267,9 @@ def set_buffers(module: torch.nn.Module, values: torch.Tensor) -> None:
     """Sets all floating-point buffers of a module from `values` [n], in the order of
     `module.buffers()`."""
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+    parts = values.split([buffer.numel() for buffer in buffers])
     with torch.no_grad():
-        for buffer, part in zip(
-            buffers, values.split([buffer.numel() for buffer in buffers]), strict=True
-        ):
+        for buffer, part in zip(buffers, parts, strict=True):
             buffer.copy_(part.view_as(buffer))
 
 

@@ -1,4 +1,4 @@
-"""Whether all processes still have the same weights. DDP exchanges gradients, and would not
+"""A check that all processes still have the same weights. DDP exchanges gradients, and would not
 notice."""
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ def check_same_weights(module: nn.Module) -> None:
 
     Raises ModelError, on all processes alike, with the name of the parameter that differs most.
     """
-    named = {
-        name: one
-        for name, one in module.named_parameters()
-        if one.is_floating_point() and one.itemsize > 1
+    parameters = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter.is_floating_point() and parameter.itemsize > 1
     }
-    if ranks() == 1 or not named:
+    if ranks() == 1 or not parameters:
         return
-    norms = torch._foreach_norm(list(named.values()), 2)  # pyright: ignore[reportPrivateImportUsage]
-    found = from_all_ranks(torch.stack([norm.double() for norm in norms]))
-    same = (found == found[0]) | (found.isnan() & found[0].isnan())
-    differences = (
-        ((found - found[0]).abs() / found[0].clamp(min=1e-30))
-        .nan_to_num(nan=torch.inf)
-        .masked_fill(same, 0)
-    )
-    rank, place = divmod(int(differences.argmax()), len(named))
+    names = list(parameters)
+    norms = torch._foreach_norm(list(parameters.values()), 2)  # pyright: ignore[reportPrivateImportUsage]
+    norms_of_ranks = from_all_ranks(torch.stack([norm.double() for norm in norms]))
+    leader = norms_of_ranks[0]
+    are_same = (norms_of_ranks == leader) | (norms_of_ranks.isnan() & leader.isnan())
+    relative = (norms_of_ranks - leader).abs() / leader.clamp(min=1e-30)
+    differences = relative.nan_to_num(nan=torch.inf).masked_fill(are_same, 0)
+    rank, place = divmod(int(differences.argmax()), len(names))
     if not float(differences[rank, place]) > TOLERANCE:
         return
     raise ModelError(
-        f"the weights are not the same on all processes: the norm of {list(named)[place]} is "
-        f"{float(found[0, place]):.6g} on rank 0 and {float(found[rank, place]):.6g} on rank"
-        f" {rank}",
+        f"the weights are not the same on all processes: the norm of {names[place]} is"
+        f" {float(leader[place]):.6g} on rank 0 and {float(norms_of_ranks[rank, place]):.6g} on"
+        f" rank {rank}",
         "look for what changes them beside the optimizer, on one process or by numbers without a"
         " common seed: a hook, an assignment in forward, or a model that is made differently with"
         " strategy.init_sync=false",

@@ -1,4 +1,4 @@
-"""What `all_gather` must know of the training step that is going on. Strategies tell it."""
+"""What `all_gather` must know of the current training step. Strategies set it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ ACCUMULATES = (
 
 
 class TrainingStep:
-    """Around forward and backward of a micro-batch."""
+    """A context around forward and backward of a micro-batch."""
 
     def __init__(self, counts: bool = True, is_last: bool = True, refused: str = "") -> None:
         """counts: whether the rows of this process count; False for a stand-in, see
-        `data.batch_plan.MicroBatch`. is_last: whether the micro-batch is the last of its optimizer
-        step. refused: why rows cannot be gathered here, with the remedy."""
+            `data.batch_plan.MicroBatch`.
+        is_last: whether the micro-batch is the last of its optimizer step.
+        refused: why rows cannot be gathered here, with the remedy.
+        """
         self.counts = counts
         self.refused = refused or ("" if is_last else ACCUMULATES)
 
@@ -28,13 +30,13 @@ class TrainingStep:
 
 
 class Current:
-    """What is going on belongs to the process, not to a thread: the replicas of DataParallel run in
-    threads of their own. An object holds it, since each assignment to a class empties Python's
-    caches for that class."""
+    """The current step of the process, not of a thread: the replicas of DataParallel run in threads
+    of their own. An object holds it, since each assignment to a class empties Python's caches for
+    that class."""
 
     step: TrainingStep | None = None
 
 
 CURRENT = Current()
 training_step = functools.cache(TrainingStep)
-"""One that may be shared: to make one takes a microsecond of each step."""
+"""Returns a shared TrainingStep: making one takes a microsecond of each step."""

@@ -62,19 +62,23 @@ class WorkerSpec:
     descriptors: dict[str, int]
     """Open files that the worker inherits, by the environment variable that holds their number."""
     program: list[str] = field(default_factory=lambda: [*MODULE, WORKER])
-    """What Python runs, as on its command line: our worker, or the script of a loop of the user's
-    own."""
+    """What Python runs, as on its command line: our worker, or the user's own script."""
+
+    def whole_environment(self) -> dict[str, str]:
+        """The environment, with the numbers of the descriptors."""
+        numbers = {name: str(descriptor) for name, descriptor in self.descriptors.items()}
+        return self.environment | numbers
 
     def command(self) -> list[str]:
         return [sys.executable, *self.program, *self.arguments]
 
     def start_interpreter(self) -> subprocess.Popen[bytes]:
         """Starts the worker as a new Python process."""
-        env = self.environment | {
-            name: str(descriptor) for name, descriptor in self.descriptors.items()
-        }
         return subprocess.Popen(
-            self.command(), env=env, pass_fds=self.descriptors.values(), start_new_session=True
+            self.command(),
+            env=self.whole_environment(),
+            pass_fds=self.descriptors.values(),
+            start_new_session=True,
         )
 
 
@@ -116,37 +120,44 @@ class ForkServer:
     workers."""
 
     def __init__(self, import_path: Path | None, changed: dict[str, str] | None = None) -> None:
-        """Starts the server without waiting for it. import_path: see `config.program`. changed: of
-        `preload`, in a process that has done that, or was forked from one: the server is forked
-        from it, in milliseconds."""
+        """Starts the server without waiting for it.
+
+        import_path: see `config.program`.
+        changed: the result of `preload`, in a process that has called it, or was forked from one:
+            the server is forked from this process, in milliseconds.
+        """
         self._started_in = (Path.cwd(), environment())
         self._process: subprocess.Popen[bytes] | ForkedWorker | None = None
-        self._socket, theirs = socket.socketpair()
-        if changed is not None:
-            self._process = self._fork_server(theirs, changed)
-            return
+        self._socket, server_socket = socket.socketpair()
+        with server_socket:
+            if changed is not None:
+                self._process = self._fork_server(server_socket, changed)
+            elif sys.platform == "linux":
+                self._process = self._start_server(server_socket, import_path)
+
+    def _start_server(
+        self, server_socket: socket.socket, import_path: Path | None
+    ) -> subprocess.Popen[bytes] | None:
         command = [
             sys.executable,
             *MODULE,
             __name__,
-            str(theirs.fileno()),
+            str(server_socket.fileno()),
             str(os.getpid()),
             " " * TITLE_BYTES,
         ]
         try:
-            if sys.platform == "linux":
-                self._process = subprocess.Popen(
-                    command,
-                    env=preload_environment(import_path),
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
+            return subprocess.Popen(
+                command,
+                env=preload_environment(import_path),
+                pass_fds=(server_socket.fileno(),),
+                start_new_session=True,
+            )
         except OSError as error:
             log.debug("the fork server could not be started: %s", error)
-        finally:
-            theirs.close()
+            return None
 
-    def _fork_server(self, theirs: socket.socket, changed: dict[str, str]) -> ForkedWorker:
+    def _fork_server(self, server_socket: socket.socket, changed: dict[str, str]) -> ForkedWorker:
         """Only after `preload`."""
         parent = os.getpid()
         pid = os.fork()
@@ -156,49 +167,50 @@ class ForkServer:
                 end_with_parent()
                 self._socket.close()
                 if os.getppid() == parent:
-                    _answer(theirs, changed)
+                    _answer(server_socket, changed)
             finally:
                 os._exit(0)
-        theirs.close()
         return ForkedWorker(pid)
 
     def fork(self, specs: list[WorkerSpec], given_up: Callable[[], bool]) -> list[ForkedWorker]:
         """Forks one worker per spec, each in its own session, as soon as torch is imported.
 
-        Call it inside `adopting_orphans`. given_up: polled while waiting for the server; True ends
-        the wait. Returns all workers, or an empty list if any of them could not be forked; the
-        server is closed then.
+        Call it inside `adopting_orphans`. Returns all workers, or an empty list if any of them
+        could not be forked; the server is closed then.
+
+        given_up: polled while waiting for the server; True ends the wait.
         """
         before = set(children_of(os.getpid()))
         try:
-            if self._process is None:
-                raise _CannotForkError("it is not running")
-            # Libraries may read both while they are imported. A trial may have its own:
-            # hydra.job.chdir, env_set.
-            if (Path.cwd(), environment()) != self._started_in:
-                raise _CannotForkError("it was started in another working directory or environment")
-            descriptors = sorted(
-                {descriptor for spec in specs for descriptor in spec.descriptors.values()}
-            )
-            self._socket.settimeout(START_SECONDS)
-            _send(self._socket, [descriptors, [vars(spec) for spec in specs]], descriptors)
-            deadline = time.monotonic() + START_SECONDS
-            while not select.select([self._socket], [], [], POLL_SECONDS)[0]:
-                if given_up() or time.monotonic() > deadline:
-                    raise _CannotForkError("no answer in time, or a stop was requested")
-            answer, _ = _receive(self._socket)
+            answer = self._request(specs, given_up)
             return _adopt(answer, len(specs))
-        except (
-            _CannotForkError,
-            OSError,
-            ValueError,
-        ) as error:  # ValueError: an answer that is cut off
+        except (_CannotForkError, OSError, ValueError) as error:
+            # ValueError: an answer that is cut off
             log.debug(
                 "workers start as new interpreters, because the fork server failed: %s", error
             )
             self.close()
             end_children(before)  # the server may have forked workers that it could not report
             return []
+
+    def _request(self, specs: list[WorkerSpec], given_up: Callable[[], bool]) -> Any:
+        """The server's answer: process ids, or the reason why it must not fork."""
+        if self._process is None:
+            raise _CannotForkError("it is not running")
+        # Libraries may read both while they are imported. A trial may have its own:
+        # hydra.job.chdir, env_set.
+        if (Path.cwd(), environment()) != self._started_in:
+            raise _CannotForkError("it was started in another working directory or environment")
+        descriptors = {number for spec in specs for number in spec.descriptors.values()}
+        numbers = sorted(descriptors)
+        self._socket.settimeout(START_SECONDS)
+        _send(self._socket, [numbers, [vars(spec) for spec in specs]], numbers)
+        deadline = time.monotonic() + START_SECONDS
+        while not select.select([self._socket], [], [], POLL_SECONDS)[0]:
+            if given_up() or time.monotonic() > deadline:
+                raise _CannotForkError("no answer in time, or a stop was requested")
+        answer, _ = _receive(self._socket)
+        return answer
 
     def close(self) -> None:
         """Ends the server. Its workers continue."""
@@ -256,9 +268,8 @@ def main() -> NoReturn:
     """`python -m ddp_train.launcher.fork_server SOCKET LAUNCHER_PID SPACE`: imports torch, then
     serves requests."""
     end_with_parent()
-    if os.getppid() == int(
-        sys.argv[2]
-    ):  # else the launcher died before end_with_parent took effect
+    launcher = int(sys.argv[2])
+    if os.getppid() == launcher:  # else it died before end_with_parent took effect
         set_title([sys.executable, *MODULE, "ddp_train.launcher.fork_server"])
         _serve(socket.socket(fileno=int(sys.argv[1])))
     os._exit(0)  # no finalizers of libraries: there is nothing to save
@@ -267,51 +278,50 @@ def main() -> NoReturn:
 def _serve(connection: socket.socket) -> None:
     connection.set_inheritable(False)
     before = environment()
-    if _import():
-        changed = {
-            name: value for name, value in environment().items() if before.get(name) != value
-        }
-        _answer(connection, changed)
+    if not _import():
+        return
+    changed = {name: value for name, value in environment().items() if before.get(name) != value}
+    _answer(connection, changed)
 
 
 def preload(import_path: Path | None) -> dict[str, str] | None:
-    """Imports here what workers need, so that this process and those that it forks can fork
-    servers, and they workers.
+    """Imports what workers need, so that this process and those that it forks can fork servers,
+    which fork workers.
 
-    Returns what libraries have set in the environment, for `ForkServer`; None if they could not be
-    imported.
+    Returns the variables that libraries have set in the environment, for `ForkServer`; None if
+    the libraries could not be imported.
     """
     with preloading(import_path) as changed:
-        done = _import()
+        is_imported = _import()
     gc.enable()
-    return changed if done else None
+    return changed if is_imported else None
 
 
 def _import() -> bool:
-    """Whether what workers need could be imported."""
+    """Imports what workers need. Returns whether it could."""
     gc.disable()  # importing makes half a million objects and no garbage
     try:
         importlib.import_module(WORKER)
         importlib.import_module("torch._dynamo")
-    except BaseException:  # noqa: BLE001  workers that start as new interpreters meet it too, and report it
+    except BaseException:  # noqa: BLE001  new interpreters raise it too, and report it
         return False
     gc.freeze()  # a collection would write to all shared pages, and so copy them
     return True
 
 
 def _answer(connection: socket.socket, changed: dict[str, str]) -> None:
-    """Forks workers on request. changed: by the libraries, in the environment."""
+    """Forks workers on request. changed: the variables that libraries have set."""
     with contextlib.suppress(OSError, ValueError):  # the launcher has closed the socket
         while True:
             (numbers, requests), received = _receive(connection)
-            own_number = dict(zip(numbers, received, strict=True))
+            own_numbers = dict(zip(numbers, received, strict=True))
             specs = [WorkerSpec(**request) for request in requests]
             for spec in specs:
                 spec.environment.update(changed)
-                spec.descriptors.update(
-                    {name: own_number[number] for name, number in spec.descriptors.items()}
-                )
-            _send(connection, unfit() or _fork(specs, {connection.fileno(), *received}), [])
+                for name, number in spec.descriptors.items():
+                    spec.descriptors[name] = own_numbers[number]
+            answer = unfit() or _fork(specs, {connection.fileno(), *received})
+            _send(connection, answer, [])
             for descriptor in received:
                 os.close(descriptor)
 
@@ -326,9 +336,12 @@ def unfit() -> str:
         return f"it has {threads} threads"
     if torch.cuda.is_initialized():
         return "CUDA is initialized in it"
-    opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    devices = [name for name in opened if name.startswith("/dev/nvidia")]
-    return f"it has opened {devices[0]}" if devices else ""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    for link in links:
+        name = str(link.readlink())
+        if name.startswith("/dev/nvidia"):
+            return f"it has opened {name}"
+    return ""
 
 
 def _fork(specs: list[WorkerSpec], descriptors: set[int]) -> list[int]:
@@ -352,9 +365,8 @@ def _fork(specs: list[WorkerSpec], descriptors: set[int]) -> list[int]:
             os.write(writing, json.dumps(pids).encode())
             os._exit(0)
     os.close(writing)
-    with os.fdopen(
-        reading, "rb"
-    ) as pipe:  # ends when every worker leads its session and the one in between has exited
+    # The pipe ends when every worker leads its session and the process in between has exited.
+    with os.fdopen(reading, "rb") as pipe:
         pids = json.loads(pipe.read())
     os.waitpid(between, 0)
     return pids
@@ -368,13 +380,9 @@ def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -
         os.close(writing)
         for descriptor in descriptors.difference(spec.descriptors.values()):
             os.close(descriptor)
-        set_environment(
-            spec.environment | {name: str(number) for name, number in spec.descriptors.items()}
-        )
+        set_environment(spec.whole_environment())
         import numpy
-        from threadpoolctl import (
-            threadpool_limits,
-        )  # after set_environment: it sets KMP_DUPLICATE_LIB_OK
+        from threadpoolctl import threadpool_limits  # it sets KMP_DUPLICATE_LIB_OK
 
         set_title(spec.command())
         importlib.invalidate_caches()
@@ -383,9 +391,8 @@ def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -
         if threads > 1:  # numpy's BLAS read OMP_NUM_THREADS in the server; the worker tells torch
             threadpool_limits(threads, user_api="blas")
         gc.enable()
-        while (
-            os.getppid() == between
-        ):  # `main` asks to be ended with its parent, which must be the launcher by then
+        # `main` asks to be ended with its parent, which must be the launcher by then.
+        while os.getppid() == between:
             time.sleep(0.001)
         if spec.program != [*MODULE, WORKER]:
             os._exit(_run_script(spec))
@@ -411,19 +418,19 @@ def _run_script(spec: WorkerSpec) -> int:
     sys.path.insert(0, str(Path(path).resolve().parent))
     code = 0
     try:
-        exec(
-            compile(Path(path).read_bytes(), main.__dict__["__file__"], "exec", dont_inherit=True),
-            main.__dict__,
-        )
+        source = Path(path).read_bytes()
+        program = compile(source, main.__dict__["__file__"], "exec", dont_inherit=True)
+        exec(program, main.__dict__)
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if end.code is not None and not isinstance(end.code, int):
+        if isinstance(end.code, int):
+            code = end.code
+        elif end.code is not None:
+            code = 1
             print(end.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001  as at the end of any program
         code = 1
-        traceback.print_exception(
-            type(error), error, error.__traceback__ and error.__traceback__.tb_next
-        )
+        frames_of_script = error.__traceback__ and error.__traceback__.tb_next
+        traceback.print_exception(type(error), error, frames_of_script)
     threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  as multiprocessing ends its processes
     atexit._run_exitfuncs()
     sys.stdout.flush()
