@@ -27,7 +27,7 @@ from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module
 from ddp_train.assembly.strategy import build_strategy
-from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, SaveTimes
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
@@ -109,7 +109,7 @@ def job_and_clock(arguments: argparse.Namespace, run_dir: Path) -> tuple[Job, Cl
     metrics = MetricsFile(run_dir, False, 0)
     record = MetricsHook(Display(False), metrics, HardwareMonitor(), 1, steps + 1, steps + 1)
     writer = Writer(run_dir, keep=2)
-    save = CheckpointHook(writer, record, {}, every_steps=arguments.every)
+    save = CheckpointHook(writer, record, {}, SaveTimes(every_steps=arguments.every))
     clock = Clock(save, writer)
     job.hooks = [clock]
     return job, clock

@@ -1,125 +1,160 @@
-"""Checkpoints beside training: when one is saved, and what is in it."""
+"""When a checkpoint is saved beside training, and what is collected for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_train.checkpoints import averaged_weights
-from ddp_train.checkpoints.writer import Snapshot, Writer, copy_of
+from ddp_train.checkpoints.training_state import (
+    METRICS,
+    AveragedModel,
+    HookStates,
+    StatefulHook,
+    TrainingState,
+    collect_average,
+    copy_of_weights,
+    states_of,
+)
+from ddp_train.checkpoints.writer import Snapshot, Writer
 from ddp_train.distributed.process_group import total
 from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import MetricsHook, next_multiple
 from ddp_train.tasks.mean_loss import Mean
-from ddp_train.tensor_tree import map_tensors
 
 
-class CheckpointHook:
-    """A checkpoint every so many steps or minutes, or each epoch, and where training ends or
-    stops."""
+@dataclass(frozen=True)
+class SaveTimes:
+    """After which steps a checkpoint is saved, beside the last one."""
 
-    def __init__(
-        self,
-        writer: Writer | None,
-        record: MetricsHook,
-        manifest: dict[str, Any],
-        every_steps: int | None = None,
-        every_minutes: float | None = None,
-        best: bool = False,
-        more_state: Callable[[], dict[str, Any]] = dict,
-    ) -> None:
-        """writer: on one process; the others take part without one. manifest: entries of every
-        checkpoint's manifest. every_steps: None saves at the end of each epoch. best: save after
-        every evaluation too. more_state: further entries of what training continues with."""
-        self.writer = writer
-        self.record = record
-        self.manifest = manifest
-        self.every_steps = every_steps
-        self.every_minutes = every_minutes
-        self.best = best
-        self.more_state = more_state
-        self.last_save = time.monotonic()
+    every_steps: int | None = None
+    """None: at the end of each epoch."""
+    every_minutes: float | None = None
+    after_evaluations: bool = False
 
-    def due(self, job: Job) -> int:
+    def next_step(self, job: Job) -> int:
+        """The next step after which one is saved whatever the clock says."""
         if self.every_steps:
             return next_multiple(self.every_steps, job.step)
         return job.plan.epoch_end(job.step)
 
-    def act(self, job: Job) -> None:
+    def include(self, job: Job) -> bool:
+        """Whether one is saved after this step, whatever the clock says."""
         if self.every_steps:
-            at_this_step = job.step % self.every_steps == 0
-        else:
-            at_this_step = job.plan.ends_epoch(job.step)
-        evaluated = self.best and self.record.score is not None
-        last = job.step >= min(job.plan.steps, job.stop.last_step)
-        if at_this_step or evaluated or last or self._time_is_up(job):
-            self._save(job)
-        if self.writer and last:
+            return job.step % self.every_steps == 0
+        return job.plan.ends_epoch(job.step)
+
+
+class CheckpointHook:
+    """Saves a checkpoint at its times, and where training ends or stops."""
+
+    def __init__(
+        self,
+        writer: Writer | None,
+        metrics_hook: MetricsHook,
+        manifest: dict[str, Any],
+        times: SaveTimes | None = None,
+        further_hooks: Mapping[str, StatefulHook] | None = None,
+    ) -> None:
+        """
+        writer: on rank 0; the others take part without one.
+        metrics_hook: has the score of a step; to be called before this hook.
+        manifest: entries of every checkpoint's manifest.
+        times: None for the end of each epoch.
+        further_hooks: those whose state is saved too, by their names in training.pt.
+        """
+        self.writer = writer
+        self.metrics_hook = metrics_hook
+        self.manifest = manifest
+        self.times = times or SaveTimes()
+        self.hooks: dict[str, StatefulHook] = {METRICS: metrics_hook, **(further_hooks or {})}
+        self.last_save = time.monotonic()
+
+    def due(self, job: Job) -> int:
+        return self.times.next_step(job)
+
+    def act(self, job: Job) -> None:
+        is_last = job.step >= min(job.plan.steps, job.stop.last_step)
+        has_score = self.times.after_evaluations and self.metrics_hook.score is not None
+        if self.times.include(job) or has_score or is_last or self._time_is_up(job):
+            self.save(job)
+        if self.writer and is_last:
             self.writer.finish()
 
     def _time_is_up(self, job: Job) -> bool:
         """By the clock of the process that writes: the others ask it, at every logging interval."""
-        if self.every_minutes is None:
+        minutes = self.times.every_minutes
+        if minutes is None:
             return False
-        up = (
-            self.writer is not None and time.monotonic() - self.last_save >= 60 * self.every_minutes
-        )
-        return total(torch.tensor(float(up), device=job.stepper.device)).item() > 0
+        seconds = time.monotonic() - self.last_save
+        is_up = self.writer is not None and seconds >= 60 * minutes
+        votes = total(torch.tensor(float(is_up), device=job.stepper.device))
+        return votes.item() > 0
 
-    def _save(self, job: Job) -> None:
+    def save(self, job: Job) -> None:
+        """Save the state after `job.step`. A collective: every process must call it."""
         job.stepper.check()
         check_same_weights(job.module)
         self.last_save = time.monotonic()
-        self.record.catch_up(job)
+        self.metrics_hook.catch_up(job)
         if self.writer:
-            # before the average is copied: else there are two snapshots at a time, and this copy
+            # Before the average is copied: else there are two snapshots at a time, and this copy.
             self.writer.wait()
-        average = job.stepper.average
-        writes = self.writer is not None
-        taken = average and averaged_weights.taken(average, job.strategy, job.module, copies=writes)
+        average = None
+        if job.stepper.average:
+            copies = self.writer is not None
+            average = collect_average(job.stepper.average, job.strategy, job.module, copies)
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:
+                score = self.metrics_hook.score
                 scores = {
                     "test": None,
-                    self.record.split: self.record.score and self.record.score.as_dict(),
+                    self.metrics_hook.split: score.as_dict() if score else None,
                 }
-                self.writer.submit(lambda: self.snapshot(job, buffers, taken, self.state(), scores))
+                snapshot = partial(self.snapshot, job, buffers, average, self.hook_states(), scores)
+                self.writer.submit(snapshot)
 
-    def state(self) -> dict[str, Any]:
-        """What the hooks of a resumed run go on with."""
-        return {"record": self.record.state()} | self.more_state()
+    def hook_states(self) -> HookStates:
+        return states_of(self.hooks)
 
     def snapshot(
         self,
         job: Job,
         buffers: Tensor,
-        taken: averaged_weights.Taken | None,
-        state: dict[str, Any],
+        average: AveragedModel | None,
+        hook_states: HookStates,
         manifest: dict[str, Any],
     ) -> Snapshot:
-        """Of the model as it is. buffers: those of each rank, [ranks, n]. state: of the hooks.
-        manifest: entries that only this checkpoint has."""
-        average, of_average = taken or (None, None)
-        training = job.stepper.state() | {"buffers": buffers} | state
-        training |= {averaged_weights.STATE: of_average} if of_average else {}
+        """Copy the state after `job.step`.
+
+        buffers: those of each rank, [ranks, n]; the model has their mean.
+        average: None without one.
+        manifest: entries that this checkpoint alone has.
+        """
+        of_average = None
+        if average:
+            of_average = average.state
+        state = TrainingState.collect(job, hook_states, buffers, of_average)
         return Snapshot(
             step=job.step,
-            model=map_tensors(copy_of, job.module.model.state_dict()),
-            training=map_tensors(copy_of, training),
+            model=copy_of_weights(job.module.model),
+            training=state.as_dict(),
             manifest={**self.manifest, **manifest},
-            average=average,
+            average=average.weights if average else None,
         )
 
 
-def with_unreported(state: dict[str, Any], loss: Mean) -> dict[str, Any]:
-    """A state of the hooks to which the loss of steps is added that none of them has seen."""
-    record = dict(state["record"])
+def add_unreported_loss(hook_states: HookStates, loss: Mean) -> HookStates:
+    """States of hooks as if they had seen the loss of steps that none of them has seen."""
+    metrics = dict(hook_states[METRICS])
     for name in ("epoch_loss", "interval_loss"):
-        total = Mean(*record[name]) + loss
-        record[name] = [total.sum, total.units]
-    return {**state, "record": {**record, "units": record["units"] + loss.units}}
+        combined = Mean(*metrics[name]) + loss
+        metrics[name] = [combined.sum, combined.units]
+    metrics["units"] += loss.units
+    return {**hook_states, METRICS: metrics}

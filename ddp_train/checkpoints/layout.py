@@ -11,23 +11,31 @@ from typing import Any
 from ddp_train.errors import WriteError
 
 MANIFEST = "manifest.json"
+KINDS: dict[str, type] = {
+    "config": dict,
+    "files": dict,
+    "data_digests": dict,
+    "scored_digests": dict,
+    "best_by": dict,
+    "trained": list,
+}
+"""Entries of a manifest, and what each is if it is there."""
 
 
 def place_of(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step is, if there is one."""
+    """The path of the checkpoint of a step, whether or not there is one."""
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
 def places(run_dir: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first. Whatever else lies beside them is not looked
-    at."""
-    found = (run_dir / "checkpoints").glob("step_" + "[0-9]" * 8)
-    return sorted((place for place in found if place.is_dir()), reverse=True)
+    """The paths of a run's checkpoints, the newest first. Anything else beside them is ignored."""
+    paths = (run_dir / "checkpoints").glob("step_" + "[0-9]" * 8)
+    return sorted((path for path in paths if path.is_dir()), reverse=True)
 
 
-def step_of(place: Path) -> int:
-    """That a checkpoint is of."""
-    return int(place.name.removeprefix("step_"))
+def step_of(path: Path) -> int:
+    """The step of the checkpoint at a path."""
+    return int(path.name.removeprefix("step_"))
 
 
 def newest_step(run_dir: Path) -> int:
@@ -36,32 +44,40 @@ def newest_step(run_dir: Path) -> int:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises WriteError if a folder that is there takes no file: better before the first step than
-    after the last."""
+    """Raises WriteError if a folder that is there takes no file.
+
+    Better before the first step than after the last.
+    """
     probe = folder / f"best.part-{os.getpid()}"
     try:
         if folder.exists():
             probe.touch()
             probe.unlink()
     except OSError as error:
-        remedy = "make it writable, or continue in another run_dir with checkpoint.resume=PATH"
         raise WriteError(
-            f"no checkpoint can be written to {folder}: {error.strerror}", remedy
+            f"no checkpoint can be written to {folder}: {error.strerror}",
+            "make it writable, or continue in another run_dir with checkpoint.resume=PATH",
         ) from error
 
 
 def reason_of(error: BaseException) -> str:
-    """In the words of the operating system, if it is behind it: torch's own are of the file that it
-    could not end."""
-    seen: BaseException | None = error
-    while seen and not (isinstance(seen, OSError) and seen.strerror):
-        seen = seen.__context__
-    return str(seen.strerror if isinstance(seen, OSError) else error)
+    """The words of the operating system, if it is behind an error.
+
+    torch's own words are about the file that it could not finish.
+    """
+    cause: BaseException | None = error
+    while cause:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return str(error)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint: step, files, config. Raises OSError or ValueError if it cannot
-    be trusted."""
+    """The manifest of a checkpoint: step, files, config.
+
+    Raises OSError or ValueError if it cannot be trusted.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         digest = manifest.pop("sha256", None) if isinstance(manifest, dict) else None
@@ -69,12 +85,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
             raise ValueError(f"{MANIFEST} does not match its sha256")
     except RecursionError:
         raise ValueError(f"{MANIFEST} is nested too deeply") from None
-    maps = ("config", "files", "data_digests", "scored_digests", "best_by")
-    plain = {**dict.fromkeys(maps, dict), "trained": list}
-    odd = [name for name, kind in plain.items() if not isinstance(manifest.get(name, kind()), kind)]
-    odd += [] if type(manifest.get("step")) is int and manifest["step"] >= 0 else ["step"]
-    if odd:
-        raise ValueError(f"{MANIFEST} has no {odd[0]} that can be used")
+    for name, kind in KINDS.items():
+        if not isinstance(manifest.get(name, kind()), kind):
+            raise ValueError(f"{MANIFEST} has no {name} that can be used")
+    step = manifest.get("step")
+    if type(step) is not int or step < 0:
+        raise ValueError(f"{MANIFEST} has no step that can be used")
     return manifest
 
 

@@ -1,5 +1,5 @@
-"""What a run does with its mirror: what it takes from there at its start, and that it waits for the
-last copy."""
+"""What a run does with its mirror: it fetches checkpoints at its start, and waits for the last
+copy at its end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from pathlib import Path
 
 from ddp_train.checkpoints.layout import place_of, places, step_of
 from ddp_train.checkpoints.mirror import (
-    COPIED,
-    COPYING,
-    FAILED,
+    Manifests,
     Mirror,
-    Mirroring,
     UnreachableError,
     best_step,
     owner_of,
 )
+from ddp_train.checkpoints.mirroring import CopyState, Mirroring
 from ddp_train.checkpoints.reader import defect_of
 from ddp_train.checkpoints.writer import link_best
 from ddp_train.config.external_checks import changed, of_another_run
@@ -35,68 +33,92 @@ log = logging.getLogger(__name__)
 
 
 def fetch(config: Config, world: World, device: str, status: RankStatus) -> str:
-    """What a run that begins takes from its mirror, in words; "" if nothing newer is there. Rank 0
-    does it, the others wait for it, however long it takes. Raises DataError, also if the mirror
-    holds another run's checkpoints."""
+    """Fetch what a run that begins needs from its mirror.
+
+    Rank 0 does it, the others wait for it, however long it takes.
+
+    Returns a note for the user, "" if nothing newer is there. Raises DataError, also if the mirror
+    holds another run's checkpoints.
+    """
     if not config.checkpoint.mirror:
         return ""
     with ThreadPoolExecutor(1, thread_name_prefix="mirror") as pool:
-        future = pool.submit(fetch_alone, config, world.attempt) if world.is_leader else None
+        future = None
+        if world.is_leader:
+            future = pool.submit(fetch_alone, config, world.attempt)
         while not from_leader(future and future.done(), device):
             _wait(status)
         return future.result() if future else ""
 
 
 def fetch_alone(config: Config, attempt: int) -> str:
-    """As `fetch`, on one process. attempt: above 0 what is in the mirror is this run's own."""
-    section = config.checkpoint
+    """As `fetch`, on one process.
+
+    attempt: above 0 what is in the mirror is this run's own.
+    """
     run_dir = Path(str(config.run_dir))
-    here = next((step_of(place) for place in places(run_dir) if not defect_of(place)), -1)
-    mirror = Mirror(str(section.mirror))
-    resumes = section.resume == "auto" or attempt > 0
+    mirror = Mirror(str(config.checkpoint.mirror))
+    newest_here = next((step_of(path) for path in places(run_dir) if not defect_of(path)), -1)
+    resumes = config.checkpoint.resume == "auto" or attempt > 0
     try:
         with mirror.reached("read"):
-            known = mirror.manifests()
-        where = f"checkpoint.mirror={mirror.url}"
-        if known and not resumes:
-            rule = (
-                "a run that does not resume would mix its own with them; name another folder, or"
-                " empty that one"
-            )
-            raise DataError(f"{where} holds checkpoints, the newest of step {max(known)}", rule)
-        then = next(iter(known.values()), {}).get("config")
-        before = bind_frozen(then)[0] if then else None
-        if before and (
-            problems := of_another_run(
-                before, config, where, "name another folder as checkpoint.mirror"
-            )
-        ):
-            raise DataError("; ".join(problems), "one folder is for one run")
+            manifests = mirror.manifests()
+        earlier = _checked_config(mirror, manifests, config, resumes)
+        owner = owner_of(run_dir)
         with mirror.reached("read"):
-            mirror.check_free(owner_of(run_dir))
+            mirror.check_free(owner)
         with mirror.reached("written"):
-            mirror.take(owner_of(run_dir))
+            mirror.claim(owner)
         with mirror.reached("read"):
-            step = mirror.fetch(run_dir, known, here, section.best)
+            step = mirror.fetch(run_dir, manifests, newest_here, config.checkpoint.best)
     except UnreachableError as error:
-        if here < 0 or not resumes:
+        if newest_here < 0 or not resumes:
             raise
         log.warning(
             "%s; the run goes on from its own checkpoint of step %d, and tries again with each one",
             error,
-            here,
+            newest_here,
         )
         return ""
-    if (
-        step is not None
-        and section.best
-        and (best := best_step(known, known[step].get("best_by", {}))) is not None
-    ):
-        link_best(place_of(run_dir, best))
-    differs = "".join(f", {word}" for word in changed(before, config)) if before else ""
     if step is None:
         return ""
-    return f"the checkpoint of step {step} was copied from {where}{differs}"
+    if config.checkpoint.best:
+        best = best_step(manifests, manifests[step].get("best_by"))
+        if best is not None:
+            link_best(place_of(run_dir, best))
+    differences = ""
+    if earlier:
+        differences = "".join(f", {text}" for text in changed(earlier, config))
+    return (
+        f"the checkpoint of step {step} was copied from checkpoint.mirror={mirror.url}{differences}"
+    )
+
+
+def _checked_config(
+    mirror: Mirror, manifests: Manifests, config: Config, resumes: bool
+) -> Config | None:
+    """The config of the mirror's newest checkpoint; None if it has none.
+
+    Raises DataError if they are not checkpoints of this run.
+    """
+    place = f"checkpoint.mirror={mirror.url}"
+    if manifests and not resumes:
+        raise DataError(
+            f"{place} holds checkpoints, the newest of step {max(manifests)}",
+            "a run that does not resume would mix its own with them; name another folder, or"
+            " empty that one",
+        )
+    newest = next(iter(manifests.values()), {})
+    if not newest.get("config"):
+        return None
+    earlier, _ = bind_frozen(newest["config"])
+    if earlier is None:
+        return None
+    remedy = "name another folder as checkpoint.mirror"
+    problems = of_another_run(earlier, config, place, remedy)
+    if problems:
+        raise DataError("; ".join(problems), "one folder is for one run")
+    return earlier
 
 
 def finish(
@@ -106,43 +128,57 @@ def finish(
     status: RankStatus,
     device: str,
 ) -> bool:
-    """Waits for the last copy, however long it takes, as long as it moves. All ranks do, in short
-    exchanges: nobody is taken for hung. mirroring: on rank 0. Returns whether nothing is left to do
-    for the next start.
+    """Wait for the last copy, however long it takes, as long as it moves.
 
-    After a stop it waits for half of launch.grace_seconds at most. Raises WriteError if the newest
+    All ranks do, in short exchanges: none is taken for hung. After a stop it waits for half of
+    launch.grace_seconds at most.
+
+    mirroring: on rank 0; None on the others.
+
+    Returns whether nothing is left to do for the next start. Raises WriteError if the newest
     checkpoint of a completed run could not be copied.
     """
     if not config.checkpoint.mirror:
         return True
-    launch = config.launch
-    state = COPYING
-    while state == COPYING:
-        found = mirroring and mirroring.state(
-            stop, launch.grace_seconds / 2, launch.timeout_seconds
-        )
-        state = from_leader(found, device)
-        if state == COPYING:
-            _wait(status)
-    if state == COPIED:
+    state = _final_state(mirroring, config, stop, status, device)
+    if state == CopyState.COPIED:
         return True
+    is_stopped = stop.requested.is_set()
     if mirroring:
-        what = (
+        problem = (
             f"the newest checkpoint could not be copied to checkpoint.mirror={mirroring.mirror.url}"
         )
-        remedy = f"it is in {mirroring.newest}; check the store, and start the same command again"
-        if state == FAILED and not stop.requested.is_set():
-            raise WriteError(f"{what}: {mirroring.error}", remedy) from mirroring.error
+        if state == CopyState.FAILED and not is_stopped:
+            raise WriteError(
+                f"{problem}: {mirroring.error}",
+                f"it is in {mirroring.newest}; check the store, and start the same command again",
+            ) from mirroring.error
         if not stop.goes_on:
-            log.warning(
-                "%s%s; the same command does it",
-                what,
-                f": {mirroring.error}" if mirroring.error else " yet",
-            )
-    return not stop.requested.is_set()
+            reason = f": {mirroring.error}" if mirroring.error else " yet"
+            log.warning("%s%s; the same command does it", problem, reason)
+    return not is_stopped
+
+
+def _final_state(
+    mirroring: Mirroring | None,
+    config: Config,
+    stop: StopController,
+    status: RankStatus,
+    device: str,
+) -> str:
+    """Wait until the last copy has ended or is given up. The same on all ranks."""
+    patience_seconds = config.launch.grace_seconds / 2
+    while True:
+        state = None
+        if mirroring:
+            state = mirroring.state(stop, patience_seconds, config.launch.timeout_seconds)
+        agreed = from_leader(state, device)
+        if agreed != CopyState.COPYING:
+            return agreed
+        _wait(status)
 
 
 def _wait(status: RankStatus) -> None:
-    """For another look; the launcher sees that the run is alive."""
+    """Until another look; the launcher sees that the run is alive."""
     time.sleep(LOOK_SECONDS)
     status.batches += 1

@@ -1,9 +1,7 @@
-"""Checkpoints that are there: found, verified, described, loaded. What is in one:
-writer.py."""
+"""Find, verify, describe and load checkpoints. The files in one: writer.py."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
@@ -28,6 +26,8 @@ AVERAGE = "ema.safetensors"
 TRAINING = "training.pt"
 BEST = "best"
 """The link to the best checkpoint of a run, beside it."""
+NAMES_SHOWN = 6
+"""Names of weights in the message about another model."""
 log = logging.getLogger(__name__)
 
 
@@ -36,100 +36,135 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
 
     resume: auto (the newest valid one in run_dir), never, or the path of a checkpoint or of a run.
     which: of a run's path the `last`, the `best`, or, with `auto`, the best if the run has one.
+
     Raises DataError if a path, or a run with checkpoints, holds no valid one: a run never starts
     over silently.
     """
     if resume == "never":
         return None
-    place = run_dir if resume == "auto" else Path(resume)
-    link = place / "checkpoints" / BEST
-    if (place / MANIFEST).is_file():
-        candidates = [place.parent / place.readlink() if place.is_symlink() else place]
-    elif which == "best" or (which == "auto" and link.is_symlink()):
-        if not link.is_symlink():
-            raise DataError(
-                f"{place} has no best checkpoint: it was trained without checkpoint.best",
-                "use checkpoint.which=last",
-            )
-        candidates = [link.parent / link.readlink()]
-    else:
-        candidates = places(place)
+    folder = run_dir if resume == "auto" else Path(resume)
+    candidates = _candidates(folder, which)
     for path in candidates:
-        defect = defect_of(path) or _nan(path)
+        defect = defect_of(path) or _nan_weight(path)
         if defect is None:
             return path
         log.warning("checkpoint %s is passed over: %s", path, defect)
-    if resume == "auto" and not candidates:
-        if done := last_step(run_dir):
-            log.warning(
-                "%s had reached step %d but holds no checkpoint; starting from step 0",
-                run_dir,
-                done,
-            )
-        return None
-    if not candidates:
-        runs = sorted(
-            manifest.parents[2] for manifest in place.glob(f"*/checkpoints/step_*/{MANIFEST}")
+    if candidates:
+        raise _none_valid(folder, candidates[0], which)
+    if resume != "auto":
+        raise _none_there(folder)
+    reached = last_step(run_dir)
+    if reached:
+        log.warning(
+            "%s had reached step %d but holds no checkpoint; starting from step 0", run_dir, reached
         )
-        if runs:
-            remedy = f"name a run inside, as {runs[-1]}"
-        else:
-            remedy = "name a checkpoint, or a run that has saved one"
-        raise DataError(f"{place} holds no valid checkpoint", remedy)
-    if candidates[0].parent == link.parent and which != "last":
+    return None
+
+
+def _candidates(folder: Path, which: str) -> list[Path]:
+    """The checkpoints in question, the first choice first.
+
+    folder: a run's or a checkpoint's.
+    """
+    if (folder / MANIFEST).is_file():
+        return [_target(folder)]
+    link = folder / "checkpoints" / BEST
+    if which == "last" or (which == "auto" and not link.is_symlink()):
+        return places(folder)
+    if not link.is_symlink():
+        raise DataError(
+            f"{folder} has no best checkpoint: it was trained without checkpoint.best",
+            "use checkpoint.which=last",
+        )
+    return [_target(link)]
+
+
+def _target(path: Path) -> Path:
+    """The checkpoint that a link to it points to."""
+    return path.parent / path.readlink() if path.is_symlink() else path
+
+
+def _none_there(folder: Path) -> DataError:
+    manifests = folder.glob(f"*/checkpoints/step_*/{MANIFEST}")
+    runs = sorted(manifest.parents[2] for manifest in manifests)
+    remedy = "name a checkpoint, or a run that has saved one"
+    if runs:
+        remedy = f"name a run inside, as {runs[-1]}"
+    return DataError(f"{folder} holds no valid checkpoint", remedy)
+
+
+def _none_valid(folder: Path, candidate: Path, which: str) -> DataError:
+    last = ""
+    if which != "last" and candidate.parent == folder / "checkpoints":
         last = "checkpoint.which=last, "
-    else:
-        last = ""
-    raise DataError(
-        f"{place} holds no valid checkpoint",
+    return DataError(
+        f"{folder} holds no valid checkpoint",
         f"name another checkpoint.resume=PATH, or {last}checkpoint.resume=never",
     )
 
 
-def best_of(kept: list[Path], selection: Selection) -> Path | None:
-    """The checkpoint whose score is the best, the earliest of equal ones; None if none has a finite
+def best_of(paths: list[Path], selection: Selection) -> Path | None:
+    """The checkpoint with the best score, the earliest of equal ones; None if none has a finite
     score."""
-    scored = []
-    for place in sorted(kept):
-        with contextlib.suppress(OSError, ValueError):  # a corrupt one is nobody's best
-            score = read_manifest(place).get(selection.split)
-            rank = selection.rank(score) if score else [math.inf]
-            scored += [] if math.isinf(rank[0]) else [(rank, place)]
-    return min(scored)[1] if scored else None
+    ranked = []
+    for path in sorted(paths):
+        try:
+            score = read_manifest(path).get(selection.split)
+        except (OSError, ValueError):  # a corrupt one is nobody's best
+            continue
+        if not score:
+            continue
+        rank = selection.rank(score)
+        if not math.isinf(rank[0]):
+            ranked.append((rank, path))
+    return min(ranked)[1] if ranked else None
 
 
 def existing(run_dir: Path, step: int) -> str | None:
     """The path of the checkpoint of a step; None if there is none."""
-    place = place_of(run_dir, step)
-    return str(place) if place.is_dir() else None
+    path = place_of(run_dir, step)
+    return str(path) if path.is_dir() else None
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Which checkpoint of its run it is, for people and for summary.json: its path and step,
-    whether it is the `best` or the `last`, and for the best the metric by which it is, with its
-    value."""
+    """Facts of a checkpoint for people and for summary.json.
+
+    Its path and step; whether it is the `best` or the `last` of its run; for the best the metric
+    by which it is, with its value.
+    """
     manifest = read_manifest(path)
-    link = path.parent / BEST
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "path": str(path),
         "step": manifest["step"],
         "which": None,
         "metric": None,
         "value": None,
     }
+    link = path.parent / BEST
+    newest = next(iter(places(path.parent.parent)), path)
     if link.is_symlink() and link.readlink() == Path(path.name):
         selection = Selection(**manifest["best_by"])
         score = manifest[selection.split]
         metric = selection.metrics_of(score)[0]
-        found |= {"which": "best", "metric": f"{selection.split}.{metric}", "value": score[metric]}
-    elif path == next(iter(places(path.parent.parent)), path):
-        found["which"] = "last"
-    return found
+        facts["which"] = "best"
+        facts["metric"] = f"{selection.split}.{metric}"
+        facts["value"] = score[metric]
+    elif path == newest:
+        facts["which"] = "last"
+    return facts
+
+
+def has_average(path: Path) -> bool:
+    """Whether a checkpoint has an average of the weights.
+
+    By its manifest: a file server may show a file to some ranks only later.
+    """
+    return AVERAGE in read_manifest(path)["files"]
 
 
 def weights_file(path: Path, average: bool) -> str:
     """The file of the weights, or of their average. Raises DataError if there is no average."""
-    if average and AVERAGE not in read_manifest(path)["files"]:
+    if average and not has_average(path):
         raise DataError(
             f"{path} has no average of the weights",
             "train with train.ema_decay, or leave average out",
@@ -138,17 +173,23 @@ def weights_file(path: Path, average: bool) -> str:
 
 
 def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
-    """Loads the weights. Raises DataError with the names that differ if they belong to another
-    model. file: AVERAGE for the average of the weights."""
+    """Load the weights of a checkpoint.
+
+    file: MODEL, or AVERAGE for the average of the weights.
+
+    Raises DataError with the names that differ if they belong to another model.
+    """
     weights = load_file(path / file)
     own = model.state_dict()
-    differing = sorted(set(weights) ^ set(own)) or [
-        name for name in own if own[name].shape != weights[name].shape
-    ]
+    differing = sorted(set(weights) ^ set(own))
+    if not differing:
+        differing = [name for name in own if own[name].shape != weights[name].shape]
     if differing:
+        names = ", ".join(differing[:NAMES_SHOWN])
+        if len(differing) > NAMES_SHOWN:
+            names += f" and {len(differing) - NAMES_SHOWN} more"
         raise DataError(
-            f"{path} belongs to another model; it differs in {', '.join(differing[:6])}"
-            + (f" and {len(differing) - 6} more" if len(differing) > 6 else ""),
+            f"{path} belongs to another model; it differs in {names}",
             "use the model= and data= that it was trained with",
         )
     model.load_state_dict(weights)
@@ -157,18 +198,25 @@ def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
 def load_checkpoint(
     folder: str | PathLike[str],
 ) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-    """What `save_checkpoint` was given: step, model and training, on the CPU; None if nothing was
-    saved yet. The newest that is whole: a corrupt one is passed over, with a warning. On every
-    process alike. Raises DataError if there are checkpoints, and none that can be trusted."""
-    found = find("auto", Path(folder))
-    if found is None:
+    """Load what `save_checkpoint` was given: step, model and training, on the CPU.
+
+    The newest that is whole: a corrupt one is passed over, with a warning. On every process alike.
+
+    Returns None if nothing was saved yet. Raises DataError if there are checkpoints, and none that
+    can be trusted.
+    """
+    path = find("auto", Path(folder))
+    if path is None:
         return None
-    return read_manifest(found)["step"], load_file(found / MODEL), load_training(found)
+    step = read_manifest(path)["step"]
+    return step, load_file(path / MODEL), load_training(path)
 
 
 def load_training(path: Path) -> dict[str, Any]:
-    """The `training` of the snapshot, on the host. Raises DataError if it is not plain data: no
-    code runs."""
+    """The contents of training.pt, on the host.
+
+    Raises DataError if it is not plain data: no code runs.
+    """
     try:
         return torch.load(path / TRAINING, weights_only=True, map_location="cpu")
     except UnpicklingError as error:
@@ -184,32 +232,43 @@ def defect_of(path: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be used: {error}"
     for name in {MODEL: 0, TRAINING: 0, **files}:
-        expected = files.get(name)
-        if not isinstance(expected, dict):
-            return f"{MANIFEST} does not list {name}"
-        try:
-            if (path / name).stat().st_size != expected.get("bytes"):
-                return f"{name} has the wrong size"
-            if sha256_of(path / name) != expected.get("sha256"):
-                return f"{name} does not match its sha256"
-        except (OSError, ValueError) as error:
-            return f"{name} cannot be read: {error}"
+        defect = _defect_of_file(path / name, files.get(name))
+        if defect:
+            return defect
     try:
-        torch.load(
-            path / TRAINING, weights_only=True, map_location="meta", mmap=True
-        )  # reads no tensor
+        # On the device meta, and mapped: reads no tensor.
+        torch.load(path / TRAINING, weights_only=True, map_location="meta", mmap=True)
     except (UnpicklingError, RuntimeError) as error:
         return f"{TRAINING} is not plain data: {first_line(error)}"
     return None
 
 
-def _nan(path: Path) -> str | None:
-    """Which trained weight is NaN; None if none is. No run saves such: every loss would be NaN.
-    Buffers may be NaN, and what is not trained; older checkpoints do not say which is which."""
+def _defect_of_file(file: Path, expected: Any) -> str | None:
+    """
+    expected: size and sha256 by the manifest.
+    """
+    if not isinstance(expected, dict):
+        return f"{MANIFEST} does not list {file.name}"
+    try:
+        if file.stat().st_size != expected.get("bytes"):
+            return f"{file.name} has the wrong size"
+        if sha256_of(file) != expected.get("sha256"):
+            return f"{file.name} does not match its sha256"
+    except (OSError, ValueError) as error:
+        return f"{file.name} cannot be read: {error}"
+    return None
+
+
+def _nan_weight(path: Path) -> str | None:
+    """The defect that a trained weight is NaN; None if none is.
+
+    No run saves such: every loss would be NaN. Buffers may be NaN, and what is not trained. Those
+    of `save_checkpoint` do not say which is which.
+    """
     trained = read_manifest(path).get("trained", [])
     with safe_open(path / MODEL, "pt") as file:
-        for name in [name for name in file.keys() if name in trained]:  # noqa: SIM118  it is no mapping
-            if file.get_tensor(name).isnan().any():
+        for name in file.keys():  # noqa: SIM118  it is not a mapping
+            if name in trained and file.get_tensor(name).isnan().any():
                 return f"{name} is NaN in {MODEL}"
     return None
 

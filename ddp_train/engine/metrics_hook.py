@@ -101,14 +101,14 @@ class MetricsHook:
         self.seconds_before = state["seconds"]
         self.epoch_seconds = list(state["epoch_seconds"])
         self.epoch_seconds_before = state["this_epoch_seconds"]
-        self.epoch_loss = Mean(*state.get("epoch_loss", []))  # older checkpoints have none
-        self.interval_loss = Mean(*state.get("interval_loss", []))  # likewise
+        self.epoch_loss = Mean(*state["epoch_loss"])
+        self.interval_loss = Mean(*state["interval_loss"])
         self.units_before = self.interval_loss.units
-        self.units = state.get("units", 0.0)  # likewise
-        self.last_epoch_loss = state.get("last_epoch_loss")
-        self.hardware.load_state(state.get("figures", {}))  # older checkpoints have none
-        self.recoveries = list(state.get("recoveries", []))  # likewise
-        self.owes_score = state.get("owes_score", False)  # likewise
+        self.units = state["units"]
+        self.last_epoch_loss = state["last_epoch_loss"]
+        self.hardware.load_state(state["figures"])
+        self.recoveries = list(state["recoveries"])
+        self.owes_score = state["owes_score"]
 
     def due(self, job: Job) -> int:
         return min(next_multiple(self.log_every_steps, job.step), job.plan.epoch_end(job.step))

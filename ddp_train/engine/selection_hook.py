@@ -125,10 +125,6 @@ class SelectionHook:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """{}: of a checkpoint of an earlier version."""
-        for one, before in (
-            (self.best, state.get("best")),
-            (self.stopping, state.get("early_stopping")),
-        ):
-            if one and before:
-                one.load_state(before)
+        self.best.load_state(state["best"])
+        if self.stopping and state["early_stopping"]:
+            self.stopping.load_state(state["early_stopping"])

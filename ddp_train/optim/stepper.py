@@ -126,7 +126,7 @@ class Stepper:
                     like = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device)
                     moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
-        norm = state.get("gradient_norm")  # older checkpoints have none
+        norm = state["gradient_norm"]
         self.norm = None if norm is None else norm.to(self.device)
 
     def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:

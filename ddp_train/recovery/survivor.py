@@ -13,14 +13,14 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ddp_train.checkpoints import averaged_weights, reader
-from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, with_unreported
+from ddp_train.checkpoints import reader
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, HookStates, add_unreported_loss
 from ddp_train.checkpoints.layout import place_of, places, read_manifest
-from ddp_train.checkpoints.writer import Snapshot, write
+from ddp_train.checkpoints.training_state import METRICS, collect_average
+from ddp_train.checkpoints.writer import SUPERSEDED, Snapshot, write_checkpoint
 from ddp_train.distributed.process_group import set_buffers
 from ddp_train.engine.loop import Job
 from ddp_train.errors import DataError
@@ -70,7 +70,7 @@ class Survivor:
         self.statuses = statuses
         self.all_are_known = bool(statuses)
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
-        self.before_hooks: tuple[int, dict[str, Any]] = -1, {}
+        self.before_hooks: tuple[int, HookStates] = -1, {}
         """The last step after which hooks acted, and their state before they did."""
         self.reported = -1
         """The last step whose losses hooks have taken, and those of the steps before it."""
@@ -79,7 +79,7 @@ class Survivor:
         """Notes where the hooks are: those of users too, which have been added by now."""
 
         def before(job: Job) -> None:
-            self.before_hooks = job.step, self.checkpoints.state()
+            self.before_hooks = job.step, self.checkpoints.hook_states()
             self.own.note_losses(job)
 
         def after(job: Job) -> None:
@@ -98,15 +98,14 @@ class Survivor:
         if not snapshot.manifest["hooks_owed"] and self._is_saved(job.step):
             return True
         job.stepper.check_finite.check_weights(job.step)
-        new = write(self.run_dir, snapshot, self.owner)
+        new = write_checkpoint(self.run_dir, snapshot, self.owner)
         for place in places(self.run_dir):  # of the deaths before, which no hook has removed yet
             with contextlib.suppress(
                 OSError, ValueError
             ):  # what cannot be read was not written here
                 if place < new and read_manifest(place).get(MARK):
-                    place.rename(
-                        place.with_name(f"{place.name}.part-old")
-                    )  # the next writer removes it
+                    # The next writer removes it.
+                    place.rename(place.with_name(place.name + SUPERSEDED))
         return True
 
     def _is_saved(self, step: int) -> bool:
@@ -141,13 +140,13 @@ class Survivor:
         )
         owed = begun == job.step and not known_done
         # On a GPU hooks may have begun after a step that turned out to be none.
-        state = state_before if owed or begun > job.step else self.checkpoints.state()
+        state = state_before if owed or begun > job.step else self.checkpoints.hook_states()
         if owed or self.reported != job.step:
             losses = [one.loss for one in known]
             unreported = Mean(
                 math.fsum(loss.sum for loss in losses), math.fsum(loss.units for loss in losses)
             )
-            state = with_unreported(state, unreported)
+            state = add_unreported_loss(state, unreported)
         gathered = torch.empty(len(ranks) if job.strategy.buffers_differ else 1, 0)
         if buffers := known[self.rank].buffers:
             with torch.no_grad():
@@ -162,11 +161,11 @@ class Survivor:
                 ]
             )
             set_buffers(job.module, gathered.mean(0))
-        average = (
-            job.stepper.average
-        )  # buffers are the same on all ranks then: no collective is needed
-        taken = average and averaged_weights.taken(average, job.strategy, job.module, copies=True)
-        again = owed and not state["record"]["owes_score"]
+        average = None
+        if job.stepper.average:
+            # Buffers are the same on all ranks then: no collective is needed.
+            average = collect_average(job.stepper.average, job.strategy, job.module, copies=True)
+        again = owed and not state[METRICS]["owes_score"]
         return self.checkpoints.snapshot(
-            job, gathered, taken, state, {MARK: True, "hooks_owed": again, "test": None}
+            job, gathered, average, state, {MARK: True, "hooks_owed": again, "test": None}
         )

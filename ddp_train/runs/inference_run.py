@@ -15,7 +15,8 @@ from ddp_train.assembly.data_sets import common_digests
 from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module
 from ddp_train.assembly.strategy import build_strategy
-from ddp_train.checkpoints import averaged_weights, reader
+from ddp_train.checkpoints import reader
+from ddp_train.checkpoints.scored_checkpoint import score_checkpoint
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.sample_facts import class_names
 from ddp_train.data.splits import Splits
@@ -48,14 +49,14 @@ class InferenceRun:
         strategy = build_strategy(config, run.world, run.device)
         module = build_module(config, sources.train, strategy, run.device)
         if module.further:
-            has_average = averaged_weights.has_average(checkpoint)
+            has_average = reader.has_average(checkpoint)
             metrics.check_metrics(config, module, sources, run.scored_batches, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
         evaluation = builder.build_evaluation(sources.test)
         description = reader.described(checkpoint)
         run.display.checkpoint(description)
         began = time.perf_counter()
-        score = averaged_weights.scored_checkpoint(checkpoint, evaluation)
+        score = score_checkpoint(checkpoint, evaluation)
         evaluation.close()
         return run.summaries.of(
             score and {"test": score},

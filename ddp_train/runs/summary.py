@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ddp_train.assembly import metrics
-from ddp_train.checkpoints import averaged_weights, reader
+from ddp_train.checkpoints import reader
+from ddp_train.checkpoints.scored_checkpoint import score_checkpoint
 from ddp_train.config.auto import described
 from ddp_train.config.freeze import facts_of_start
 from ddp_train.distributed.process_group import from_leader
@@ -97,9 +98,7 @@ class Summary:
             if best["step"] == job.step:
                 found["test"] = scores["test"].as_dict()
             elif place:
-                found["test"] = (
-                    tested := averaged_weights.scored_checkpoint(Path(place), test)
-                ) and tested.as_dict()
+                found["test"] = (tested := score_checkpoint(Path(place), test)) and tested.as_dict()
         return found
 
     def of_use(

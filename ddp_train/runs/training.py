@@ -21,16 +21,24 @@ from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_task
 from ddp_train.assembly.plan import warmup_steps
 from ddp_train.assembly.strategy import build_strategy
-from ddp_train.checkpoints import averaged_weights, mirror_run, reader
-from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
-from ddp_train.checkpoints.mirror import Mirror, Mirroring
+from ddp_train.checkpoints import mirror_run, reader
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, SaveTimes
+from ddp_train.checkpoints.mirror import Mirror
+from ddp_train.checkpoints.mirroring import Mirroring
+from ddp_train.checkpoints.training_state import (
+    METRICS,
+    SELECTION,
+    USER_HOOKS,
+    StatefulHook,
+    TrainingState,
+)
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
 from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import check_same_data
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import changes_of_number, hosts_follow, lost_rank
-from ddp_train.distributed.process_group import from_leader, set_buffers
+from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.engine.loop import Evaluation, Hook, Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook
@@ -188,22 +196,13 @@ class Training:
             data = run.config.data
             digests_then = self.start.manifest.get("data_digests", {})
             check_same_data(data.name, getattr(data, "root", None), digests_then, self.data_digests)
-        state = reader.load_training(path)
-        note = averaged_weights.restore(
-            path, state, job.stepper.average, job.module, run.world.rank
-        )
-        if note:
-            run.display.line(note)
-        reader.load_model(path, job.module.model)
-        if len(state["buffers"]) == run.world.size > 1:
-            set_buffers(job.module, state["buffers"][run.world.rank])
-        job.stepper.load_state(state)
-        self.metrics_hook.load_state(state["record"])
-        for note in self.user_hooks.load_state(state["hooks"]):
-            run.display.line(note)
+        hooks: dict[str, StatefulHook] = {METRICS: self.metrics_hook, USER_HOOKS: self.user_hooks}
         # Another run's may be of other data, and its checkpoints are not here.
         if is_of_this_run:
-            self.selection_hook.load_state(state["selection"])
+            hooks[SELECTION] = self.selection_hook
+        state = TrainingState.load(path)
+        for note in state.apply(path, job, hooks, run.world.rank):
+            run.display.line(note)
 
     def attach_hooks(self, tracking: Tracking) -> None:
         """Build the checkpoint hook, start the trackers, and give the job all of its hooks."""
@@ -394,7 +393,6 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
     config = run.config
     section = config.checkpoint
     selection_hook = training.selection_hook
-    user_hooks = training.user_hooks
     writer = None
     if run.world.is_leader:
         mirroring = None
@@ -427,10 +425,8 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
         writer,
         training.metrics_hook,
         manifest,
-        section.every_steps,
-        section.every_minutes,
-        section.best,
-        more_state=lambda: {"selection": selection_hook.state(), "hooks": user_hooks.state()},
+        SaveTimes(section.every_steps, section.every_minutes, section.best),
+        {SELECTION: selection_hook, USER_HOOKS: training.user_hooks},
     )
 
 

@@ -31,7 +31,7 @@ class TrainingRun(RunContext):
     """
 
     def execute(self) -> bool:
-        """Do what the config's mode asks for; False if the run was stopped and reader."""
+        """Do what the config's mode asks for; False if the run was stopped and saved."""
         set_process_flags(
             threads=int(self.config.launch.threads_per_process),
             deterministic=bool(self.config.deterministic),

@@ -16,10 +16,9 @@ from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import digests
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.user_dataset import UserDataset
-from ddp_train.distributed.process_group import same_everywhere
+from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
 from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.state import averaged_buffers
 from ddp_train.sessions.steps import Steps
 
 Collate = Callable[[list[Any]], Any]
@@ -182,7 +181,11 @@ class TestLoader:
         """Buffers that differ between processes, batch norm's statistics without synchronising, are
         their mean meanwhile."""
         model = self.steps.model
-        with averaged_buffers(model.module) if model else contextlib.nullcontext():
+        with (
+            averaged_buffers(model.module, keep_if_alike=True)
+            if model
+            else contextlib.nullcontext()
+        ):
             self.steps.is_scoring = True
             try:
                 for batch in self.batches:

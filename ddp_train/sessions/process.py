@@ -100,8 +100,8 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
                         steps.end()
                     except StoppedError:
                         is_stopped = True
-                    if steps.state:
-                        steps.state.finish()
+                    if steps.checkpoints:
+                        steps.checkpoints.finish()
             run._is_over = True
             steps.close()
             stop.close()

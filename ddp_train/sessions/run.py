@@ -17,8 +17,8 @@ from ddp_train.sessions.loader import (
     options_of,
     source_of,
 )
+from ddp_train.sessions.session_checkpoints import SessionCheckpoints, check_objects
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.state import State, check_objects
 from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.wrapped import Wrapped
 
@@ -146,14 +146,15 @@ class Run:
         """
         self._check("run.resume")
         steps = self._steps
-        if steps.state is not None:
+        if steps.checkpoints is not None:
             raise UsageError("run.resume was called twice", "call it once, with all objects")
         others = check_objects(objects, steps.model)
         assert steps.model, "check_objects has seen to it"
-        settings = steps.settings
-        steps.state = State(settings.run_dir, steps.model, others, settings.keep, steps.status)
+        steps.checkpoints = SessionCheckpoints(
+            steps.settings, steps.world, steps.model, others, steps.status
+        )
         steps.optimizers = {id(one) for one in others.values()}
-        steps.position = steps.state.restore(steps.device, self.rank, self.processes)
+        steps.position = steps.checkpoints.restore(steps.device)
         steps.status.step = steps.position.step
         return steps.position.step
 

@@ -22,8 +22,8 @@ from ddp_train.distributed.training_step import CURRENT, training_step
 from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
-from ddp_train.sessions.state import Position, State
 from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Steps:
         self.stop = stop
         self.position = Position()
         self.model: Wrapped | None = None
-        self.state: State | None = None
+        self.checkpoints: SessionCheckpoints | None = None
         self.loader_facts: dict[str, Any] = {}
         self.optimizers: set[int] = set()
         """Those that run.resume got, by id."""
@@ -89,15 +89,15 @@ class Steps:
     # --- epochs -----------------------------------------------------------------------------------
 
     def epochs(self, count: int, save_every: int) -> Iterator[int]:
-        if self.state is None:
+        if self.checkpoints is None:
             raise UsageError(
                 "run.epochs: run.resume was not called: nothing would be saved, and nothing"
                 " resumed",
                 "run.resume(model=model, optimizer=optimizer) before it, with whatever has a"
                 " state_dict",
             )
-        self.state.check_batches(self.loader_facts, self.position)
-        if self.state.found and self.position.epoch >= count and self.world.is_leader:
+        self.checkpoints.check_batches(self.loader_facts, self.position)
+        if self.checkpoints.resumed_from and self.position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
         while self.position.epoch < count:
             self.in_epoch = True
@@ -121,25 +121,25 @@ class Steps:
 
     def end(self) -> None:
         """At the end of the `with`: what a `break` has left unsaved."""
-        if self.in_epoch and self.state and self.is_whole:
+        if self.in_epoch and self.checkpoints and self.is_whole:
             if self.position.batch == self.loader_facts.get("steps_per_epoch"):
                 self.position.epoch = self.position.epoch + 1
                 self.position.batch = 0
-            if self.position != self.state.saved:
+            if self.position != self.checkpoints.saved:
                 self.save_now()
         self.in_epoch = False
 
     def _stop(self) -> None:
-        if self.state and self.state.saved != self.position:
+        if self.checkpoints and self.checkpoints.saved != self.position:
             self.save_now()
         raise StoppedError
 
     def save_now(self) -> None:
-        assert self.state, "epochs() has seen to it"
+        assert self.checkpoints, "epochs() has seen to it"
         self.is_save_due = False
         before = self.status.phase
         self.status.phase = "checkpoint"
-        self.state.save(self.position, self.loader_facts, self.world.size, self.world.is_leader)
+        self.checkpoints.save(self.position, self.loader_facts)
         self.status.phase = before
 
     # --- steps ------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from ddp_train.checkpoints.reader import load_training
+from ddp_train.checkpoints.training_state import STEPPER, TrainingState
 from tests.support.commands import Running, checkpoints, processes_of, running, wait_until, weights
 
 SAMPLES = 210
@@ -122,8 +122,12 @@ def words(folder: Path, ranks: int, *more: str) -> tuple[list[str], dict[str, st
 def state_of(run_dir: Path) -> str:
     """One hash of the newest checkpoint: weights, optimizer, scaler, every rank's buffers."""
     digest = hashlib.sha256(weights(run_dir))
-    training = load_training(run_dir / "checkpoints" / checkpoints(run_dir)[-1])
-    _digest({name: training[name] for name in ("optimizer", "scaler", "buffers")}, digest)
+    training = TrainingState.load(run_dir / "checkpoints" / checkpoints(run_dir)[-1])
+    stepper = training.objects[STEPPER]
+    _digest(
+        {**{name: stepper[name] for name in ("optimizer", "scaler")}, "buffers": training.buffers},
+        digest,
+    )
     return digest.hexdigest()
 
 

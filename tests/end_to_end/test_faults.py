@@ -23,6 +23,7 @@ from ddp_train.resilience.failure_report import Failure, Report, record, traceba
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
 from ddp_train.runs.worker import open_logs
 from ddp_train.telemetry.console import Display
+from tests.checkpoints.test_checkpoint import small_disk
 from tests.support.commands import (
     LAUNCH,
     ONE,
@@ -36,7 +37,6 @@ from tests.support.commands import (
     run,
     running,
 )
-from tests.training.test_checkpoint import small_disk
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
 

@@ -45,9 +45,12 @@ WITH_TORCH = [
     *(f"ddp_train.{room}." for room in ("data", "models", "tasks", "optim", "parallel")),
     *(f"ddp_train.{room}." for room in ("performance", "engine", "recovery", "assembly")),
     *("ddp_train.kernels.", "ddp_train.inference.", "ddp_train.runs."),
-    *(f"ddp_train.checkpoints.{name}" for name in ("averaged_weights", "checkpoint_hook")),
-    *(f"ddp_train.checkpoints.{name}" for name in ("mirror", "reader", "writer")),
-    *(f"ddp_train.sessions.{name}" for name in ("loader", "process", "run", "state", "steps")),
+    *(f"ddp_train.checkpoints.{name}" for name in ("checkpoint_hook", "scored_checkpoint")),
+    *(f"ddp_train.checkpoints.{name}" for name in ("mirror", "reader", "training_state", "writer")),
+    *(
+        f"ddp_train.sessions.{name}"
+        for name in ("loader", "process", "run", "session_checkpoints", "steps")
+    ),
     "ddp_train.sessions.wrapped",
     *("ddp_lab.doctor.collective_test", "ddp_lab.doctor.multihost_checks"),
     *(f"ddp_lab.study.{name}" for name in ("dry_plan", "step_times", "gradient_probe")),

@@ -35,9 +35,9 @@ from ddp_train.runs.inference_run import _refuse_other_data
 from ddp_train.tasks.builtin import Multilabel, Regression, Segmentation
 from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.task import Task
+from tests.checkpoints.test_checkpoint import small_disk
 from tests.support.commands import ONE, THREE, environment, fatal_lines, read, run
 from tests.support.jobs import datasets_of
-from tests.training.test_checkpoint import small_disk
 
 OWN = """
 import torch

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
+from ddp_train.checkpoints.training_state import STEPPER, TrainingState
 from ddp_train.config.freeze import freeze
 from ddp_train.config.metrics import problems
 from ddp_train.distributed.world import World
@@ -279,12 +280,13 @@ def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bytes(tmp_path: P
     one, other = (tmp_path / name / "checkpoints/step_00000008" for name in ("whole", "again"))
     for name in ("model.safetensors", "ema.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
-    for key in ("optimizer", "average", "buffers"):
-        states = [
-            torch.load(place / "training.pt", weights_only=True)[key] for place in (one, other)
-        ]
-        torch.testing.assert_close(*states, rtol=0, atol=0)
-    buffers = torch.load(one / "training.pt", weights_only=True)["average"]["buffers"]
+    state, resumed = TrainingState.load(one), TrainingState.load(other)
+    optimizers = [found.objects[STEPPER]["optimizer"] for found in (state, resumed)]
+    torch.testing.assert_close(*optimizers, rtol=0, atol=0)
+    torch.testing.assert_close(state.buffers, resumed.buffers, rtol=0, atol=0)
+    assert state.average and resumed.average
+    torch.testing.assert_close(vars(state.average), vars(resumed.average), rtol=0, atol=0)
+    buffers = state.average.buffers
     assert len(buffers) == 3 and buffers.std(0).max() > 0, (
         "each process has statistics of its own samples"
     )
@@ -378,9 +380,9 @@ def test_the_average_is_copied_when_the_checkpoint_before_is_written() -> None:
     )
     calls = mock.Mock()
     hook = CheckpointHook(calls.writer, mock.Mock(), {})
-    with mock.patch("ddp_train.checkpoints.averaged_weights.taken", calls.taken):
-        hook._save(job_of(config, World()))
-    assert [name for name, _, _ in calls.mock_calls] == ["writer.wait", "taken", "writer.submit"]
+    with mock.patch("ddp_train.checkpoints.checkpoint_hook.collect_average", calls.collect):
+        hook.save(job_of(config, World()))
+    assert [name for name, _, _ in calls.mock_calls] == ["writer.wait", "collect", "writer.submit"]
 
 
 def test_metrics_of_the_average_are_known_where_there_is_one() -> None:

@@ -26,8 +26,9 @@ from fsspec.spec import AbstractFileSystem
 from ddp_lab.prove.configs import for_proof
 from ddp_lab.study.request import resolve_run
 from ddp_train.checkpoints.layout import MANIFEST, digest_of, place_of, read_manifest
-from ddp_train.checkpoints.mirror import Mirror, Mirroring, owner_of
+from ddp_train.checkpoints.mirror import Mirror, owner_of
 from ddp_train.checkpoints.mirror_run import fetch_alone, finish
+from ddp_train.checkpoints.mirroring import Mirroring
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
 from ddp_train.errors import DataError, WriteError
@@ -38,6 +39,7 @@ from ddp_train.options.sections import CheckpointConfig
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from tests.checkpoints.test_checkpoint import snapshot, write_checkpoint
 from tests.support.commands import (
     PROGRAM,
     SMALL,
@@ -48,7 +50,6 @@ from tests.support.commands import (
     run,
     weights,
 )
-from tests.training.test_checkpoint import snapshot, write
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -79,7 +80,7 @@ def written(
     keep: int = 2,
 ) -> None:
     """Checkpoints as a run leaves them, each copied before the next one."""
-    mirror.take(owner_of(run_dir))
+    mirror.claim(owner_of(run_dir))
     mirroring = Mirroring(mirror, run_dir)
     writer = Writer(run_dir, keep=keep, mirroring=mirroring)
     for step in steps:
@@ -142,7 +143,7 @@ def test_what_is_not_whole_is_passed_over(mirror: Mirror, tmp_path: Path) -> Non
     assert "of step 1 was copied" in begun(mirror, tmp_path / "empty")
     assert checkpoints(tmp_path / "empty") == ["step_00000001"] and not list(tmp_path.rglob("evil"))
     written(tmp_path / "empty", mirror, 6)
-    assert sorted(mirror._begun()) == [1, 6, 7, 9], (
+    assert sorted(mirror.steps_listed()) == [1, 6, 7, 9], (
         "what is newer stays, and what is older goes, whole or not"
     )
 
@@ -193,15 +194,15 @@ def test_the_best_comes_before_the_newest(mirror: Mirror, tmp_path: Path) -> Non
     for step, loss in ((1, 0.1), (2, 0.5), (3, math.nan)):
         written(tmp_path / "run", mirror, step, manifest={**by, "test": {"loss": loss}}, keep=9)
     pulled: list[int] = []
-    whole = mirror._pull
+    whole = mirror.pull
     with mock.patch.object(
-        mirror, "_pull", lambda step, run_dir: (pulled.append(step), whole(step, run_dir))[1]
+        mirror, "pull", lambda step, run_dir: (pulled.append(step), whole(step, run_dir))[1]
     ):
         assert mirror.fetch(tmp_path / "empty", mirror.manifests(), -1, with_best=True) == 3
     assert pulled == [1, 3]
     assert "of step 3" in begun(mirror, tmp_path / "another", best=True)
     assert (tmp_path / "another/checkpoints/best").readlink() == Path("step_00000001")
-    written(tmp_path / "older", mirror, 8)  # its manifest does not say what is best
+    written(tmp_path / "older", mirror, 8)  # a manifest that does not say what is best
     assert "of step 8" in begun(mirror, tmp_path / "new", best=True)
 
 
@@ -216,7 +217,7 @@ def test_a_store_that_fails_for_a_while_gets_the_newest(mirror: Mirror, tmp_path
             raise ConnectionError("no route to host")
         whole(place)
 
-    mirror.take(owner_of(tmp_path / "run"))
+    mirror.claim(owner_of(tmp_path / "run"))
     mirroring = Mirroring(mirror, tmp_path / "run")
     writer = Writer(tmp_path / "run", keep=1, mirroring=mirroring)
     with mock.patch.object(mirror, "push", push):
@@ -245,7 +246,7 @@ def test_what_is_written_while_another_is_copied_is_copied_too(
     def steps() -> list[int]:
         held.wait(10)
         if not place_of(run_dir, 2).exists():
-            mirroring.submit(write(run_dir, snapshot(2, answer=42)))
+            mirroring.submit(write_checkpoint(run_dir, snapshot(2, answer=42)))
         return whole()
 
     with mock.patch.object(mirror, "steps", steps):
@@ -276,7 +277,7 @@ def test_the_end_of_a_run_waits_for_the_last_copy_as_long_as_it_moves(
         while time.monotonic() - began < seconds:
             time.sleep(0.05)
             if moves:
-                mirror._moved()
+                mirror.note_progress()
         whole(place)
 
     def slow() -> Mirroring:
@@ -343,7 +344,7 @@ def test_a_mirror_of_another_run_is_refused(mirror: Mirror, tmp_path: Path) -> N
 def test_of_two_runs_that_live_the_later_one_has_the_mirror(
     mirror: Mirror, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mirror.take(owner_of(tmp_path / "first"))
+    mirror.claim(owner_of(tmp_path / "first"))
     first = Mirroring(mirror, tmp_path / "first")
     written(tmp_path / "second", mirror, 5)
     writer = Writer(tmp_path / "first", keep=1, mirroring=first)
@@ -353,7 +354,7 @@ def test_of_two_runs_that_live_the_later_one_has_the_mirror(
     assert mirror.steps() == [5] and f"the run in {tmp_path}/second on None" in caplog.text
     held = run_lock.acquire(tmp_path / "third/lock.json")
     try:
-        mirror.take(owner_of(tmp_path / "third"))
+        mirror.claim(owner_of(tmp_path / "third"))
         assert "step 5" in begun(mirror, tmp_path / "third"), "it is its own"
         with pytest.raises(
             DataError, match=f"belongs to the run in {tmp_path}/third on .*, which is going on"

@@ -24,7 +24,8 @@ from ddp_train.checkpoints import reader
 from ddp_train.checkpoints import writer as writing
 from ddp_train.checkpoints.layout import digest_of, newest_step, places
 from ddp_train.checkpoints.reader import find, load_model, load_training
-from ddp_train.checkpoints.writer import Snapshot, Writer, copy_of, write
+from ddp_train.checkpoints.training_state import copy_of
+from ddp_train.checkpoints.writer import Snapshot, Writer, write_checkpoint
 from ddp_train.config.freeze import freeze
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import ConfigError, DataError, WriteError
@@ -46,7 +47,7 @@ def names(run_dir: Path) -> list[str]:
 
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
     one = snapshot(7, answer=42)
-    path = write(tmp_path, one)
+    path = write_checkpoint(tmp_path, one)
     assert find("auto", tmp_path) == path == tmp_path / "checkpoints/step_00000007"
     model = nn.Linear(3, 2)
     load_model(path, model)
@@ -58,8 +59,8 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
 
 def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
     """200 of 200: any bit of any file of a checkpoint, and of no other does the run go on."""
-    write(tmp_path, snapshot(1))
-    path = write(tmp_path, snapshot(2))
+    write_checkpoint(tmp_path, snapshot(1))
+    path = write_checkpoint(tmp_path, snapshot(2))
     draw = random.Random(5)
     seed = 5
     files = sorted(path.iterdir())
@@ -87,8 +88,8 @@ def test_every_flipped_bit_is_caught(tmp_path: Path) -> None:
 def test_truncated_and_missing_files_are_passed_over(
     file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = write(tmp_path, snapshot(1))
-    path = write(tmp_path, snapshot(2))
+    good = write_checkpoint(tmp_path, snapshot(1))
+    path = write_checkpoint(tmp_path, snapshot(2))
     content = (path / file).read_bytes()
     (path / file).write_bytes(content[: len(content) // 2])
     assert find("auto", tmp_path) == good
@@ -102,7 +103,7 @@ def test_truncated_and_missing_files_are_passed_over(
 
 def test_a_folder_of_runs_is_told_from_a_run(tmp_path: Path) -> None:
     for name in ("2026-01-01", "2026-01-02"):
-        write(tmp_path / name, snapshot(1))
+        write_checkpoint(tmp_path / name, snapshot(1))
     with pytest.raises(DataError) as refused:
         find(str(tmp_path), tmp_path)
     assert refused.value.remedy == f"name a run inside, as {tmp_path}/2026-01-02"
@@ -112,9 +113,9 @@ def test_weights_that_are_nan_are_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever wrote them: the run went on from there, and completed without a score."""
-    good = write(tmp_path, snapshot(1))
+    good = write_checkpoint(tmp_path, snapshot(1))
     model = {"weight": torch.tensor([1.0, math.nan]), "norm.running_var": torch.ones(2)}
-    write(tmp_path, Snapshot(2, model, {}, {"trained": ["weight"]}))
+    write_checkpoint(tmp_path, Snapshot(2, model, {}, {"trained": ["weight"]}))
     assert find("auto", tmp_path) == find(str(tmp_path), tmp_path / "other") == good
     assert "step_00000002 is passed over: weight is NaN in model.safetensors" in caplog.messages[0]
     skipped = {
@@ -122,7 +123,7 @@ def test_weights_that_are_nan_are_passed_over(
         "unset": torch.tensor([math.nan]),
         "norm.running_var": torch.tensor([math.nan]),
     }
-    kept = write(tmp_path, Snapshot(3, skipped, {}, {"trained": ["weight"]}))
+    kept = write_checkpoint(tmp_path, Snapshot(3, skipped, {}, {"trained": ["weight"]}))
     assert find("auto", tmp_path) == kept
     shutil.rmtree(good)
     shutil.rmtree(kept)
@@ -150,7 +151,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
 def test_a_save_that_was_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> None:
     """Of the same step once more: the one that was there is aside, the new one has not taken its
     place."""
-    only = write(tmp_path, snapshot(4))
+    only = write_checkpoint(tmp_path, snapshot(4))
     only.rename(only.with_name("step_00000004.part-corrupt-123"))
     (tmp_path / "checkpoints" / "step_00000004.part-456").mkdir()
     Writer(tmp_path, keep=1)
@@ -159,7 +160,7 @@ def test_a_save_that_was_killed_between_its_two_renames_loses_nothing(tmp_path: 
 
 
 def test_leftovers_of_a_torn_save_are_never_taken_and_are_removed(tmp_path: Path) -> None:
-    good = write(tmp_path, snapshot(1))
+    good = write_checkpoint(tmp_path, snapshot(1))
     for name in ("step_00000002.part-123", "step_00000001.part-old"):
         shutil.copytree(good, good.with_name(name))
     assert find("auto", tmp_path) == good
@@ -222,7 +223,7 @@ def save(writer: Writer, step: int) -> None:
 
 
 def test_only_what_is_named_as_a_checkpoint_counts(tmp_path: Path) -> None:
-    good = write(tmp_path, snapshot(1))
+    good = write_checkpoint(tmp_path, snapshot(1))
     for name in ("step_8_backup", "step_abcdefgh", "step_00000009x", "step_0000009"):
         shutil.copytree(good, good.with_name(name))
     assert find("auto", tmp_path) == good and newest_step(tmp_path) == 1
@@ -233,7 +234,7 @@ def test_only_what_is_named_as_a_checkpoint_counts(tmp_path: Path) -> None:
 def test_a_file_named_as_a_checkpoint_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = write(tmp_path, snapshot(1))
+    good = write_checkpoint(tmp_path, snapshot(1))
     stray = good.with_name("step_00000099")
     stray.write_text("not mine to rename")
     assert places(tmp_path) == [good] and find("auto", tmp_path) == good
@@ -246,7 +247,7 @@ def test_a_file_named_as_a_checkpoint_is_none(
 
 
 def test_a_manifest_with_odd_entries_is_a_defect(tmp_path: Path) -> None:
-    path = write(tmp_path, snapshot(1))
+    path = write_checkpoint(tmp_path, snapshot(1))
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["sha256"]
     manifest["trained"] = 7
@@ -297,14 +298,14 @@ def test_a_newer_one_is_verified_before_an_older_one_goes(
     writer = Writer(tmp_path, keep=1)
     writer.submit(lambda: snapshot(1))
     writer.finish()
-    whole = writing.write
+    whole = writing.write_checkpoint
 
     def spoiling(run_dir: Path, snapshot: Snapshot, *more: Any) -> Path:
         path = whole(run_dir, snapshot, *more)
         (path / reader.MODEL).write_bytes(b"\0" * (path / reader.MODEL).stat().st_size)
         return path
 
-    monkeypatch.setattr(writing, "write", spoiling)
+    monkeypatch.setattr(writing, "write_checkpoint", spoiling)
     writer.submit(lambda: snapshot(2))
     with pytest.raises(WriteError, match="corrupt as soon as it is written"):
         writer.finish()
@@ -315,13 +316,13 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = threading.Event()
-    whole = writing.write
+    whole = writing.write_checkpoint
 
     def slow(run_dir: Path, snapshot: Snapshot, *more: Any) -> Path:
         assert held.wait(10)
         return whole(run_dir, snapshot, *more)
 
-    monkeypatch.setattr(writing, "write", slow)
+    monkeypatch.setattr(writing, "write_checkpoint", slow)
     state = {"weight": torch.zeros(3)}
     writer = Writer(tmp_path, keep=2)
     writer.submit(lambda: Snapshot(1, map_tensors(copy_of, state), {}, {}))
@@ -395,10 +396,10 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_is_tried_again(
 
 def test_a_read_only_disk_is_a_write_error(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=400k") as disk:
-        path = write(disk, snapshot(1))
+        path = write_checkpoint(disk, snapshot(1))
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         with pytest.raises(WriteError, match="Read-only file system"):
-            write(disk, snapshot(2))
+            write_checkpoint(disk, snapshot(2))
         assert find("auto", disk) == path
 
 
@@ -415,7 +416,7 @@ def test_a_folder_that_takes_no_checkpoint_is_found_before_the_first_step(tmp_pa
     with pytest.raises(WriteError, match=r"no checkpoint can be written to .*: Not a directory"):
         Writer(tmp_path, keep=1)
     with small_disk(tmp_path / "disk", "size=400k") as disk:
-        write(disk, snapshot(1))
+        write_checkpoint(disk, snapshot(1))
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         with pytest.raises(
             WriteError, match=r"no checkpoint can be written to .*: Read-only file system"
@@ -424,8 +425,8 @@ def test_a_folder_that_takes_no_checkpoint_is_found_before_the_first_step(tmp_pa
 
 
 def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    older = write(tmp_path, snapshot(1))
-    path = write(tmp_path, snapshot(2))
+    older = write_checkpoint(tmp_path, snapshot(1))
+    path = write_checkpoint(tmp_path, snapshot(2))
 
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:

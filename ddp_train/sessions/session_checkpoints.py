@@ -1,0 +1,235 @@
+"""Checkpoints of a session: the launcher's, with any objects that the user names."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ddp_train.checkpoints import reader
+from ddp_train.checkpoints.layout import read_manifest
+from ddp_train.checkpoints.training_state import TrainingState, copy_of_weights
+from ddp_train.checkpoints.writer import Snapshot, Writer
+from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
+from ddp_train.distributed.replicas import check_same_weights
+from ddp_train.distributed.world import World
+from ddp_train.errors import DataError
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.sessions.settings import Settings, UsageError
+from ddp_train.sessions.wrapped import Wrapped
+from ddp_train.text import counted, first_line
+
+
+class Stateful(Protocol):
+    """An object that a session saves: an optimizer, a scheduler, one of the user's own."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
+
+
+@dataclass
+class Position:
+    """Where a loop is. `batch` of the current epoch's batches are done."""
+
+    epoch: int = 0
+    batch: int = 0
+    step: int = 0
+    """Batches done in all epochs."""
+
+    def __str__(self) -> str:
+        if not self.batch:
+            return f"epoch {self.epoch}"
+        return f"epoch {self.epoch}, after {counted(self.batch, 'step')}"
+
+
+class SessionCheckpoints:
+    """Saves and restores a session: the model, the user's objects, and where the loop is."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        world: World,
+        model: Wrapped,
+        objects: Mapping[str, Stateful],
+        status: RankStatus,
+    ) -> None:
+        """
+        objects: those beside the model, by the names that `run.resume` got.
+        """
+        self.settings = settings
+        self.world = world
+        self.model = model
+        self.objects = objects
+        self.status = status
+        self.writer: Writer | None = None
+        self.saved: Position | None = None
+        """The position that was saved last, or resumed from."""
+        self.resumed_from: Path | None = None
+        self.earlier_batches: dict[str, Any] = {}
+        """Facts that identify the batches of the checkpoint that the run resumed from."""
+
+    def check_batches(self, batches: dict[str, Any], position: Position) -> None:
+        """Inside an epoch the batches must be those of before; at its beginning others may follow.
+
+        batches: facts that identify them.
+
+        Raises DataError if they differ.
+        """
+        if self.resumed_from is None or not position.batch:
+            return
+        before = self.earlier_batches
+        differing = [name for name in batches if before.get(name) != batches[name]]
+        if not differing:
+            return
+        name = differing[0]
+        changed = f"{name} was {before.get(name)} and is {batches[name]}"
+        if name == "data":
+            changed = "its samples are others"
+        raise DataError(
+            f"{self.resumed_from} lies inside of epoch {position.epoch}, and run.loader changed"
+            f" since: {changed}",
+            "finish the epoch with what it began with, or start over in another run_dir",
+        )
+
+    def restore(self, device: str) -> Position:
+        """Load the newest checkpoint that is whole, and return its position.
+
+        Without one, the beginning. Raises DataError if it is of other objects.
+        """
+        path = reader.find("auto", self.settings.run_dir)
+        step = read_manifest(path)["step"] if path else -1
+        same_everywhere(step, device, "the step of the newest checkpoint")
+        if path is None:
+            return Position()
+        state = TrainingState.load(path)
+        assert state.session, "a session has saved it"
+        self._check_names(path, state.objects)
+        module = self.model.module
+        state.apply_weights(path, module, module, self.world.rank)
+        for name, holder in self.objects.items():
+            holder.load_state_dict(state.objects[name])
+        position = Position(**state.session["position"])
+        self.saved = replace(position)
+        self.resumed_from = path
+        self.earlier_batches = state.session["batches"]
+        print(f"resumed from step {position.step} ({position}): {path}", file=sys.stderr)
+        return position
+
+    def _check_names(self, path: Path, saved: dict[str, Any]) -> None:
+        differing = sorted({*saved} ^ {*self.objects})
+        if differing:
+            raise DataError(
+                f"{path} has {_listed(saved)} beside the model, and run.resume got"
+                f" {_listed(self.objects)}; they differ in {', '.join(differing)}",
+                "give run.resume what it got when that was saved, or start over in another run_dir",
+            )
+
+    def save(self, position: Position, batches: dict[str, Any]) -> None:
+        """Save the state after this step. A collective: every process must call it.
+
+        Training continues while rank 0 writes.
+
+        batches: facts that identify them.
+        """
+        self.saved = replace(position)
+        module = self.model.module
+        check_same_weights(module)
+        with averaged_buffers(module, keep_if_alike=True) as buffers:
+            if self.world.is_leader:
+                self._open_writer().submit(partial(self._snapshot, position, batches, buffers))
+
+    def _open_writer(self) -> Writer:
+        if self.writer is None:
+            settings = self.settings
+            self.writer = Writer(settings.run_dir, settings.keep, None, self.status.set_saving)
+        return self.writer
+
+    def _snapshot(self, position: Position, batches: dict[str, Any], buffers: Tensor) -> Snapshot:
+        module = self.model.module
+        state = TrainingState(
+            objects={name: holder.state_dict() for name, holder in self.objects.items()},
+            buffers=buffers,
+            session={"position": asdict(position), "batches": batches},
+        )
+        manifest = {
+            "world_size": self.world.size,
+            "torch": torch.__version__,
+            "trained": [
+                name for name, parameter in module.named_parameters() if parameter.requires_grad
+            ],
+        }
+        return Snapshot(position.step, copy_of_weights(module), state.as_dict(), manifest)
+
+    def finish(self) -> None:
+        """Wait until all is written. Raises WriteError if the last one could not be."""
+        if self.writer:
+            self.writer.finish()
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def check_objects(objects: dict[str, Any], model: Wrapped | None) -> dict[str, Stateful]:
+    """The objects beside the model, which must be among them.
+
+    Raises UsageError for what cannot be saved.
+    """
+    if model is None:
+        raise UsageError(
+            "run.resume: there is no model yet", "call model = run.wrap(model) before it"
+        )
+    others = {
+        name: one for name, one in objects.items() if one is not model and one is not model.module
+    }
+    if len(others) == len(objects):
+        raise UsageError(
+            "run.resume: the model of run.wrap is not among its arguments, and would not be saved",
+            "run.resume(model=model, optimizer=optimizer)",
+        )
+    trained = {id(parameter) for parameter in model.parameters()}
+    for name, one in others.items():
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise UsageError(
+                f"run.resume: {name} is a {type(one).__name__}, without state_dict and"
+                " load_state_dict",
+                "give it objects that have both, as models, optimizers and schedulers have",
+            )
+        if isinstance(one, torch.optim.Optimizer) and not parameter_ids(one) & trained:
+            raise UsageError(
+                f"run.resume: {name} was built on parameters that are not those of the model of"
+                " run.wrap",
+                "build it after model = run.wrap(model), on model.parameters()",
+            )
+        _check_plain(name, one)
+    return others
+
+
+def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The `id` of each parameter that an optimizer updates."""
+    groups = optimizer.param_groups
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _check_plain(name: str, holder: Stateful) -> None:
+    """Raises UsageError if no checkpoint could be read with the state of an object."""
+    content = io.BytesIO()
+    torch.save(holder.state_dict(), content)
+    content.seek(0)
+    try:
+        torch.load(content, weights_only=True, map_location="cpu")
+    except UnpicklingError as error:
+        raise UsageError(
+            f"run.resume: the state_dict of {name} is not plain data: {first_line(error)}",
+            "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a"
+            " checkpoint is read",
+        ) from None
