@@ -15,7 +15,7 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.mix import Mix
 from ddp_train.options.schema import Config
-from ddp_train.tasks.builtin import Supervised
+from ddp_train.tasks.supervised import Supervised
 from ddp_train.tasks.task import Task
 
 

@@ -26,7 +26,7 @@ from ddp_train.options.model import FineTuning
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.performance import switches
-from ddp_train.tasks.choose import MANY, TASKS, check_numbers, choose
+from ddp_train.tasks.choose import SAMPLED_TARGETS, TASKS, check_numbers, choose
 from ddp_train.tasks.own import complete
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.try_out import check_loss, check_scores
@@ -84,7 +84,8 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
         return complete(instantiate("task", section))
     name = choose(section.name, sample)
     if section.name == "auto" and name == "regression":
-        spread = np.linspace(0, len(source) - 1, MANY).astype(int)  # the first may be of one class
+        # The first ones may be of one class.
+        spread = np.linspace(0, len(source) - 1, SAMPLED_TARGETS).astype(int)
         check_numbers(source.get_batch(spread, None))
     task = TASKS[name]
     facts = {"bytes_per_token": getattr(source, "bytes_per_token", None)}

@@ -4,25 +4,32 @@ its outputs."""
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.tasks.task import ScoreSums, Task
-from ddp_train.text import counted
+from ddp_train.tasks.supervised import (
+    IGNORED,
+    FactorsOfOutputs,
+    Supervised,
+    TargetForm,
+    first_numbers,
+    form_of,
+    of_torchvision,
+    one_tensor,
+    refuse,
+    refuse_targets,
+    wide_of,
+)
+from ddp_train.tasks.task import ScoreSums
 
-IGNORED = -100
-"""torch's own: a target of this value is no unit."""
 NO_LABEL = -(2**31)
 """torch leaves out labels of -100 without a word, which would count as samples here; no label has
 this value."""
-PAIR = (tuple, list)
-"""As `tuple | list`, which is made anew in each step."""
 TOP = 5
 REGRESSION_LOSSES = {
     "mse": functional.mse_loss,
@@ -32,99 +39,15 @@ REGRESSION_LOSSES = {
 }
 
 
-class BuiltIn(Task, ABC):
-    """Scores and predictions from the same forward pass."""
-
-    def check(self, batch: Any) -> None:
-        """Of some samples: raises ConfigError if the targets cannot be right, whatever the
-        model."""
-
-    @abstractmethod
-    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The outputs of the model, [n, ...], and the targets."""
-
-    @abstractmethod
-    def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
-        """See `Task.score`."""
-
-    @abstractmethod
-    def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Task.predict`; outputs in float32 at least."""
-
-    def score(self, model: nn.Module, batch: Any) -> ScoreSums:
-        return self.scores_of(*self.outputs_and_targets(model, batch))
-
-    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        return self.predictions_of(*self.outputs_and_targets(model, batch))
-
-    def score_and_predict(
-        self, model: nn.Module, batch: Any
-    ) -> tuple[ScoreSums, tuple[Tensor, Tensor]]:
-        both = self.outputs_and_targets(model, batch)
-        return self.scores_of(*both), self.predictions_of(*both)
-
-
-class Supervised(BuiltIn):
-    """Inputs and targets, and one tensor as the model's output."""
-
-    unit = "sample"
-    units_are_samples = True
-
-    def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        inputs, targets = self.pair(batch)
-        return one_tensor(model(inputs)), targets
-
-    def pair(self, batch: Any) -> tuple[Any, Tensor]:
-        """Inputs and targets. Raises DataError if the batch is something else."""
-        if isinstance(batch, PAIR) and len(batch) == 2 and isinstance(batch[1], Tensor):
-            inputs, targets = batch
-            if targets.dtype == torch.int64 or targets.is_floating_point():
-                return inputs, targets
-            # Integers of other widths, and truth values, as numpy has them, are labels too.
-            return inputs, targets.long()
-        if isinstance(batch, tuple | list):
-            what = f"{type(batch).__name__} of {len(batch)}"
-        else:
-            what = type(batch).__name__
-        raise DataError(
-            f"a batch is a {what}",
-            "return (input, target) for each sample, or write a task of your own",
-        )
-
-    def check(self, batch: Any) -> None:
-        self.check_targets(self.pair(batch)[1])
-
-    def check_targets(self, targets: Tensor) -> None:
-        """See `BuiltIn.check`."""
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        outputs, targets = self.outputs_and_targets(model, batch)
-        return (
-            self.sum_of_losses(outputs, targets),
-            targets.shape[0],
-        )  # len() takes a microsecond more
-
-    @abstractmethod
-    def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """A scalar: over all units of the batch."""
-
-    def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """Of a batch of inputs alone, too: data to be predicted may have no targets."""
-        if isinstance(batch, Tensor):
-            return self.columns(one_tensor(of_torchvision(model(batch))))
-        inputs, targets = self.pair(batch)
-        return {**self.columns(one_tensor(of_torchvision(model(inputs)))), "target": targets}
-
-    @abstractmethod
-    def columns(self, outputs: Tensor) -> dict[str, Tensor]:
-        """What a model's outputs say of each sample."""
-
-
 class Classification(Supervised):
-    """Class labels, int64 [n], or soft labels, a part for each class, [n, k]. Outputs: logits [n,
-    k]."""
+    """Class labels, int64 [n], or soft labels, a part for each class, [n, k].
+
+    Outputs: logits [n, k].
+    """
 
     better: ClassVar[Mapping[str, str]] = {"accuracy": "max", "top5": "max"}
+    target_forms = (TargetForm("integers", 1), TargetForm("numbers", 2))
+    needed_targets = "integers [n], or numbers [n, classes]"
 
     def __init__(
         self,
@@ -133,37 +56,32 @@ class Classification(Supervised):
         label_smoothing: float = 0.0,
         class_weights: Any = None,
     ) -> None:
-        """classes: 0 if the data set does not say. class_weights: a factor on the loss of each
-        class; the mean is over samples all the same, not over weights as in torch's
-        `reduction="mean"`."""
+        """
+        classes: their number; 0 if the data set does not say.
+        class_weights: a factor on the loss of each class; the mean is over samples all the same,
+            not over weights as in torch's `reduction="mean"`.
+        """
         self.classes = classes
         self.loss_name = loss
         self.label_smoothing = label_smoothing
-        self.class_weights = _Constant("class_weights", class_weights)
+        self.class_weights = FactorsOfOutputs("class_weights", class_weights)
         if class_weights and classes and len(class_weights) != classes:
-            raise ConfigError(
-                [
-                    f"task.class_weights: has {len(class_weights)} numbers; the data have {classes}"
-                    " classes"
-                ]
-            )
+            counts = f"has {len(class_weights)} numbers; the data have {classes} classes"
+            raise ConfigError([f"task.class_weights: {counts}"])
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        if outputs.shape[-1] < self.classes:  # a GPU would only say that an assertion failed
+        # A GPU would only say that an assertion failed.
+        if outputs.shape[-1] < self.classes:
             refuse(outputs, f"the data have {self.classes} classes")
         try:
             wide = wide_of(outputs)
-            weight = self.class_weights.like(wide)
-            more = wide.shape[1] - targets.shape[1] if targets.ndim == 2 else 0
-            if more > 0:  # a model may have more outputs than there are classes, as with labels
-                targets = functional.pad(targets, (0, more))
             return functional.cross_entropy(
                 wide,
-                targets,
+                _padded_soft_labels(targets, wide.shape[1]),
                 reduction="sum",
                 ignore_index=NO_LABEL,
                 label_smoothing=self.label_smoothing,
-                weight=weight,
+                weight=self.class_weights.like(wide),
             )
         except IndexError:
             refuse(outputs, f"the labels go from {int(targets.min())} to {int(targets.max())}")
@@ -172,47 +90,66 @@ class Classification(Supervised):
         if targets.ndim != 2:
             return
         parts = targets[0].double()
-        if parts.min() < 0 or abs(parts.sum() - 1) > 0.01:
-            problem = (
-                f"the first sample's soft label is {_some(parts)}, whose sum is {parts.sum():.4g}"
+        total = parts.sum()
+        if parts.min() < 0 or abs(total - 1) > 0.01:
+            label = first_numbers(parts)
+            refuse_targets(
+                "classification",
+                f"the first sample's soft label is {label}, whose sum is {total:.4g}",
+                "parts of classes sum to 1; for several labels of a sample use task=multilabel",
             )
-            remedy = "parts of classes sum to 1; for several labels of a sample use task=multilabel"
-            raise ConfigError([f"task=classification: {problem}; {remedy}"])
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         samples = len(targets)
+        labels = _hard_labels(targets)
         scores: dict[str, tuple[Tensor | float, Tensor | float]] = {
-            "loss": (self.sum_of_losses(outputs, targets), samples)
+            "loss": (self.sum_of_losses(outputs, targets), samples),
+            "accuracy": ((outputs.argmax(-1) == labels).sum(), samples),
         }
-        labels = targets.argmax(-1) if targets.ndim == 2 else targets
-        scores["accuracy"] = ((outputs.argmax(-1) == labels).sum(), samples)
         if outputs.shape[-1] > TOP:
-            scores["top5"] = ((outputs.topk(TOP).indices == labels[:, None]).sum(), samples)
+            is_top = outputs.topk(TOP).indices == labels[:, None]
+            scores["top5"] = (is_top.sum(), samples)
         return scores
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return wide_of(outputs).log_softmax(-1), (
-            targets.argmax(-1) if targets.ndim == 2 else targets
-        )
+        return wide_of(outputs).log_softmax(-1), _hard_labels(targets)
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
         return {"prediction": outputs.argmax(-1), "probability": wide_of(outputs).softmax(-1)}
 
 
+def _padded_soft_labels(targets: Tensor, outputs: int) -> Tensor:
+    """Soft labels for a model that has more outputs than there are classes; others as they are."""
+    if targets.ndim != 2 or targets.shape[1] >= outputs:
+        return targets
+    return functional.pad(targets, (0, outputs - targets.shape[1]))
+
+
+def _hard_labels(targets: Tensor) -> Tensor:
+    """Class labels [n]; of soft labels the class with the largest part."""
+    return targets.argmax(-1) if targets.ndim == 2 else targets
+
+
 class Multilabel(Supervised):
-    """Any number of labels per sample: float targets [n, k], each 0 or 1 (or between). Outputs:
-    logits [n, k]."""
+    """Any number of labels per sample: float targets [n, k], each 0 or 1 (or between).
+
+    Outputs: logits [n, k].
+    """
 
     better: ClassVar[Mapping[str, str]] = {"f1_macro": "max", "exact_match": "max"}
+    target_forms = (TargetForm("numbers", 1), TargetForm("numbers", 2), TargetForm("integers", 2))
+    needed_targets = "0 or 1 in [n, labels], or numbers 0 or 1 in [n]"
 
     def __init__(self, loss: str = "bce", pos_weight: Any = None) -> None:
-        """pos_weight: a factor on the loss of a label that applies, one number or one per label.
-        The loss of a sample is the mean over its labels."""
+        """
+        loss: of a sample the mean over its labels.
+        pos_weight: a factor on the loss of a label that applies, one number or one per label.
+        """
         self.loss_name = loss
-        self.pos_weight = _Constant("pos_weight", pos_weight)
+        self.pos_weight = FactorsOfOutputs("pos_weight", pos_weight)
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Targets [n], of one label, as [n, 1]."""
+        """Outputs and targets [n, k]; targets [n], of one label, become [n, 1]."""
         outputs, targets = super().outputs_and_targets(model, batch)
         if targets.ndim == 1 and outputs.numel() == len(targets):
             return outputs.view(-1, 1), targets[:, None]
@@ -220,12 +157,10 @@ class Multilabel(Supervised):
 
     def check_targets(self, targets: Tensor) -> None:
         if targets.min() < 0 or targets.max() > 1:
-            problem = f"the first sample's targets are {_some(targets[0])}"
-            raise ConfigError(
-                [
-                    f"task=multilabel: {problem}; give 1 for each label that applies, and 0 for the"
-                    " others"
-                ]
+            refuse_targets(
+                "multilabel",
+                f"the first sample's targets are {first_numbers(targets[0])}",
+                "give 1 for each label that applies, and 0 for the others",
             )
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -238,14 +173,15 @@ class Multilabel(Supervised):
         return losses / targets.shape[1]
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
-        found = outputs > 0
+        predicted = outputs > 0
         true = targets > 0.5
-        hits = (found & true).sum(0)
-        both = found.sum(0) + true.sum(0)
+        hits = (predicted & true).sum(0)
+        predicted_or_true = predicted.sum(0) + true.sum(0)
+        exact = (predicted == true).all(1)
         return {
             "loss": (self.sum_of_losses(outputs, targets), len(targets)),
-            "f1_macro": (2 * hits, both),
-            "exact_match": ((found == true).all(1).sum(), len(targets)),
+            "f1_macro": (2 * hits, predicted_or_true),
+            "exact_match": (exact.sum(), len(targets)),
         }
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,12 +192,26 @@ class Multilabel(Supervised):
 
 
 class Regression(Supervised):
-    """Numbers: float targets [n] or [n, k]. Outputs of as many numbers; dimensions of size 1 may
-    differ."""
+    """Numbers: float targets [n] or [n, k].
+
+    Outputs: as many numbers; dimensions of size 1 may differ.
+    """
+
+    target_forms = (TargetForm("numbers", 1), TargetForm("numbers", 2))
+    needed_targets = "numbers [n] or [n, k]"
 
     def __init__(self, loss: str = "mse") -> None:
-        """loss: mse, mae, huber or smooth_l1; of a sample the mean over its k numbers."""
+        """
+        loss: mse, mae, huber or smooth_l1; of a sample the mean over its k numbers.
+        """
         self.loss_name = loss
+
+    @classmethod
+    def advice(cls, targets: Tensor) -> str:
+        kind, ndim = form_of(targets)
+        if kind == "integers" and ndim < 3:
+            return "return them as float32"
+        return ""
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         outputs, targets = super().outputs_and_targets(model, batch)
@@ -271,7 +221,9 @@ class Regression(Supervised):
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         total = REGRESSION_LOSSES[self.loss_name](outputs, targets, reduction="sum")
-        return total if targets.ndim == 1 else total / targets[0].numel()
+        if targets.ndim == 1:
+            return total
+        return total / targets[0].numel()
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         error = (outputs - targets).double()
@@ -285,19 +237,25 @@ class Regression(Supervised):
         return wide_of(outputs), targets
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"prediction": wide_of(outputs.squeeze(-1) if outputs.ndim == 2 else outputs)}
+        if outputs.ndim == 2:
+            outputs = outputs.squeeze(-1)
+        return {"prediction": wide_of(outputs)}
 
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         return {"rmse": math.sqrt(scores["mse"])}
 
 
 class Segmentation(Supervised):
-    """A class for every pixel: int64 targets [n, h, w]. Outputs: logits [n, k, h, w]. The mean is
-    over valid pixels."""
+    """A class for every pixel: int64 targets [n, h, w].
+
+    Outputs: logits [n, k, h, w]. The mean is over valid pixels.
+    """
 
     unit = "pixel"
     units_are_samples = False
     better: ClassVar[Mapping[str, str]] = {"pixel_accuracy": "max", "mean_iou": "max"}
+    target_forms = (TargetForm("integers", 3),)
+    needed_targets = "integers [n, h, w]"
 
     def __init__(
         self,
@@ -306,34 +264,30 @@ class Segmentation(Supervised):
         ignore_index: int = IGNORED,
         class_weights: Any = None,
     ) -> None:
-        """classes: 0 if the data set does not say. ignore_index: pixels of this class are no units.
-        class_weights: a factor on the loss of each class."""
+        """
+        classes: their number; 0 if the data set does not say.
+        ignore_index: pixels of this class are not units.
+        class_weights: a factor on the loss of each class.
+        """
         self.classes = classes
         self.loss_name = loss
         self.ignore_index = ignore_index
-        self.class_weights = _Constant("class_weights", class_weights)
+        self.class_weights = FactorsOfOutputs("class_weights", class_weights)
 
     def check_targets(self, targets: Tensor) -> None:
         valid = targets[targets != self.ignore_index]
-        if len(valid) and self.classes and (valid.min() < 0 or valid.max() >= self.classes):
-            detail, remedy = self._out_of_range(valid, f"the data have {self.classes} classes")
-            raise ConfigError([f"task=segmentation: {detail}; {remedy}"])
-
-    def _out_of_range(self, valid: Tensor, expected: str) -> tuple[str, str]:
-        low = int(valid.min())
-        high = int(valid.max())
-        marked = low if low < 0 else high
-        detail = f"the pixels of the first targets go from {low} to {high}, {expected}"
-        return detail, f"if {marked} marks what is to be left out, use task.ignore_index={marked}"
+        if not len(valid) or not self.classes:
+            return
+        if valid.min() < 0 or valid.max() >= self.classes:
+            problem, remedy = _out_of_range(valid, f"the data have {self.classes} classes")
+            refuse_targets("segmentation", problem, remedy)
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         inputs, targets = self.pair(batch)
         outputs = one_tensor(of_torchvision(model(inputs)))
         if outputs.ndim != 4 or outputs.shape[2:] != targets.shape[1:]:
-            refuse(
-                outputs,
-                f"the targets are of shape {list(targets.shape)}; [n, classes, h, w] is needed",
-            )
+            shape = f"the targets are of shape {list(targets.shape)}"
+            refuse(outputs, f"{shape}; [n, classes, h, w] is needed")
         return outputs, targets
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
@@ -343,9 +297,8 @@ class Segmentation(Supervised):
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         wide = wide_of(outputs)
         weight = self.class_weights.like(wide)
-        if (
-            torch.are_deterministic_algorithms_enabled()
-        ):  # on GPUs torch's kernel for images is refused then
+        # On GPUs torch's kernel for images is refused then.
+        if torch.are_deterministic_algorithms_enabled():
             wide = wide.movedim(1, -1).flatten(0, 2)
             targets = targets.flatten()
         try:
@@ -354,100 +307,41 @@ class Segmentation(Supervised):
             )
         except IndexError:  # on GPUs an assertion of the device
             valid = targets[targets != self.ignore_index]
-            raise DataError(
-                *self._out_of_range(valid, f"the model gives {outputs.shape[1]} classes")
-            ) from None
+            expected = f"the model gives {outputs.shape[1]} classes"
+            raise DataError(*_out_of_range(valid, expected)) from None
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
         classes = outputs.shape[1]
         valid = targets != self.ignore_index
-        found = outputs.argmax(1)[valid]
+        predicted = outputs.argmax(1)[valid]
         true = targets[valid]
-        pairs = torch.bincount(true * classes + found, minlength=classes**2).view(classes, classes)
-        hits = pairs.diagonal()
+        confusion = torch.bincount(true * classes + predicted, minlength=classes**2)
+        confusion = confusion.view(classes, classes)
+        hits = confusion.diagonal()
+        union = confusion.sum(0) + confusion.sum(1) - hits
         pixels = valid.sum()
         return {
             "loss": (self.sum_of_losses(outputs, targets), pixels),
             "pixel_accuracy": (hits.sum(), pixels),
-            "mean_iou": (hits, pairs.sum(0) + pairs.sum(1) - hits),
+            "mean_iou": (hits, union),
         }
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return wide_of(outputs).log_softmax(1), targets
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
-        """Of each pixel the class; the logits would take classes times four bytes a pixel."""
+        """The class of each pixel; its logits would take classes times four bytes."""
         return {"prediction": outputs.argmax(1).int()}
 
     def units_per_sample(self, batch: Any) -> float:
-        return self.pair(batch)[1][0].numel()
+        _, targets = self.pair(batch)
+        return targets[0].numel()
 
 
-class _Constant:
-    """Numbers of the config as a tensor beside the model's outputs, made once."""
-
-    def __init__(self, key: str, numbers: Any) -> None:
-        self.key = key
-        self.numbers = numbers
-        self.tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        """One for each GPU: the threads of DataParallel share this object."""
-
-    def like(self, outputs: Tensor) -> Tensor | None:
-        """outputs: [n, k, ...]. Raises DataError if there are not k numbers."""
-        if self.numbers is None:
-            return None
-        count = outputs.shape[1]
-        if isinstance(self.numbers, Sequence) and len(self.numbers) not in (1, count):
-            numbers = counted(len(self.numbers), "number")
-            raise DataError(
-                f"task.{self.key} has {numbers}, the model {count} outputs",
-                "give one number for each output",
-            )
-        place = outputs.device, outputs.dtype
-        if place not in self.tensors:
-            self.tensors[place] = torch.tensor(
-                self.numbers, device=outputs.device, dtype=outputs.dtype
-            )
-        return self.tensors[place]
-
-
-def wide_of(outputs: Tensor) -> Tensor:
-    """As float32 at least, as autocast computes losses: weights of classes would be rounded too."""
-    if outputs.dtype in (torch.bfloat16, torch.float16):
-        return outputs.float()
-    return outputs
-
-
-def one_tensor(outputs: Any) -> Tensor:
-    """Outputs of a model; an object with `logits`, as transformers' models return, stands for
-    these. Raises DataError if it is something else."""
-    if isinstance(
-        outputs, Tensor
-    ):  # first: what a tensor lacks is looked for in vain for a microsecond
-        return outputs
-    found = getattr(outputs, "logits", None)
-    if isinstance(found, Tensor):
-        return found
-    raise DataError(
-        f"the model returns a {type(outputs).__name__}",
-        "return one tensor, [n, ...], in training and in eval, or write a task of your own",
-    )
-
-
-def of_torchvision(outputs: Any) -> Any:
-    """torchvision's segmentation models return {"out": logits, ...}."""
-    if isinstance(outputs, Mapping) and "out" in outputs:
-        return outputs["out"]
-    return outputs
-
-
-def _some(numbers: Tensor) -> str:
-    shown = ", ".join(f"{number:g}" for number in numbers.flatten()[:TOP].tolist())
-    return f"[{shown}{', ...' if numbers.numel() > TOP else ''}]"
-
-
-def refuse(outputs: Tensor, expected: str) -> NoReturn:
-    raise DataError(
-        f"the model's outputs are of shape {list(outputs.shape)}, {expected}",
-        "correct the model's last layer, or the targets, or choose another task=",
-    )
+def _out_of_range(valid: Tensor, expected: str) -> tuple[str, str]:
+    """Problem and remedy where a pixel is not a class."""
+    low = int(valid.min())
+    high = int(valid.max())
+    stray = low if low < 0 else high
+    problem = f"the pixels of the first targets go from {low} to {high}, {expected}"
+    return problem, f"if {stray} marks what is to be left out, use task.ignore_index={stray}"

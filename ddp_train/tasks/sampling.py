@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp_train.data.rng import hash_key, uniform
-from ddp_train.tasks.builtin import one_tensor
+from ddp_train.tasks.supervised import one_tensor
 
 
 @torch.no_grad()

@@ -31,12 +31,13 @@ from ddp_train.models.config import MlpConfig
 from ddp_train.options.custom import CustomConfig
 from ddp_train.options.schema import Config
 from ddp_train.runs.plan_report import _task as plan_of_task
-from ddp_train.tasks.builtin import BuiltIn, Classification, Multilabel, Regression, Segmentation
+from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.choose import choose
 from ddp_train.tasks.config import ClassificationConfig
 from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.own import complete
 from ddp_train.tasks.score import Score, Scorer
+from ddp_train.tasks.supervised import BuiltIn
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.try_out import check_loss, check_scores, undisturbed
 from ddp_train.tensor_tree import map_tensors
@@ -933,7 +934,7 @@ def test_weights_in_a_task_that_nobody_trains_are_warned_of(
     task.teacher = nn.Linear(2, 2)  # type: ignore[attr-defined]
     complete(task)
     assert (
-        "the parameters of Returns.teacher want gradients, and nobody trains them; put it into"
+        "the parameters of Returns.teacher want gradients, and nobody trains them; to train it,"
         in caplog.text
     )
     caplog.clear()
@@ -949,7 +950,7 @@ def test_what_is_no_task_is_refused() -> None:
         complete(nn.Linear(2, 2))
     learned = nn.Linear(2, 2)
     learned.loss = lambda model, batch: (model(batch).sum(), 1)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="has parameters, which nobody would train"):
+    with pytest.raises(ConfigError, match="has parameters that no optimizer gets"):
         complete(learned)
     odd = Returns((torch.zeros(()), 1))
     odd.better = {"iou": "higher"}  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ddp_train.errors import ConfigError
-from ddp_train.tasks.builtin import IGNORED, BuiltIn, one_tensor, refuse, wide_of
+from ddp_train.tasks.supervised import IGNORED, BuiltIn, one_tensor, refuse, wide_of
 from ddp_train.tasks.task import ScoreSums
 
 
