@@ -26,8 +26,8 @@ def print_results(
     from ddp_train.telemetry.pages.run_files import read_run
     from ddp_train.telemetry.pages.run_page import uses
     from ddp_train.telemetry.pages.seeds import ONE_OF_EACH, SeedGroups
-    from ddp_train.telemetry.pages.sweep_page import ranked, trials_table
     from ddp_train.telemetry.pages.tables import show, tell
+    from ddp_train.telemetry.pages.trials import ranked, trials_table
 
     show(trials_table(rows, objective, at_once, note, digits=4))
     best = ranked(rows, better)[0]
@@ -86,7 +86,8 @@ class SweepPage:
     def print_results(self) -> None:
         """Prints the table and the best trial, and how to continue a sweep that was stopped."""
         from ddp_train.telemetry.pages.run_files import STOPPED
-        from ddp_train.telemetry.pages.sweep_page import goes_on, state_of
+        from ddp_train.telemetry.pages.sweep_page import goes_on
+        from ddp_train.telemetry.pages.trials import state_of
 
         table = self.table
         plan = table.plan

@@ -46,9 +46,10 @@ from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.run_files import RunFiles, as_typed, glance, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page, uses
 from ddp_train.telemetry.pages.seeds import SeedGroups
-from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page, trials_table
+from ddp_train.telemetry.pages.sweep_page import goes_on, sweep_page
 from ddp_train.telemetry.pages.tables import Table, show
 from ddp_train.telemetry.pages.timeline import Timeline
+from ddp_train.telemetry.pages.trials import trials_table
 from tests.support.browser import Page, browser, installed
 from tests.support.commands import ENDLESS, ONE, PROGRAM, SMALL, read, run, running, wait_until
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, 
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
 from ddp_train.telemetry.pages.run_events import clock
 from ddp_train.telemetry.pages.run_files import (
-    COMPLETED,
     FAILED,
     RUNNING,
     STOPPED,
@@ -24,8 +22,17 @@ from ddp_train.telemetry.pages.run_files import (
 from ddp_train.telemetry.pages.run_page import near, uses
 from ddp_train.telemetry.pages.seeds import Row, SeedGroups
 from ddp_train.telemetry.pages.tables import Table
+from ddp_train.telemetry.pages.trials import (
+    has_failed,
+    is_stopped,
+    parameters,
+    ranked,
+    state_of,
+    trials_table,
+    values_of,
+)
 from ddp_train.telemetry.score_lines import PERCENT, shown_metric
-from ddp_train.text import counted, word
+from ddp_train.text import word
 
 FEWEST_AXES = 3
 """Parameters from which parallel axes show more than a plot for each."""
@@ -36,120 +43,6 @@ MOST_TICKS = 8
 POINTS = 30_000
 """Of all curves of a plot together: 0.6 MB."""
 MOST_CURVES = 300
-MOST_COLUMNS = 10
-"""Of a table, beyond which a page shows what belongs to the sweep, and the others on demand."""
-
-
-def parameters(rows: Sequence[Row]) -> list[str]:
-    """The keys that the sweep varies."""
-    return list(dict.fromkeys(word.partition("=")[0] for row in rows for word in row["overrides"]))
-
-
-def values_of(row: Row) -> dict[str, Any]:
-    """The value of each key that is varied, numbers as such."""
-    return {
-        key: _number(value) for key, _, value in (word.partition("=") for word in row["overrides"])
-    }
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            value = kind(text)
-        except ValueError:
-            continue
-        return value if math.isfinite(value) else text
-    return text
-
-
-def ranked(rows: Sequence[Row], better: str | None) -> list[Row]:
-    """The best first; those without the objective last."""
-    sign = -1 if better == "max" else 1
-    return sorted(
-        rows,
-        key=lambda row: (
-            row.get("objective") is None,
-            sign * (row.get("objective") or 0.0),
-            row["trial"],
-        ),
-    )
-
-
-def trials_table(
-    rows: Sequence[Row], objective: str, at_once: int = 1, note: str = "", digits: int = 17
-) -> Table:
-    """A row for each trial, a column for each parameter. The objective stands first: on a phone it
-    is in sight. digits: of a value that was drawn."""
-    keys = parameters(rows)
-    typed = [dict(word.split("=", 1) for word in row["overrides"]) for row in rows]
-    typed = [{key: _rounded(value, digits) for key, value in given.items()} for given in typed]
-    others = {"accuracy": "test.accuracy %", "loss": "test.loss", "seconds": "seconds"}
-    others["samples_per_second"] = "samples/s"
-    split, _, metric = objective.rpartition(".")
-    if split in ("test", ""):
-        others.pop(metric, None)
-    percent = 100.0 if metric in PERCENT else 1.0
-    others = {
-        name: label
-        for name, label in others.items()
-        if any(row.get(name) is not None for row in rows)
-    }
-    table = []
-    for row, given in zip(rows, typed, strict=True):
-        value = row.get("objective")
-        scale = {"accuracy": 100.0}
-        table.append(
-            [
-                row["trial"],
-                None if value is None else percent * value,
-                *(given.get(key) for key in keys),
-                _status(row),
-                *(
-                    None if row.get(name) is None else scale.get(name, 1.0) * row[name]
-                    for name in others
-                ),
-            ]
-        )
-    title = "trials" if at_once == 1 else f"trials, {at_once} at a time on one host"
-    name = objective + (" %" if percent > 1 else "")
-    columns = ["trial", name, *keys, "status", *others.values()]
-    first = columns[: -len(others)] if len(columns) > MOST_COLUMNS and others else ()
-    return Table(title, columns, table, note, first, kept=(name, "status"))
-
-
-def _rounded(text: str, digits: int) -> str:
-    value = _number(text)
-    is_long = isinstance(value, float) and len(text.strip("-0.").replace(".", "")) > digits
-    return f"{value:.{digits}g}" if is_long else text
-
-
-def _status(row: Row) -> str:
-    if row["status"] in (COMPLETED, RUNNING):
-        return str(row["status"])
-    if row["status"] == "pruned":
-        return f"pruned after {counted(row['evaluations'], 'evaluation')}"
-    if _is_stopped(row):
-        return f"stopped ({row['exit_code']})"
-    return f"failed ({row['exit_code']}): {row.get('kind')}"
-
-
-def _is_stopped(row: Row) -> bool:
-    return row.get("kind") == STOPPED
-
-
-def state_of(rows: Sequence[Row], total: int) -> str:
-    """How a sweep ended. total: of its trials; 0: unknown."""
-    count = max(total, len(rows))
-    done = sum(row["status"] == COMPLETED for row in rows)
-    failed = sum(row["status"] == FAILED and not _is_stopped(row) for row in rows)
-    if len(rows) < count or any(map(_is_stopped, rows)):
-        others = f", {failed} failed" * bool(failed) + f", {count - len(rows)} not begun" * (
-            len(rows) < count
-        )
-        return f"{STOPPED}: {done} of {counted(count, 'trial')} completed{others}"
-    if failed:
-        return f"{FAILED}: {failed} of {counted(count, 'trial')}"
-    return COMPLETED
 
 
 def sweep_page(
@@ -167,7 +60,7 @@ def sweep_page(
     is known. Reads the run directories of the trials."""
     order = ranked(rows, better)
     scored = [row for row in order if row.get("objective") is not None]
-    failed = [row for row in rows if row["status"] == FAILED and not _is_stopped(row)]
+    failed = [row for row in rows if has_failed(row)]
     table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1, note)
     table.title = table.title.capitalize()
     table.best = 0 if scored else None
@@ -227,7 +120,7 @@ def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict
         found[f"{objective}, the best"] = shown_metric(metric, scored[0]["objective"])
         found |= {"with": " ".join(scored[0]["overrides"])} if scored[0]["overrides"] else {}
     counts = {"trials": len(rows), "running": sum(row["status"] == RUNNING for row in rows)}
-    counts["stopped"] = sum(map(_is_stopped, rows))
+    counts["stopped"] = sum(map(is_stopped, rows))
     counts["failed"] = sum(row["status"] == FAILED for row in rows) - counts["stopped"]
     return found | {
         name: str(number)
