@@ -336,9 +336,7 @@ def test_sample_is_one_tensor_on_any_rank_worker_and_world(folder: Path) -> None
     assert not torch.equal(one["processes", 0, 5], one["processes", 1, 5]), "epochs draw anew"
 
 
-# --- threads of the GPU decoder
-# --------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------------
+# --- threads of the GPU decoder ---------------------------------------------------------------------
 
 
 def at_work() -> list[str]:
