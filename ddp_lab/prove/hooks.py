@@ -14,7 +14,7 @@ from ddp_lab.prove.fixed_draws import fixed_draws
 from ddp_lab.study.gradient_probe import GradientProbe
 from ddp_train.checkpoints.layout import MANIFEST, places
 from ddp_train.distributed.world import World
-from ddp_train.engine.loop import Job
+from ddp_train.engine.hook_context import HookContext
 from ddp_train.linux import wait_until
 
 WRITTEN_SECONDS = 60.0
@@ -25,7 +25,7 @@ class Fixed:
     """Inside, the model draws no random numbers in training: see `fixed_draws`. Samples are drawn
     as ever."""
 
-    def __init__(self, job: Job, run_dir: Path, world: World) -> None:
+    def __init__(self, job: HookContext, run_dir: Path, world: World) -> None:
         self.job = job
         self.wrapped = job.wrapped
 
@@ -44,7 +44,7 @@ class Fixed:
 class Gradients(GradientProbe):
     """The gradients of the first step, with random numbers fixed."""
 
-    def __init__(self, job: Job, run_dir: Path, world: World) -> None:
+    def __init__(self, job: HookContext, run_dir: Path, world: World) -> None:
         super().__init__(job, run_dir, world)
         self.fixed = Fixed(job, run_dir, world)
 
@@ -62,14 +62,14 @@ class KillAt:
     """SIGKILL for every process of the run after a step, once a checkpoint is whole: nothing is
     caught or told."""
 
-    def __init__(self, job: Job, run_dir: Path, world: World, step: int) -> None:
+    def __init__(self, job: HookContext, run_dir: Path, world: World, step: int) -> None:
         self.step = step
         self.run_dir = run_dir
 
-    def due(self, job: Job) -> int:
+    def due(self, job: HookContext) -> int:
         return self.step if job.step < self.step else job.plan.steps + 1
 
-    def act(self, job: Job) -> None:
+    def act(self, job: HookContext) -> None:
         # It is written beside training.
         wait_until(
             lambda: any((place / MANIFEST).exists() for place in places(self.run_dir)),

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.world import World
-from ddp_train.engine.loop import Job
+from ddp_train.engine.hook_context import HookContext
 from ddp_train.optim.stepper import StepObserver
 from ddp_train.performance.bias_lint import biases_before_norm
 
@@ -35,7 +35,7 @@ class GradientProbe:
     Switches dropout off: its random numbers depend on the process.
     """
 
-    def __init__(self, job: Job, run_dir: Path, world: World) -> None:
+    def __init__(self, job: HookContext, run_dir: Path, world: World) -> None:
         self.job = job
         self.folder = run_dir / FOLDER
         self.is_leader = world.is_leader
@@ -58,12 +58,12 @@ class GradientProbe:
         else:
             self.facts["unseen"].append("the layers of a compiled model")
         self.observer = _FirstUpdate(self.take)
-        self.job.stepper.observers.append(self.observer)
+        self.job.observe(self.observer)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._forget()
-        self.job.stepper.observers.remove(self.observer)
+        self.job.stop_observing(self.observer)
 
     def _look(self, model: nn.Module, given: tuple[Any, ...]) -> None:
         """Called before the first forward pass."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.world import World
-from ddp_train.engine.loop import Job
+from ddp_train.engine.hook_context import HookContext
 from ddp_train.optim.stepper import StepObserver
 
 FOLDER = "probe"
@@ -41,7 +41,7 @@ class StepTimes:
     """Inside, times every step of a job; at the end writes their seconds to
     RUN_DIR/probe/step_times_rank_#.json."""
 
-    def __init__(self, job: Job, run_dir: Path, world: World) -> None:
+    def __init__(self, job: HookContext, run_dir: Path, world: World) -> None:
         self.job = job
         self.path = run_dir / FOLDER / f"step_times_rank_{world.rank}.json"
         self.on_gpu = next(job.module.parameters()).is_cuda
@@ -62,7 +62,7 @@ class StepTimes:
             if parameter.requires_grad
         ]
         job.batches = _TimedBatches(job.batches, self)
-        self.job.stepper.observers.append(_Marks(self))
+        self.job.observe(_Marks(self))
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:

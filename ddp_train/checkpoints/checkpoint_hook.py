@@ -23,7 +23,6 @@ from ddp_train.checkpoints.training_state import (
 )
 from ddp_train.checkpoints.writer import Snapshot, Writer
 from ddp_train.distributed.process_group import total
-from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import MetricsHook, next_multiple
 from ddp_train.tasks.mean_loss import Mean
@@ -100,7 +99,7 @@ class CheckpointHook:
     def save(self, job: Job) -> None:
         """Save the state after `job.step`. A collective: every process must call it."""
         job.stepper.check()
-        check_same_weights(job.module)
+        job.strategy.check_replicas(job.module)
         self.last_save = time.monotonic()
         self.metrics_hook.catch_up(job)
         if self.writer:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Job
 from ddp_train.errors import ConfigError
 
@@ -35,12 +36,12 @@ class UserHook:
         if self.next is None:  # owed by the processes before this one
             self.next = self._asked(replace(job, step=job.step - 1))
         if job.step == self.next:
-            self.hook.act(job)
+            self.hook.act(HookContext(job))
 
     def _asked(self, job: Job) -> int:
         if not hasattr(self.hook, "due"):
             return job.plan.epoch_end(job.step)
-        step = self.hook.due(job)
+        step = self.hook.due(HookContext(job))
         if not isinstance(step, int) or step <= job.step:
             raise ConfigError(
                 [

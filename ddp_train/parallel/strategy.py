@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
+from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.distributed.training_step import TrainingStep, training_step
 from ddp_train.parallel.compiled import buckets_by_flops, choose_graphs
 from ddp_train.parallel.naming_ddp import (
@@ -37,6 +38,13 @@ class Strategy(Protocol):
     """Whether a parameter may be without a gradient in some steps."""
     buffers_differ: bool
     """Whether each process has buffers of its own, batch norm's statistics for example."""
+    replicates: bool
+    """Whether every process holds every weight and every moment of the optimizer.
+
+    What differs where it does not hold: the state for a checkpoint (rank 0 writes its own), its
+    loading, the flag of a non-finite gradient (a sum that reaches all), evaluations with different
+    numbers of batches on the ranks, and recovery from a survivor's memory.
+    """
 
     def place(self, module: ModelWithTask) -> ModelWithTask:
         """The module on its device, converted as the strategy wants it. Before the optimizer is
@@ -83,12 +91,17 @@ class Strategy(Protocol):
         """
         ...
 
+    def check_replicas(self, module: ModelWithTask) -> None:
+        """Raise ModelError if the weights of the processes have come apart. A collective."""
+        ...
+
 
 class Single:
     """One process, one device."""
 
     allow_missing_grads = False
     buffers_differ = False
+    replicates = True
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -116,6 +129,9 @@ class Single:
     def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
         return contextlib.nullcontext(torch.empty(1, 0))
 
+    def check_replicas(self, module: ModelWithTask) -> None:
+        check_same_weights(module)
+
 
 class DataParallel(Single):
     """One process, all visible GPUs: inputs are scattered, the model replicated, losses gathered in
@@ -141,6 +157,7 @@ class DistributedDataParallel:
     it."""
 
     buffers_differ = True
+    replicates = True
     exchanges = True
     """Whether gradients go to other processes."""
 
@@ -231,6 +248,9 @@ class DistributedDataParallel:
 
     def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
         return averaged_buffers(module)
+
+    def check_replicas(self, module: ModelWithTask) -> None:
+        check_same_weights(module)
 
 
 def warm_up_ddp_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:

@@ -47,7 +47,7 @@ def saver_of(
     board: of our own launcher; None under torchrun. host_range: of torchrun's agents; None for a
     fixed number.
     """
-    if world.size == 1 or not (board or host_range):
+    if world.size == 1 or not job.strategy.replicates or not (board or host_range):
         return None
     rank = world.rank
     on_cpu = job.stepper.device == "cpu"

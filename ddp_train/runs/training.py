@@ -40,6 +40,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import changes_of_number, hosts_follow, lost_rank
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
+from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Evaluation, Hook, Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.profile_hook import profile_hooks
@@ -168,7 +169,7 @@ class Training:
             metrics_hook=metrics_hook,
             selection_hook=selection_hook,
             user_hooks=UserHooks(
-                build_hooks(config.hooks, job, run.run_dir, run.world), hook_paths
+                build_hooks(config.hooks, HookContext(job), run.run_dir, run.world), hook_paths
             ),
             unfreezing=list(job.hooks),
             origin=origin,

@@ -20,6 +20,7 @@ from ddp_lab.study.gradient_probe import GradientProbe
 from ddp_lab.study.gradients import compare
 from ddp_lab.study.trials import Outcome, Trial, run
 from ddp_train.distributed.world import World
+from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import fit
 from ddp_train.launcher.stop_requests import StopRequests
 from tests.support.jobs import config_of, job_of
@@ -73,7 +74,7 @@ def probed(
     if spoil and world.rank == 1:
         weight = next(job.module.model.parameters())
         weight.register_hook(lambda gradient: gradient * 2)
-    with GradientProbe(job, Path(folder), world):
+    with GradientProbe(HookContext(job), Path(folder), world):
         fit(job)
     assert job.step == 1 and "update" not in vars(job.stepper)
     assert not any(layer._forward_pre_hooks for layer in job.module.model.modules())

@@ -21,6 +21,7 @@ from ddp_lab.study.trials import Outcome, Trial
 from ddp_lab.study.trials import run as run_trial
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
+from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import fit
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
@@ -78,7 +79,7 @@ def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
     if where == "host":
         seed_step = job.seed_step
         job.seed_step = lambda step: (time.sleep(DELAY), seed_step(step))[1]
-    with StepTimes(job, Path(run_dir), world):
+    with StepTimes(HookContext(job), Path(run_dir), world):
         fit(job)
     assert job.step == STEPS
 
