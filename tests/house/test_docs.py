@@ -67,8 +67,8 @@ def test_every_kind_of_failure_is_explained() -> None:
 
 
 def kinds_in(path: Path) -> set[str]:
-    """The kinds that a module assigns: `kind = "..."`."""
-    return set(re.findall(r'^ *kind = "(\w+)"', path.read_text(), re.MULTILINE))
+    """The kinds of failure that a module names: `_Cause("...", ...)`."""
+    return set(re.findall(r'_Cause\("(\w+)"', path.read_text()))
 
 
 def test_the_page_names_files_that_a_run_leaves() -> None:
