@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.doctor.findings import Finding, failure, ok, skipped, warning
-from ddp_train.config.auto import process_count
-from ddp_train.config.data_checks import missing_data
 from ddp_train.distributed.environment import gloo_interface
 from ddp_train.errors import DataError, PeerError, WriteError
 from ddp_train.options.schema import Config
@@ -85,7 +83,7 @@ def _batch_bytes(config: Config) -> int:
     """Bytes of a micro-batch of one rank; 0 for a custom data set, whose size only its own code
     knows."""
     micro_batch = config.train.global_batch_size // (
-        process_count(config) * config.train.accumulation_steps
+        config.process_count * config.train.accumulation_steps
     )
     return max(1, micro_batch) * config.data.sample_bytes()
 
@@ -96,7 +94,7 @@ def file_descriptors(config: Config) -> Finding:
     check = "file descriptors"
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     of_loaders = 2 * _batches_in_flight(config) // _ranks(config)  # inputs and targets
-    needed = FILES_OF_A_PROCESS + of_loaders + CONNECTIONS_OF_A_PEER * (process_count(config) - 1)
+    needed = FILES_OF_A_PROCESS + of_loaders + CONNECTIONS_OF_A_PEER * (config.process_count - 1)
     detail = f"limit {soft} per process, a worker needs about {needed}"
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return ok(check, detail, limit=soft, needed=needed)
@@ -116,7 +114,7 @@ def ports(config: Config, under_torchrun: bool) -> Finding:
     taken = _ports_in_use()
     free = high - low + 1 - sum(low <= port <= high for port in taken)
     needed = _ranks(config) * (
-        2 + process_count(config)
+        2 + config.process_count
     )  # a store, a listener, and its ends of the connections
     numbers = {"free": free, "needed": needed}
     remedy = (
@@ -312,7 +310,7 @@ def data_set(config: Config) -> Finding:
     """Whether the files are there, by the rules of a run."""
     check = "data set"
     data = config.data
-    problems = missing_data(config)
+    problems = [str(problem) for problem in config.data.missing(config)]
     if problems:
         detail, _, remedy = problems[0].partition("; ")
         return failure(

@@ -19,10 +19,10 @@ from ddp_lab.prove.configs import WORDS, for_proof
 from ddp_lab.prove.runs import Proof, StoppedError
 from ddp_lab.study.provenance import provenance
 from ddp_lab.study.request import key_of
-from ddp_train.config.external_checks import unwritten
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import lock_run_dir, read_run, resolve_and_check
 from ddp_train.config.program import Program
+from ddp_train.config.run_directory import unwritten
 from ddp_train.distributed.environment import new_run_id
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError

@@ -13,8 +13,8 @@ from ddp_lab.study.request import Request, read_request
 from ddp_lab.study.results import METRICS, median
 from ddp_lab.study.trials import Trial, completed_outcome, run, trial_session
 from ddp_lab.study.variants import Study, Variant, merged, plan, trials_folder
-from ddp_train.config.external_checks import unwritten
 from ddp_train.config.program import Program
+from ddp_train.config.run_directory import unwritten
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience.preemption import UNSAVED

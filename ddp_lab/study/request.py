@@ -22,7 +22,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, detect_hardware
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.key import range_of
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.text import did_you_mean
 
 STUDY_KEYS = ("mode", "study", "run_dir", "name")
@@ -149,7 +149,7 @@ def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> R
     if mirror := config.checkpoint.mirror:
         return ResolvedRun(config, [SHARED.format(f"checkpoint.mirror={mirror}")], [])
     resolved = resolve(config, hardware, None)
-    return ResolvedRun(resolved, [], check(config, resolved, hardware, None))
+    return ResolvedRun(resolved, [], check(RequestedRun(config, resolved, hardware)))
 
 
 def this_hardware() -> Hardware:

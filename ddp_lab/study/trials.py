@@ -17,8 +17,8 @@ from typing import Any
 
 from ddp_lab.study.provenance import conditions
 from ddp_lab.study.request import Request
-from ddp_train.config.external_checks import unwritten
 from ddp_train.config.program import Program
+from ddp_train.config.run_directory import unwritten
 from ddp_train.distributed.environment import environment
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests

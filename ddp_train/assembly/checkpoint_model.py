@@ -20,6 +20,7 @@ from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, TaskError
 from ddp_train.models.zoo import build_model
+from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.choose import TASKS
@@ -99,8 +100,8 @@ def task_name(config: Config, manifest: dict[str, Any]) -> str:
 
 def task_of(config: Config, name: str) -> Task:
     """name: from `task_name`. Raises ConfigError if the class of the user's own is none."""
-    if name == "custom":
-        return complete(instantiate("task", config.task))
+    if isinstance(config.task, CustomOption):
+        return complete(instantiate("task", config.task.code))
     return TASKS[name]()
 
 

@@ -141,7 +141,7 @@ class _OwnData:
         self.seed = seed
         self.downloads = downloads
         self.trains = trains
-        self.parameters = parameters_of("data", data)
+        self.parameters = parameters_of("data", data.code)
         self.arguments = arguments_of_splits(data, self.parameters)
         self.refuse_same_samples()
         self.transforms = build_transforms("data.transform", data.transform)
@@ -195,7 +195,7 @@ class _OwnData:
         data = self.data
         calls = {}
         for name in self.arguments:
-            called = call_of("data", replace(data, arguments=self.called_with(name)))
+            called = call_of("data", replace(data.code, arguments=self.called_with(name)))
             calls[name] = {key: value for key, value in called.items() if key not in NOT_TELLING}
         for name, call in calls.items():
             if name != "train" and call == calls["train"]:
@@ -232,7 +232,7 @@ class _OwnData:
                 seed(
                     hash_key(self.seed, "data set", name)
                 )  # of each split: what is drawn must not be the same
-                made = instantiate("data", replace(data, arguments=arguments))
+                made = instantiate("data", replace(data.code, arguments=arguments))
         except (ValueError, LookupError, NotImplementedError, RuntimeError, OSError) as error:
             self.explain(name, arguments, error)
             raise

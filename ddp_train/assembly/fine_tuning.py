@@ -19,7 +19,6 @@ from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.errors import ConfigError, DataError, ModelError
-from ddp_train.models.config import TorchvisionConfig
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.initial_weights import (
     Origin,
@@ -28,9 +27,8 @@ from ddp_train.models.initial_weights import (
     read_weights,
     torchvision_weights,
 )
+from ddp_train.models.torchvision.config import TorchvisionConfig
 from ddp_train.optim.groups import MATCH, depths_of, parameter_groups
-from ddp_train.optim.muon.config import MuonConfig
-from ddp_train.optim.muon.optimizer import apart, hidden_matrices
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.options.custom import CustomOptimizerConfig
 from ddp_train.options.schema import Config
@@ -111,8 +109,6 @@ class UnfreezeHook:
 READS_FLAG = "_step_supports_amp_scaling"
 """torch's own name for it: `found_inf` on the device leaves the step out, and nothing waits for the
 host."""
-BESIDE_OPTIMIZER = ("name", "lr_scaling", "lr_base_batch", "groups", "layer_decay", "matrices")
-"""Keys of `optimizer` that are no arguments of its class."""
 
 
 def optimizer_of(config: Config, module: ModelWithTask, captured: bool) -> torch.optim.Optimizer:
@@ -135,19 +131,21 @@ def optimizer_of(config: Config, module: ModelWithTask, captured: bool) -> torch
     groups = parameter_groups(
         trained, own.get("lr"), section.groups, depths, section.layer_decay, frozen
     )
-    if isinstance(section, MuonConfig):
-        inside = hidden_matrices(module.model, trained, section.matrices)
-        groups = [part for group in groups for part in apart(group, inside.__contains__)]
+    groups = section.split_groups(groups, module.model, trained)
     if not isinstance(section, CustomOptimizerConfig):
         arguments = {
-            name: value for name, value in vars(section).items() if name not in BESIDE_OPTIMIZER
+            name: value
+            for name, value in vars(section).items()
+            if name not in section.beside_arguments
         }
         implementation = config.tuning.optimizer
         return build_optimizer(
             groups, section.name, implementation=implementation, captured=captured, **arguments
         )
     made = instantiate(
-        "optimizer", section, groups if len(groups) > 1 or section.groups else groups[0]["params"]
+        "optimizer",
+        section.code,
+        groups if len(groups) > 1 or section.groups else groups[0]["params"],
     )
     if captured and not getattr(made, READS_FLAG, False):
         rule = (

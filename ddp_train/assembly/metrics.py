@@ -20,7 +20,7 @@ from ddp_train.engine.scoring import names_with_average
 from ddp_train.engine.selection import AUTO, Best, Selection
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import ConfigError
-from ddp_train.options.custom import CustomConfig
+from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config, built_in_directions
 from ddp_train.tasks.further_metrics import FurtherMetrics, NamedMetric
 from ddp_train.tasks.predictions import PREDICTIONS, Predictions
@@ -49,7 +49,7 @@ def build_further(items: Sequence[FurtherMetric], task: Task, device: str) -> Fu
         raise ConfigError([f"{problem}; add one, or use metrics=[]"])
     named = []
     for item in items:
-        key = f"{item.key}._target_={item.custom.target}"
+        key = f"{item.key}._target_={item.code.target}"
         given_name = item.given.get("name")
         made = _made(key, item)
         is_collection = type(made).__name__ == "MetricCollection"
@@ -61,7 +61,7 @@ def build_further(items: Sequence[FurtherMetric], task: Task, device: str) -> Fu
 
 def _made(key: str, item: FurtherMetric) -> Any:
     try:
-        return instantiate(item.key, item.custom)
+        return instantiate(item.key, item.code)
     except (
         ValueError,
         TypeError,
@@ -135,7 +135,7 @@ def check_metrics(
     batches: of an evaluation, on all processes the same. averaged: whether there is an average of
     the weights, whose metrics must not have the names of others."""
     problems = metrics.problems(config, sources.validation is not None)
-    own = config.task.target if isinstance(config.task, CustomConfig) else ""
+    own = config.task.target if isinstance(config.task, CustomOption) else ""
     if not problems and (module.further or own or any(metrics.named(config))):
         names = metric_names(module, batches(sources.scored[1]))
         problems = [

@@ -22,8 +22,8 @@ from ddp_train.data.rng import hash_key
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.zoo import build_model
-from ddp_train.options.model import FineTuning
-from ddp_train.options.schema import Config
+from ddp_train.options.custom import CustomOption
+from ddp_train.options.schema import Config, ModelConfig
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.performance import switches
 from ddp_train.tasks.choose import SAMPLED_TARGETS, TASKS, check_numbers, choose
@@ -31,7 +31,7 @@ from ddp_train.tasks.own import complete
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.try_out import check_loss, check_scores
 
-BESIDE_MODEL = tuple(each.name for each in fields(FineTuning))
+BESIDE_MODEL = tuple(each.name for each in fields(ModelConfig))
 """Keys of `model` that are no arguments of a network."""
 AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,7 +81,7 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
     """What the model is trained for. sample: a batch of one sample. Raises ConfigError if it does
     not fit the data."""
     if section.name == "custom":
-        return complete(instantiate("task", section))
+        return complete(instantiate("task", section.code))
     name = choose(section.name, sample)
     if section.name == "auto" and name == "regression":
         # The first ones may be of one class.
@@ -109,7 +109,7 @@ def try_user_task(config: Config, module: ModelWithTask, source: BatchSource, de
             config, source, MicroBatch(None, 0, numbers, len(numbers), 1.0, True), device
         ).data
 
-    if config.task.name == "custom":
+    if isinstance(config.task, CustomOption):
         for check in (check_loss, check_scores):
             check(module, batch_of, len(source), f"task._target_={config.task.target}")
 
@@ -128,7 +128,7 @@ def _input_shape(sample: Any, model: str) -> torch.Size:
 
 
 def build_user_model(model: Any) -> nn.Module:
-    made = instantiate("model", model)
+    made = instantiate("model", model.code)
     if not isinstance(made, nn.Module):
         kind = type(made).__name__
         raise ConfigError(

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from ddp_train.config.auto import warmup_asked
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.length_batches import LengthBatches
 from ddp_train.data.weighted_draws import WeightedDraws
@@ -55,7 +54,7 @@ def build_plan(
 
 def warmup_steps(schedule: Any, plan: BatchPlan) -> int:
     """The optimizer steps of the warm-up. Raises ConfigError if it is longer than the run."""
-    steps = warmup_asked(schedule, plan.steps_per_epoch)
+    steps = schedule.warmup_asked(plan.steps_per_epoch)
     if schedule.warmup_at_most is not None:
         return min(steps, int(schedule.warmup_at_most * plan.steps))
     if steps >= plan.steps:

@@ -13,7 +13,7 @@ from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, S
 def build_strategy(config: Config, world: World, device: str) -> Strategy:
     """The one strategy of the run."""
     section = config.strategy
-    if section.name == "ordered":
+    if section.virtual_shards is not None:
         return OrderedReduction(device, config.seed, section.virtual_shards)
     if section.name == "dp":
         return DataParallel(device)

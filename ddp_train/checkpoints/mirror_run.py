@@ -19,8 +19,8 @@ from ddp_train.checkpoints.mirror import (
 from ddp_train.checkpoints.mirroring import CopyState, Mirroring
 from ddp_train.checkpoints.reader import defect_of
 from ddp_train.checkpoints.writer import link_best
-from ddp_train.config.external_checks import changed, of_another_run
-from ddp_train.config.migrate import bind_frozen
+from ddp_train.config.checkpoint_checks import changed, of_another_run
+from ddp_train.config.freeze import bind_frozen
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError, WriteError
@@ -115,9 +115,9 @@ def _checked_config(
     if earlier is None:
         return None
     remedy = "name another folder as checkpoint.mirror"
-    problems = of_another_run(earlier, config, place, remedy)
+    problems = list(of_another_run(earlier, config, place, remedy))
     if problems:
-        raise DataError("; ".join(problems), "one folder is for one run")
+        raise DataError("; ".join(map(str, problems)), "one folder is for one run")
     return earlier
 
 

@@ -6,12 +6,15 @@ import sys
 
 from ddp_train.commands.flags import SWEEP
 from ddp_train.commands.table import CHECK
-from ddp_train.config.conflicts import notices
 from ddp_train.config.freeze import not_default
+from ddp_train.config.notices import notices
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.program import Program
+from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError
+from ddp_train.hardware import detect_hardware
+from ddp_train.options.schema import RequestedRun
 from ddp_train.sweeps.plan import plan_sweep
 from ddp_train.text import counted, shown
 
@@ -49,10 +52,11 @@ def check_sweep(program: Program, argv: list[str]) -> int:
 
 def check_run(program: Program, overrides: list[str]) -> int:
     config, problems = read_run(program, read_overrides(program, overrides))
-    resolved, more = resolve_and_check(config, None)
+    hardware = detect_hardware(visible_devices())
+    resolved, more = resolve_and_check(config, None, hardware)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
-    for notice in notices(config, resolved):
+    for notice in notices(RequestedRun(config, resolved, hardware)):
         print(f"note: {notice}", file=sys.stderr)
     print(
         f"valid: mode={resolved.mode}, {resolved.launch.nproc_per_node} x {resolved.device};"

@@ -86,7 +86,7 @@ def _shares_server(argv: list[str]) -> bool:
 
 def show(program: Program, argv: list[str], flags: list[str], is_sweep: bool) -> int:
     """Has Hydra show the config, or complete a command line. Returns the exit code."""
-    from ddp_train.config.reuse import KEY
+    from ddp_train.config.earlier_runs import KEY
     from ddp_train.sweeps.plan import checked_arguments, plan_sweep
     from ddp_train.sweeps.sweep import call_hydra
 

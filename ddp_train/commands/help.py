@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ddp_train.config.bind import is_section, own_keys
+from ddp_train.config.earlier_runs import KEY, OF_A_RUN
 from ddp_train.config.program import Program
-from ddp_train.config.reuse import KEY, OF_A_RUN
-from ddp_train.options.custom import CustomConfig
+from ddp_train.options.custom import CustomOption
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
 from ddp_train.text import shown
@@ -100,7 +100,7 @@ def _option_lines(section: str, options: Mapping[str, type]) -> Iterator[str]:
         yield ""
         yield f"{section}={name}: {_summary_of(schema)}".rstrip(": ")
         for line in _key_lines(f"{section}.", schema):
-            if line not in common_lines or issubclass(schema, CustomConfig):
+            if line not in common_lines or issubclass(schema, CustomOption):
                 yield line
 
 
@@ -116,7 +116,7 @@ def _key_lines(prefix: str, schema: type) -> list[str]:
     """A line for each key of a section."""
     lines = []
     fields = list(dataclasses.fields(schema))
-    if issubclass(schema, CustomConfig):
+    if issubclass(schema, CustomOption):
         meanings = {field.name: field.metadata.get("meaning") for field in fields}
         lines.append(_line(f"{prefix}_target_=package.Name", meanings["target"]))
         lines.append(_line(f"{prefix}ANY=value", meanings["arguments"]))

@@ -11,12 +11,10 @@ from ddp_train.config.processes import counts_of, first_count, hosts_at_start
 from ddp_train.distributed.environment import new_run_id, range_of_hosts
 from ddp_train.distributed.world import World
 from ddp_train.hardware import Hardware, why_no_triton
-from ddp_train.options.custom import CustomConfig
 from ddp_train.options.key import range_of
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import TuningConfig
-from ddp_train.parallel.ordered.config import OrderedConfig
 
 RESIDENT_SHARE = 0.25
 """Part of a GPU's memory that a data set may take for data.placement=auto to hold it there."""
@@ -73,7 +71,7 @@ def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
     if launch.backend == "auto":
         launch.backend = "nccl" if device == "cuda" else "gloo"
     cores = hardware.cpus // max(1, int(launch.nproc_per_node))
-    ordered = isinstance(config.strategy, OrderedConfig)
+    ordered = config.strategy.fixes_bits
     if launch.threads_per_process == "auto":  # the number of threads changes the bits
         launch.threads_per_process = (
             1 if ordered else max(1, cores if device == "cpu" else min(cores, HOST_THREADS))
@@ -155,11 +153,7 @@ def _tuning(config: Config, hardware: Hardware) -> tuple[TuningConfig, dict[str,
             if getattr(tuning, name) == "auto":
                 setattr(tuning, name, value)
                 reasons[name] = reason
-    if (
-        isinstance(config.optimizer, CustomConfig)
-        and tuning.name == "none"
-        and tuning.optimizer == "loop"
-    ):
+    if config.optimizer.is_custom and tuning.name == "none" and tuning.optimizer == "loop":
         tuning.optimizer = "default"  # loop is the baseline of the built-in optimizers
     return tuning, reasons
 
@@ -208,7 +202,7 @@ def _choices(config: Config, hardware: Hardware) -> dict[str, Choice]:
         "tf32": _on_unless("", no_gpu),
         "triton_kernels": _on_unless("", no_gpu, no_dp, old, no_triton),
         "optimizer": ("default", "your own class decides")
-        if isinstance(config.optimizer, CustomConfig)
+        if config.optimizer.is_custom
         else ("fused" if fused else "foreach", why_fused),
         # It takes most of a minute, and saves a third of the time of a large model's step.
         "compile": _on_unless(
@@ -276,7 +270,7 @@ def why_no_buckets(config: Config, asked: str = "one") -> str:
     tuning.buckets."""
     if config.mode != "train":
         return f"mode={config.mode} does not train"
-    if config.strategy.name != "ddp":
+    if not config.strategy.has_buckets:
         return f"strategy={config.strategy.name} has no buckets of gradients"
     if (
         asked in ("large", "by_flops")
@@ -284,7 +278,7 @@ def why_no_buckets(config: Config, asked: str = "one") -> str:
         and config.launch.backend == "gloo"
     ):
         return "strategy.comm_hook=powersgd over gloo needs all gradients in one"
-    most = max(config.process_counts, default=process_count(config))
+    most = max(config.process_counts, default=config.process_count)
     return "one process exchanges nothing" if most == 1 else ""
 
 
@@ -296,10 +290,9 @@ def is_launch_bound(config: Config) -> bool:
 
 def _items_at_once(config: Config) -> float:
     """Samples, or tokens, of a forward pass on one process."""
-    parts = config.train.accumulation_steps * process_count(
-        config
-    )  # 0 without a GPU that is asked for
-    return config.train.global_batch_size / max(1, parts) * getattr(config.data, "length", 1)
+    parts = config.train.accumulation_steps * config.process_count
+    # There are 0 processes where a GPU is asked for and there is none.
+    return config.train.global_batch_size / max(1, parts) * config.data.length
 
 
 def _on_unless(why: str, *against: tuple[bool, str]) -> Choice:
@@ -313,9 +306,7 @@ def capture_blockers(config: Config) -> dict[str, str]:
     train = config.train
     strategy = config.strategy
     tuning = config.tuning
-    promised = (
-        isinstance(config.optimizer, CustomConfig) and tuning.cuda_graph is True
-    )  # the worker asks the class
+    promised = config.optimizer.is_custom and tuning.cuda_graph is True  # the worker asks the class
     no_python = "a captured step runs no Python"
     rules = {
         "hooks": (bool(config.hooks), "[]", no_python),
@@ -401,13 +392,6 @@ def optimizer_at_batch(config: Config) -> Any:
     return dataclasses.replace(config.optimizer, **rates, groups=groups, lr_scaling="none")
 
 
-def warmup_asked(schedule: Any, steps_per_epoch: int) -> int:
-    """The optimizer steps of the warm-up, before `warmup_at_most` cuts it."""
-    if schedule.warmup_epochs is None:
-        return schedule.warmup_steps
-    return round(schedule.warmup_epochs * steps_per_epoch)
-
-
 def _workers(data: Any, cores: int) -> int:
     """Loader processes; for data.decode=gpu, threads that read files."""
     if data.in_memory_bytes() is not None:
@@ -422,15 +406,10 @@ def described(config: Config) -> dict[str, Any]:
     return {
         "mode": config.mode,
         "strategy": config.strategy.name,
-        "world_size": process_count(config),
+        "world_size": config.process_count,
         "device": config.device,
         "backend": config.launch.backend if config.strategy.has_process_group else "none",
         "global_batch_size": config.train.global_batch_size,
         "epochs": config.train.epochs,
         "seed": config.seed,
     }
-
-
-def process_count(config: Config) -> int:
-    """Processes of a resolved config, over all hosts."""
-    return int(config.launch.nproc_per_node) * int(config.launch.nnodes)

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException, ValidationError
 
 from ddp_train.config.program import CLOSE
 from ddp_train.config.values import from_environment, is_secret
-from ddp_train.options.custom import CustomConfig
+from ddp_train.options.custom import NAME, CustomOption
 from ddp_train.options.key import broken_rule
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config, schema_of
@@ -52,11 +52,7 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
             )
             continue
         has_custom = "custom" in OPTIONS.get(section, {})
-        if (
-            has_custom
-            and content.get("_target_")
-            and content.get("name", CustomConfig.name) != CustomConfig.name
-        ):
+        if has_custom and content.get("_target_") and content.get("name", NAME) != NAME:
             problems.append(
                 f"{section}._target_={shown(content['_target_'])}: stands in a file beside"
                 f" {section}={content['name']}; add `- override /{section}: custom` to the defaults"
@@ -78,7 +74,7 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
 
 
 def custom_fields(section: str, content: dict[str, Any]) -> dict[str, Any]:
-    """`_target_` and the arguments beside it, as the fields of CustomConfig."""
+    """`_target_` and the arguments beside it, as the fields of a CustomOption."""
     if "_target_" not in content or "custom" not in OPTIONS.get(section, {}):
         return content
     keys = own_keys(OPTIONS[section]["custom"])
@@ -87,7 +83,7 @@ def custom_fields(section: str, content: dict[str, Any]) -> dict[str, Any]:
     }
     kept = {name: value for name, value in content.items() if name in keys}
     return {
-        "name": CustomConfig.name,
+        "name": NAME,
         "target": content["_target_"] or "",
         "arguments": arguments,
         **kept,
@@ -102,7 +98,7 @@ def is_section(hint: Any) -> TypeGuard[type]:
 def own_keys(custom: type) -> list[str]:
     """The keys of a section for the user's own code that are not arguments of that code:
     `data.validation`."""
-    known = [f.name for f in dataclasses.fields(CustomConfig)]
+    known = [f.name for f in dataclasses.fields(CustomOption)]
     return [f.name for f in dataclasses.fields(custom) if f.name not in known]
 
 
@@ -132,7 +128,7 @@ def bind_fields(schema: type, prefix: str, content: dict[str, Any], problems: li
         )
         if is_objects or _takes_anything(types[name], value):
             # Code of the user looks up its `${oc.env:...}` itself.
-            own_code = issubclass(schema, CustomConfig) or prefix + name in ENVIRONMENT_STAYS
+            own_code = issubclass(schema, CustomOption) or prefix + name in ENVIRONMENT_STAYS
             bound[name] = value if own_code else from_environment(value, prefix + name)
             continue
         if is_section(types[name]):
@@ -263,35 +259,12 @@ def _expected(schema: type, name: str, hint: Any) -> str:
     return " or ".join([_TYPE_NAMES.get(kind, _LIST) for kind in kinds] + list(literals))
 
 
-_PROBES = {
-    "step_times": "ddp_lab.study.step_times.StepTimes",
-    "gradients": "ddp_lab.study.gradient_probe.GradientProbe",
-    "none": "",
-}
-_CLASS_PATH = "your_module.YourClass"
-
-
-def _replacement(key: str, value: Any) -> str:
-    """What to type instead of a key that an earlier version had."""
-    return {
-        "train.reduction": "strategy=ordered" if value == "ordered" else "strategy=ddp",
-        "train.virtual_shards": f"strategy=ordered strategy.virtual_shards={shown(value)}",
-        "train.loss": "task=classification or task=regression task.loss=...",
-        "train.label_smoothing": f"task=classification task.label_smoothing={shown(value)}",
-        "data.loader": f"data.placement={shown(value)}",
-        # str: a list cannot be looked up
-        "probe": f"hooks=[{_PROBES.get(str(value), _CLASS_PATH)}]",
-    }.get(key, "")
-
-
 def _unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
     """The message about a key that the schema does not have, with the key that was probably
     meant."""
     key = prefix + name
     section = prefix.rstrip(".")
     found = f"{key}={'(hidden)' if is_secret(name) else shown(value)}: no such key"
-    if instead := _replacement(key, value):
-        return f"{found}; use {instead}"
     if name == "target" and "custom" in OPTIONS.get(section, {}):
         return f"{found}; did you mean {section}._target_?"
     owners = [

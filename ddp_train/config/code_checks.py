@@ -7,15 +7,14 @@ import ast
 import importlib.util
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_train.config import metrics
 from ddp_train.config.values import is_secret, leaves
-from ddp_train.distributed.world import World
-from ddp_train.hardware import Hardware
-from ddp_train.options.custom import CustomConfig, hooks_of, tracker_key, trackers_of
+from ddp_train.options.custom import CustomOption, hooks_of, tracker_key, trackers_of
+from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
 from ddp_train.text import shown
 
@@ -48,70 +47,92 @@ TRUSTED_TRACKERS = ("ddp_train.telemetry.trackers",)
 _DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
 
-def _code(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """Whether the code that `_target_` and `hooks` name may be loaded. Nothing is imported to find
-    out."""
-    problems = []
-    for section, custom in _own_code(config).items():
-        inner = next(
-            (path for path, _ in leaves(custom.values()) if "_target_" in path.split(".")), None
+def problems(config: Config) -> Iterator[Problem]:
+    yield from code_named(config)
+    yield from secrets(config)
+    yield from metrics_missing(config)
+
+
+def code_named(config: Config) -> Iterator[Problem]:
+    """Whether the code that `_target_` and `hooks` name may be loaded, and is there."""
+    for section, option in _own_options(config).items():
+        yield from _problems_of_option(section, option, config.trusted_modules)
+    for metric in _own_metrics(config):
+        found = f"{metric.key}._target_={shown(metric.code.target or None)}"
+        yield from _inner_code(metric.key, metric.code.arguments)
+        yield from loading_problems(
+            found, metric.code.target, TRUSTED_METRICS, config.trusted_modules
         )
-        if inner:
-            if section == "data":
-                also = "; transforms stand in data.transform and data.test_transform"
-            else:
-                also = ""
-            problems.append(
-                f"{section}.{inner}: arguments are plain values; only {section}._target_ names"
-                f" code{also}"
-            )
-        if not custom.target and "target" in custom.arguments:
-            typed = shown(custom.arguments["target"])
-            problems.append(
-                f"{section}.target={typed}: the key is {section}._target_; use"
-                f" {section}._target_={typed}"
-            )
-            continue
-        problems += code_problems(section, custom, config.trusted_modules)
     for found, hook in hooks_of(config.hooks).items():
-        problems += _not_loadable(
-            found, hook.target, TRUSTED_HOOKS, config.trusted_modules
-        ) or _no_hook(found, hook.target)
+        wrong = list(loading_problems(found, hook.target, TRUSTED_HOOKS, config.trusted_modules))
+        yield from wrong or _no_hook(found, hook.target)
     for name, tracker in trackers_of(config.tracker.classes).items():
         found = f"{tracker_key(name)}._target_={tracker.target}"
-        problems += _not_loadable(found, tracker.target, TRUSTED_TRACKERS, config.trusted_modules)
-    return problems
+        yield from loading_problems(found, tracker.target, TRUSTED_TRACKERS, config.trusted_modules)
 
 
-def code_problems(section: str, options: Any, trusted_modules: Sequence[str]) -> list[str]:
-    """Why the code that a section names cannot be loaded. options: those of the section, a class of
-    ours or yours."""
-    code = options.code() if isinstance(options, CustomConfig) else []
-    named = [(f"{section}.{key}={shown(path or None)}", path) for key, path in code]
-    trusted = trusted_for(section)
-    return [
-        problem
-        for found, path in named
-        for problem in _not_loadable(found, path, trusted, list(trusted_modules))
-    ]
+def _problems_of_option(
+    section: str, option: CustomOption, trusted_modules: list[str]
+) -> Iterator[Problem]:
+    yield from _inner_code(section, option.values())
+    if not option.target and "target" in option.arguments:
+        typed = shown(option.arguments["target"])
+        yield Problem(
+            f"{section}.target={typed}",
+            f"the key is {section}._target_",
+            f"use {section}._target_={typed}",
+        )
+        return
+    yield from problems_of_paths(section, option, trusted_modules)
 
 
-def _own_code(config: Config) -> dict[str, CustomConfig]:
-    """The user's own classes and functions, by the key that holds their `_target_`."""
-    sections = {
-        section: getattr(config, section) for section in ("model", "task", "data", "optimizer")
-    }
-    own = {
-        section: custom for section, custom in sections.items() if isinstance(custom, CustomConfig)
-    }
-    missing = () if _has_metrics() else (f"{metrics.LIBRARY}.",)  # said once, by `_further_metrics`
-    if config.mode == "export":  # nothing else is built
-        return {section: custom for section, custom in own.items() if section == "model"}
-    return own | {
-        one.key: one.custom
-        for one in metrics.further(config)
-        if not one.custom.target.startswith(missing)
-    }
+def _inner_code(section: str, values: dict[str, Any]) -> Iterator[Problem]:
+    """The first argument that names code: only `_target_` of the section may."""
+    paths = [path for path, _ in leaves(values) if "_target_" in path.split(".")]
+    if not paths:
+        return
+    remedy = ""
+    if section == "data":
+        remedy = "transforms stand in data.transform and data.test_transform"
+    yield Problem(
+        f"{section}.{paths[0]}",
+        f"arguments are plain values; only {section}._target_ names code",
+        remedy,
+    )
+
+
+def code_problems(section: str, option: Any, trusted_modules: Sequence[str]) -> list[str]:
+    """The messages of `problems_of_paths`."""
+    return [str(problem) for problem in problems_of_paths(section, option, trusted_modules)]
+
+
+def problems_of_paths(
+    section: str, option: Any, trusted_modules: Sequence[str]
+) -> Iterator[Problem]:
+    """Why the code that a section names cannot be loaded. option: a class of ours, or yours."""
+    if not isinstance(option, CustomOption):
+        return
+    for name, path in option.paths():
+        found = f"{section}.{name}={shown(path or None)}"
+        yield from loading_problems(found, path, TRUSTED_MODULES, trusted_modules)
+
+
+def _own_options(config: Config) -> dict[str, CustomOption]:
+    """The options that are code of your own, by their groups."""
+    # An export builds nothing but the model.
+    groups = ("model",) if config.mode == "export" else ("model", "task", "data", "optimizer")
+    options = {group: getattr(config, group) for group in groups}
+    return {group: option for group, option in options.items() if isinstance(option, CustomOption)}
+
+
+def _own_metrics(config: Config) -> list[metrics.FurtherMetric]:
+    """The further metrics, without those of a library that `metrics_missing` reports."""
+    if config.mode == "export":
+        return []
+    found = metrics.further(config)
+    if has_metrics():
+        return found
+    return [one for one in found if not one.code.target.startswith(f"{metrics.LIBRARY}.")]
 
 
 def trusted_for(section: str) -> tuple[str, ...]:
@@ -121,75 +142,94 @@ def trusted_for(section: str) -> tuple[str, ...]:
     return TRUSTED_MODULES
 
 
-def _not_loadable(
-    found: str, path: str, trusted: tuple[str, ...], trusted_modules: list[str]
-) -> list[str]:
+def loading_problems(
+    found: str, path: str, trusted: tuple[str, ...], trusted_modules: Sequence[str]
+) -> Iterator[Problem]:
     """Why a dotted path cannot be loaded. found: its key and value, for the message."""
     package = path.partition(".")[0]
     if not re.fullmatch(_DOTTED_PATH, path):
-        return [f"{found}: must be a dotted path, package.Name"]
+        yield Problem(found, "must be a dotted path, package.Name")
+        return
     if not is_trusted(path, [*trusted, *trusted_modules]):
-        if len(trusted) < 5:
-            where = ", ".join(trusted)
-        else:
+        where = ", ".join(trusted)
+        if trusted == TRUSTED_MODULES:
             where = "the modules trusted by default (SECURITY.md)"
-        return [
-            f"{found}: loads code from outside {where}; if you trust it, add"
-            f" trusted_modules=[{package}]"
-        ]
+        yield Problem(
+            found,
+            f"loads code from outside {where}",
+            f"if you trust it, add trusted_modules=[{package}]",
+        )
+        return
     spec = importlib.util.find_spec(package)
     if spec is None:
-        return [
-            f"{found}: no module {package} in {Path.cwd()} or installed; for code elsewhere set"
-            " PYTHONPATH"
-        ]
-    here = [
-        place
-        for place in (Path(package), Path(f"{package}.py"))
-        if place.is_file() or any(place.glob("*.py"))
-    ]
+        yield Problem(
+            found,
+            f"no module {package} in {Path.cwd()} or installed",
+            "for code elsewhere set PYTHONPATH",
+        )
+        return
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")
-    if (
-        here
-        and not is_trusted(path, trusted)
-        and not Path(origin).resolve().is_relative_to(Path.cwd())
-    ):
-        return [
-            f"{found}: {here[0]} in this folder is hidden by {origin}; rename it, or set"
-            " PYTHONPATH=."
-        ]
-    return []
+    hidden = _in_this_folder(package)
+    is_elsewhere = not Path(origin).resolve().is_relative_to(Path.cwd())
+    if hidden and is_elsewhere and not is_trusted(path, trusted):
+        yield Problem(
+            found,
+            f"{hidden} in this folder is hidden by {origin}",
+            "rename it, or set PYTHONPATH=.",
+        )
 
 
-def _no_hook(found: str, path: str) -> list[str]:
-    """Why a dotted path names no hook, by the source of its module. What that does not show (names
-    that are imported, base classes, decorators) `user_code.build_hooks` finds out in the workers.
-    found: as above."""
-    package, *inner, name = path.split(".")
-    spec = importlib.util.find_spec(
-        package
-    )  # of a module inside, it would import the packages above
-    places = [Path(root, *inner) for root in (spec and spec.submodule_search_locations) or []]
-    files = [file for place in places for file in (place / "__init__.py", place.with_suffix(".py"))]
-    files = files if inner else [Path((spec and spec.origin) or "")]
-    try:
-        source = ast.parse(
-            next((file for file in files if file.is_file()), Path()).read_bytes()
-        ).body
-    except (OSError, SyntaxError, ValueError):  # none, or the worker shows where it is wrong
+def _in_this_folder(package: str) -> Path | None:
+    """The file or folder of the working folder that would be imported by this name."""
+    for place in (Path(package), Path(f"{package}.py")):
+        if place.is_file() or any(place.glob("*.py")):
+            return place
+    return None
+
+
+def _no_hook(found: str, path: str) -> Iterator[Problem]:
+    """Why a dotted path does not name a hook, by the source of its module.
+
+    `user_code.build_hooks` finds in the workers what that does not show: names that are imported,
+    base classes, decorators. found: its key and value, for the message.
+    """
+    what = _kind_without_hook(_statements_of(path), path.rpartition(".")[2])
+    if what:
+        yield Problem(found, f"{HOOK_RULE}, and is {what}")
+
+
+def _statements_of(path: str) -> list[ast.stmt]:
+    """The source of the module in a dotted path; [] if there is none, or it cannot be parsed."""
+    package, *inner, _ = path.split(".")
+    # The spec of the package alone: for one of a module inside, Python would import the package.
+    spec = importlib.util.find_spec(package)
+    if spec is None:
         return []
-    what = ""
-    match [statement for statement in source if name in _bound([statement])][-1:]:
+    if inner:
+        places = [Path(root, *inner) for root in spec.submodule_search_locations or []]
+        files = [file for at in places for file in (at / "__init__.py", at.with_suffix(".py"))]
+    else:
+        files = [Path(spec.origin or "")]
+    try:
+        file = next((file for file in files if file.is_file()), Path())
+        return ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # the worker shows where it is wrong
+        return []
+
+
+def _kind_without_hook(statements: list[ast.stmt], name: str) -> str:
+    """What a name is, where its last binding shows that it is not a hook; else ""."""
+    bindings = [statement for statement in statements if name in _bound([statement])]
+    match bindings[-1:]:
         case [ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Lambda())]:
-            what = "a function"
+            return "a function"
         case [ast.Assign(value=ast.Constant() | ast.List() | ast.Tuple() | ast.Dict())]:
-            what = "a value"
+            return "a value"
         case [ast.ClassDef(bases=[], keywords=[], decorator_list=[], body=body)]:
-            if {"__enter__", "__exit__"} <= _bound(body) or "act" in _bound(body):
-                what = ""
-            else:
-                what = "a class without them"
-    return [f"{found}: {HOOK_RULE}, and is {what}"] if what else []
+            methods = _bound(body)
+            if "act" not in methods and not {"__enter__", "__exit__"} <= methods:
+                return "a class without them"
+    return ""
 
 
 def _bound(statements: Sequence[ast.stmt]) -> set[str]:
@@ -216,39 +256,39 @@ def is_trusted(path: str, modules: Sequence[str]) -> bool:
     return any(f"{path}.".startswith(f"{module}.") for module in modules)
 
 
-def _secrets(asked: Config, config: Config, hardware: Hardware, world: World | None) -> list[str]:
-    """The config is written to files, terminals and checkpoints, so secrets must stay in the
-    environment."""
-    hooks = {found.partition(".")[0]: hook for found, hook in hooks_of(config.hooks).items()}
-    trackers = trackers_of(config.tracker.classes)
-    own_code = _own_code(config) | hooks
-    own_code |= {tracker_key(name): tracker for name, tracker in trackers.items()}
-    return [
-        f"{section}.{path}=(hidden): the config is written to files, so it must hold no secret; put"
-        f" it into the environment: {section}.{path}='${{oc.env:NAME}}'"
-        for section, custom in own_code.items()
-        for path, value in leaves(custom.all_values())
-        if is_secret(path)
-        and isinstance(value, str)
-        and value
-        and not re.fullmatch(r"\$\{oc\.env:\w+\}", value)
-    ]
+def secrets(config: Config) -> Iterator[Problem]:
+    """Secrets that stand in the config, which is written to files, terminals and checkpoints."""
+    values: dict[str, dict[str, Any]] = {}
+    for group, option in _own_options(config).items():
+        values[group] = option.all_values()
+    for metric in _own_metrics(config):
+        values[metric.key] = metric.code.arguments
+    for found, hook in hooks_of(config.hooks).items():
+        values[found.partition(".")[0]] = hook.arguments
+    for name, tracker in trackers_of(config.tracker.classes).items():
+        values[tracker_key(name)] = tracker.arguments
+    for section, content in values.items():
+        for path, value in leaves(content):
+            is_reference = re.fullmatch(r"\$\{oc\.env:\w+\}", str(value))
+            if is_secret(path) and isinstance(value, str) and value and not is_reference:
+                yield Problem(
+                    f"{section}.{path}=(hidden)",
+                    "the config is written to files, so it must hold no secret",
+                    f"put it into the environment: {section}.{path}='${{oc.env:NAME}}'",
+                )
 
 
-def _further_metrics(
-    asked: Config, config: Config, hardware: Hardware, world: World | None
-) -> list[str]:
-    if not config.metrics or _has_metrics():
-        return []
-    return [
-        f"metrics=[...]: {metrics.LIBRARY} is not installed; run {sys.executable} -m pip install"
-        " '.[metrics]'"
-    ]
+def metrics_missing(config: Config) -> Iterator[Problem]:
+    """Further metrics without the library that has them."""
+    if config.metrics and not has_metrics():
+        yield Problem(
+            "metrics=[...]",
+            f"{metrics.LIBRARY} is not installed",
+            f"run {sys.executable} -m pip install '.[metrics]'",
+        )
 
 
-def _has_metrics() -> bool:
-    """Whether the library of `metrics` is installed. It is not imported: it imports torch."""
-    return bool((spec := importlib.util.find_spec(metrics.LIBRARY)) and spec.origin)
-
-
-CHECKS = (_code, _secrets, _further_metrics)
+def has_metrics() -> bool:
+    """Tell whether the library of `metrics` is installed. It is not imported: it imports torch."""
+    spec = importlib.util.find_spec(metrics.LIBRARY)
+    return spec is not None and spec.origin is not None

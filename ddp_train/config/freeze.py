@@ -13,10 +13,11 @@ from typing import Any
 
 import yaml
 
-from ddp_train.config.external_checks import unwritten
-from ddp_train.config.migrate import bind_frozen
+from ddp_train.config.bind import bind
+from ddp_train.config.run_directory import unwritten
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, hardware_description, versions
+from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config, schema_of
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
@@ -137,15 +138,41 @@ def _differing(prefix: str, values: dict[str, Any], known: dict[str, Any]) -> di
 
 
 def load_frozen(text: str) -> Config:
-    """Loads what `freeze` wrote, in this version or an earlier one. Raises ConfigError if it is
-    corrupt."""
+    """Loads what `freeze` wrote. Raises ConfigError if it is corrupt."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError([f"{FILE}: not plain YAML: {' '.join(str(error).split())}"]) from None
-    config, problems = (
-        bind_frozen(values) if isinstance(values, dict) else (Config(), [f"{FILE}: not a mapping"])
-    )
+    if not isinstance(values, dict):
+        raise ConfigError([f"{FILE}: not a mapping"])
+    config, problems = bind_frozen(values)
     if problems:
         raise ConfigError([f"{FILE}: {problem}" for problem in problems])
     return config
+
+
+def bind_frozen(values: dict[str, Any]) -> tuple[Config, list[str]]:
+    """Binds a frozen config. Returns it, with the default of each wrong key, and all problems."""
+    values = dict(values)
+    reasons = values.pop("reasons", {})
+    process_range = values.pop("process_range", None)
+    counts = values.pop("process_counts", [])
+    hosts = values.pop("host_range", None)
+    config, problems = bind(values)
+    if hosts is None or range_of(hosts):
+        config.host_range = hosts
+    else:
+        problems.append("host_range: must be a range, as 2:3")
+    are_counts = isinstance(counts, list) and all(type(count) is int for count in counts)
+    if range_of(process_range) and are_counts:
+        config.process_range = process_range
+        config.process_counts = counts
+    elif process_range or counts:
+        problems.append(
+            "process_range, process_counts: must be a range, as 2:8, and the numbers in it"
+        )
+    if isinstance(reasons, dict):
+        config.reasons = {str(name): str(reason) for name, reason in reasons.items()}
+    else:
+        problems.append("reasons: must be a mapping from switches to texts")
+    return config, problems

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddp_train.options.custom import CustomConfig
+from ddp_train.options.custom import Code
+from ddp_train.options.problem import Problem
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config, built_in_directions
 from ddp_train.text import OF_AVERAGE, RESERVED, did_you_mean, shown, snake_case
@@ -32,23 +33,23 @@ class FurtherMetric:
     given: dict[str, Any]
 
     @property
-    def custom(self) -> CustomConfig:
+    def code(self) -> Code:
         """What is called, and with what."""
         own = ("_target_", "name", "better")
         arguments = {name: value for name, value in self.given.items() if name not in own}
-        return CustomConfig(target=str(self.given.get("_target_") or ""), arguments=arguments)
+        return Code(str(self.given.get("_target_") or ""), arguments)
 
     @property
     def name(self) -> str:
         """As given, or that of the class in snake case. An object that holds several metrics has
         names of its own."""
-        return str(self.given.get("name") or snake_case(self.custom.target.rpartition(".")[2]))
+        return str(self.given.get("name") or snake_case(self.code.target.rpartition(".")[2]))
 
     @property
     def is_named(self) -> bool:
         """Whether its metrics surely have `name`, or begin with it: code of one's own may make a
         collection."""
-        return bool(self.given.get("name")) or self.custom.target.startswith(f"{LIBRARY}.")
+        return bool(self.given.get("name")) or self.code.target.startswith(f"{LIBRARY}.")
 
     @property
     def better(self) -> str | None:
@@ -179,11 +180,7 @@ def by_test(config: Config) -> str:
 
 def has_validation(config: Config) -> bool | None:
     """Whether there will be a validation set; None if only the data know."""
-    if "validation" in getattr(config.data, "splits", {}):
-        return True
-    if config.data.validation is None:
-        return None if config.data.name == "custom" else False
-    return config.data.validation > 0
+    return config.data.has_validation()
 
 
 def named(config: Config) -> Iterator[tuple[str, str]]:
@@ -196,6 +193,15 @@ def named(config: Config) -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         if value != AUTO and not (key == "objective" and value in MEASURED):
             yield key, value
+
+
+def all_problems(config: Config) -> Iterator[Problem]:
+    """What can be known to be wrong with metrics before anything is loaded."""
+    messages = further_problems(config) + problems(config, has_validation(config))
+    for message in messages:
+        found, _, rest = message.partition(": ")
+        rule, _, remedy = rest.partition("; ")
+        yield Problem(found, rule, remedy)
 
 
 def problems(config: Config, validation: bool | None) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_train.config import metrics, reuse
+from ddp_train.config import earlier_runs, metrics
 from ddp_train.config.bind import all_keys, bind, no_list, own_keys
 from ddp_train.config.code_checks import package_of
+from ddp_train.config.earlier_runs import EarlierRun
 from ddp_train.config.presets import chosen_presets, content_of, nameless, schema_name
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.user_code import torch_optimizers
@@ -35,7 +36,8 @@ from ddp_train.config.values import (
     unclosed,
 )
 from ddp_train.errors import ConfigError
-from ddp_train.options.custom import CustomConfig, hooks_of, tracker_key, trackers_of
+from ddp_train.options.custom import NAME as CUSTOM
+from ddp_train.options.custom import CustomOption, hooks_of, tracker_key, trackers_of
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
 from ddp_train.text import did_you_mean, shown, snake_case
@@ -228,7 +230,7 @@ def _read_override(program: Program, override: Override, sweep: bool, read: Over
         else:
             remedy = f"add -m to sweep over them, or quote them: {name}='...'"
             read.problems.append(f"{argument}: several values; {remedy}")
-    elif name == reuse.KEY:
+    elif name == earlier_runs.KEY:
         read.config = Path(str(override.value()))
         read.arguments.append("++" + argument.lstrip("+"))  # for the trials of a sweep
     elif name.split(".")[0] == STUDY:
@@ -349,7 +351,7 @@ def register_schema(program: Program) -> None:
         for path in program.files(group):
             if schema := schemas.get(schema_name(program, group, path) or ""):
                 node = dataclasses.asdict(schema())
-                if issubclass(schema, CustomConfig):
+                if issubclass(schema, CustomOption):
                     node = {"name": "custom", "_target_": None} | {
                         name: node[name] for name in own_keys(schema)
                     }
@@ -383,8 +385,8 @@ def read_config(
     """Composes and binds. Returns the config (its defaults where a value was wrong) and all
     problems.
 
-    `adopted` holds sections and keys that replace the composed ones, unless the command line chose
-    their option or gave the key: an evaluation adopts the model, the data and the metrics of its
+    adopted: sections and keys that replace the composed ones, unless the command line chose their
+    option or gave the key. An evaluation adopts the model, the data and the metrics of its
     checkpoint; all of a file is adopted with `config=FILE`. Code that is adopted must be in
     `trusted_modules`; what the command line and conf/ name is trusted (SECURITY.md).
     """
@@ -395,94 +397,121 @@ def read_config(
     except ConfigError as error:
         return Config(), [*overrides.problems, *error.problems]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        no_lists = [
-            problem
-            for name, value in overrides.given.items()
-            if (problem := no_list(name, value, of_any=True))
-        ]
-        message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
-        message = re.sub(
-            r"^Error merging override \++|\s+full_key: .*$", "", message, flags=re.DOTALL
-        )  # both untyped
-        message = message.replace(
-            "list index out of range", "the list has no such item; give it whole"
-        )
-        where = f"{key}: " if (key := getattr(error, "full_key", None)) else ""
-        return Config(), [*overrides.problems, *(no_lists or [where + " ".join(message.split())])]
-    values.pop(reuse.KEY, None)
-    unused = [
-        problem for choice, problem in program.unusable().items() if choice in choices.items()
-    ]
-    ground, unread = reuse.named_config(overrides.config) if overrides.config else ({}, [])
-    unread += [
-        f"{group}={overrides.choices[group]}: contradicts {reuse.KEY}={overrides.config}, which is"
-        " a whole run; give one of them, and single keys beside it"
-        for group in PRESETS
-        if overrides.config and overrides.choices.get(group, "None") != "None"
-    ]
-    adopted = {**ground, **(adopted or {})}
+        return Config(), [*overrides.problems, *_not_composed(overrides, error)]
+    values.pop(earlier_runs.KEY, None)
+    ground, problems = _ground_of(overrides)
+    named = {**overrides.choices, **overrides.given}
     from_elsewhere = {
-        section for section in adopted if section not in {**overrides.choices, **overrides.given}
+        section: content
+        for section, content in {**ground, **(adopted or {})}.items()
+        if section not in named
     }
-    for section in from_elsewhere:
-        values[section] = copy.deepcopy(adopted[section])
+    _adopt(values, from_elsewhere, overrides)
+    _keep_one_warm_up(values, overrides)
+    unusable = program.unusable()
+    problems += [unusable[choice] for choice in unusable.keys() & choices.items()]
+    config, unbound = bind(values)
+    trusted = [*config.trusted_modules, *_own_packages(config, from_elsewhere.keys())]
+    config.trusted_modules = list(dict.fromkeys(trusted))
+    problems += _located(program, overrides, choices, unbound)
+    return config, overrides.problems + problems
+
+
+def _not_composed(overrides: Overrides, error: Exception) -> list[str]:
+    """The messages about what Hydra or OmegaConf refuses."""
+    no_lists = [no_list(name, value, of_any=True) for name, value in overrides.given.items()]
+    if any(no_lists):
+        return [problem for problem in no_lists if problem]
+    message = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+    # The `++` before the key, and the places below, were not typed.
+    untyped = r"^Error merging override \++|\s+full_key: .*$"
+    message = re.sub(untyped, "", message, flags=re.DOTALL)
+    message = message.replace("list index out of range", "the list has no such item; give it whole")
+    key = getattr(error, "full_key", None)
+    where = f"{key}: " if key else ""
+    return [where + " ".join(message.split())]
+
+
+def _ground_of(overrides: Overrides) -> tuple[dict[str, Any], list[str]]:
+    """What `config=FILE` gives, and what is wrong with it."""
+    if overrides.config is None:
+        return {}, []
+    problems = [
+        f"{group}={overrides.choices[group]}: contradicts {earlier_runs.KEY}={overrides.config},"
+        " which is a whole run; give one of them, and single keys beside it"
+        for group in PRESETS
+        if overrides.choices.get(group, "None") != "None"
+    ]
+    try:
+        return EarlierRun.of_file(overrides.config).ground(), problems
+    except ConfigError as error:
+        return {}, [*error.problems, *problems]
+
+
+def _adopt(values: dict[str, Any], from_elsewhere: dict[str, Any], overrides: Overrides) -> None:
+    """Puts sections of an earlier run in place of the composed ones, with keys that are given."""
+    for section, content in from_elsewhere.items():
+        values[section] = copy.deepcopy(content)
     for dotted, value in overrides.given.items():
         section, _, name = dotted.partition(".")
         if name and section in from_elsewhere and isinstance(values[section], dict):
             _set(section, values[section], name, value)
-    for one, other, off in (
-        ("warmup_steps", "warmup_epochs", None),
-        ("warmup_epochs", "warmup_steps", 0),
-    ):
-        typed = f"schedule.{one}" in overrides.given and f"schedule.{other}" not in overrides.given
-        if typed and isinstance(values.get("schedule"), dict):
-            values["schedule"][other] = off  # of a preset: two names of one thing
-    config, problems = bind(values)
-    config.trusted_modules = list(
-        dict.fromkeys([*config.trusted_modules, *_own_packages(config, from_elsewhere)])
-    )
-    told = {problem.split(":")[0] for problem in overrides.problems}
-    located = [
-        as_typed(problem, overrides.given)
-        + _origin(program, overrides, choices, problem.split("=")[0])
-        for problem in problems
-        if problem.split(":")[0] not in told
-    ]
-    return config, overrides.problems + unread + unused + located
+
+
+def _keep_one_warm_up(values: dict[str, Any], overrides: Overrides) -> None:
+    """Steps or epochs that are given replace those of a preset: they are two names of one thing."""
+    schedule = values.get("schedule")
+    if not isinstance(schedule, dict):
+        return
+    has_steps = "schedule.warmup_steps" in overrides.given
+    has_epochs = "schedule.warmup_epochs" in overrides.given
+    if has_steps and not has_epochs:
+        schedule["warmup_epochs"] = None
+    if has_epochs and not has_steps:
+        schedule["warmup_steps"] = 0
 
 
 def _set(section: str, content: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a key of an adopted section; of your own class an argument. name: dotted, if it is
-    inside a mapping."""
+    """Sets a key of an adopted section; of your own class an argument.
+
+    name: dotted, if it is inside a mapping.
+    """
     *outer, last = name.split(".")
-    if content.get("name") == CustomConfig.name and [*outer, last][0] not in own_keys(
-        OPTIONS[section]["custom"]
-    ):
+    first = name.partition(".")[0]
+    if content.get("name") == CUSTOM and first not in own_keys(OPTIONS[section][CUSTOM]):
         content = content["arguments"]
     for part in outer:
         content = content.setdefault(part, {})
     content[last] = value
 
 
-def _own_packages(config: Config, from_elsewhere: set[str]) -> list[str]:
+def _own_packages(config: Config, from_elsewhere: Collection[str]) -> list[str]:
     """Packages of the code that the command line or conf/ names."""
-    sections = [getattr(config, section) for section in OPTIONS if section not in from_elsewhere]
+    paths = []
+    for group in OPTIONS:
+        option = getattr(config, group)
+        if group not in from_elsewhere and isinstance(option, CustomOption):
+            paths += [path for _, path in option.paths()]
     if "metrics" not in from_elsewhere:
-        sections += [further.custom for further in metrics.further(config)]
-    paths = [
-        path
-        for section in sections
-        if isinstance(section, CustomConfig)
-        for _, path in section.code()
-    ]
-    paths += (
-        [hook.target for hook in hooks_of(config.hooks).values()]
-        if "hooks" not in from_elsewhere
-        else []
-    )
+        paths += [metric.code.target for metric in metrics.further(config)]
+    if "hooks" not in from_elsewhere:
+        paths += [hook.target for hook in hooks_of(config.hooks).values()]
     if "tracker" not in from_elsewhere:
         paths += [tracker.target for tracker in trackers_of(config.tracker.classes).values()]
     return [package for path in paths for package in package_of(path)]
+
+
+def _located(
+    program: Program, overrides: Overrides, choices: dict[str, str], problems: list[str]
+) -> list[str]:
+    """The problems of binding that are new, each as it was typed or with the file it is from."""
+    reported = {problem.split(":")[0] for problem in overrides.problems}
+    located = []
+    for problem in problems:
+        if problem.split(":")[0] not in reported:
+            origin = _origin(program, overrides, choices, problem.split("=")[0])
+            located.append(as_typed(problem, overrides.given) + origin)
+    return located
 
 
 def _origin(program: Program, overrides: Overrides, choices: dict[str, str], dotted: str) -> str:

@@ -8,22 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ddp_train.config.auto import at_another_number, resolve
-from ddp_train.config.conflicts import notices
-from ddp_train.config.external_checks import changed, held_run, manifest_config, unwritten
+from ddp_train.config.checkpoint_checks import changed
+from ddp_train.config.earlier_runs import EarlierRun, run_to_resume
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
+from ddp_train.config.notices import notices
 from ddp_train.config.overrides import Overrides, read_config, read_overrides
 from ddp_train.config.program import PRESETS, Program
-from ddp_train.config.reuse import held_config
+from ddp_train.config.run_directory import unwritten
 from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, detect_hardware
 from ddp_train.options.registry import OPTIONS
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.lost_hosts import FILE as LOST_HOSTS
 
@@ -77,36 +77,31 @@ def prepare(
 
 
 def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]:
-    """The config, composed and bound, and all problems. What is done with a trained model gets
-    model, task and data of its checkpoint, a run that resumes what it had."""
+    """The config, composed and bound, and all problems.
+
+    What is done with a trained model gets model, task and data of its checkpoint, a run that
+    resumes what it had.
+    """
     config, problems = read_config(program, overrides)
-    if config.uses_trained and (adopted := adopted_sections(Path(config.checkpoint.resume))):
-        # With the problems of the second reading only: a key may belong to the option that is
-        # adopted.
-        return read_config(program, overrides, adopted)
-    if (
-        config.run_dir
-        and config.mode == "train"
-        and config.checkpoint.resume == "auto"
-        and not overrides.config
-    ):
-        chosen = overrides.choices.keys() & {
-            *OPTIONS,
-            *PRESETS,
-        }  # then the words say all of it, as at its start
-        if not chosen and (ground := held_config(Path(config.run_dir))):
-            return read_config(program, overrides, ground)
-    if (
-        config.run_dir
-        and config.mode == "train"
-        and config.checkpoint.resume != "never"
-        and config.data.decode == "auto"
-    ):
+    if config.uses_trained:
+        earlier = EarlierRun.of(Path(config.checkpoint.resume))
+        if earlier is not None:
+            # With the problems of the second reading only: a key may belong to the option that is
+            # adopted.
+            return read_config(program, overrides, earlier.adopted())
+    resumes = config.mode == "train" and config.checkpoint.resume != "never"
+    earlier = EarlierRun.of(Path(config.run_dir)) if config.run_dir and resumes else None
+    if earlier is None:
+        return config, problems
+    # With an option of a group or a preset, the overrides say all of it, as at its start.
+    says_all = overrides.choices.keys() & {*OPTIONS, *PRESETS}
+    if config.checkpoint.resume == "auto" and not overrides.config and not says_all:
+        return read_config(program, overrides, earlier.ground_to_resume())
+    before = earlier.values.get("data", {})
+    if config.data.decode == "auto" and before.get("name") == config.data.name:
         # Other hardware may choose another decoder, with slightly different pixels: a run keeps its
         # own.
-        before = manifest_config(Path(config.run_dir)).get("data", {})
-        if before.get("name") == config.data.name:
-            config.data = replace(config.data, decode=before.get("decode", "auto"))
+        config.data = replace(config.data, decode=before.get("decode", "auto"))
     return config, problems
 
 
@@ -120,7 +115,7 @@ def resolve_and_check(
         return config, problems
     hardware = hardware or detect_hardware(visible_devices())
     resolved = resolve(config, hardware, world)
-    return resolved, check(config, resolved, hardware, world)
+    return resolved, check(RequestedRun(config, resolved, hardware, world))
 
 
 def _locked_and_frozen(
@@ -132,7 +127,7 @@ def _locked_and_frozen(
     resolved, more = resolve_and_check(config, world, hardware)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
-    notes = notices(config, resolved)
+    notes = notices(RequestedRun(config, resolved, hardware, world))
     if world is None and int(resolved.launch.nnodes) > 1:
         return Prepared(resolved, "", notes)
     if (
@@ -140,7 +135,7 @@ def _locked_and_frozen(
     ):  # it may examine while a run is in that directory, and leaves that run's files alone
         return Prepared(resolved, to_text(resolved), notes)
     held = lock_run_dir(resolved, world)
-    before = held_run(resolved)
+    before = run_to_resume(resolved)
     if before and (other := changed(before, resolved)):
         notes.append(f"run_dir={resolved.run_dir} resumes with other values: {', '.join(other)}")
     if (
@@ -221,20 +216,3 @@ def archive_previous_run(run_dir: Path) -> list[str]:
             f"checkpoint.resume=never: files of an earlier run in {run_dir} were renamed to {names}"
         ]
     return []
-
-
-def adopted_sections(resume: Path) -> dict[str, Any]:
-    """Model, task, data and further metrics, as a checkpoint's manifest has them; {} if there is
-    none."""
-    frozen = manifest_config(resume)
-    if "data" in frozen:  # where its samples are held and decoded depends on this hardware
-        frozen["data"] = {
-            name: value
-            for name, value in frozen["data"].items()
-            if name not in ("placement", "decode")
-        }
-    return {
-        section: frozen[section]
-        for section in ("model", "task", "data", "metrics")
-        if section in frozen
-    }

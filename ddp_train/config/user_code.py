@@ -23,19 +23,19 @@ from ddp_train.config.code_checks import (
 )
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
-from ddp_train.options.custom import CustomConfig, hooks_of, tracker_key, trackers_of
+from ddp_train.options.custom import Code, hooks_of, tracker_key, trackers_of
 from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.text import did_you_mean
 
 
-def instantiate(section: str, custom: CustomConfig, *args: Any, **more: Any) -> Any:
-    """Imports `custom.target` and calls it, with the values of `${oc.env:...}` among its arguments.
+def instantiate(section: str, code: Code, *args: Any, **more: Any) -> Any:
+    """Imports `code.target` and calls it, with the values of `${oc.env:...}` among its arguments.
 
     Raises ConfigError if it does not exist, is not callable, or does not take these arguments.
     Exceptions of the call itself are passed on.
     """
-    found, target = _target_of(section, custom)
-    return _called(found, section, target, custom.arguments, *args, **more)
+    found, target = _target_of(section, code)
+    return _called(found, section, target, code.arguments, *args, **more)
 
 
 def _called(
@@ -64,20 +64,20 @@ def _called(
     return target(*args, **values, **more)
 
 
-def parameters_of(section: str, custom: CustomConfig) -> list[str]:
-    """The names of the parameters that `custom.target` takes; [] if it does not say. Raises
+def parameters_of(section: str, code: Code) -> list[str]:
+    """The names of the parameters that `code.target` takes; [] if it does not say. Raises
     ConfigError as above."""
-    return list(_parameters(_target_of(section, custom)[1]))
+    return list(_parameters(_target_of(section, code)[1]))
 
 
-def call_of(section: str, custom: CustomConfig) -> dict[str, Any]:
-    """What `custom.target` is called with, the defaults of its signature included; if they do not
+def call_of(section: str, code: Code) -> dict[str, Any]:
+    """What `code.target` is called with, the defaults of its signature included; if they do not
     fit it, or it does not say, what is given. Raises ConfigError as above."""
     try:
-        signature = inspect.signature(_target_of(section, custom)[1])
-        bound = signature.bind(**custom.arguments)
+        signature = inspect.signature(_target_of(section, code)[1])
+        bound = signature.bind(**code.arguments)
     except (TypeError, ValueError):
-        return dict(custom.arguments)
+        return dict(code.arguments)
     bound.apply_defaults()
     further = {
         name
@@ -110,7 +110,7 @@ def _transform(key: str, item: Any) -> Callable[..., Any]:
         kind = type(parameter.default)
         if issubclass(kind, enum.Enum) and arguments.get(name) in [one.value for one in kind]:
             arguments[name] = kind(arguments[name])  # policy: cifar10, interpolation: bicubic
-    made = instantiate(key, CustomConfig(target=path, arguments=arguments))
+    made = instantiate(key, Code(path, arguments))
     if not callable(made):
         raise ConfigError(
             [
@@ -143,10 +143,10 @@ def named_function(key: str, path: str) -> Callable[..., Any]:
     return _harmless(f"{key}={path}", path)
 
 
-def _target_of(section: str, custom: CustomConfig) -> tuple[str, Any]:
+def _target_of(section: str, code: Code) -> tuple[str, Any]:
     """Key and value, for messages; and what they name."""
-    found = f"{section}._target_={custom.target}"
-    return found, _harmless(found, custom.target, trusted_for(section))
+    found = f"{section}._target_={code.target}"
+    return found, _harmless(found, code.target, trusted_for(section))
 
 
 def _harmless(found: str, path: str, trusted: tuple[str, ...] = TRUSTED_MODULES) -> Any:
@@ -177,25 +177,25 @@ def build_hooks(items: list[Any], *args: Any) -> list[Any]:
 def build_trackers(classes: dict[str, Any]) -> dict[str, Tracker]:
     """The trackers that `tracker.classes` names, by their names. Raises ConfigError as above."""
     trackers = {}
-    for name, custom in trackers_of(classes).items():
-        made = tracker_class(name, custom)
+    for name, code in trackers_of(classes).items():
+        made = tracker_class(name, code)
         key = tracker_key(name)
-        found = f"{key}._target_={custom.target}"
+        found = f"{key}._target_={code.target}"
         missing = missing_package(made)
         if missing:
             install = f"{sys.executable} -m pip install {missing}"
             raise ConfigError([f"{found}: {missing} is not installed; run {install}"])
-        trackers[name] = _called(found, key, made, custom.arguments)
+        trackers[name] = _called(found, key, made, code.arguments)
     return trackers
 
 
-def tracker_class(name: str, custom: CustomConfig) -> type[Tracker]:
+def tracker_class(name: str, code: Code) -> type[Tracker]:
     """The class of a tracker, imported. Raises ConfigError as above."""
-    found = f"{tracker_key(name)}._target_={custom.target}"
-    made = _imported(found, custom.target)
+    found = f"{tracker_key(name)}._target_={code.target}"
+    made = _imported(found, code.target)
     if not isinstance(made, type) or not issubclass(made, Tracker) or inspect.isabstract(made):
         raise ConfigError([f"{found}: {TRACKER_RULE}"])
-    if is_trusted(custom.target, TRUSTED_TRACKERS) and not is_trusted(
+    if is_trusted(code.target, TRUSTED_TRACKERS) and not is_trusted(
         made.__module__, TRUSTED_TRACKERS
     ):
         trusted = ", ".join(TRUSTED_TRACKERS)
@@ -215,7 +215,7 @@ def missing_package(tracker: type[Tracker]) -> str | None:
     return None
 
 
-def _hook(found: str, hook: CustomConfig, *args: Any) -> Any:
+def _hook(found: str, hook: Code, *args: Any) -> Any:
     made = _imported(found, hook.target)
     made_in = str(getattr(made, "__module__", ""))
     enters = hasattr(made, "__enter__") and hasattr(made, "__exit__")

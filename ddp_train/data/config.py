@@ -1,12 +1,44 @@
-"""Data sets that are held in memory."""
+"""Data sets that are held in memory, and the keys of all that are not a class of your own."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from ddp_train.options.data import DataConfig, LabelledImagesConfig
+from ddp_train.options.data_keys import mixing_alpha, sample_weights, validation_part
 from ddp_train.options.key import key
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import Config, DataConfig
+
+
+@dataclass
+class BuiltInDataConfig(DataConfig):
+    """The keys of every data set but a class of your own."""
+
+    name: str = "digits"
+    is_regression: ClassVar[bool | None] = False
+    limit: int | None = key(None, "use only this many samples of each split", at_least=1)
+    validation: float | None = validation_part()
+    weights: str | None = sample_weights()
+    placement: str = key(
+        "auto",
+        "where the data are held; auto: device if they fit",
+        choices=("auto", "host", "device"),
+    )
+
+
+@dataclass
+class LabelledImagesConfig(BuiltInDataConfig):
+    """Images with class labels."""
+
+    mixup: float = mixing_alpha("mixup, the weighted mean of")
+    cutmix: float = mixing_alpha("CutMix, which exchanges a box between")
+    random_erasing: float = key(
+        0.0, "probability that a box of a training image is erased", at_least=0, at_most=1
+    )
 
 
 @dataclass
@@ -25,6 +57,30 @@ class TorchvisionDataConfig(LabelledImagesConfig):
     root: str = key("data", "folder that holds the data set", is_path=True)
     download: bool = key(False, "download it if it is missing")
     augment: bool = key(False, "random shifts; flips too for cifar10 and fashion_mnist")
+
+    def missing(self, config: Config) -> Iterator[Problem]:
+        yield from super().missing(config)
+        paths = [Path(self.root, name) for name in self.files]
+        absent = [path for path in paths if not path.is_file()]
+        if absent and not self.download:
+            packed = absent[0].with_name(f"{absent[0].name}.gz")
+            if packed.is_file():
+                remedy = f"unpack it: gunzip -k {packed.parent}/*.gz"
+            else:
+                remedy = "add data.download=true"
+            yield Problem(
+                f"data.root={self.root}",
+                f"{absent[0]} is missing",
+                f"{remedy}, or name the folder that holds {self.name}",
+            )
+            return
+        cut = [path for path in paths if path.name.endswith("-ubyte") and is_truncated(path)]
+        if cut:
+            yield Problem(
+                f"data.root={self.root}",
+                f"{cut[0]} is truncated",
+                "remove it, and fetch it with data.download=true",
+            )
 
 
 _IDX_FILES = tuple(
@@ -81,7 +137,7 @@ class SyntheticConfig(LabelledImagesConfig):
 
 
 @dataclass
-class LinearRegressionDataConfig(DataConfig):
+class LinearRegressionDataConfig(BuiltInDataConfig):
     """A generated table: y = w x + b + noise."""
 
     name: str = "linear_regression"
@@ -96,3 +152,20 @@ class LinearRegressionDataConfig(DataConfig):
 
     def sample_bytes(self) -> int:
         return 4 * self.features
+
+
+def is_truncated(path: Path) -> bool:
+    """Tell whether an IDX file is shorter than its header says.
+
+    The header is two zeros, the type, the number of dimensions, and their sizes as uint32; bytes
+    follow.
+    """
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        header = file.read(4)
+        sizes = file.read(4 * header[3]) if len(header) == 4 else b""
+    if len(header) < 4 or len(sizes) < 4 * header[3]:
+        return True
+    numbers = [int.from_bytes(sizes[at : at + 4]) for at in range(0, len(sizes), 4)]
+    return path.stat().st_size < 4 + len(sizes) + math.prod(numbers)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddp_train.assembly import checkpoint_model
 from ddp_train.checkpoints import reader
 from ddp_train.config.code_checks import code_problems
-from ddp_train.config.migrate import bind_frozen
+from ddp_train.config.freeze import bind_frozen
 from ddp_train.config.user_code import build_transforms
 from ddp_train.data.corpus.codec import Bytes, Tokenizer
 from ddp_train.data.raw_input import (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddp_train.options.key import key
-from ddp_train.options.model import ModelConfig
+from ddp_train.options.schema import ModelConfig
 
 
 @dataclass
@@ -14,6 +14,7 @@ class CnnConfig(ModelConfig):
     """Two convolutions per scale, then one linear layer."""
 
     name: str = "cnn"
+    takes_tokens: ClassVar[bool | None] = False
     takes_images: ClassVar[bool | None] = True
     smallest_side: ClassVar[int] = 2
     channels: int = key(
@@ -35,6 +36,7 @@ class CnnConfig(ModelConfig):
 class _DenseConfig(ModelConfig):
     """Linear layers only."""
 
+    takes_tokens: ClassVar[bool | None] = False
     takes_images: ClassVar[bool | None] = False
 
     def is_launch_bound(self, units: float) -> bool:
@@ -70,21 +72,3 @@ class GeluMlpConfig(_DenseConfig):
     hidden: int = key(1024, "features of each hidden layer", at_least=1)
     layers: int = key(2, "number of hidden layers", at_least=1)
     fused: bool = key(False, "fuse the pointwise operations with torch.compile")
-
-
-@dataclass
-class TorchvisionConfig(ModelConfig):
-    """Any classifier of torchvision, from scratch or with its weights."""
-
-    name: str = "torchvision"
-    takes_images: ClassVar[bool | None] = True
-    channels_taken: ClassVar[tuple[int, ...]] = (1, 3)
-    arch: str = key("resnet18", "name of the classifier in torchvision.models")
-    weights: str | None = key(
-        None,
-        "begin with torchvision's weights for it, DEFAULT or a name like IMAGENET1K_V1; downloaded"
-        " once per host",
-    )
-
-    def worth_compiling(self) -> bool:
-        return True

@@ -1,57 +1,107 @@
-"""Classes of your own."""
+"""Classes and functions of your own: `_target_=package.Name`, with arguments beside it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ddp_train.options.data import DataFacts, mixing_alpha, sample_weights, validation_part
+from ddp_train.options.data_keys import mixing_alpha, sample_weights, validation_part
 from ddp_train.options.key import key
-from ddp_train.options.model import FineTuning, ModelFacts
-from ddp_train.options.optimizer import Groups, OptimizerFacts
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import (
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RequestedRun,
+    TaskConfig,
+)
+from ddp_train.text import did_you_mean, shown
 
+NAME = "custom"
+"""The option that is code of your own, in every group that has one."""
 NOT_TELLING = ("download", "augment", "transform", "transforms", "target_transform")
 """Arguments of data sets that do not say which samples they have."""
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Code:
+    """A class or function of your own, and what it is called with."""
+
+    target: str
+    """Its dotted path."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Its keyword arguments, plain values."""
 
 
 @dataclass
-class CustomConfig(ModelFacts, DataFacts, OptimizerFacts):
-    """Your own class or function: `_target_=package.Name`, and its arguments beside it."""
+class CustomOption:
+    """The keys of every option that is code of your own."""
 
-    name: str = "custom"
     target: str = key(
         "", "dotted path of your own class or function (see SECURITY.md)", may_be_empty=True
     )
     arguments: dict[str, Any] = key({}, "its keyword arguments, plain values")
-    metrics: ClassVar[dict[str, str]] = {}
+    name: str = NAME
+    is_custom: ClassVar[bool] = True
 
-    def code(self) -> Iterator[tuple[str, str]]:
-        """The code that it names: each key, and the dotted path there."""
+    @property
+    def code(self) -> Code:
+        """The class or function that `_target_` names."""
+        return Code(self.target, self.arguments)
+
+    def paths(self) -> Iterator[tuple[str, str]]:
+        """The dotted paths of code: each with the key that names it."""
         yield "_target_", self.target
 
     def values(self) -> dict[str, Any]:
-        """The values that this code is called with, by the first part of their keys."""
+        """The values that the class is called with, by the first part of their keys."""
         return self.arguments
 
     def all_values(self) -> dict[str, Any]:
-        """And those that other code of the section is called with."""
+        """The values that any code of the section is called with."""
         return self.values()
 
 
 @dataclass
-class CustomModelConfig(FineTuning, CustomConfig):
+class CustomTaskConfig(CustomOption, TaskConfig):
+    """Your own task: `_target_=package.Name`, and its arguments beside it."""
+
+
+@dataclass
+class CustomModelConfig(CustomOption, ModelConfig):
     """Your own model: `_target_=package.Name`, and its arguments beside it."""
 
 
 @dataclass
-class CustomOptimizerConfig(Groups, CustomConfig):
+class CustomOptimizerConfig(CustomOption, OptimizerConfig):
     """Your own optimizer: `_target_=package.Name`, any class of torch.optim for one, and its
     arguments beside it."""
 
+    def group_rules(self) -> dict[str, Mapping[str, Any]] | None:
+        return None  # only the worker knows which arguments the class takes
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        implementation = run.config.tuning.optimizer
+        if implementation != "default":
+            yield Problem(
+                f"tuning.optimizer={implementation}",
+                f"has no effect on optimizer._target_={self.target}",
+                "use tuning.optimizer=default and the class's own arguments, for example"
+                " optimizer.foreach=true",
+            )
+        yield from super().problems(run)
+        if self.layer_decay is not None and "lr" not in self.arguments:
+            yield Problem(
+                f"optimizer.layer_decay={self.layer_decay:g}",
+                "needs optimizer.lr, which it multiplies",
+                "add it",
+            )
+
 
 @dataclass
-class CustomDataConfig(CustomConfig):
+class CustomDataConfig(CustomOption, DataConfig):
     """Your own data set: `_target_=package.Name`, and its arguments beside it."""
 
     limit: int | None = key(None, "use only this many samples of each split", at_least=1)
@@ -95,36 +145,106 @@ class CustomDataConfig(CustomConfig):
 
     @property
     def download(self) -> bool:
-        arguments = (
-            self.arguments,
-            *(part for part in self.splits.values() if isinstance(part, dict)),
-        )
-        return any(part.get("download") is True for part in arguments)
+        calls = [self.arguments, *self.splits.values()]
+        return any(call.get("download") is True for call in calls if isinstance(call, dict))
 
     def in_memory_bytes(self) -> int | None:
-        return (
-            0 if self.placement == "device" else None
-        )  # as small as any; whether it fits, its owner knows
+        # As small as any: whether it fits, its owner knows.
+        return 0 if self.placement == "device" else None
+
+    def has_validation(self) -> bool | None:
+        if "validation" in self.splits:
+            return True
+        return None if self.validation is None else self.validation > 0
 
     def writes_files(self) -> bool:
         return self.download or self.target.startswith("ddp_train.data.shards.")
 
-    def code(self) -> Iterator[tuple[str, str]]:
-        yield from super().code()
-        for name in ("transform", "test_transform"):
-            for place, item in enumerate(getattr(self, name) or ()):
-                yield from named_code(item, f"{name}[{place}]")
+    def paths(self) -> Iterator[tuple[str, str]]:
+        yield from super().paths()
+        for name, items in self._transforms().items():
+            for place, item in enumerate(items):
+                yield from paths_in(item, f"{name}[{place}]")
         if self.collate_fn is not None:
             yield "collate_fn", self.collate_fn
+
+    def _transforms(self) -> dict[str, list[Any]]:
+        return {"transform": self.transform, "test_transform": self.test_transform or []}
 
     def values(self) -> dict[str, Any]:
         return {**self.arguments, "splits": self.splits}
 
     def all_values(self) -> dict[str, Any]:
-        return {**self.values(), "transform": self.transform, "test_transform": self.test_transform}
+        return {**self.values(), **self._transforms()}
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        yield from super().problems(run)
+        if run.config.mode == "export":  # it reads no data
+            return
+        wrong = list(self._split_problems())
+        yield from wrong
+        if self.splits and not wrong:
+            yield from self._same_split_problems()
+        yield from self._validation_problems()
+        for name, items in self._transforms().items():
+            for place, item in enumerate(items):
+                if not is_named_code(item):
+                    example = "{_target_:torchvision.transforms.v2.RandomCrop,size:28}"
+                    yield Problem(
+                        f"data.{name}[{place}]={shown(item)}",
+                        "must be a class with its arguments",
+                        f"use data.{name}=[{example}]",
+                    )
+
+    def _split_problems(self) -> Iterator[Problem]:
+        for name, part in self.splits.items():
+            found = f"data.splits.{name}={shown(part)}"
+            if name not in SPLITS:
+                guess = did_you_mean(name, list(SPLITS))
+                yield Problem(found, f"the splits are {', '.join(SPLITS)}{guess}")
+            elif not isinstance(part, dict):
+                yield Problem(found, "must be arguments", f"use data.splits.{name}.NAME=VALUE")
+
+    def _same_split_problems(self) -> Iterator[Problem]:
+        """A split whose arguments are those of the training set, but for what tells nothing."""
+
+        def telling(name: str) -> dict[str, Any]:
+            given = self.splits.get(name, {}).items()
+            return {argument: value for argument, value in given if argument not in NOT_TELLING}
+
+        others = dict.fromkeys(("test", *self.splits))
+        for name in others:
+            if name != "train" and telling(name) == telling("train"):
+                yield Problem(
+                    f"data.splits={shown(self.splits)}",
+                    f"training and {name} set would be the same samples",
+                    f"use data.splits.train.NAME=VALUE data.splits.{name}.NAME=VALUE with"
+                    " different values",
+                )
+                return
+
+    def _validation_problems(self) -> Iterator[Problem]:
+        if "validation" not in self.splits or self.validation is None:
+            return
+        if self.validation:
+            instead = "leave one of them out"
+        else:
+            instead = "leave out data.splits.validation"
+        yield Problem(
+            f"data.validation={self.validation:g}",
+            "contradicts data.splits.validation, which validates",
+            instead,
+        )
 
 
-def hooks_of(items: list[Any]) -> dict[str, CustomConfig]:
+def is_named_code(item: Any) -> bool:
+    """Tell whether an item is PATH, or {_target_: PATH, ...}."""
+    return isinstance(item, str) or (
+        isinstance(item, dict) and isinstance(item.get("_target_"), str)
+    )
+
+
+def hooks_of(items: list[Any]) -> dict[str, Code]:
     """The items of `hooks` by their keys, for messages: `hooks=[my_pkg.Hook]`,
     `hooks[1]._target_=my_pkg.Hook`. An item is PATH, or {_target_: PATH, ...} with arguments."""
     found = {}
@@ -132,11 +252,9 @@ def hooks_of(items: list[Any]) -> dict[str, CustomConfig]:
         if isinstance(item, dict):
             arguments = {name: value for name, value in item.items() if name != "_target_"}
             target = str(item.get("_target_", ""))
-            found[f"hooks[{place}]._target_={target}"] = CustomConfig(
-                target=target, arguments=arguments
-            )
+            found[f"hooks[{place}]._target_={target}"] = Code(target, arguments)
         else:
-            found[f"hooks=[{item}]"] = CustomConfig(target=str(item))
+            found[f"hooks=[{item}]"] = Code(str(item))
     return found
 
 
@@ -145,36 +263,40 @@ def tracker_key(name: str) -> str:
     return f"tracker.classes.{name}"
 
 
-def trackers_of(classes: dict[str, Any]) -> dict[str, CustomConfig]:
+def trackers_of(classes: dict[str, Any]) -> dict[str, Code]:
     """The classes of `tracker.classes` by their names, with their arguments."""
     trackers = {}
     for name, value in classes.items():
         values = dict(value) if isinstance(value, dict) else {"_target_": value}
         target = str(values.pop("_target_", ""))
-        trackers[name] = CustomConfig(target=target, arguments=values)
+        trackers[name] = Code(target, values)
     return trackers
 
 
-def named_code(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The dotted paths in an item of `data.transform`, and where they stand. An item is {_target_:
-    PATH, ...}, or PATH alone; its arguments may have such dicts within them."""
-    if isinstance(value, str):
-        yield path, value
-    elif isinstance(value, dict) and "_target_" in value:
-        yield f"{path}._target_", str(value["_target_"])
-    for name, one in nested_code(value, path):
-        yield from named_code(one, name)
+def paths_in(item: Any, place: str) -> Iterator[tuple[str, str]]:
+    """The dotted paths in an item of `data.transform`, each after the place where it stands.
+
+    item: PATH, or {_target_: PATH, ...}; its arguments may have such dicts within them.
+    """
+    if isinstance(item, str):
+        yield place, item
+    elif isinstance(item, dict) and "_target_" in item:
+        yield f"{place}._target_", str(item["_target_"])
+    for inner_place, inner in nested_code(item, place):
+        yield from paths_in(inner, inner_place)
 
 
-def nested_code(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """The dicts with `_target_` among the arguments of an item, and where they stand."""
+def nested_code(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """The dicts with `_target_` among the arguments of an item, each after its place."""
     if isinstance(value, dict):
-        items = value.items()
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
     else:
-        items = enumerate(value) if isinstance(value, list) else ()
-    for name, one in items:
-        where = f"{path}.{name}"
-        if isinstance(one, dict) and "_target_" in one:
-            yield where, one
+        return
+    for name, inner in items:
+        where = f"{place}.{name}"
+        if isinstance(inner, dict) and "_target_" in inner:
+            yield where, inner
         else:
-            yield from nested_code(one, where)
+            yield from nested_code(inner, where)

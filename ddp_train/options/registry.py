@@ -48,7 +48,7 @@ OPTIONS: dict[str, OptionGroup] = {
             "linear_regression": "ddp_train.models.config:LinearRegressionConfig",
             "gelu_mlp": "ddp_train.models.config:GeluMlpConfig",
             "gpt": "ddp_train.models.gpt.config:GptConfig",
-            "torchvision": "ddp_train.models.config:TorchvisionConfig",
+            "torchvision": "ddp_train.models.torchvision.config:TorchvisionConfig",
             "custom": "ddp_train.options.custom:CustomModelConfig",
         }
     ),
@@ -60,7 +60,7 @@ OPTIONS: dict[str, OptionGroup] = {
             "regression": "ddp_train.tasks.config:RegressionConfig",
             "segmentation": "ddp_train.tasks.config:SegmentationConfig",
             "language_model": "ddp_train.tasks.language_model.config:LanguageModelConfig",
-            "custom": "ddp_train.options.custom:CustomConfig",
+            "custom": "ddp_train.options.custom:CustomTaskConfig",
         }
     ),
     "data": OptionGroup(

@@ -1,20 +1,25 @@
 """The whole configuration: sections with one schema, and groups with several options.
 
 An option of a group (`model=cnn`) is a dataclass in a module `config` beside its implementation,
-found through `options.registry`. Facts that others ask about an option (does it have a fused
-implementation? how large is the data set?) are attributes and methods of its class, never tables
-elsewhere. Attributes without annotation are not keys: they hold what is true of options that have
-no such key.
+found through `options.registry`. Its keys, what is true of it (does it have a fused implementation?
+how large is the data set?) and its checks are fields, attributes and methods of its class, never
+tables elsewhere. The base class of each group has what every option answers. Attributes without
+annotation are not keys: they hold what is true of options that have no such key.
 """
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, Union
+from pathlib import Path
+from typing import Any, ClassVar, Union, cast
 
-from ddp_train.options.key import AUTO, key
+from ddp_train.distributed.world import World
+from ddp_train.hardware import Hardware
+from ddp_train.options.key import AUTO, broken_rule, key, range_of
+from ddp_train.options.problem import Problem
 from ddp_train.options.registry import OPTIONS, default_of
 from ddp_train.options.sections import (
     CheckpointConfig,
@@ -27,7 +32,479 @@ from ddp_train.options.sections import (
     TrainConfig,
     TuningConfig,
 )
-from ddp_train.text import word
+from ddp_train.text import did_you_mean, shown, word
+
+
+@dataclass
+class StrategyConfig:
+    """How replicas are wrapped, and gradients exchanged."""
+
+    name: str = "single"
+    has_process_group: ClassVar[bool] = False
+    """Whether several processes may run, connected by torch.distributed."""
+    spreads_over_gpus: ClassVar[bool] = False
+    """Whether one process uses all visible GPUs."""
+    has_buckets: ClassVar[bool] = False
+    """Whether gradients are exchanged in buckets."""
+    fixes_bits: ClassVar[bool] = False
+    """Whether a run has the same bits on any number of processes."""
+    capture_blocker: ClassVar[str] = ""
+    """Why its step cannot be captured as a CUDA graph."""
+    sync_bn = find_unused_parameters = False
+    comm_hook = "none"
+    virtual_shards = cast("int | None", None)
+    is_plain = False
+
+    def can_run_on(self, processes: int) -> bool:
+        """Tell whether the work of a step can be divided among so many processes."""
+        return True
+
+    def sizes_of_buckets(self, asked: str = "default") -> dict[str, Any]:
+        """The sizes of buckets that are given, by their keys.
+
+        asked: tuning.buckets.
+        """
+        return {}
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        count = run.config.process_count
+        if not self.has_process_group and count > 1 and not run.may_change_size:
+            yield Problem(
+                f"strategy={self.name}",
+                f"runs in one process, and {count} were asked for",
+                "use strategy=ddp, or launch.nproc_per_node=1 launch.nnodes=1",
+            )
+
+    def notices(self, run: RequestedRun) -> Iterator[str]:
+        """Keys that have no effect here."""
+        backend = run.asked.launch.backend
+        if not self.has_process_group and backend != "auto":
+            yield (
+                f"launch.backend={backend} has no effect: strategy={self.name} runs in one process"
+                " and opens no process group"
+            )
+
+
+@dataclass
+class ModelConfig:
+    """Which network, where it begins, and what of it trains. docs/finetuning.md"""
+
+    init_from: str | None = key(
+        None,
+        "begin with the weights of a file (.safetensors, .pt), a run or a checkpoint; strict",
+        is_path=True,
+    )
+    init_ignore: list[str] = key(
+        [], "globs over names that init_from leaves alone, [head.*]: in the model and the file"
+    )
+    freeze: list[str] = key(
+        [], "globs over names of parameters that do not train, [layer1.*]; batch norms there rest"
+    )
+    freeze_epochs: int | None = key(
+        None,
+        "epochs for which `freeze` holds; then these parameters train too; null: to the end",
+        at_least=1,
+    )
+    name: str = "cnn"
+    is_custom: ClassVar[bool] = False
+    """Whether it is a class of your own."""
+    takes_images: ClassVar[bool | None] = None
+    """Whether it has convolutions over images; None: unknown."""
+    takes_tokens: ClassVar[bool | None] = None
+    """Whether its inputs are numbers of tokens; None: unknown."""
+    smallest_side: ClassVar[int] = 1
+    """The smallest side of its images, in pixels."""
+    channels_taken: ClassVar[tuple[int, ...]] = ()
+    """The numbers of channels that its images may have; (): any."""
+    fused = False
+    weights = cast("str | None", None)
+
+    def is_launch_bound(self, units: float) -> bool:
+        """Tell whether a GPU runs its kernels faster than a host launches them.
+
+        units: samples, or tokens, of a process in a step.
+        """
+        return False
+
+    def worth_compiling(self) -> bool:
+        """Tell whether torch.compile saves more in a long run than it costs at the start."""
+        return False
+
+    def has_batch_norm(self) -> bool | None:
+        """Tell whether it has batch norms; None: unknown."""
+        return None
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        yield from self._misfits(run.config.data)
+        if self.init_ignore and self.init_from is None and self.weights is None:
+            yield Problem(
+                f"model.init_ignore={shown(self.init_ignore)}",
+                "has an effect only with model.init_from=PATH",
+            )
+        if self.freeze_epochs is not None and not self.freeze:
+            yield Problem(
+                f"model.freeze_epochs={self.freeze_epochs}",
+                "has an effect only with model.freeze=[GLOB]",
+            )
+
+    def _misfits(self, data: DataConfig) -> Iterator[Problem]:
+        """The first reason why the model cannot take the samples of a data set."""
+        shape = data.image_shape()
+        has_tokens = data.task == "language_model"
+        if self.takes_images and data.is_regression:
+            yield Problem(
+                f"model={self.name}",
+                f"needs images, and data={data.name} is a table",
+                "use model=linear_regression or mlp",
+            )
+        elif has_tokens and self.takes_tokens is False:
+            yield Problem(
+                f"model={self.name}",
+                f"takes no tokens, and data={data.name} has nothing else",
+                "use model=gpt",
+            )
+        elif self.takes_tokens and not has_tokens and not data.is_custom:
+            yield Problem(
+                f"model={self.name}",
+                f"needs tokens, and data={data.name} has none",
+                "use data=text",
+            )
+        elif shape and shape[1] < self.smallest_side:
+            yield Problem(
+                f"data.image_size={shape[1]}",
+                f"model={self.name} halves its images",
+                f"use at least {self.smallest_side}",
+            )
+        elif shape and self.channels_taken and shape[0] not in self.channels_taken:
+            allowed = " or ".join(map(str, self.channels_taken))
+            yield Problem(
+                f"data.channels={shape[0]}",
+                f"model={self.name} takes {allowed}",
+                "use data.channels=3",
+            )
+
+    def notices(self, run: RequestedRun) -> Iterator[str]:
+        """Keys that have no effect here."""
+        config = run.config
+        resume = config.checkpoint.resume
+        names_a_checkpoint = resume not in ("auto", "never")
+        if self.init_from is not None and config.mode == "train" and names_a_checkpoint:
+            yield (
+                f"model.init_from={self.init_from} has no effect:"
+                f" the weights are those of checkpoint.resume={resume}"
+            )
+        if self.freeze_epochs is not None and self.freeze_epochs >= config.train.epochs:
+            yield (
+                f"model.freeze_epochs={self.freeze_epochs} changes nothing:"
+                f" train.epochs={config.train.epochs}"
+            )
+        if config.strategy.sync_bn and self.has_batch_norm() is False:
+            yield f"strategy.sync_bn=true has no effect: model={self.name} has no batch norm here"
+        if run.asked.tuning.channels_last is True and self.takes_images is False:
+            yield f"tuning.channels_last=true has no effect: model={self.name} has no convolution"
+
+
+@dataclass
+class TaskConfig:
+    """What a model is trained for, with its loss and its metrics."""
+
+    name: str = "auto"
+    is_custom: ClassVar[bool] = False
+    """Whether it is a class of your own."""
+    metrics: ClassVar[dict[str, str]] = {}
+    """The metrics of an evaluation, each with its better direction, `max` or `min`; {}: unknown
+    before the task is loaded."""
+    sample_tokens = 0
+    sample_prompt = ""
+    sample_temperature = 1.0
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        data = run.config.data
+        fitting = data.fitting_task
+        if fitting is not None and self.name not in ("auto", "custom", fitting):
+            targets = {
+                "regression": "numbers",
+                "classification": "class labels",
+                "language_model": "tokens",
+            }
+            yield Problem(
+                f"task={self.name}",
+                f"data={data.name} has {targets[fitting]} as targets",
+                f"use task={fitting}",
+            )
+
+
+@dataclass
+class DataConfig:
+    """Which samples."""
+
+    name: str = "digits"
+    is_custom: ClassVar[bool] = False
+    """Whether it is a class of your own."""
+    is_regression: ClassVar[bool | None] = None
+    """Whether its targets are numbers, not class labels; None: unknown."""
+    task: ClassVar[str | None] = None
+    """The task that task=auto means with it; None: the targets of a batch tell."""
+    class_folders: ClassVar[tuple[str, ...]] = ()
+    """Folders with one sub-folder per class that must exist, below `root`."""
+    files: ClassVar[tuple[str, ...]] = ()
+    """Files that must exist, below `root`."""
+    images: ClassVar[tuple[int, int, int] | None] = None
+    """Number, channels and side of a fixed set of images that is held in memory."""
+    placement = "host"
+    root = decode = ""
+    path = cast("str | None", None)
+    tokenizer = cast("str | None", None)
+    download = False
+    validation = cast("float | None", None)
+    weights = cast("str | None", None)
+    limit = cast("int | None", None)
+    batch_by = "samples"
+    mixup = cutmix = random_erasing = 0.0
+    length = 1
+
+    @property
+    def fitting_task(self) -> str | None:
+        """The built-in task that fits its targets, as far as is known before they are read."""
+        by_targets = {True: "regression", False: "classification", None: None}
+        return self.task or by_targets[self.is_regression]
+
+    def has_validation(self) -> bool | None:
+        """Tell whether there will be a validation set; None: only the data know."""
+        return bool(self.validation)
+
+    def writes_files(self) -> bool:
+        """Tell whether opening it writes files, a download for example.
+
+        One process of each host does that first.
+        """
+        return bool(self.download)
+
+    def in_memory_bytes(self) -> int | None:
+        """The size of a data set that is held in memory; None: it is not.
+
+        A batch is one indexing operation then, which loader processes do not make faster.
+        """
+        if self.images:
+            return self.images[0] * self.images[1] * self.images[2] ** 2
+        return None
+
+    def image_shape(self) -> tuple[int, int] | None:
+        """Channels and side of its images; None: no images, or unknown."""
+        return self.images[1:] if self.images else None
+
+    def sample_bytes(self) -> int:
+        """Bytes of the inputs of a sample, as loader processes hand them over; 0: unknown."""
+        shape = self.image_shape()
+        return 4 * shape[0] * shape[1] ** 2 if shape else 0
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        yield from self._placement_problems(run.config.tuning.num_workers)
+        yield from self._mixing_problems(run.config.task)
+        if self.validation and self.task == "language_model":
+            yield Problem(
+                f"data.validation={self.validation:g}",
+                f"windows of data={self.name} overlap those of other epochs, so that none can be"
+                " held out",
+                "leave it out: data.test_part, or a file named val, is held out",
+            )
+        if self.weights and self.batch_by == "tokens":
+            yield Problem(
+                f"data.weights={self.weights}",
+                "contradicts data.batch_by=tokens: the number of steps would depend on the draws",
+                "give one of them",
+            )
+        has_labels = not self.is_regression and self.task != "language_model"
+        if self.weights == "balanced" and not has_labels:
+            yield Problem(
+                f"data.weights={self.weights}",
+                f"data={self.name} has no class labels",
+                "use data.weights=FILE with a weight for each sample, or leave it out",
+            )
+
+    def _placement_problems(self, workers: int | str) -> Iterator[Problem]:
+        if self.placement != "device":
+            return
+        if self.in_memory_bytes() is None:
+            yield Problem(
+                "data.placement=device",
+                f"data={self.name} is not held in memory",
+                "use data.placement=host",
+            )
+        elif workers:
+            yield Problem(
+                f"tuning.num_workers={workers}",
+                "data.placement=device has no use for loader processes",
+                "use tuning.num_workers=0, or data.placement=host",
+            )
+
+    def _mixing_problems(self, task: TaskConfig) -> Iterator[Problem]:
+        for name, alpha in {"mixup": self.mixup, "cutmix": self.cutmix}.items():
+            if alpha and task.name not in ("auto", "classification"):
+                yield Problem(
+                    f"data.{name}={alpha:g}",
+                    f"mixes class labels, and task={task.name} is not known to take parts of"
+                    " classes",
+                    f"use task=classification, or data.{name}=0",
+                )
+        if (self.mixup or self.cutmix) and self.batch_by == "tokens":
+            yield Problem(
+                "data.batch_by=tokens",
+                "samples of different lengths cannot be mixed",
+                "use data.mixup=0 data.cutmix=0",
+            )
+
+    def missing(self, config: Config) -> Iterator[Problem]:
+        """What this host lacks of the data set, or cannot do with it. Nothing is written."""
+        weights = None if config.uses_trained else self.weights  # nothing trains
+        if weights not in (None, "balanced") and not Path(weights).is_file():
+            guess = did_you_mean(weights, ["balanced"])
+            yield Problem(
+                f"data.weights={weights}",
+                "no such file",
+                f"use balanced, or the path of a .npy or text file{guess}",
+            )
+
+
+@dataclass
+class OptimizerConfig:
+    """What happens in an optimizer step, and the groups of its parameters. docs/finetuning.md"""
+
+    groups: list[dict[str, Any]] = key(
+        [],
+        "other arguments for parts of the model, [{match: head.*, lr: 1e-2, weight_decay: 0}]:"
+        " globs over names of parameters, the first match wins",
+        example="[{match: head.*, lr: 0.01}]",
+    )
+    layer_decay: float | None = key(
+        None,
+        "the learning rate of a layer is that of the next one times this. Layers are the blocks:"
+        " the members of the outermost nn.Sequential, ModuleList or ModuleDict with two or more of"
+        " one class; what comes before is the first layer, what comes after the last; without such,"
+        " the children of the model",
+        above=0,
+        at_most=1,
+    )
+    name: str = "sgd"
+    implementation: ClassVar[str] = ""
+    """Where its class is, `module:Class`."""
+    is_custom: ClassVar[bool] = False
+    """Whether it is a class of your own."""
+    has_fused: ClassVar[bool] = False
+    """Whether torch 2.11 to 2.15 have a fused implementation (adadelta, rmsprop, lars, lamb and
+    muon have none)."""
+    can_be_captured: ClassVar[bool] = False
+    """Whether its step runs without waiting for the host: a flag on the device skips it, its rate
+    may lie there."""
+    adapts_per_layer: ClassVar[bool] = False
+    """Whether the learning rate is adapted to each layer."""
+    beside_arguments: ClassVar[tuple[str, ...]] = (
+        "name",
+        "lr_scaling",
+        "lr_base_batch",
+        "groups",
+        "layer_decay",
+    )
+    """Keys that are not arguments of its class."""
+    lr_scaling = "none"
+    lr_base_batch = 256
+
+    def split_groups(self, groups: list[Any], model: Any, trained: dict[str, Any]) -> list[Any]:
+        """Groups of parameters as the optimizer wants them.
+
+        model: the module. trained: its parameters that train at any time, by name.
+        """
+        return groups
+
+    def rates_in_words(self, built: Any) -> str:
+        """What the plan says of the learning rate, after its number. built: the optimizer."""
+        return ""
+
+    def group_rules(self) -> dict[str, Mapping[str, Any]] | None:
+        """The arguments that a group may have, each with the rules of its key; None: unknown."""
+        numbers = [f for f in fields(self) if f.type in ("float", "float | None")]
+        return {f.name: f.metadata for f in numbers if f.name != "layer_decay"}
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        for number, group in enumerate(self.groups):
+            yield from self._group_problems(f"optimizer.groups[{number}]", group)
+
+    def _group_problems(self, place: str, group: dict[str, Any]) -> Iterator[Problem]:
+        match = group.get("match")
+        found = f"{place}={shown(group)}"
+        if not isinstance(match, str) or not match:
+            yield Problem(
+                found, "needs match, a glob over names of parameters", "add match: head.*"
+            )
+            return
+        arguments = {name: value for name, value in group.items() if name != "match"}
+        if not arguments:
+            yield Problem(found, "changes nothing", "give it lr: 0.01, or another argument")
+        rules = self.group_rules()
+        for name, value in arguments.items():
+            if rules is not None and name not in rules:
+                known = f"optimizer={self.name} takes {', '.join(rules)} for a group"
+                guess = did_you_mean(name, list(rules))
+                yield Problem(found, f"no argument {name}", f"{known}{guess}")
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                yield Problem(f"{place}.{name}={shown(value)}", "must be a number")
+                continue
+            broken = broken_rule(value, rules[name] if rules else {})
+            if broken:
+                yield Problem(f"{place}.{name}={shown(value)}", broken)
+
+    def notices(self, run: RequestedRun) -> Iterator[str]:
+        """Keys that have no effect here."""
+        return iter(())
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rates as functions of the optimizer step, which is the same on all ranks."""
+
+    name: str = "constant"
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
+    warmup_epochs: float | None = key(
+        None, "length of the warm-up in epochs, in place of warmup_steps", above=0
+    )
+    warmup_at_most: float | None = key(
+        None,
+        "largest part of the run for the warm-up, which is cut to it; null: one as long as the run"
+        " is refused",
+        above=0,
+        below=1,
+    )
+
+    def warmup_asked(self, steps_per_epoch: int) -> int:
+        """The optimizer steps of the warm-up, before `warmup_at_most` cuts it."""
+        if self.warmup_epochs is None:
+            return self.warmup_steps
+        return round(self.warmup_epochs * steps_per_epoch)
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        train = run.config.train
+        if self.warmup_epochs is not None and self.warmup_steps:
+            yield Problem(
+                f"schedule.warmup_epochs={self.warmup_epochs:g}",
+                f"contradicts schedule.warmup_steps={self.warmup_steps}",
+                "give one of them",
+            )
+        if self.warmup_at_most is not None:
+            return
+        by_epochs = None if self.warmup_steps else self.warmup_epochs
+        if by_epochs is not None and by_epochs >= train.epochs:
+            yield Problem(
+                f"schedule.warmup_epochs={by_epochs:g}",
+                f"must end before the run, which has train.epochs={train.epochs}",
+                f"use less than {train.epochs}",
+            )
+        if train.max_steps is not None and self.warmup_steps >= train.max_steps:
+            yield Problem(
+                f"schedule.warmup_steps={self.warmup_steps}",
+                f"must end before the run, which has train.max_steps={train.max_steps}",
+                f"use less than {train.max_steps}",
+            )
 
 
 @dataclass
@@ -85,13 +562,13 @@ class Config:
     host_range: str | None = None
     """What launch.nnodes was, or torchrun's --nnodes, if that was a range. Likewise."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
-    strategy: Any = field(default_factory=partial(default_of, "strategy", "ddp"))
+    strategy: StrategyConfig = field(default_factory=partial(default_of, "strategy", "ddp"))
     train: TrainConfig = field(default_factory=TrainConfig)
-    model: Any = field(default_factory=partial(default_of, "model", "cnn"))
-    task: Any = field(default_factory=partial(default_of, "task", "auto"))
-    data: Any = field(default_factory=partial(default_of, "data", "digits"))
-    optimizer: Any = field(default_factory=partial(default_of, "optimizer", "sgd"))
-    schedule: Any = field(default_factory=partial(default_of, "schedule", "cosine"))
+    model: ModelConfig = field(default_factory=partial(default_of, "model", "cnn"))
+    task: TaskConfig = field(default_factory=partial(default_of, "task", "auto"))
+    data: DataConfig = field(default_factory=partial(default_of, "data", "digits"))
+    optimizer: OptimizerConfig = field(default_factory=partial(default_of, "optimizer", "sgd"))
+    schedule: ScheduleConfig = field(default_factory=partial(default_of, "schedule", "cosine"))
     tuning: TuningConfig = field(default_factory=TuningConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
@@ -105,6 +582,11 @@ class Config:
         """Whether the model comes from a checkpoint, with task and data as they were, and nothing
         trains."""
         return self.mode in ("evaluate", "predict", "export")
+
+    @property
+    def process_count(self) -> int:
+        """Processes over all hosts, once `auto` is resolved."""
+        return int(self.launch.nproc_per_node) * int(self.launch.nnodes)
 
     @property
     def words_to_resume(self) -> str:
@@ -146,3 +628,22 @@ SCALARS = tuple(name for name, f in Config.__dataclass_fields__.items() if "mean
 def schema_of(section: str, name: str) -> type | None:
     """The dataclass of a section, or None if `name` is not an option of it."""
     return SECTIONS.get(section) or OPTIONS[section].get(name)
+
+
+@dataclass(frozen=True)
+class RequestedRun:
+    """A run before it starts, for the checks of its sections and options."""
+
+    asked: Config
+    """The config as the user wrote it."""
+    config: Config
+    """The same, with a value in place of each `auto`."""
+    hardware: Hardware
+    world: World | None = None
+    """Under torchrun: this process among all."""
+
+    @property
+    def may_change_size(self) -> bool:
+        """Whether a range of processes or hosts was asked for: `config.processes` checks it."""
+        launch = self.asked.launch
+        return bool(range_of(launch.nproc_per_node) or range_of(launch.nnodes))

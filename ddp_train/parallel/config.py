@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddp_train.options.strategy import StrategyConfig
+from ddp_train.options.schema import RequestedRun, StrategyConfig
 
 
 @dataclass
@@ -22,3 +23,8 @@ class DpConfig(StrategyConfig):
     name: str = "dp"
     spreads_over_gpus: ClassVar[bool] = True
     capture_blocker: ClassVar[str] = "DataParallel runs in several threads"
+
+    def notices(self, run: RequestedRun) -> Iterator[str]:
+        yield from super().notices(run)
+        if run.config.device == "cpu":
+            yield "strategy=dp has no GPUs to spread over: the model runs once, on the CPU"

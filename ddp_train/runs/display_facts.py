@@ -46,7 +46,7 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
 def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
     """From the trained model to a text of `task.sample_tokens` tokens; None if none is asked
     for."""
-    count = getattr(config.task, "sample_tokens", 0)
+    count = config.task.sample_tokens
     if not count:
         return None
     if not isinstance(source, TokenSource):

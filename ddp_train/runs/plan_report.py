@@ -9,10 +9,10 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ddp_train.config import metrics
-from ddp_train.config.auto import optimizer_at_batch, process_count, warmup_asked
+from ddp_train.config.auto import optimizer_at_batch
 from ddp_train.config.metrics import further
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.optim.muon.optimizer import Muon
+from ddp_train.optim.config import BuiltInOptimizerConfig
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import TuningConfig
 from ddp_train.tasks.task import Task
@@ -57,7 +57,7 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     metric_names = [metric.name for metric in further(config)]
     if metric_names:
         rows["metrics"] = f"{', '.join(metric_names)}, beside the task's"
-    rows["global batch"] = _global_batch(plan, process_count(config))
+    rows["global batch"] = _global_batch(plan, config.process_count)
     rows["steps"] = _steps(plan, config.train.epochs, facts.first_step)
     if config.train.max_minutes:
         rows["steps"] += f", at most {config.train.max_minutes:g} minutes"
@@ -72,7 +72,7 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
 
 
 def _processes(config: Config) -> str:
-    count = str(process_count(config))
+    count = str(config.process_count)
     host_count = int(config.launch.nnodes)
     hosts = counted(host_count, "host")
     if config.host_range:
@@ -203,23 +203,21 @@ def _optimizer(facts: PlanFacts) -> str:
 def _learning_rate(facts: PlanFacts) -> str:
     section = facts.config.optimizer
     text = f"{facts.base_lr:g}"
-    scaling = getattr(section, "lr_scaling", "none")
-    if scaling != "none":
+    scaling = section.lr_scaling
+    if isinstance(section, BuiltInOptimizerConfig) and scaling != "none":
         factor = f"{facts.plan.global_batch_size:,} / {section.lr_base_batch:,}"
         if scaling != "linear":
             factor = f"sqrt({factor})"
         text += f" = {section.lr:g} x {factor}"
-    if isinstance(facts.optimizer, Muon):
-        adamw_lr = optimizer_at_batch(facts.config).adamw_lr
-        count = facts.optimizer.orthogonalised_parameters
-        text += f" for {count:,} parameters, AdamW's {adamw_lr:g} for the rest"
+    if facts.optimizer is not None:
+        text += optimizer_at_batch(facts.config).rates_in_words(facts.optimizer)
     return text
 
 
 def _warmup(facts: PlanFacts) -> str:
     schedule = facts.config.schedule
     text = counted(facts.warmup_steps, "step")
-    asked = warmup_asked(schedule, facts.plan.steps_per_epoch)
+    asked = schedule.warmup_asked(facts.plan.steps_per_epoch)
     if asked > facts.warmup_steps:
         text += (
             f" (cut from {asked:,}: schedule.warmup_at_most={schedule.warmup_at_most:g} of the run)"

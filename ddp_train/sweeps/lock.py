@@ -7,7 +7,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddp_train.config.external_checks import unwritten
+from ddp_train.config.run_directory import unwritten
 from ddp_train.errors import ConfigError
 from ddp_train.linux import state_of
 from ddp_train.resilience import run_lock

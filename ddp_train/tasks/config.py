@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ddp_train.options.key import key
-from ddp_train.options.task import TaskConfig
+from ddp_train.options.schema import TaskConfig
 
 _CLASS_WEIGHTS = "factor on the loss of each class; the mean stays one over {unit}s"
 
@@ -16,9 +16,6 @@ class AutoTaskConfig(TaskConfig):
     """Classification for class labels, regression for numbers; other targets are refused with the
     candidates."""
 
-    metrics: ClassVar[dict[str, str]] = {}
-    """Of an evaluation, with the better direction, `max` or `min`; {}: unknown before the task is
-    loaded."""
     name: str = "auto"
 
 

@@ -15,9 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ddp_train.assembly.fine_tuning import begin, weights_of
-from ddp_train.config.external_checks import torchvision_classifiers
-from ddp_train.config.fine_tuning import check
-from ddp_train.config.fine_tuning import torchvision_weights as names_of_weights
+from ddp_train.config import fine_tuning
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit
 from ddp_train.errors import ConfigError, DataError
@@ -30,11 +28,21 @@ from ddp_train.models.initial_weights import (
     read_weights,
     torchvision_weights,
 )
+from ddp_train.models.torchvision.config import classifiers as torchvision_classifiers
+from ddp_train.models.torchvision.config import names_of_weights
 from ddp_train.models.zoo import build_model
+from ddp_train.options.schema import Config, RequestedRun
 from tests.campaigns.lost_ranks import Kill, differences, outcome
 from tests.support.commands import ONE, SMALL, THREE, checkpoints, fatal_lines, read, run
 from tests.support.jobs import config_of, job_of, largest_difference
 from tests.support.ranks import on_ranks
+
+
+def messages_of(config: Config) -> list[str]:
+    """The problems of where the model begins, and of the optimizer's groups."""
+    run = RequestedRun(config, config, Hardware(cpus=1))
+    found = [*config.model.problems(run), *config.optimizer.problems(run)]
+    return [str(problem) for problem in (*found, *fine_tuning.problems(config))]
 
 
 def network(outputs: int = 3) -> nn.Sequential:
@@ -217,7 +225,7 @@ def test_what_can_be_known_before_a_process_starts(
         config = config_of(
             World(), model=section, mode=mode, checkpoint={"resume": resume}, run_dir="nowhere"
         )
-        return check(config, config, Hardware(cpus=1), None)
+        return messages_of(config)
 
     assert problems(init_from="hub/model.safetensors") == []
     assert problems(init_from="away.pt") == [
@@ -317,7 +325,7 @@ def test_names_of_weights_are_those_of_torchvision() -> None:
         ),
     ):
         config = config_of(World(), model={"name": "torchvision", **model})
-        assert expected in check(config, config, Hardware(cpus=1), None)[0]
+        assert expected in messages_of(config)[0]
 
 
 # --- frozen parts ---------------------------------------------------------------------------------

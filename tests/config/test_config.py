@@ -35,11 +35,10 @@ from ddp_train.assembly.plan import build_plan, warmup_steps
 from ddp_train.checkpoints.layout import digest_of
 from ddp_train.commands.flags import suggestion_for
 from ddp_train.commands.help import usage, wrapped
-from ddp_train.config import external_checks
+from ddp_train.config import host_checks
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import all_keys, bind
-from ddp_train.config.freeze import FILE, freeze, load_frozen, to_text
-from ddp_train.config.migrate import migrated
+from ddp_train.config.freeze import FILE, freeze, load_frozen
 from ddp_train.config.overrides import Overrides, compose, read_config, read_overrides
 from ddp_train.config.prepare import prepare, read_run
 from ddp_train.config.program import Program, started
@@ -47,11 +46,9 @@ from ddp_train.config.validate import check, check_rules
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware
-from ddp_train.options.custom import CustomConfig, CustomModelConfig
+from ddp_train.options.custom import Code, CustomModelConfig, CustomOption
 from ddp_train.options.registry import OPTIONS
-from ddp_train.options.schema import SECTIONS, Config, schema_of
-from ddp_train.parallel.ddp.config import DdpConfig
-from ddp_train.parallel.ordered.config import OrderedConfig
+from ddp_train.options.schema import SECTIONS, Config, RequestedRun, schema_of
 from ddp_train.runs.plan_report import _optimizer
 from ddp_train.sweeps.outcomes import completed_outcome
 from ddp_train.sweeps.plan import SweepPlan, plan_sweep
@@ -178,7 +175,7 @@ def test_a_whole_run_means_what_its_file_says(name: str) -> None:
         assert getattr(config, group).name == named
     for key, value in content.items():
         section = getattr(config, key)
-        if isinstance(section, CustomConfig):
+        if isinstance(section, CustomOption):
             own = {"_target_": section.target, **section.arguments}
         else:
             own = {}
@@ -190,7 +187,7 @@ def test_a_whole_run_means_what_its_file_says(name: str) -> None:
 @pytest.mark.parametrize("section", OPTIONS)
 def test_a_chosen_option_has_the_defaults_of_its_schema(section: str) -> None:
     for option, schema in OPTIONS[section].items():
-        if issubclass(schema, CustomConfig):
+        if issubclass(schema, CustomOption):
             target = [f"{section}._target_=torch.nn.Linear"]
         else:
             target = []
@@ -391,11 +388,6 @@ BAD: dict[str, list[str]] = {
     "task=regression task.loss=hinge": [REFUSED, "mse, mae, huber, smooth_l1"],
     "task=clasification": [REFUSED, "did you mean classification?"],
     "task.label_smoothing=0.1": ["task=auto", "task=classification has it"],
-    "train.loss=mse": ["no such key", "use task=classification or task=regression"],
-    "train.label_smoothing=0.1": [
-        "no such key",
-        "use task=classification task.label_smoothing=0.1",
-    ],
     "tuning.precision=fp8": [REFUSED, "auto, fp32, bf16, fp16, fp64"],
     "tuning.num_workers=-1": ["must be at least 0"],
     "tuning.prefetch_factor=0": ["must be at least 1"],
@@ -470,12 +462,6 @@ BAD: dict[str, list[str]] = {
     ],
     "strategy.skip_all_reduce_unused_params=true": ["needs strategy.find_unused_parameters=true"],
     "tuning.precision=fp64 strategy.comm_hook=fp16": ["would undo tuning.precision=fp64"],
-    "train.reduction=ordered": ["no such key; use strategy=ordered"],
-    "train.reduction=all_reduce": ["no such key; use strategy=ddp"],
-    "train.virtual_shards=4": ["no such key; use strategy=ordered strategy.virtual_shards=4"],
-    "data.loader=device": ["no such key; use data.placement=device"],
-    "probe=step_times": ["no such key; use hooks=[ddp_lab.study.step_times.StepTimes]"],
-    "probe=[a]": ["probe=[a]: no such key; use hooks=[your_module.YourClass]"],
     "reasons.compile=mine": ["reasons.compile=mine: no such key"],
     "data=image_folder data.decode=threads": [REFUSED, "auto, pil, processes, gpu"],
     "strategy=sorted": [REFUSED, "ordered"],
@@ -800,27 +786,25 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
     (tmp_path / "mine_lacking.py").write_text("import nosuch\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be called with size=1, width=3: .*'width'"):
-        instantiate(
-            "model", CustomConfig(target="mine_broken.Thing", arguments={"size": 1, "width": 3})
-        )
+        instantiate("model", Code(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
     with pytest.raises(
         ConfigError, match=r"cannot be called with siez=1: .*'size'; did you mean size\?"
     ):
-        instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"siez": 1}))
+        instantiate("model", Code(target="mine_broken.Thing", arguments={"siez": 1}))
     with pytest.raises(
         ConfigError,
         match=r"model._target_=mine_broken.SIZE: must be a class or function, and is of type int",
     ):
-        instantiate("model", CustomConfig(target="mine_broken.SIZE"))
+        instantiate("model", Code(target="mine_broken.SIZE"))
     with pytest.raises(TypeError, match="not iterable") as raised:  # dict has no signature
-        instantiate("model", CustomConfig(target="mine_broken.Dict"), 3)
+        instantiate("model", Code(target="mine_broken.Dict"), 3)
     assert not raised.value.__context__
     with pytest.raises(TypeError, match="object of type 'int' has no len"):
-        instantiate("model", CustomConfig(target="mine_broken.Thing", arguments={"size": 3}))
+        instantiate("model", Code(target="mine_broken.Thing", arguments={"size": 3}))
     with pytest.raises(ModuleNotFoundError, match="nosuch"):
-        instantiate("model", CustomConfig(target="mine_lacking.Thing"))
+        instantiate("model", Code(target="mine_lacking.Thing"))
     with pytest.raises(ConfigError, match="No module named 'mine_nowhere'"):
-        instantiate("model", CustomConfig(target="mine_nowhere.Thing"))
+        instantiate("model", Code(target="mine_nowhere.Thing"))
 
 
 # --- a run that is continued ----------------------------------------------------------------------
@@ -1057,7 +1041,7 @@ def test_another_run_cannot_take_up_a_state_that_does_not_fit_it(tmp_path: Path)
     )
     on_gpu = composed("model=mlp", "checkpoint.resume=one", "tuning.precision=fp16")
     gpu = Hardware(cpus=2, gpus=1, compute_capability=(9, 0))
-    (problem,) = check(on_gpu, resolve(on_gpu, gpu, None), gpu, None)
+    (problem,) = check(RequestedRun(on_gpu, resolve(on_gpu, gpu, None), gpu, None))
     assert (
         "tuning.precision=fp16: the run in checkpoint.resume=one has tuning.precision=fp32"
         in problem
@@ -1226,7 +1210,7 @@ def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
     machine = Hardware(cpus=2)
     for word in ("tuning.num_workers=2", "data.placement=host", "data.placement=device"):
         asked = composed("run_dir=run", "model=mlp", word)
-        assert check(asked, resolve(asked, machine, None), machine, None) == []
+        assert check(RequestedRun(asked, resolve(asked, machine, None), machine, None)) == []
 
 
 @pytest.mark.slow
@@ -1335,9 +1319,9 @@ def test_a_number_of_the_environment_may_stand_beside_auto(monkeypatch: pytest.M
 
 def test_too_few_open_files_are_told_before_a_process_hangs() -> None:
     with mock.patch("resource.getrlimit", return_value=(24, 4096)):
-        (problem,) = external_checks._open_files(Config(), Config(), Hardware(cpus=2), None)
-    assert problem.startswith("a process may open 24 files (ulimit -n), too few")
-    assert not external_checks._open_files(Config(), Config(), Hardware(cpus=2), None)
+        (problem,) = host_checks.open_files()
+    assert str(problem).startswith("a process may open 24 files (ulimit -n), too few")
+    assert not list(host_checks.open_files())
 
 
 def test_an_optimizer_of_torch_is_known_by_its_name() -> None:
@@ -1801,7 +1785,7 @@ def test_what_is_frozen_comes_back(line: str, tmp_path: Path) -> None:
 def test_what_is_frozen_passes_the_checks_again() -> None:
     """A restart, and a person who feeds a frozen config back, meet the same rules."""
     config = prepare(PROGRAM, ["run_dir=run"], None).config
-    assert check(config, resolve(config, CPU, None), CPU, None) == []
+    assert check(RequestedRun(config, resolve(config, CPU, None), CPU, None)) == []
 
 
 @pytest.mark.parametrize(
@@ -1830,81 +1814,22 @@ def test_a_frozen_config_that_is_none_is_refused(text: str) -> None:
         load_frozen(text)
 
 
-# --- configs of earlier versions ------------------------------------------------------------------
-
-EARLIER = Path(__file__).resolve().parent / "frozen" / "config_4b4cae2.yaml"
-"""Of a run with train.reduction=ordered data.loader=host, as the code at that commit froze it."""
-
-
-def test_a_config_that_was_frozen_earlier_is_read() -> None:
-    config = load_frozen(EARLIER.read_text())
-    assert config.strategy == OrderedConfig(virtual_shards=8)
-    assert (config.data.placement, config.hooks, config.reasons) == ("host", [], {})
-    assert (config.tuning.triton_kernels, config.tuning.buckets) == (
-        False,
-        "default",
-    ), "its last bits stay"
-    assert load_frozen(to_text(config)) == config
-
-
-@pytest.mark.parametrize(
-    ("tuning", "strategy", "buckets"),
-    [
-        ({"one_graph": True, "compile": True}, {}, "one"),
-        ({"one_graph": False, "compile": True}, {}, "default"),
-        ({"one_graph": True, "compile": False}, {}, "default"),
-        ({"one_graph": True, "compile": True}, {"bucket_cap_mb": 3.0}, "default"),
-        ({"compile": True}, {}, "default"),
-    ],
-)
-def test_a_run_that_was_compiled_as_one_graph_stays_so(
-    tuning: dict[str, Any], strategy: dict[str, Any], buckets: str
-) -> None:
-    found = migrated({"tuning": tuning, "strategy": strategy, "reasons": {"one_graph": "NVLink"}})
-    assert found["tuning"] == {
-        "compile": tuning["compile"],
-        "triton_kernels": False,
-        "buckets": buckets,
-    }
-    assert found["reasons"] == {"buckets": "NVLink"}, "auto chooses anew"
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "key", "value"),
-    [
-        (
-            "reduction: ordered",
-            "reduction: all_reduce",
-            "strategy",
-            DdpConfig(gradient_as_bucket_view=False),
-        ),
-        ("virtual_shards: 8", "virtual_shards: 4", "strategy", OrderedConfig(virtual_shards=4)),
-        ("name: digits", "name: image_folder\n  decode: threads", "data.decode", "processes"),
-        ("probe: none", "probe: step_times", "hooks", []),
-    ],
-)
-def test_what_earlier_versions_had_becomes_what_replaced_it(
-    before: str, after: str, key: str, value: Any
-) -> None:
-    text = EARLIER.read_text()
-    assert before in text
-    found: Any = load_frozen(text.replace(before, after))
-    for part in key.split("."):
-        found = getattr(found, part)
-    assert found == value
+# --- configs of earlier runs ----------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_run_of_an_earlier_version_resumes(tmp_path: Path) -> None:
+def test_the_strategy_of_a_run_is_kept_and_its_placement_chosen_anew(tmp_path: Path) -> None:
+    words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
+    ordered = [*words, "strategy=ordered", "launch.nproc_per_node=2"]
+    config = prepare(PROGRAM, [*ordered, "data.placement=host"], None)
+    assert config.lock
+    config.lock.release()
     place = tmp_path / "run" / "checkpoints" / "step_00000006"
     place.mkdir(parents=True)
-    (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
-    write_manifest(place, {"step": 6, "config": yaml.safe_load(EARLIER.read_text())})
-    words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
-    prepared = prepare(PROGRAM, [*words, "strategy=ordered", "launch.nproc_per_node=2"], None)
+    write_manifest(place, {"step": 6, "config": yaml.safe_load(config.text)})
+    prepared = prepare(PROGRAM, ordered, None)
     assert prepared.lock
     prepared.lock.release()
-    (tmp_path / "run" / FILE).write_text(EARLIER.read_text())
     (problem,) = problems_of(*words)
     assert (
         problem
@@ -2140,7 +2065,9 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
         values = {section: content}
     config, problems = bind(values)
     machine = Hardware(cpus=2, gpus=option % 2)
-    problems += check_rules(config) or check(config, resolve(config, machine, None), machine, None)
+    problems += check_rules(config) or check(
+        RequestedRun(config, resolve(config, machine, None), machine, None)
+    )
     for problem in problems:
         named = re.split(r"=|\[\d", problem)[0]  # metrics[0]._target_ is of metrics
         known = {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}

@@ -65,7 +65,7 @@ from ddp_train.launcher.network_location import NetworkLocation
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workload import Workload, workload_of
 from ddp_train.options.registry import OPTIONS
-from ddp_train.options.schema import SCALARS, SECTIONS, Config
+from ddp_train.options.schema import SCALARS, SECTIONS, Config, RequestedRun
 from ddp_train.parallel import compiled as compiled_ddp
 from ddp_train.parallel.compiled import FLOPS_PER_BYTE_SENT, buckets_by_flops
 from ddp_train.parallel.naming_ddp import BUCKET_MB, ddp_arguments
@@ -129,7 +129,7 @@ class Case:
 
     @property
     def problems(self) -> list[str]:
-        return check(self.asked, self.config, self.machine, None)
+        return check(RequestedRun(self.asked, self.config, self.machine, None))
 
 
 def case_of(line: str, machine: Hardware) -> Case:

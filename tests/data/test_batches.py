@@ -32,7 +32,7 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit, train
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.hardware import Hardware
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
@@ -539,7 +539,11 @@ GPU = Hardware(cpus=16, gpus=1, gpu_name="NVIDIA H200", compute_capability=(9, 0
 def problems(machine: Hardware = Hardware(cpus=2), **sections: Any) -> list[str]:  # noqa: B008
     sections = {"data": {"_target_": f"{__name__}.Sentences", "batch_by": "tokens"}, **sections}
     found = config_of(World(), machine, trusted_modules=["tests"], **sections)
-    return [problem for problem in check(found, found, machine, None) if "g++" not in problem]
+    return [
+        problem
+        for problem in check(RequestedRun(found, found, machine, None))
+        if "g++" not in problem
+    ]
 
 
 def test_contradictions_are_refused() -> None:

@@ -23,7 +23,6 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from ddp_train.config import external_checks
 from ddp_train.data import augmentation, rng
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.config import (
@@ -40,7 +39,6 @@ from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.hardware import Hardware
 from ddp_train.linux import children_of, state_of
 from ddp_train.options.sections import TuningConfig
 from ddp_train.resilience.failure_report import failure_from
@@ -376,12 +374,12 @@ def test_a_truncated_mnist_file_is_named_before_anything_starts(tmp_path: Path) 
         )
         write_idx(tmp_path / f"MNIST/raw/{split}-labels-idx1-ubyte", np.zeros(count, np.uint8))
     config = config_of(World(), data={"name": "mnist", "root": str(tmp_path), "download": True})
-    assert external_checks._data(config, config, Hardware(2), None) == []
+    assert list(config.data.missing(config)) == []
     images = tmp_path / "MNIST/raw/train-images-idx3-ubyte"
     for length in (1000, 10, 2):
         images.write_bytes(images.read_bytes()[:length])
-        (problem,) = external_checks._data(config, config, Hardware(2), None)
-        assert f"{images} is truncated; remove it" in problem
+        (problem,) = config.data.missing(config)
+        assert f"{images} is truncated; remove it" in str(problem)
 
 
 def test_numbers_in_a_tensor_are_a_regression() -> None:

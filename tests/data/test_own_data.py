@@ -25,8 +25,7 @@ from ddp_train.assembly.data_sets import (
     open_datasets,
     scored_digests,
 )
-from ddp_train.config import metrics
-from ddp_train.config.external_checks import CHECKS
+from ddp_train.config import code_checks, metrics
 from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.loader import Loader, LoaderOptions
@@ -39,7 +38,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.hardware import Hardware
 from ddp_train.options.custom import CustomDataConfig
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.tensor_tree import tensors
 from tests.support.commands import PROGRAM
 from tests.support.jobs import config_of, loader_of, table
@@ -710,6 +709,13 @@ def test_a_preset_names_a_data_set_of_ones_own(
     assert config.trusted_modules == ["a"]
 
 
+def messages_of(config: Config) -> list[str]:
+    """What can be known to be wrong with the data before anything is loaded."""
+    run = RequestedRun(config, config, Hardware(cpus=2))
+    found = [*config.data.problems(run), *config.data.missing(config)]
+    return [str(problem) for problem in (*found, *code_checks.problems(config))]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
@@ -775,9 +781,7 @@ def test_wrong_keys_are_found_before_anything_starts(words: str, message: str) -
     config, problems = read_config(
         PROGRAM, read_overrides(PROGRAM, ["data._target_=torch.nn.Linear", *words.split()])
     )
-    found = problems + [
-        problem for check in CHECKS for problem in check(config, config, Hardware(cpus=2), None)
-    ]
+    found = problems + messages_of(config)
     assert found and found[0].startswith(message), found
 
 
@@ -805,9 +809,7 @@ def test_class_that_a_checkpoint_names_must_be_trusted() -> None:
         {"test": {"size": 2, "root": "b"}},
         {"size": 3},
     )
-    found = [
-        problem for check in CHECKS for problem in check(config, config, Hardware(cpus=2), None)
-    ]
+    found = messages_of(config)
     assert [problem.partition(": ")[0] for problem in found] == [
         "data.transform[0].transforms.0._target_=os.system",
         "data.collate_fn=a.f",

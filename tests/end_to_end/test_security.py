@@ -20,7 +20,7 @@ from ddp_train.config.prepare import resolve_and_check
 from ddp_train.config.user_code import build_hooks, instantiate
 from ddp_train.config.values import is_secret
 from ddp_train.errors import ConfigError
-from ddp_train.options.custom import CustomConfig
+from ddp_train.options.custom import Code
 from tests.support.commands import (
     ONE,
     PROGRAM,
@@ -140,14 +140,12 @@ def test_a_trusted_module_is_no_way_to_what_it_imports(target: str) -> None:
         "seen when it is loaded, before it is called"
     )
     with pytest.raises(ConfigError, match=re.escape(f"model._target_={target}: ")):
-        instantiate("model", CustomConfig(target=target, arguments={}))
+        instantiate("model", Code(target=target, arguments={}))
 
 
 @pytest.mark.parametrize("target", ["torch.nn.Identity", "torchvision.models.resnet18"])
 def test_what_is_meant_to_be_loaded_is(target: str) -> None:
-    assert isinstance(
-        instantiate("model", CustomConfig(target=target, arguments={})), torch.nn.Module
-    )
+    assert isinstance(instantiate("model", Code(target=target, arguments={})), torch.nn.Module)
 
 
 @pytest.mark.parametrize(

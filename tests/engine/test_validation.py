@@ -25,7 +25,7 @@ from ddp_train.checkpoints.reader import described, find
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config import metrics
 from ddp_train.config.bind import bind
-from ddp_train.config.conflicts import notices
+from ddp_train.config.notices import notices
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.config import DigitsConfig, LinearRegressionDataConfig
 from ddp_train.data.datasets import BatchSource
@@ -35,9 +35,10 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.selection import Best, Selection
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.hardware import Hardware
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.registry import OPTIONS
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.sweeps import sweeper
 from ddp_train.sweeps.outcomes import completed_outcome
 from ddp_train.sweeps.plan import plan_sweep
@@ -409,7 +410,7 @@ def test_keys_without_effect_are_said_so() -> None:
     config.train.early_stopping.metric = "test.accuracy"
     assert any(
         "no effect without train.early_stopping.patience" in notice
-        for notice in notices(config, config)
+        for notice in notices(RequestedRun(config, config, Hardware(cpus=2)))
     )
 
 

@@ -25,6 +25,7 @@ from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.hardware import Hardware
+from ddp_train.options.schema import RequestedRun
 from ddp_train.performance.cuda_graph import GraphedStepper
 from examples import get_cifar10
 from examples.cifar import FilterMuon, Net, Pictures, orthogonalised, whitening
@@ -238,7 +239,7 @@ def test_an_own_optimizer_is_captured_if_it_says_that_it_can_be() -> None:
     more = {"strategy": {"name": "single"}, "model": {"name": "mlp"}, "optimizer": asked}
     assert config_of(World(), GPU, **more).tuning.cuda_graph is False, "not unasked"
     config = config_of(World(), GPU, tuning={"cuda_graph": True, "precision": "fp32"}, **more)
-    assert check(config, config, GPU, None) == []
+    assert check(RequestedRun(config, config, GPU, None)) == []
     with mock.patch.object(torch.cuda, "Stream"), contextlib.ExitStack() as stack:
         for module in ("assembly.job", "performance.cuda_graph"):
             stack.enter_context(mock.patch(f"ddp_train.{module}.on_stream", contextlib.nullcontext))

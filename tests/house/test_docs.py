@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from ddp_train.errors import LaunchError
+from ddp_train.options.problem import Problem
 from ddp_train.resilience import failure_report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,19 +22,41 @@ HOLE = "\0"
 """Where a message takes a value."""
 
 
+def text_of(node: ast.expr) -> str:
+    """A text of the source, with a hole for each value that an f-string takes."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(value) for value in node.values)
+    return HOLE
+
+
+def problems_of(tree: ast.Module) -> Iterator[str]:
+    """The messages of each `Problem(key, rule, remedy)`, with the texts that its variables have."""
+    variables: dict[str, list[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            variables.setdefault(node.targets[0].id, []).append(text_of(node.value))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Problem":
+            parts = [
+                variables.get(part.id, [HOLE]) if isinstance(part, ast.Name) else [text_of(part)]
+                for part in node.args
+            ]
+            yield from (str(Problem(*texts)) for texts in itertools.product(*parts))
+
+
 @functools.cache
 def said_by_the_code() -> list[str]:
-    """Every text in the source, a hole for each value that an f-string takes."""
+    """Every text in the source, and every problem."""
     found = []
     packages = [ROOT / name for name in ("ddp_train", "ddp_lab", "hydra_plugins")]
     for path in (path for package in packages for path in package.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        found += problems_of(tree)
+        for node in ast.walk(tree):
             if isinstance(node, ast.JoinedStr):
-                found.append(
-                    "".join(
-                        str(v.value) if isinstance(v, ast.Constant) else HOLE for v in node.values
-                    )
-                )
+                found.append(text_of(node))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return found

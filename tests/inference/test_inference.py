@@ -29,7 +29,7 @@ from ddp_train.inference.predictions import (
     write_predictions,
 )
 from ddp_train.inference.trained_model import _predictions
-from ddp_train.options.custom import CustomConfig, CustomDataConfig
+from ddp_train.options.custom import CustomDataConfig, CustomTaskConfig
 from ddp_train.options.schema import Config
 from ddp_train.runs.inference_run import _refuse_other_data
 from ddp_train.tasks.builtin import Multilabel, Regression, Segmentation
@@ -215,7 +215,7 @@ def test_own_data_without_targets_and_a_task_with_columns_of_its_own(
     rows = torch.rand(3, 4)
     assert (model.task, model.predict(rows)["margin"].shape) == ("custom", (3,))
     for wrong, name in ((ConfigError, "Silent"), (TaskError, "Short")):
-        config = Config(task=CustomConfig(target=f"mine.{name}"))
+        config = Config(task=CustomTaskConfig(target=f"mine.{name}"))
         with pytest.raises(wrong, match=f"the task {name}"):
             _predictions(config, "custom", ["mine"])(model.model, rows)
     with pytest.raises(ConfigError, match="if you trust it"):

@@ -31,7 +31,7 @@ from ddp_train.hardware import Hardware
 from ddp_train.launcher import resize as launcher_side
 from ddp_train.launcher.resize import RequestListener, address_of
 from ddp_train.launcher.size import Change, Size, shown_counts
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.options.sections import LaunchConfig, TrainConfig
 from ddp_train.parallel.config import SingleConfig
 from ddp_train.parallel.ordered.config import OrderedConfig
@@ -96,7 +96,9 @@ def test_a_run_starts_with_as_many_as_there_are_devices(
     config = resolve(asked_config(value), hardware, None)
     assert (config.launch.nproc_per_node, config.process_counts) == (processes, counts)
     assert config.process_range == (value if counts else None)
-    assert not check(asked_config(value), dataclasses.replace(config, run_dir="r"), hardware, None)
+    assert not check(
+        RequestedRun(asked_config(value), dataclasses.replace(config, run_dir="r"), hardware, None)
+    )
 
 
 def test_ordered_reduction_goes_without_the_numbers_that_do_not_divide_its_shards() -> None:
@@ -168,7 +170,9 @@ def test_a_range_that_cannot_be_is_told_in_one_line(
     value: str, more: dict[str, Any], hardware: Hardware, world: World | None, said: str
 ) -> None:
     asked = asked_config(value, **more)
-    problems = check_rules(asked) or check(asked, resolve(asked, hardware, world), hardware, world)
+    problems = check_rules(asked) or check(
+        RequestedRun(asked, resolve(asked, hardware, world), hardware, world)
+    )
     assert len(problems) == 1 and said in problems[0]
 
 

@@ -29,6 +29,7 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.hardware import Hardware
 from ddp_train.models.gpt.network import Gpt
 from ddp_train.models.zoo import build_model
+from ddp_train.options.schema import RequestedRun
 from ddp_train.tasks.sampling import write_tokens
 from tests.support.commands import read, run, weights
 from tests.support.jobs import config_of, job_of, largest_difference, loader_of, module_of, trained
@@ -415,7 +416,7 @@ def problems(**sections: object) -> list[str]:
     from ddp_train.config.auto import resolve
 
     machine = Hardware(cpus=2)
-    return found + check(asked, resolve(asked, machine, None), machine, None)
+    return found + check(RequestedRun(asked, resolve(asked, machine, None), machine, None))
 
 
 GPT = {"name": "gpt"}

@@ -10,8 +10,8 @@ from torch import nn
 
 from ddp_train.assembly.model import build_user_model
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.models.config import TorchvisionConfig
-from ddp_train.options.custom import CustomConfig
+from ddp_train.models.torchvision.config import TorchvisionConfig
+from ddp_train.options.custom import CustomModelConfig
 from ddp_train.tasks.builtin import Classification, Regression
 from ddp_train.tasks.task import ModelWithTask
 from tests.support.jobs import model_of
@@ -92,6 +92,6 @@ def test_a_model_with_two_outputs_is_told() -> None:
 
 
 def test_what_is_no_model_is_told() -> None:
-    target = CustomConfig(target="collections.OrderedDict")
+    target = CustomModelConfig(target="collections.OrderedDict")
     with pytest.raises(ConfigError, match="an object of OrderedDict, which is no"):
         build_user_model(target)

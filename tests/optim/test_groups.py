@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train.config.external_checks import _differences, _of_the_state
-from ddp_train.config.fine_tuning import check
+from ddp_train.config import fine_tuning
+from ddp_train.config.checkpoint_checks import differences, values_of_the_state
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
 from ddp_train.errors import ConfigError
@@ -18,10 +18,17 @@ from ddp_train.models.gpt.network import Gpt
 from ddp_train.optim.groups import depths_of, parameter_groups
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.options.registry import OPTIONS
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from tests.support.jobs import config_of, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
+
+
+def messages_of(config: Config) -> list[str]:
+    """The problems of where the model begins, and of the optimizer's groups."""
+    run = RequestedRun(config, config, Hardware(cpus=1))
+    found = [*config.model.problems(run), *config.optimizer.problems(run)]
+    return [str(problem) for problem in (*found, *fine_tuning.problems(config))]
 
 
 def job_with(optimizer: dict[str, Any], **sections: Any) -> Job:
@@ -179,7 +186,7 @@ def test_a_group_that_says_nothing_or_nonsense_is_refused(
     groups: list[dict[str, Any]], expected: str
 ) -> None:
     config = config_of(World(), optimizer={"name": "adamw", "groups": groups})
-    (problem,) = check(config, config, Hardware(cpus=1), None)
+    (problem,) = messages_of(config)
     assert expected in problem
 
 
@@ -223,7 +230,7 @@ def test_a_class_of_torch_takes_groups_of_its_own_arguments() -> None:
     ):
         job_with(own)
     config = config_of(World(), optimizer={"_target_": "torch.optim.NAdam", "layer_decay": 0.5})
-    assert "needs optimizer.lr" in check(config, config, Hardware(cpus=1), None)[0]
+    assert "needs optimizer.lr" in messages_of(config)[0]
 
 
 # --- by depth -------------------------------------------------------------------------------------
@@ -334,8 +341,8 @@ def test_what_a_resumed_run_may_change() -> None:
         (of(groups=[{"match": "a.*", "eps": 0.1}], layer_decay=0.5), ["optimizer.groups"]),
         (of(groups=[{"match": "a.*", "lr": 0.1}]), ["optimizer.layer_decay"]),
     ):
-        found = _differences(_of_the_state(before, now), "here", "another")
-        assert [line.partition("=")[0] for line in found] == differs
+        found = differences(values_of_the_state(before, now), "here", "another")
+        assert [problem.key.partition("=")[0] for problem in found] == differs
 
 
 def grouped(

@@ -23,8 +23,8 @@ from ddp_train.errors import ConfigError
 from ddp_train.optim.lars_lamb.config import LambConfig, LarsConfig
 from ddp_train.optim.lars_lamb.optimizers import Lamb, Lars
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
-from ddp_train.options.optimizer import OptimizerConfig
 from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import OptimizerConfig
 from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from ddp_train.tasks.mean_loss import RunningLoss
 from tests.support.jobs import config_of, job_of, largest_difference, optimizer_of, table, trained

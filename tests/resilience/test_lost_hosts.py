@@ -28,7 +28,7 @@ from ddp_train.launcher import meeting_point
 from ddp_train.launcher.multihost import OF_A_RANGE, command
 from ddp_train.launcher.network_location import NetworkLocation
 from ddp_train.launcher.worker_exits import WorkerExits, read_exits
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.options.sections import LaunchConfig, TrainConfig
 from ddp_train.parallel.config import SingleConfig
 from ddp_train.parallel.ordered.config import OrderedConfig
@@ -111,7 +111,9 @@ def asked_config(
     ids=lambda one: one if isinstance(one, str) else str(one.launch.nnodes),
 )
 def test_a_range_of_hosts_that_cannot_be_is_told_in_one_line(asked: Config, said: str) -> None:
-    problems = check_rules(asked) or check(asked, resolve(asked, CORES, None), CORES, None)
+    problems = check_rules(asked) or check(
+        RequestedRun(asked, resolve(asked, CORES, None), CORES, None)
+    )
     assert [said in problem for problem in problems] == [True], problems
 
 
@@ -119,7 +121,7 @@ def test_a_range_of_hosts_is_torchruns() -> None:
     asked = asked_config("2:3", train=TrainConfig(97))
     config = resolve(asked, CORES, None)
     assert (config.launch.nnodes, config.host_range) == (3, "2:3")
-    assert not check_rules(asked) and not check(asked, config, CORES, None), (
+    assert not check_rules(asked) and not check(RequestedRun(asked, config, CORES, None)), (
         "97 samples are uneven on any number"
     )
     words = command(
@@ -142,7 +144,7 @@ def test_a_worker_knows_how_many_hosts_there_are_and_may_be(tmp_path: Path) -> N
     world = World(0, 4, 0, 2)
     config = resolve(asked, CORES, world)
     assert (config.launch.nnodes, config.host_range) == (2, "2:3")
-    assert not check(asked, config, CORES, world)
+    assert not check(RequestedRun(asked, config, CORES, world))
     assert load_frozen(to_text(config)) == config
     with mock.patch.dict(os.environ, PET_NNODES="1:4"):
         assert resolve(asked_config(1), CORES, world).host_range == "1:4", (

@@ -18,7 +18,7 @@ import ddp_train
 from ddp_train.config.code_checks import code_problems
 from ddp_train.data.config import DigitsConfig
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.options.custom import CustomConfig
+from ddp_train.options.custom import CustomModelConfig
 from tests.support.commands import LIMIT_SECONDS, ROOT, THREE
 from tests.support.jobs import datasets_of
 
@@ -106,7 +106,7 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_checkpoint_names_is_not_loaded_unasked() -> None:
-    config = CustomConfig(target="somebodys.Net")
+    config = CustomModelConfig(target="somebodys.Net")
     (problem,) = code_problems("model", config, [])
     assert "model._target_=somebodys.Net: loads code from outside" in problem
     assert "no module somebodys" in code_problems("model", config, ["somebodys"])[0], (

@@ -633,8 +633,7 @@ F1_OF_TEN = F1 | {"num_classes": 10}
 def asked(*items: Any, **more: Any) -> list[str]:
     """All problems of a config with these items."""
     config, problems = bind({"metrics": list(items), **more})
-    checks = (code_checks._code, code_checks._secrets, code_checks._further_metrics)
-    found = [problem for check in checks for problem in check(config, config, None, None)]  # type: ignore[arg-type]
+    found = [str(problem) for problem in code_checks.problems(config)]
     return problems + found + metrics.further_problems(config) + metrics.problems(config, False)
 
 

@@ -28,7 +28,7 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit
 from ddp_train.errors import ConfigError, DataError, TaskError
 from ddp_train.models.config import MlpConfig
-from ddp_train.options.custom import CustomConfig
+from ddp_train.options.custom import CustomTaskConfig
 from ddp_train.options.schema import Config
 from ddp_train.runs.plan_report import _task as plan_of_task
 from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
@@ -1023,6 +1023,6 @@ def test_the_plan_names_a_loss_only_where_it_is_that_of_the_built_in_task() -> N
         == "classification, cross_entropy, mean over samples"
     )
     assert (
-        plan_of_task(CustomConfig(target="mine.Margin"), Margin())
+        plan_of_task(CustomTaskConfig(target="mine.Margin"), Margin())
         == "mine.Margin, mean over samples"
     )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from ddp_train.options.data import DataConfig
+from ddp_train.data.config import BuiltInDataConfig
 from ddp_train.options.key import key
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import Config
 
 _LIBRARY_BYTES = 12 * 2**20
 """Of Python's standard library without its tests, about; only whether it fits into a GPU's memory
@@ -19,12 +25,55 @@ _TOKENIZER = "tokenizer.json of Hugging Face's tokenizers"
 
 
 @dataclass
-class TextConfig(DataConfig):
+class CorpusConfig(BuiltInDataConfig):
+    """What text and tokens have in common."""
+
+    task: ClassVar[str | None] = "language_model"
+    pattern: ClassVar[str] = ""
+    """The files that are read of a folder."""
+
+    def sample_bytes(self) -> int:
+        return 16 * self.length
+
+    def missing(self, config: Config) -> Iterator[Problem]:
+        yield from super().missing(config)
+        found = f"data.tokenizer={self.tokenizer}"
+        if self.tokenizer and not Path(self.tokenizer).is_file():
+            yield Problem(found, "no such file", "name a tokenizer.json, or leave it out")
+        elif self.tokenizer and importlib.util.find_spec("tokenizers") is None:
+            yield Problem(
+                found,
+                "needs the package tokenizers",
+                f"{sys.executable} -m pip install tokenizers",
+            )
+        else:
+            yield from self.missing_files()
+
+    def missing_files(self) -> Iterator[Problem]:
+        """What is wrong with the path of the corpus."""
+        raise NotImplementedError
+
+    def files_lacking(self, path: str, pattern: str) -> tuple[str, str] | None:
+        """The kinds of files in a folder that has none of a pattern: in words, and the commonest.
+
+        None if the folder has such a file. Both are "" for a folder without files.
+        """
+        if any(Path(path).rglob(pattern)):
+            return None
+        files = [file for file in Path(path).rglob("*.*") if file.is_file()]
+        kinds = Counter(file.suffix for file in files).most_common(3)
+        if not kinds:
+            return "", ""
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in kinds)
+        return f"; there are {counts}", kinds[0][0]
+
+
+@dataclass
+class TextConfig(CorpusConfig):
     """Text files as bytes, or through a tokenizer; by default Python's own standard library,
     without a download."""
 
     name: str = "text"
-    task: ClassVar[str | None] = "language_model"
     pattern: ClassVar[str] = "*.txt"
     path: str | None = key(
         None, "file or folder; null: the .py files of Python's standard library", is_path=True
@@ -37,24 +86,40 @@ class TextConfig(DataConfig):
     tokenizer: str | None = key(None, f"{_TOKENIZER}; null: each byte is a token")
 
     def in_memory_bytes(self) -> int:
-        width = (
-            4 if self.tokenizer else 1
-        )  # of four bytes at most; there are fewer tokens than bytes
+        # A token has four bytes at most, and there are fewer tokens than bytes.
+        width = 4 if self.tokenizer else 1
         if self.path:
             return width * _bytes_of(self.path, self.glob or self.pattern)
         return width * _LIBRARY_BYTES
 
-    def sample_bytes(self) -> int:
-        return 16 * self.length
+    def missing_files(self) -> Iterator[Problem]:
+        is_folder = self.path is not None and not Path(self.path).is_file()
+        if self.glob and not is_folder:
+            yield Problem(
+                f"data.glob={self.glob}",
+                "chooses among the files of a folder",
+                "add data.path=FOLDER, or leave it out",
+            )
+        if self.path is None or not is_folder:
+            return
+        found = f"data.path={self.path}"
+        if not Path(self.path).is_dir():
+            yield Problem(found, "no such file or folder")
+            return
+        pattern = self.glob or self.pattern
+        lacking = self.files_lacking(self.path, pattern)
+        if lacking is not None:
+            there, commonest = lacking
+            use = f"; use data.glob=*{commonest}" if commonest else ""
+            yield Problem(found, f"no file matches data.glob={pattern}{there}{use}")
 
 
 @dataclass
-class TokensConfig(DataConfig):
+class TokensConfig(CorpusConfig):
     """Files of tokens, mapped into memory: .bin as nanoGPT (no header) and llm.c (with one) write
     them."""
 
     name: str = "tokens"
-    task: ClassVar[str | None] = "language_model"
     pattern: ClassVar[str] = "*.bin"
     path: str | None = key(
         None,
@@ -76,12 +141,27 @@ class TokensConfig(DataConfig):
     def in_memory_bytes(self) -> int:
         return _bytes_of(self.path, self.pattern) if self.path else 0
 
-    def sample_bytes(self) -> int:
-        return 16 * self.length
+    def missing_files(self) -> Iterator[Problem]:
+        if self.path is None:
+            yield Problem(
+                "data.path=null",
+                "data=tokens needs a .bin file, or a folder with some",
+                "add data.path=PATH",
+            )
+            return
+        if Path(self.path).is_file():
+            return
+        found = f"data.path={self.path}"
+        if not Path(self.path).is_dir():
+            yield Problem(found, "no such file or folder")
+            return
+        lacking = self.files_lacking(self.path, self.pattern)
+        if lacking is not None:
+            yield Problem(found, f"no {self.pattern} in this folder{lacking[0]}")
 
 
 @functools.lru_cache(maxsize=1)  # asked several times, and a folder may hold many files
 def _bytes_of(path: str, glob: str) -> int:
-    """Of a file, or of the files in a folder that match; 0 if there is none."""
+    """The size of a file, or of the files in a folder that match; 0 if there is none."""
     files = [Path(path)] if Path(path).is_file() else Path(path).rglob(glob)
     return sum(file.stat().st_size for file in files if file.is_file())

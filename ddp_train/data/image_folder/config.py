@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from ddp_train.options.data import LabelledImagesConfig
+from ddp_train.data.config import LabelledImagesConfig
 from ddp_train.options.key import key
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import Config
 
 
 @dataclass
@@ -30,3 +34,19 @@ class ImageFolderConfig(LabelledImagesConfig):
 
     def sample_bytes(self) -> int:
         return 3 * self.image_size**2  # uint8 until it is on the device
+
+    def missing(self, config: Config) -> Iterator[Problem]:
+        yield from super().missing(config)
+        if self.decode == "gpu" and config.device == "cpu":
+            yield Problem("data.decode=gpu", "needs a GPU", "use data.decode=processes")
+            return
+        for name in self.class_folders:
+            folder = Path(self.root, name)
+            if folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir()):
+                continue
+            yield Problem(
+                f"data.root={self.root}",
+                f"{folder} must hold a folder per class",
+                f"name the folder that holds {name}/",
+            )
+            return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ddp_train.options.key import key
-from ddp_train.options.model import ModelConfig
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import ModelConfig, RequestedRun
 
 _LAUNCH_BOUND_BLOCKS = 10**6
 """Layers times width squared: a block has twelve times its width squared parameters. GPT-2's
@@ -45,3 +47,13 @@ class GptConfig(ModelConfig):
 
     def has_batch_norm(self) -> bool:
         return False
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        yield from super().problems(run)
+        if self.width % self.heads:
+            nearest = self.width // self.heads * self.heads or self.heads
+            yield Problem(
+                f"model.width={self.width}",
+                f"must be a multiple of model.heads={self.heads}",
+                f"use model.width={nearest}",
+            )

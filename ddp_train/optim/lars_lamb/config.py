@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ddp_train.optim.config import AdamConfig
+from ddp_train.optim.config import AdamConfig, BuiltInOptimizerConfig
 from ddp_train.options.key import key
-from ddp_train.options.optimizer import OptimizerConfig
 
 _ADAPT_NORM_AND_BIAS = "decay and adapt norms and biases (parameters of at most one dimension) too"
 
 
 @dataclass
-class LarsConfig(OptimizerConfig):
+class LarsConfig(BuiltInOptimizerConfig):
     """SGD with a learning rate adapted to each layer (arXiv:1708.03888), for batches of
     thousands."""
 
     name: str = "lars"
+    implementation: ClassVar[str] = "ddp_train.optim.lars_lamb.optimizers:Lars"
     can_be_captured: ClassVar[bool] = True
     adapts_per_layer: ClassVar[bool] = True
     lr: float = key(1.0, "learning rate after warm-up, before each layer's ratio", above=0)
@@ -40,6 +40,7 @@ class LambConfig(AdamConfig):
     thousands."""
 
     name: str = "lamb"
+    implementation: ClassVar[str] = "ddp_train.optim.lars_lamb.optimizers:Lamb"
     has_fused: ClassVar[bool] = False
     adapts_per_layer: ClassVar[bool] = True
     lr: float = key(

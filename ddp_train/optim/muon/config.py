@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from ddp_train.optim.config import BuiltInOptimizerConfig
 from ddp_train.options.key import key
-from ddp_train.options.optimizer import OptimizerConfig
+from ddp_train.options.registry import implementation_of
 
 
 @dataclass
-class MuonConfig(OptimizerConfig):
+class MuonConfig(BuiltInOptimizerConfig):
     """Momentum orthogonalised for matrices, AdamW for the rest. docs/optimizers.md"""
 
     name: str = "muon"
+    implementation: ClassVar[str] = "ddp_train.optim.muon.optimizer:Muon"
+    beside_arguments: ClassVar[tuple[str, ...]] = (
+        *BuiltInOptimizerConfig.beside_arguments,
+        "matrices",
+    )
     can_be_captured: ClassVar[bool] = True
     lr: float = key(0.02, "learning rate of matrices after warm-up", above=0)
     weight_decay: float = key(
@@ -38,3 +44,13 @@ class MuonConfig(OptimizerConfig):
     beta1: float = key(0.9, "AdamW's decay of the first moment", at_least=0, below=1)
     beta2: float = key(0.95, "AdamW's decay of the second moment", at_least=0, below=1)
     eps: float = key(1e-8, "AdamW's, added to the denominator", above=0)
+
+    def split_groups(self, groups: list[Any], model: Any, trained: dict[str, Any]) -> list[Any]:
+        split = implementation_of("ddp_train.optim.muon.optimizer:split_groups")
+        return split(groups, model, trained, self.matrices)
+
+    def rates_in_words(self, built: Any) -> str:
+        return (
+            f" for {built.orthogonalised_parameters:,} parameters, AdamW's {self.adamw_lr:g} for"
+            " the rest"
+        )

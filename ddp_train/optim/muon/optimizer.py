@@ -296,6 +296,17 @@ def hidden_matrices(
     return inside & set(trained.values())
 
 
+def split_groups(
+    groups: list[dict[str, Any]],
+    model: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    matrices: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Each group as two: what is orthogonalised, and the rest. matrices: as `hidden_matrices`."""
+    hidden = hidden_matrices(model, trained, matrices)
+    return [part for group in groups for part in apart(group, hidden.__contains__)]
+
+
 def apart(group: dict[str, Any], is_matrix: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
     """A group as two, the one that Muon updates first."""
     parts = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_train.options.key import key
-from ddp_train.options.schedule import ScheduleConfig
+from ddp_train.options.schema import ScheduleConfig
 
 
 @dataclass

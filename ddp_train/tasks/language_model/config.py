@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from ddp_train.options.key import key
-from ddp_train.options.task import TaskConfig
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import RequestedRun, TaskConfig
+from ddp_train.text import shown
 
 
 @dataclass
@@ -25,3 +28,15 @@ class LanguageModelConfig(TaskConfig):
     sample_temperature: float = key(
         0.8, "of that text; towards 0, ever more the likeliest token", above=0
     )
+
+    def problems(self, run: RequestedRun) -> Iterator[Problem]:
+        yield from super().problems(run)
+        if self.sample_tokens:
+            return
+        default = LanguageModelConfig()
+        for name in ("sample_prompt", "sample_temperature"):
+            value = getattr(self, name)
+            if value != getattr(default, name):
+                yield Problem(
+                    f"task.{name}={shown(value)}", "has an effect only with task.sample_tokens"
+                )

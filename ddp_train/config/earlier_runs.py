@@ -1,0 +1,199 @@
+"""The config of an earlier run: read once, for all who need something of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ddp_train.checkpoints.layout import MANIFEST, places, read_manifest
+from ddp_train.config.bind import custom_fields
+from ddp_train.config.freeze import COMMANDS, FILE, bind_frozen
+from ddp_train.config.program import FOLDER, PRESETS, sets_a_run
+from ddp_train.errors import ConfigError
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SECTIONS, Config
+
+KEY = "config"
+OF_A_RUN = "the config of an earlier run, its folder or its config.yaml, which further words change"
+OF_THE_HOST = (
+    "device",
+    "deterministic",
+    "launch.nproc_per_node",
+    "launch.threads_per_process",
+    "launch.backend",
+)
+"""Keys that the hardware decides with `auto`, unless a command of the run has named the key."""
+OF_THE_RUN = ("mode", "run_dir", "trusted_modules")
+"""Keys that are not taken over. The person who types decides whether code may be loaded:
+SECURITY.md."""
+
+
+@dataclass(frozen=True)
+class EarlierRun:
+    """A run that is being continued, used or repeated, by its frozen config."""
+
+    values: dict[str, Any]
+    """The frozen config, plain."""
+    folder: Path
+    """Its run directory, or the checkpoint that was named."""
+
+    @classmethod
+    def of(cls, path: Path) -> EarlierRun | None:
+        """The run of a checkpoint, or of the newest checkpoint in a run directory.
+
+        None if there is none whose manifest can be trusted.
+        """
+        for checkpoint in checkpoints_in(path):
+            # A corrupt one is skipped here, and by the worker with a warning.
+            with contextlib.suppress(OSError, ValueError):
+                config = read_manifest(checkpoint).get("config")
+                if config:
+                    return cls(_without_spoilt_sections(config), path)
+        return None
+
+    @classmethod
+    def of_file(cls, path: Path) -> EarlierRun:
+        """The run whose folder or config.yaml `config=PATH` names. Raises ConfigError."""
+        file = path / FILE if path.is_dir() else path
+        found = f"{KEY}={path}"
+        try:
+            text = file.read_text()
+            values = yaml.safe_load(text)
+        except OSError as error:
+            raise ConfigError(
+                [f"{found}: {file} cannot be read ({error.strerror}); name the {FILE} of a run"]
+            ) from None
+        except (yaml.YAMLError, UnicodeDecodeError):
+            raise ConfigError([f"{found}: is not plain YAML; name the {FILE} of a run"]) from None
+        keys = values.keys() if isinstance(values, dict) else set()
+        is_whole = keys >= {"model", "data", "optimizer", "train"}
+        group = file.parent.name if file.parent.name in {*OPTIONS, *PRESETS} else ""
+        if sets_a_run(text) or "defaults" in keys or (group and not is_whole):
+            remedy = f"choose it by {group or PRESETS[0]}={file.stem}"
+            where = "" if group else f", from {FOLDER}/{PRESETS[0]}/"
+            raise ConfigError([f"{found}: is a preset; {remedy}{where}"])
+        if not is_whole:
+            raise ConfigError(
+                [
+                    f"{found}: is no whole config; name the {FILE} of a run, or for a preset use"
+                    " experiment=NAME"
+                ]
+            )
+        return cls(values, file.parent)
+
+    def config(self) -> Config:
+        """Its config, with the default of each key that cannot be read."""
+        return bind_frozen(self.values)[0]
+
+    def adopted(self) -> dict[str, Any]:
+        """What an evaluation takes over: model, task, data and further metrics."""
+        names = ("model", "task", "data", "metrics")
+        adopted = {name: self.values[name] for name in names if name in self.values}
+        if "data" in adopted:  # where samples are held and decoded depends on this hardware
+            data = adopted["data"].items()
+            of_the_host = ("placement", "decode")
+            adopted["data"] = {name: value for name, value in data if name not in of_the_host}
+        return adopted
+
+    def ground(self) -> dict[str, Any]:
+        """Its config as the ground of another run, which further overrides change.
+
+        What belongs to the run itself is left out; what `auto` chose for its hardware is `auto`
+        again.
+        """
+        values = copy.deepcopy(self.values)
+        for name in OF_THE_RUN:
+            values.pop(name, None)
+        _restore_auto(values)
+        _restore_ranges(values)
+        self._release_the_host(values)
+        return {
+            name: custom_fields(name, value) if isinstance(value, dict) else value
+            for name, value in values.items()
+        }
+
+    def ground_to_resume(self) -> dict[str, Any]:
+        """The same for a run that continues from its own checkpoint, wherever it once began."""
+        ground = self.ground()
+        if isinstance(ground.get("checkpoint"), dict):
+            ground["checkpoint"].pop("resume", None)
+        return ground
+
+    def _release_the_host(self, values: dict[str, Any]) -> None:
+        """Sets keys that nobody typed to `auto`, where the hardware decides them."""
+        typed = self._typed_keys()
+        if typed is None:
+            return
+        for key in OF_THE_HOST:
+            section, _, name = key.rpartition(".")
+            holder = values.get(section) if section else values
+            if key not in typed and isinstance(holder, dict) and name in holder:
+                holder[name] = "auto"
+
+    def _typed_keys(self) -> set[str] | None:
+        """The keys that the commands of the run have named; None if they cannot be read."""
+        try:
+            lines = (self.folder / COMMANDS).read_text().splitlines()
+            commands = [json.loads(line)["command"] for line in lines]
+            words = [word for command in commands for word in shlex.split(command)]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+        return {word.partition("=")[0] for word in words}
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """A checkpoint, or all checkpoints of a run, the newest first."""
+    with contextlib.suppress(OSError):  # a name that is too long, which `check_rules` refuses later
+        return [place for place in (path, *places(path)) if (place / MANIFEST).is_file()]
+    return []
+
+
+def run_to_resume(config: Config) -> Config | None:
+    """The config of the run in the run directory, if this one will resume it.
+
+    It is that of its newest checkpoint: config.yaml is what was asked for last, and may have been
+    changed since.
+    """
+    if config.mode != "train" or config.checkpoint.resume == "never":
+        return None
+    earlier = EarlierRun.of(Path(str(config.run_dir)))
+    return earlier.config() if earlier else None
+
+
+def _without_spoilt_sections(values: dict[str, Any]) -> dict[str, Any]:
+    sections = {*OPTIONS, *SECTIONS}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, dict) or name not in sections
+    }
+
+
+def _restore_auto(values: dict[str, Any]) -> None:
+    reasons = values.pop("reasons", None)
+    data = values.get("data")
+    tuning = values.get("tuning")
+    if isinstance(reasons, dict) and isinstance(tuning, dict):
+        tuning.update((name, "auto") for name in reasons if name in tuning)
+    if isinstance(data, dict) and data.get("name") != "custom" and "placement" in data:
+        data["placement"] = "auto"
+
+
+def _restore_ranges(values: dict[str, Any]) -> None:
+    values.pop("process_counts", None)
+    processes = values.pop("process_range", None)
+    hosts = values.pop("host_range", None)
+    launch = values.get("launch")
+    if not isinstance(launch, dict):
+        return
+    if processes:
+        launch["nproc_per_node"] = processes
+    if hosts:
+        launch["nnodes"] = hosts

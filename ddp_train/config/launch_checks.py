@@ -1,0 +1,293 @@
+"""Checks of processes, hosts and devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ddp_train.config.processes import HOSTS, KEY, counts_of, hosts_at_start
+from ddp_train.distributed.environment import hosts_requested, srun_tasks
+from ddp_train.options.key import Range, range_of
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import Config, RequestedRun
+from ddp_train.text import counted
+
+MOST_BESIDE = 256
+"""Loader processes, or threads, of a host of whatever size."""
+
+
+def problems(run: RequestedRun) -> Iterator[Problem]:
+    yield from _mode(run.config)
+    yield from _devices(run)
+    yield from _too_many_beside(run)
+    yield from _backend(run)
+    yield from _under_torchrun(run)
+    yield from _under_srun(run)
+    yield from _hosts(run)
+    yield from _range_of_processes(run)
+    yield from _range_of_hosts(run)
+
+
+def _mode(config: Config) -> Iterator[Problem]:
+    """A study and a proof are recognised on the command line, before anything is composed."""
+    if config.mode in ("study", "prove"):
+        yield Problem(
+            f"mode={config.mode}",
+            "cannot be set in a config file or a sweep",
+            "pass it on the command line",
+        )
+
+
+def _devices(run: RequestedRun) -> Iterator[Problem]:
+    hardware = run.hardware
+    wanted = int(run.config.launch.nproc_per_node)
+    if run.config.device == "cpu":
+        most = 8 * hardware.cpus
+        if wanted > most:
+            yield Problem(
+                f"launch.nproc_per_node={wanted}",
+                f"this host has {counted(hardware.cpus, 'core')}",
+                f"use at most {most}",
+            )
+    elif not hardware.gpus:
+        yield Problem("device=cuda", "no GPU is visible on this host", "use device=cpu")
+    elif hardware.lost and run.config.mode != "doctor":  # the doctor examines them
+        yield Problem(
+            "device=cuda",
+            f"the driver cannot reach {', '.join(hardware.lost)}",
+            "reset it or reboot (see `dmesg | grep -i xid`), or leave it out with"
+            " CUDA_VISIBLE_DEVICES",
+        )
+    elif wanted > hardware.gpus:
+        asked = run.asked.launch.nproc_per_node
+        found = asked if range_of(asked) else wanted
+        verb = "is" if hardware.gpus == 1 else "are"
+        yield Problem(
+            f"launch.nproc_per_node={found}",
+            f"needs one GPU per process, and {counted(hardware.gpus, 'GPU')} {verb} visible on"
+            " this host",
+            f"use launch.nproc_per_node={hardware.gpus} or device=cpu",
+        )
+
+
+def _too_many_beside(run: RequestedRun) -> Iterator[Problem]:
+    """Loader processes and threads of all ranks of this host: each costs, with or without work."""
+    config = run.config
+    cpus = run.hardware.cpus
+    ranks = int(config.launch.nproc_per_node)
+    most = max(MOST_BESIDE, 8 * cpus)
+    wanted = {
+        "tuning.num_workers": int(config.tuning.num_workers),
+        "launch.threads_per_process": int(config.launch.threads_per_process),
+    }
+    for name, number in wanted.items():
+        if number * ranks > max(most, ranks):
+            yield Problem(
+                f"{name}={number}",
+                f"would be {number * ranks:,} on this host, which has {counted(cpus, 'core')}",
+                f"use at most {most // ranks}",
+            )
+
+
+def _backend(run: RequestedRun) -> Iterator[Problem]:
+    if run.config.launch.backend != "nccl" or run.config.device != "cpu":
+        return
+    why = "device=cpu" if run.hardware.gpus else "no GPU is visible on this host"
+    yield Problem("launch.backend=nccl", f"NCCL connects GPUs and {why}", "use launch.backend=gloo")
+
+
+def _under_torchrun(run: RequestedRun) -> Iterator[Problem]:
+    world = run.world
+    launch = run.asked.launch
+    if not world:
+        return
+    # More hosts asked for than started is not a mistake in the config: distributed.preflight
+    # reports it.
+    hosts = (hosts_requested() or (world.hosts,))[0]
+    started = {
+        "nproc_per_node": (launch.nproc_per_node, world.local_size),
+        "nnodes": (launch.nnodes, hosts),
+    }
+    for name, (asked, actual) in started.items():
+        if asked not in ("auto", 1, actual) and not range_of(asked):
+            yield Problem(
+                f"launch.{name}={asked}",
+                f"torchrun started {actual}",
+                f"leave it out, or use torchrun --{name}={asked}",
+            )
+    if launch.max_restarts:
+        yield Problem(
+            f"launch.max_restarts={launch.max_restarts}",
+            "torchrun restarts its own workers",
+            f"use torchrun --max-restarts={launch.max_restarts}",
+        )
+    if world.hosts > 1 and not run.asked.run_dir and world.run_id in ("", "none"):
+        yield Problem(
+            "run_dir=null",
+            "several hosts need the same run directory",
+            "add run_dir=PATH on a shared file system, or torchrun --rdzv-id=NAME",
+        )
+
+
+def _under_srun(run: RequestedRun) -> Iterator[Problem]:
+    nnodes = run.asked.launch.nnodes
+    tasks = srun_tasks()
+    if not run.world and not _fits_srun(tasks, nnodes):
+        yield Problem(
+            f"launch.nnodes={nnodes}",
+            f"srun started {tasks} launchers, and each starts all processes of its node",
+            "use srun --ntasks-per-node=1, with launch.nnodes equal to the number of nodes"
+            " (deploy/slurm)",
+        )
+
+
+def _fits_srun(tasks: int, nnodes: int | str) -> bool:
+    """Tell whether srun has started one launcher per host, or no srun is involved."""
+    span = range_of(nnodes)
+    if tasks in (1, nnodes):
+        return True
+    return span is not None and span.low <= tasks <= hosts_at_start(nnodes)
+
+
+def _hosts(run: RequestedRun) -> Iterator[Problem]:
+    nnodes = run.asked.launch.nnodes
+    endpoint = run.asked.launch.rdzv_endpoint
+    several = nnodes != 1
+    if run.world or not _fits_srun(srun_tasks(), nnodes):
+        pass  # reported by the two above
+    elif several and not endpoint:
+        yield Problem(
+            f"launch.nnodes={nnodes}",
+            "the hosts need a meeting point",
+            "add launch.rdzv_endpoint=HOST:PORT",
+        )
+    elif several and not run.asked.run_dir:
+        yield Problem(
+            f"launch.nnodes={nnodes}",
+            "the hosts need the same run directory",
+            "add run_dir=PATH on a shared file system",
+        )
+    elif endpoint and not several:
+        yield Problem(
+            f"launch.rdzv_endpoint={endpoint}",
+            "has an effect only with several hosts",
+            "add launch.nnodes=2, or leave it out",
+        )
+    if endpoint and (several or run.world) and not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
+        yield Problem(f"launch.rdzv_endpoint={endpoint}", "must be HOST:PORT")
+
+
+def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
+    """Problems of a range that obeys its rule: any number of it must train the global batch."""
+    config = run.config
+    asked = run.asked.launch
+    span = range_of(asked.nproc_per_node)
+    if span is None:
+        return
+    found = f"{KEY}={asked.nproc_per_node}"
+    if run.world:
+        yield Problem(
+            found,
+            f"torchrun decides how many there are, {run.world.local_size} here",
+            "leave it out",
+        )
+    elif int(config.launch.nnodes) > 1:
+        yield Problem(
+            found,
+            f"the number changes on one host only, and {HOSTS}={asked.nnodes}",
+            f"use one number, {KEY}={config.launch.nproc_per_node}",
+        )
+    elif not config.strategy.has_process_group:
+        yield _one_process(found, config)
+    else:
+        gpus = run.hardware.gpus if config.device == "cuda" else None
+        counts = counts_of(span, config, gpus, run.hardware.cpus)
+        if config.strategy.virtual_shards is None:
+            yield from _too_few_samples(found, span, counts, config)
+            return
+        ends = [span.low] if span.high is None else [span.low, span.high]
+        wrong = [end for end in ends if end not in counts]
+        if wrong:
+            remedy = f"use powers of two up to {config.strategy.virtual_shards}"
+            yield _not_divided(found, wrong, config, remedy)
+
+
+def _one_process(found: str, config: Config) -> Problem:
+    return Problem(
+        found,
+        f"strategy={config.strategy.name} runs in one process",
+        "use strategy=ddp, or leave it out",
+    )
+
+
+def _not_divided(found: str, counts: list[int], config: Config, remedy: str) -> Problem:
+    listed = " or ".join(map(str, counts))
+    return Problem(
+        found,
+        f"strategy=ordered cannot divide {config.strategy.virtual_shards} virtual shards evenly"
+        f" among {listed} processes",
+        remedy,
+    )
+
+
+def _too_few_samples(
+    found: str, span: Range, counts: list[int], config: Config
+) -> Iterator[Problem]:
+    """A global batch that has no sample for each of the most processes."""
+    batch = config.train.global_batch_size
+    accumulation = config.train.accumulation_steps
+    most = counts[-1]
+    enough = batch // accumulation
+    if most <= enough or config.data.batch_by == "tokens":
+        return
+    first = max(span.low, enough + 1)
+    wrong = f"{first} to {most} processes" if first < most else f"{most} processes"
+    each = f" and {accumulation} accumulation steps each" if accumulation > 1 else ""
+    better = f"{KEY}={span.low}:{enough}, or " if span.low <= enough else ""
+    yield Problem(
+        found,
+        f"train.global_batch_size={batch} has no sample for each of {wrong}{each}",
+        f"use {better}train.global_batch_size={most * accumulation} or more",
+    )
+
+
+def _range_of_hosts(run: RequestedRun) -> Iterator[Problem]:
+    """Problems of a range of hosts that obeys its rule.
+
+    Any number of them must be able to train the global batch. Under torchrun these were looked at
+    before its agent was started, or it is the agent's own range.
+    """
+    config = run.config
+    nnodes = run.asked.launch.nnodes
+    span = range_of(nnodes)
+    if span is None or run.world:
+        return
+    found = f"{HOSTS}={nnodes}"
+    high = span.high or span.low
+    if not config.strategy.has_process_group:
+        yield _one_process(found, config)
+        return
+    if high == 1:
+        yield Problem(found, "is one host", f"use {HOSTS}=1")
+        return
+    if not config.launch.max_restarts:
+        yield Problem(
+            found,
+            "that a host was lost costs each of the others a restart",
+            "add launch.max_restarts=10",
+        )
+    each = int(config.launch.nproc_per_node)
+    counts = [hosts * each for hosts in range(span.low, high + 1)]
+    undivided = [count for count in counts if not config.strategy.can_run_on(count)]
+    if undivided:
+        remedy = "use numbers of hosts that can, as 1:2"
+        yield _not_divided(found, undivided, config, remedy)
+    batch = config.train.global_batch_size
+    most = counts[-1] * config.train.accumulation_steps
+    counts_samples = config.data.batch_by != "tokens" and config.strategy.virtual_shards is None
+    if most > batch and counts_samples:
+        yield Problem(
+            found,
+            f"train.global_batch_size={batch} has no sample for each process of {high} hosts",
+            f"use train.global_batch_size={most} or more",
+        )

@@ -1,0 +1,64 @@
+"""The directory of a run: can it be written, and may this run have it? Nothing is written here."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddp_train.errors import ConfigError, DiskFullError
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import Config
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Checks without writing; `freeze` tries, and fails with the same message."""
+    if not re.fullmatch(r"[\w][\w .+=-]*", config.name):
+        yield Problem(
+            f"name={config.name}",
+            "must be usable as the name of a folder: letters, digits, and . _ + = -",
+        )
+        return
+    if config.mode == "doctor":  # it tries to write, on every host
+        return
+    run_dir = Path(str(config.run_dir)).absolute()
+    shared = _shared_folder(run_dir.resolve())
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    if shared:
+        yield Problem(
+            f"run_dir={config.run_dir}",
+            f"a run would put its files into the {shared}",
+            f"name one of its own, run_dir={run_dir / 'runs/NAME'}",
+        )
+    elif not existing.is_dir():
+        yield unwritable(config.run_dir, f"{existing} is not a folder")
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield unwritable(config.run_dir, f"no permission to write in {existing}")
+
+
+def _shared_folder(run_dir: Path) -> str:
+    """The kind of folder with other files that a run directory is; "" for any other.
+
+    Other folders may hold some: lost+found of a mount, logs of a batch system.
+    """
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111  Path's raises where there is none
+    folders = {Path("/"): "root folder", home: "home folder", Path.cwd(): "working folder"}
+    if run_dir not in folders or not run_dir.is_dir() or not any(run_dir.iterdir()):
+        return ""
+    is_run = any((run_dir / name).exists() for name in ("config.yaml", "checkpoints"))
+    return "" if is_run else folders[run_dir]
+
+
+def unwritable(run_dir: str | None, reason: str) -> Problem:
+    return Problem(f"run_dir={run_dir}", f"cannot be written ({reason})", "name a folder that can")
+
+
+def unwritten(run_dir: str | Path | None, error: OSError) -> ConfigError:
+    """The error to be raised where a run directory could not be written."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some space, and start the same command again"
+        return DiskFullError([f"run_dir={run_dir}: cannot be written ({reason}); {remedy}"])
+    return ConfigError([str(unwritable(str(run_dir), reason))])

@@ -1,0 +1,89 @@
+"""Checks of the global batch, and of what each mode does."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+
+from ddp_train.options.key import range_of
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import Config, RequestedRun
+from ddp_train.text import counted, shown
+
+
+def problems(run: RequestedRun) -> Iterator[Problem]:
+    config = run.config
+    trains_by_samples = not config.uses_trained and config.data.batch_by == "samples"
+    if trains_by_samples:  # by tokens, samples are dealt out one by one
+        yield from _batch(run)
+    if config.train.ema_warmup and config.train.ema_decay is None:
+        yield Problem(
+            "train.ema_warmup=true",
+            "has an effect only with train.ema_decay",
+            "add train.ema_decay=0.999",
+        )
+    if config.mode == "predict" and config.predict.format == "parquet":
+        yield from _parquet()
+    if config.mode == "export":
+        yield from _export(config)
+
+
+def _batch(run: RequestedRun) -> Iterator[Problem]:
+    """A global batch that cannot be split evenly."""
+    config = run.config
+    batch = config.train.global_batch_size
+    shards = config.strategy.virtual_shards
+    instead = ""
+    if shards is not None:
+        unit = shards
+        over = counted(shards, "virtual shard")
+    elif range_of(run.asked.launch.nproc_per_node) or config.host_range:
+        return  # some processes have a sample less with some numbers: see `launch_checks`
+    else:
+        processes = config.process_count
+        accumulation = config.train.accumulation_steps
+        unit = processes * accumulation
+        over = f"{counted(processes, 'process')} x {counted(accumulation, 'accumulation step')}"
+        on_one_host = 1 < processes == config.launch.nproc_per_node
+        if on_one_host and not run.world and unit <= batch:
+            instead = f", or a range, launch.nproc_per_node=1:{processes}, which shares it unevenly"
+    if not unit or batch % unit == 0:
+        return
+    lower = batch // unit * unit
+    upper = lower + unit
+    use = f"{lower} or {upper}" if lower else f"{upper}"
+    yield Problem(
+        f"train.global_batch_size={batch}",
+        f"cannot be split over {over}",
+        f"use train.global_batch_size={use}{instead}",
+    )
+
+
+def _parquet() -> Iterator[Problem]:
+    if importlib.util.find_spec("pyarrow") is None:
+        yield Problem(
+            "predict.format=parquet",
+            "pyarrow is not installed",
+            f"run {sys.executable} -m pip install '.[parquet]', or use predict.format=npz",
+        )
+
+
+def _export(config: Config) -> Iterator[Problem]:
+    formats = config.export.formats
+    if config.process_count > 1:
+        yield Problem(
+            "mode=export",
+            f"one process exports, and there would be {config.process_count}",
+            "use launch.nproc_per_node=1",
+        )
+    libraries = ("onnx", "onnxscript", "onnxruntime")
+    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    if missing and "onnx" in formats:
+        yield Problem(
+            f"export.formats={shown(formats)}",
+            f"{' and '.join(missing)} must be installed",
+            f"run {sys.executable} -m pip install '.[onnx]'",
+        )
+    if not formats:
+        yield Problem("export.formats=[]", "names none", "use export.formats=[torch]")

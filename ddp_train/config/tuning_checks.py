@@ -1,0 +1,115 @@
+"""Checks of performance switches against each other and the hardware."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Iterator
+
+from ddp_train.config.auto import OWN_GRAPHS, capture_blockers
+from ddp_train.hardware import Hardware, why_no_triton
+from ddp_train.options.problem import Problem
+from ddp_train.options.schema import Config, RequestedRun
+
+
+def problems(run: RequestedRun) -> Iterator[Problem]:
+    config = run.config
+    yield from _precision(config, run.hardware)
+    if config.deterministic and config.tuning.cudnn_benchmark:
+        yield Problem(
+            "tuning.cudnn_benchmark=true",
+            "chooses algorithms by timing, which deterministic=true forbids",
+            "drop one of them",
+        )
+    yield from _compile(config)
+    if config.device == "cuda":
+        yield from _on_gpus(config)
+
+
+def _precision(config: Config, hardware: Hardware) -> Iterator[Problem]:
+    precision = config.tuning.precision
+    if precision == "fp16" and config.device == "cpu":
+        yield Problem(
+            "tuning.precision=fp16", "needs a GPU", "use tuning.precision=bf16 or fp32 on CPU"
+        )
+    has_no_bf16 = (0, 0) < hardware.compute_capability < (8, 0)
+    if precision == "bf16" and config.device == "cuda" and has_no_bf16:
+        yield Problem(
+            "tuning.precision=bf16",
+            f"{hardware.gpu_name} has no bfloat16 units",
+            "use tuning.precision=fp16",
+        )
+
+
+def _compile(config: Config) -> Iterator[Problem]:
+    tuning = config.tuning
+    if tuning.compile and config.strategy.spreads_over_gpus:
+        yield Problem(
+            "tuning.compile=true",
+            "DataParallel's replicas would all run the compiled model of the first GPU",
+            "use strategy=ddp, or tuning.compile=false",
+        )
+    captures = tuning.compile and tuning.compile_mode in OWN_GRAPHS
+    if captures and config.train.accumulation_steps > 1:
+        yield Problem(
+            f"tuning.compile_mode={tuning.compile_mode}",
+            "its CUDA graphs overwrite gradients that are still being accumulated (pytorch#169545)",
+            "use default or max-autotune-no-cudagraphs, or train.accumulation_steps=1",
+        )
+    compiles = tuning.compile or config.model.fused
+    if compiles and config.device == "cpu" and not shutil.which("g++"):
+        name = "tuning.compile" if tuning.compile else "model.fused"
+        yield Problem(
+            f"{name}=true",
+            "torch.compile needs a C++ compiler on CPU and there is no g++",
+            "install one",
+        )
+
+
+def _on_gpus(config: Config) -> Iterator[Problem]:
+    tuning = config.tuning
+    why_not = why_no_triton()
+    for name in ("compile", "triton_kernels"):
+        if why_not and getattr(tuning, name):
+            yield Problem(
+                f"tuning.{name}=true",
+                f"Triton makes its kernels, and there is {why_not}",
+                f"install it, or use tuning.{name}=false",
+            )
+    if tuning.cuda_graph:
+        for name, rule in capture_blockers(config).items():
+            yield Problem(
+                "tuning.cuda_graph=true",
+                f"needs {name}={rule}",
+                "or use tuning.cuda_graph=false",
+            )
+    if tuning.rehearse:
+        yield from _needs("rehearse", _lacking_to_rehearse(config))
+    if tuning.conv_sums:
+        yield from _needs("conv_sums", _lacking_for_conv_sums(config))
+
+
+def _needs(name: str, lacking: Iterator[str]) -> Iterator[Problem]:
+    for requirement in lacking:
+        yield Problem(f"tuning.{name}=true", f"needs {requirement}", "or leave it out")
+
+
+def _lacking_to_rehearse(config: Config) -> Iterator[str]:
+    if not config.tuning.cuda_graph:
+        yield "tuning.cuda_graph=true"
+    if config.train.ema_decay:
+        yield "train.ema_decay=null"
+
+
+def _lacking_for_conv_sums(config: Config) -> Iterator[str]:
+    tuning = config.tuning
+    if not importlib.util.find_spec("cudnn"):
+        yield "nvidia-cudnn-frontend (pip install -e '.[cudnn]')"
+    if not tuning.compile:
+        yield "tuning.compile=true"
+    if tuning.precision not in ("fp16", "bf16"):
+        yield "tuning.precision=fp16 or bf16"
+    if not tuning.channels_last:
+        yield "tuning.channels_last=true"
+    if config.deterministic:
+        yield "deterministic=false, as it chooses kernels by timing"

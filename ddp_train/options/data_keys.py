@@ -1,0 +1,27 @@
+"""Keys that several data sets have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddp_train.options.key import key
+
+
+def validation_part() -> Any:
+    meaning = (
+        "part of the training set that validates; 0: none; null: the data set's own validation"
+        " split, if any"
+    )
+    return key(None, meaning, at_least=0, below=1)
+
+
+def mixing_alpha(what: str) -> Any:
+    return key(0.0, f"alpha of {what} two samples of the global batch; 0: off", at_least=0)
+
+
+def sample_weights() -> Any:
+    meaning = (
+        "draw an epoch's n samples with replacement: balanced, each class as often; or a file, .npy"
+        " or text, with a weight for each; null: each sample once"
+    )
+    return key(None, meaning)
