@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_lab.study.trials import NEVER
-from ddp_train.optim.schedules.config import ConstantConfig
+from ddp_train.options.registry import default_of
 from ddp_train.options.schema import Config
-from ddp_train.options.sections import TrackerConfig
-from ddp_train.parallel.ddp.config import DdpConfig
 
 HOOKS = "ddp_lab.prove.hooks"
 EVERY_STEPS = 2
@@ -31,7 +29,9 @@ def for_proof(config: Config, run_dir: Path) -> Config:
     asked = 2 * most + most // 2 + 1
     if hasattr(data, "limit"):
         data = replace(data, limit=min(data.limit or asked, asked))
-    strategy = config.strategy if config.strategy.has_process_group else DdpConfig()
+    strategy = config.strategy
+    if not strategy.has_process_group:
+        strategy = default_of("strategy", "ddp")
     if getattr(strategy, "comm_hook", "none") != "none":
         strategy = replace(strategy, comm_hook="none")  # it rounds what is compared
     return replace(
@@ -40,8 +40,8 @@ def for_proof(config: Config, run_dir: Path) -> Config:
         run_dir=str(run_dir),
         data=data,
         strategy=strategy,
-        tracker=TrackerConfig(),
-        schedule=ConstantConfig(),
+        tracker=Config().tracker,
+        schedule=default_of("schedule", "constant"),
         launch=replace(config.launch, max_restarts=0),
         process_range=None,
         process_counts=[],

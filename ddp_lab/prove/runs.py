@@ -28,7 +28,6 @@ from ddp_train.config.program import Program
 from ddp_train.distributed.environment import preload_environment
 from ddp_train.errors import LaunchError
 from ddp_train.launcher import local
-from ddp_train.launcher.attempt import POLL_SECONDS
 from ddp_train.launcher.fork_server import MODULE, ForkServer
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.schema import Config
@@ -44,6 +43,7 @@ WEIGHTS_ALLOWED = {"fp64": 1e-5, "fp32": 1e-2}
 SCORES_ALLOWED = {"fp64": 1e-12, "fp32": 1e-6}
 BY_SIZE_ALLOWED = {"fp64": 1e-9, "fp32": 1e-4}
 """Of batches of another size: a matrix product of other rows adds up in another order."""
+POLL_SECONDS = 0.02
 MARGIN_SECONDS = 60.0
 """That the checks of one process may take longer than prove.seconds: one that has begun is
 finished."""

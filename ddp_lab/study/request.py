@@ -14,7 +14,6 @@ import yaml
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind_fields
 from ddp_train.config.overrides import read_config, read_overrides
-from ddp_train.config.processes import KEY
 from ddp_train.config.program import Program
 from ddp_train.config.validate import check, check_rules, section_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
@@ -25,6 +24,7 @@ from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.text import did_you_mean
 
+PROCESSES = "launch.nproc_per_node"
 STUDY_KEYS = ("mode", "study", "run_dir", "name")
 """Keys on the command line that concern the study itself; all others are overrides for its runs."""
 SHARED = "{}: all trials would share it; leave it out of a study"
@@ -141,8 +141,8 @@ def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> R
         return ResolvedRun(
             config,
             [
-                f"{KEY}={asked}: a study compares runs whose numbers stay; use one number,"
-                f" {KEY}={given.low}"
+                f"{PROCESSES}={asked}: a study compares runs whose numbers stay; use one number,"
+                f" {PROCESSES}={given.low}"
             ],
             [],
         )

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train import public
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "ddp_train"
 LABORATORY = ROOT / "ddp_lab"
@@ -17,7 +19,7 @@ OPTION_CLASSES = "the modules config.py of the rooms"
 """The classes of options, each beside its implementation: a layer of its own."""
 
 ROOMS = [
-    *("errors", "text", "linux", "tensor_tree"),
+    *("errors", "public", "text", "linux", "tensor_tree"),
     *("distributed", "hardware", "options", OPTION_CLASSES),
     *("checkpoints.layout", "resilience", "telemetry", "config", "launcher"),
     "sweeps",
@@ -131,6 +133,28 @@ def test_the_core_never_imports_the_laboratory() -> None:
         if other.startswith("ddp_lab")
     ]
     assert not upward
+
+
+def test_the_laboratory_imports_declared_modules_alone() -> None:
+    used = {
+        other
+        for name in modules_of(LABORATORY)
+        for other in IMPORTS[name]
+        if other.startswith("ddp_train")
+    }
+    assert used == set(public.MODULES), "change the laboratory, or what ddp_train/public.py says"
+
+
+def test_the_laboratory_uses_no_private_name() -> None:
+    private = [
+        f"{name}: {node.module}.{alias.name}"
+        for name, path in modules_of(LABORATORY).items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_train")
+        for alias in node.names
+        if alias.name.startswith("_")
+    ]
+    assert not private
 
 
 def test_the_plugin_imports_nothing_of_ours() -> None:
