@@ -20,10 +20,11 @@ LEAST_RUNS = 3
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric to compare variants by. read: its value for one run, None if the run has none."""
+    """A metric to compare variants by."""
 
     label: str
     read: Callable[[Outcome], float | None]
+    """Returns the value of one run, None if the run has none."""
     lower_is_better: bool = True
     is_time: bool = False
     """Times are compared by ratio (speed-up), other metrics by difference."""
@@ -35,50 +36,69 @@ class Metric:
 
     def gain(self, before: float, after: float) -> float:
         """The speed-up, or by how much `after` is better than `before`."""
-        if self.is_time:
-            return before / after if self.lower_is_better else after / before
-        return before - after if self.lower_is_better else after - before
+        if self.lower_is_better:
+            better = before
+            worse = after
+        else:
+            better = after
+            worse = before
+        return better / worse if self.is_time else better - worse
 
 
 def epoch_seconds(outcome: Outcome) -> float | None:
-    """Median time of an epoch, without the first if there are several: it includes warm-up,
-    compilation, capture."""
+    """Median seconds of an epoch.
+
+    Leaves out the first of several, which includes warm-up, compilation and capture.
+    """
     seconds = outcome.summary.get("epoch_seconds") or []
-    if seconds:
-        return statistics.median(seconds[1:] or seconds)
-    return None
+    return median(seconds[1:] or seconds)
 
 
 def first_epoch(outcome: Outcome) -> float | None:
-    """Time of the first epoch if there are several."""
+    """Seconds of the first epoch; None if it is the only one."""
     seconds = outcome.summary.get("epoch_seconds") or []
     return seconds[0] if len(seconds) > 1 else None
 
 
 def samples_per_second(outcome: Outcome) -> float | None:
-    """From the median epoch of `epoch_seconds`."""
+    """Samples per second of the epoch that `epoch_seconds` measures."""
     seconds = epoch_seconds(outcome)
-    epochs = len(outcome.summary.get("epoch_seconds") or [])
-    if seconds:
-        return outcome.summary["samples_seen"] / epochs / seconds
-    return None
+    if not seconds:
+        return None
+    epochs = len(outcome.summary["epoch_seconds"])
+    return outcome.summary["samples_seen"] / epochs / seconds
 
 
 def interval_samples_per_second(outcome: Outcome) -> float:
-    """Samples per second: the median over the logging intervals, without the first two
-    (warm-up)."""
-    lines = [line["samples_per_second"] for line in outcome.metrics if line["kind"] == "train"]
-    return statistics.median(lines[2:] or lines)
+    """Median samples per second of the logging intervals, without the first two (warm-up)."""
+    speeds = [line["samples_per_second"] for line in outcome.metrics if line["kind"] == "train"]
+    return statistics.median(speeds[2:] or speeds)
 
 
 def accuracy(outcome: Outcome) -> float | None:
     """Test accuracy in percent."""
-    found = (outcome.summary.get("test") or {}).get("accuracy")
-    return None if found is None else 100 * found
+    fraction = _test_score(outcome, "accuracy")
+    return None if fraction is None else 100 * fraction
 
 
-def _test_loss(outcome: Outcome) -> float | None:
-    return (outcome.summary.get("test") or {}).get("loss")
+def test_loss(outcome: Outcome) -> float | None:
+    return _test_score(outcome, "loss")
+
+
+def _test_score(outcome: Outcome, name: str) -> float | None:
+    scores = outcome.summary.get("test") or {}
+    return scores.get(name)
+
+
+def figures(outcome: Outcome) -> dict[str, float]:
+    """The hardware metrics that the run recorded, by name."""
+    recorded = outcome.summary.get("figures") or {}
+    return {name: value for name, value in recorded.items() if value is not None}
+
+
+def figure(name: str, outcome: Outcome) -> float | None:
+    """One hardware metric of a run."""
+    return figures(outcome).get(name)
 
 
 METRICS: dict[str, Metric] = {
@@ -88,7 +108,7 @@ METRICS: dict[str, Metric] = {
     ),
     "seconds": Metric("s training", lambda outcome: outcome.summary.get("seconds"), is_time=True),
     "test.accuracy": Metric("test accuracy %", accuracy, lower_is_better=False),
-    "test.loss": Metric("test loss", _test_loss),
+    "test.loss": Metric("test loss", test_loss),
 }
 
 
@@ -98,23 +118,32 @@ def median(values: Sequence[float]) -> float | None:
 
 
 def false_positive_rate(runs: int, others: int) -> float:
-    """Probability that all values of one of two samples from the same distribution exceed all of
-    the other: 2 / C(n + m, n)."""
+    """Probability that two equal variants get a verdict: 2 / C(n + m, n).
+
+    That is, all values of one of two samples from the same distribution exceed all of the other.
+    """
     return 2 / math.comb(runs + others, runs)
 
 
 def verdict(metric: Metric, base: Sequence[float], mine: Sequence[float]) -> str:
-    """Two variants differ only if every run of one is better than every run of the other."""
+    """The verdict on a variant that is compared with another one; empty if one has no values.
+
+    They differ only if every run of one is better than every run of the other.
+
+    base: values of the variant compared with.
+    mine: values of the variant itself.
+    """
     if not base or not mine:
         return ""
     if min(len(base), len(mine)) < LEAST_RUNS:
         return "too few runs"
-    better, worse = ("faster", "slower") if metric.is_time else ("better", "worse")
-    if max(mine) < min(base):
-        return better if metric.lower_is_better else worse
-    if min(mine) > max(base):
-        return worse if metric.lower_is_better else better
-    return "no effect within the noise"
+    all_lower = max(mine) < min(base)
+    all_higher = min(mine) > max(base)
+    if not all_lower and not all_higher:
+        return "no effect within the noise"
+    if all_lower == metric.lower_is_better:
+        return "faster" if metric.is_time else "better"
+    return "slower" if metric.is_time else "worse"
 
 
 def losses(outcome: Outcome) -> dict[int, float]:
@@ -127,9 +156,9 @@ def losses(outcome: Outcome) -> dict[int, float]:
 
 
 def largest_difference(one: dict[int, float], other: dict[int, float]) -> float | None:
-    """Largest absolute difference of two curves at the steps that both have; None without such
-    steps."""
-    return max((abs(one[step] - other[step]) for step in one.keys() & other.keys()), default=None)
+    """Largest absolute difference of two curves at the steps that both have; None without any."""
+    common_steps = one.keys() & other.keys()
+    return max((abs(one[step] - other[step]) for step in common_steps), default=None)
 
 
 def weights(run_dir: Path) -> dict[str, Any] | None:
@@ -139,17 +168,19 @@ def weights(run_dir: Path) -> dict[str, Any] | None:
 
 
 def largest_weight_difference(one: Path, other: Path) -> float | None:
-    """Largest absolute difference of the final weights; None if shapes differ or a checkpoint is
-    missing."""
+    """Largest absolute difference of the final weights of two run directories.
+
+    None if shapes differ or a checkpoint is missing.
+    """
     mine = weights(one)
     theirs = weights(other)
-    if (
-        not mine
-        or not theirs
-        or {n: w.shape for n, w in mine.items()} != {n: w.shape for n, w in theirs.items()}
-    ):
+    if not mine or not theirs or _shapes(mine) != _shapes(theirs):
         return None
     return max(
         float(np.abs(mine[name].astype(np.float64) - theirs[name]).max(initial=0.0))
         for name in mine
     )
+
+
+def _shapes(arrays: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in arrays.items()}

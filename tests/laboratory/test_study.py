@@ -21,6 +21,7 @@ import pytest
 from rich.console import Console
 
 from ddp_lab.study import main, results, trials, variants_report
+from ddp_lab.study.comparison_table import PARTS
 from ddp_lab.study.provenance import conditions, load_at_start, source_digest
 from ddp_lab.study.request import Request, read_request
 from ddp_lab.study.results import METRICS, verdict
@@ -456,8 +457,8 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
     report = variants_report.build_report(request, study, found, 0.0)
     by_name = {table.title: table for table in report.tables}
     ladder = [
-        dict(zip(by_name[variants_report.PARTS["ladder"]].columns, row, strict=True))
-        for row in by_name[variants_report.PARTS["ladder"]].rows
+        dict(zip(by_name[PARTS["ladder"]].columns, row, strict=True))
+        for row in by_name[PARTS["ladder"]].rows
     ]
     assert [row["tip"].partition(" (")[0] for row in ladder] == [
         "none",
@@ -475,10 +476,8 @@ def test_a_ladder_tells_the_gain_by_all_and_by_each(monkeypatch: pytest.MonkeyPa
         0.25,
         None,
     )
-    assert "power W" not in by_name[variants_report.PARTS["ladder"]].columns, (
-        "what no run knows has no column"
-    )
-    left_out = by_name[variants_report.PARTS["leave_one_out"]].rows[1]
+    assert "power W" not in by_name[PARTS["ladder"]].columns, "what no run knows has no column"
+    left_out = by_name[PARTS["leave_one_out"]].rows[1]
     assert "no effect within the noise" in left_out
     assert "10.0%" in report.intro, "what chance alone does with three runs of each"
     assert "V100 s/epoch" in by_name["Published: one epoch of MNIST"].columns
