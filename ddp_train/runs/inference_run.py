@@ -45,7 +45,7 @@ class InferenceRun:
         config = run.config
         checkpoint = self.find_checkpoint()
         common_digests(sources, sources.test, run.device)
-        self._refuse_other_data(sources.test, reader.read_manifest(checkpoint))
+        self._check_data(sources.test, reader.read_manifest(checkpoint))
         strategy = build_strategy(config, run.world, run.device)
         module = build_module(config, sources.train, strategy, run.device)
         if module.further:
@@ -79,7 +79,7 @@ class InferenceRun:
         if source is None:
             raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
         manifest = reader.read_manifest(checkpoint)
-        self._refuse_other_data(source, manifest)
+        self._check_data(source, manifest)
         common_digests(sources, source, run.device)
         strategy = build_strategy(config, run.world, run.device)
         module = checkpoint_model.module_of(config, manifest, strategy, run.device)
@@ -136,27 +136,35 @@ class InferenceRun:
         seconds = time.perf_counter() - began
         return run.summaries.of_use(model, description, seconds, export=exports)
 
-    def _refuse_other_data(self, source: BatchSource, manifest: dict[str, Any]) -> None:
-        """Raise DataError if inputs have another shape than in training, or the classes differ."""
-        inputs = checkpoint_model.inputs_of(source.get_batch(np.array([0]), None))
-        if "outputs" in manifest and isinstance(inputs, Tensor):
-            shape = list(inputs.shape[1:])
-            if shape != manifest["input_shape"]:
-                remedy = "name data of that shape"
-                if isinstance(self.run.config.data, CustomDataConfig):
-                    remedy += ", or transform them with data.test_transform"
-                raise DataError(
-                    f"an input is {shape}, and the model was trained with"
-                    f" {manifest['input_shape']}",
-                    remedy,
-                )
-        classes_then = manifest.get("classes")
-        classes_now = class_names(source)
-        if classes_then and classes_now and classes_then != classes_now:
-            differing = sorted(set(classes_then) ^ set(classes_now))[:5] or ["their order"]
+    def _check_data(self, source: BatchSource, manifest: dict[str, Any]) -> None:
+        is_own = isinstance(self.run.config.data, CustomDataConfig)
+        refuse_other_data(source, manifest, is_own)
+
+
+def refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: bool) -> None:
+    """Raise DataError if inputs have another shape than in training, or the classes differ.
+
+    manifest: that of the checkpoint.
+    is_own: the data set is a class of the user's own, which may have transforms.
+    """
+    inputs = checkpoint_model.inputs_of(source.get_batch(np.array([0]), None))
+    if "outputs" in manifest and isinstance(inputs, Tensor):
+        shape = list(inputs.shape[1:])
+        if shape != manifest["input_shape"]:
+            remedy = "name data of that shape"
+            if is_own:
+                remedy += ", or transform them with data.test_transform"
             raise DataError(
-                f"the data have {len(classes_now)} classes and the checkpoint {len(classes_then)},"
-                f" which differ in {', '.join(differing)}",
-                "give the data the same classes in the same order: their numbers would mean"
-                " something else",
+                f"an input is {shape}, and the model was trained with {manifest['input_shape']}",
+                remedy,
             )
+    classes_then = manifest.get("classes")
+    classes_now = class_names(source)
+    if classes_then and classes_now and classes_then != classes_now:
+        differing = sorted(set(classes_then) ^ set(classes_now))[:5] or ["their order"]
+        raise DataError(
+            f"the data have {len(classes_now)} classes and the checkpoint {len(classes_then)},"
+            f" which differ in {', '.join(differing)}",
+            "give the data the same classes in the same order: their numbers would mean"
+            " something else",
+        )

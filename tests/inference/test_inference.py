@@ -31,7 +31,7 @@ from ddp_train.inference.predictions import (
 from ddp_train.inference.trained_model import _predictions
 from ddp_train.options.custom import CustomDataConfig, CustomTaskConfig
 from ddp_train.options.schema import Config
-from ddp_train.runs.inference_run import _refuse_other_data
+from ddp_train.runs.inference_run import refuse_other_data
 from ddp_train.tasks.builtin import Multilabel, Regression, Segmentation
 from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.task import Task
@@ -299,11 +299,11 @@ def test_classes_of_other_names_are_refused() -> None:
     with pytest.raises(
         DataError, match="the data have 2 classes and the checkpoint 3, which differ in dog"
     ):
-        _refuse_other_data(source, facts, is_own=False)
+        refuse_other_data(source, facts, is_own=False)
     with pytest.raises(DataError, match=r"an input is \[3\], and the model was trained with \[4\]"):
-        _refuse_other_data(source, {**facts, "input_shape": [4]}, is_own=True)
-    _refuse_other_data(source, {**facts, "classes": ["cat", "fox"]}, is_own=False)
-    _refuse_other_data(source, {}, is_own=False)
+        refuse_other_data(source, {**facts, "input_shape": [4]}, is_own=True)
+    refuse_other_data(source, {**facts, "classes": ["cat", "fox"]}, is_own=False)
+    refuse_other_data(source, {}, is_own=False)
 
 
 class Plain:
