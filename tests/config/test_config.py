@@ -49,12 +49,13 @@ from ddp_train.hardware import Hardware
 from ddp_train.options.custom import Code, CustomModelConfig, CustomOption
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config, RequestedRun, schema_of
-from ddp_train.runs.plan_report import _optimizer
+from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from ddp_train.sweeps.outcomes import completed_outcome
 from ddp_train.sweeps.plan import SweepPlan, plan_sweep
 from ddp_train.sweeps.runner import TrialRunner
 from ddp_train.sweeps.sweep import finish
 from ddp_train.sweeps.table import SweepTable
+from ddp_train.tasks.builtin import Classification
 from ddp_train.telemetry.pages import page
 from ddp_train.text import shown
 from tests.support.commands import PROGRAM, run
@@ -1294,10 +1295,10 @@ def test_a_preset_can_be_shortened(tmp_path: Path) -> None:
         config = prepare(PROGRAM, [*words.split(), "run_dir=run"], None).config
         plan = build_plan(config, World(), samples)
         assert warmup_steps(config.schedule, plan) == steps, words
-        assert (
-            "(cut from 200: schedule.warmup_at_most=0.5"
-            in _optimizer(config, plan, 0.1, steps, None)
-        ) == (steps == 25)
+        task = Classification(10)
+        rows = plan_rows(PlanFacts(config, plan, task, base_lr=0.1, warmup_steps=steps))
+        is_cut = "(cut from 200: schedule.warmup_at_most=0.5" in rows["optimizer"]
+        assert is_cut == (steps == 25)
     words = ["experiment=resnet50", "data.root=.", "train.epochs=2"]
     assert not [problem for problem in problems_of(*words) if problem.startswith("schedule.")]
 

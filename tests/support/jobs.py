@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from ddp_train.assembly.arguments import arguments_of
 from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
-from ddp_train.assembly.fine_tuning import BESIDE_OPTIMIZER
 from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import BESIDE_MODEL, build_module
 from ddp_train.assembly.strategy import build_strategy
@@ -71,8 +70,8 @@ def optimizer_of(
 ) -> Optimizer:
     """The optimizer that an optimizer section of the config names. kind: loop, foreach or fused."""
     if section.name == "custom":
-        return instantiate("optimizer", section, list(parameters))
-    arguments = arguments_of(section, *BESIDE_OPTIMIZER)
+        return instantiate("optimizer", section.code, list(parameters))
+    arguments = arguments_of(section, *section.beside_arguments)
     return build_optimizer(
         parameters, section.name, implementation=kind, captured=captured, **arguments
     )

@@ -638,7 +638,7 @@ def asked(*items: Any, **more: Any) -> list[str]:
 
 
 def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_checks, "_has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "has_metrics", lambda: True)
     assert (
         asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
     )
@@ -701,7 +701,7 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         {"metrics": [F1_OF_TEN | {"name": "f1", "better": "max"}], "train": {"ema_decay": 0.9}}
     )[0]
     assert metrics.direction_of("test.ema_f1", best) == "max"
-    monkeypatch.setattr(code_checks, "_has_metrics", lambda: False)
+    monkeypatch.setattr(code_checks, "has_metrics", lambda: False)
     assert asked(F1_OF_TEN) == [
         f"metrics=[...]: torchmetrics is not installed; run {sys.executable} -m pip install"
         " '.[metrics]'"
@@ -711,7 +711,7 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
 def test_the_metrics_of_a_checkpoint_are_not_trusted_beyond_torchmetrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(code_checks, "_has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "has_metrics", lambda: True)
     assert asked(F1) == []
     for target in ("torchmetrics.text.BERTScore", "os.system", "ddp_train.models.zoo.build_model"):
         assert "add trusted_modules=[" in asked({"_target_": target})[0], target
@@ -720,7 +720,7 @@ def test_the_metrics_of_a_checkpoint_are_not_trusted_beyond_torchmetrics(
 
 def test_the_command_line_names_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it names is trusted, and a value of the environment is not written anywhere."""
-    monkeypatch.setattr(code_checks, "_has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "has_metrics", lambda: True)
     monkeypatch.setenv("CLASSES", "10")
     monkeypatch.chdir(tmp_path)
     item = "{_target_: json.JSONDecoder, strict: '${oc.env:CLASSES}', name: decoded}"
