@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ddp_lab.doctor.findings import SKIPPED, Finding, failure, ok
 from ddp_lab.prove.division import GENERATORS, Pass, first_mixing
 from ddp_lab.prove.runs import LATE, MORE_TIME
-from ddp_lab.study.gradients import TINY_BATCH
+from ddp_lab.study.model_pitfalls import TINY_BATCH
 from ddp_train.data.rng import global_states
 from ddp_train.errors import LaunchError
 from ddp_train.models.python_state import is_users

@@ -28,7 +28,7 @@ from ddp_lab.prove.data_checks import augmentation, order_of_samples, roots
 from ddp_lab.prove.division import Division, GathersError, Pass
 from ddp_lab.prove.runs import ANSWER, BY_SIZE_ALLOWED, GRADIENTS_ALLOWED, ONE, SCORES_ALLOWED
 from ddp_lab.prove.unseeded import unseeded
-from ddp_lab.study.gradients import compare
+from ddp_lab.study.gradient_difference import compare
 from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.job import JobBuilder

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from ddp_lab.doctor.findings import WARNING, Finding, failure, ok, skipped
 from ddp_lab.prove.configs import EVERY_STEPS, HOOKS, counts_of, variant
-from ddp_lab.study.gradients import compare
+from ddp_lab.study.gradient_difference import compare
 from ddp_lab.study.trials import Outcome, read_outcome
 from ddp_train.checkpoints.layout import places, read_manifest
 from ddp_train.config.freeze import freeze

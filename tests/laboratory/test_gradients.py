@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 from torch import nn
 
 from ddp_lab.study import gradients, trials
+from ddp_lab.study.gradient_difference import compare
 from ddp_lab.study.gradient_probe import GradientProbe
-from ddp_lab.study.gradients import compare
+from ddp_lab.study.model_pitfalls import pitfalls_of
 from ddp_lab.study.trials import Outcome, Trial, run
 from ddp_train.distributed.world import World
 from ddp_train.engine.hook_context import HookContext
@@ -170,7 +171,7 @@ def test_what_could_not_be_looked_at_is_named(probes: Path) -> None:
     facts = found(probes / "1" / "values")[1]
     assert facts["bias_before_norm"] == [] and facts["batch_norm"] == {"2": 23}
     assert facts["unseen"] == ["biases before norm layers: the model cannot run on the meta device"]
-    assert facts["unseen"] in gradients._pitfalls(probes / "1" / "values", 1).values()
+    assert facts["unseen"] in pitfalls_of(facts, 1).values()
     assert found(probes / "1" / "batch")[1]["unseen"] == []
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_lab.study import gradients, scaling, trials, variants
-from ddp_lab.study.scaling import Cell, StepBreakdown, _efficiency, read_breakdown, verdict
+from ddp_lab.study.scaling_report import Cell, Measurements, efficiency_table
+from ddp_lab.study.step_breakdown import StepBreakdown, read_breakdown, verdict
 from ddp_lab.study.step_times import StepTimes
 from ddp_lab.study.trials import Outcome, Trial
 from ddp_lab.study.trials import run as run_trial
@@ -157,24 +158,30 @@ def test_a_gpu_that_waits_for_its_host_is_told() -> None:
     )
 
 
+def measured(samples_per_second: float) -> Outcome:
+    line = {"kind": "train", "samples_per_second": samples_per_second}
+    return Outcome(0, 1.0, {}, [line])
+
+
 def test_without_a_run_of_one_process_there_is_no_speed_up() -> None:
-    one, two, four = (Cell(number, 96, ("strong",)) for number in (1, 2, 4))
+    cells = [Cell(number, 96, ("strong",)) for number in (1, 2, 4)]
     failed = Outcome(70, 1.0, {}, reason="oom: 4.00 GiB")
     columns = ["processes", "samples/s", "speed-up", "efficiency, %", "failed"]
 
-    def rows(speeds: dict[Cell, float], done: dict[Cell, list[Outcome]]) -> list[list[Any]]:
-        table = _efficiency("strong", [one, two, four], speeds, done)
+    def rows(*outcomes: Outcome) -> list[list[Any]]:
+        by_cell = {cell: [outcome] for cell, outcome in zip(cells, outcomes, strict=True)}
+        table = efficiency_table("strong", Measurements(cells, by_cell))
         return [
             [row[table.columns.index(name)] for name in columns if name in table.columns]
             for row in table.rows
         ]
 
-    assert rows({one: 100.0, two: 180.0, four: 200.0}, {}) == [
+    assert rows(measured(100.0), measured(180.0), measured(200.0)) == [
         [1, 100, 1, 100],
         [2, 180, 1.8, 90],
         [4, 200, 2, 50],
     ]
-    assert rows({two: 180.0, four: 200.0}, {one: [failed]}) == [
+    assert rows(failed, measured(180.0), measured(200.0)) == [
         [1, None, None, None, "oom: 4.00 GiB"],
         [2, 180, None, None, ""],
         [4, 200, None, None, ""],
