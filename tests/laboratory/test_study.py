@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from ddp_lab.study import main, results, trials, variants_report
+from ddp_lab.study import main, results, trials, variant_trials, variants_report
 from ddp_lab.study.comparison_table import PARTS
 from ddp_lab.study.provenance import conditions, load_at_start, source_digest
 from ddp_lab.study.request import Request, read_request
@@ -727,7 +727,9 @@ def test_a_study_goes_on_where_it_was_left(
     before = (folder / "trials/ddp/0/summary.json").stat().st_mtime_ns
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     summary = {"epoch_seconds": [9.0, 1.0], "samples_seen": 96, "epochs": 2, "steps": 4}
-    monkeypatch.setattr(main, "run", lambda trial, script, _: leave(trial, script, [], summary))
+    monkeypatch.setattr(
+        variant_trials, "run", lambda trial, script, _: leave(trial, script, [], summary)
+    )
     only = [word.replace(",bad]", "]") for word in STUDY if not word.startswith("study.variants")]
     words = [*only, "study.repeats=2", f"run_dir={folder}"]
     program = dataclasses.replace(
