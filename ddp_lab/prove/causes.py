@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ddp_lab.doctor.findings import SKIPPED, Finding, failure, ok
-from ddp_lab.prove.division import GENERATORS, Pass, first_mixing
-from ddp_lab.prove.runs import LATE, MORE_TIME
+from ddp_lab.doctor.findings import Finding, failure, ok
+from ddp_lab.prove.division import GENERATORS, Culprit, Pass, first_mixing
 from ddp_lab.study.model_pitfalls import TINY_BATCH
 from ddp_train.data.rng import global_states
-from ddp_train.errors import LaunchError
+from ddp_train.errors import DataError, LaunchError
 from ddp_train.models.python_state import is_users
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import counted
@@ -30,26 +29,38 @@ PADDING = (
 UNITS = (
     "return the number of what the losses are summed over: it must add up over the parts of a batch"
 )
+SEEDED_DRAWS = "draw with torch's functions, which are seeded by seed, process and step"
+SEEDED_MODEL = f"{SEEDED_DRAWS}; no clock, no id()"
+SEEDED_DATA = (
+    "draw with torch, numpy or random, which are seeded by seed, epoch and sample; no clock, id()"
+    " or own generator"
+)
 SHOWN = 4
+"""Most names in a message."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """kind: unused, batch_norm, mean, units, mixing, padding, batches, randomness, state,
-    augmentation, unknown."""
+    """Why a check does not hold."""
 
     kind: str
-    words: str
+    """unused, batch_norm, mean, units, mixing, padding, batches, randomness, state, augmentation or
+    unknown."""
+    text: str
     remedy: str
 
 
 def finding(
     check: str, cause: Cause, found: float | None = None, allowed: float | None = None
 ) -> Finding:
-    """A check that does not hold."""
+    """A check that does not hold.
+
+    found: the relative difference.
+    allowed: the largest one that would be rounding.
+    """
     return failure(
         check,
-        cause.words,
+        cause.text,
         cause.remedy,
         LaunchError.exit_code,
         cause=cause.kind,
@@ -58,26 +69,27 @@ def finding(
     )
 
 
-def out_of_time(check: str) -> Finding:
-    """Not a pass: the proof is incomplete."""
-    return Finding(check, SKIPPED, LATE, MORE_TIME, exit_code=LaunchError.exit_code)
-
-
 def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    """The first names, and how many there are more."""
+    text = ", ".join(names[:SHOWN])
+    if len(names) > SHOWN:
+        text += f" and {len(names) - SHOWN} more"
+    return text
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of the user's own code in a traceback."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    if own:
-        return f" ({own[-1].filename.rpartition('/')[2]}:{own[-1].lineno} in {own[-1].name})"
-    return ""
+    """The last line of the user's own code in a traceback, in brackets; empty without one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_user = [frame for frame in frames if is_users(frame.filename)]
+    if not of_user:
+        return ""
+    last = of_user[-1]
+    file = last.filename.rpartition("/")[2]
+    return f" ({file}:{last.lineno} in {last.name})"
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Those that use the statistics of a batch while they train."""
+    """The layers that use the statistics of a batch in training."""
     return [
         name
         for name, layer in model.named_modules()
@@ -85,216 +97,229 @@ def batch_norms(model: nn.Module) -> list[str]:
     ]
 
 
-# --- generators -----------------------------------------------------------------------------------
-
-
-def moved(before: tuple[bytes, ...]) -> str:
-    """Which generator has drawn since; "" if none has."""
-    pairs = zip(GENERATORS, before, global_states(), strict=True)
-    return next((name for name, one, other in pairs if one != other), "")
+def moved_generator(before: tuple[bytes, ...]) -> str:
+    """The generator that has drawn since; empty if none has. before: see `rng.global_states`."""
+    for name, old, new in zip(GENERATORS, before, global_states(), strict=True):
+        if old != new:
+            return name
+    return ""
 
 
 # --- of a model and a loss ------------------------------------------------------------------------
 
 
-def of_division(
-    module: ModelWithTask,
-    whole: Pass,
-    many: Pass,
-    loose: float,
-    each: int,
-    loss_of_cut: Callable[[], float | None],
-) -> Cause:
-    """Why the gradients of the parts do not make up those of the whole.
+@dataclass(frozen=True)
+class Divided:
+    """A global batch, computed as a whole and in parts that do not make up the whole."""
 
-    loss_of_cut: that of the parts if they are cut from the whole batch as it was put together,
-    padding and all; None if it cannot be cut.
-    """
-    one = whole.forwards[0]
-    parts = many.forwards
-    if abs(whole.units - many.units) > loose * abs(whole.units):
-        words = (
-            f"loss() counts {whole.units:g} {module.task.unit}s in the global batch and"
-            f" {many.units:g} in its parts"
+    module: ModelWithTask
+    whole: Pass
+    parts: Pass
+    tolerance: float
+    samples_per_micro_batch: int
+    """Of the job itself; 0 if it is not known."""
+    loss_of_cut: Callable[[], float | None]
+    """The loss of the parts if they are cut from the whole batch as it was put together, padding
+    and all; None if it cannot be cut."""
+
+    def cause(self) -> Cause:
+        """The first cause that fits, the most specific one first."""
+        if self._differ(self.parts.units, self.whole.units):
+            return self._units()
+        losses_differ = self._differ(self.parts.loss, self.whole.loss)
+        if losses_differ:
+            loss_of_cut = self.loss_of_cut()
+            if loss_of_cut is not None and not self._differ(loss_of_cut, self.whole.loss):
+                return self._padding()
+        culprit = self._first_mixing()
+        if culprit and culprit.is_batch_norm:
+            return self._batch_norm(culprit)
+        if culprit:
+            return self._mixing(culprit)
+        if losses_differ:
+            return self._mean()
+        text = (
+            "the losses add up, the gradients do not: a backward pass of its own, or a layer that"
+            " could not be watched"
         )
-        return Cause("units", words, UNITS)
-    losses_differ = abs(whole.loss - many.loss) > loose * abs(whole.loss)
-    cut = loss_of_cut() if losses_differ else None
-    if cut is not None and abs(whole.loss - cut) <= loose * abs(whole.loss):
-        words = (
+        remedy = "look at autograd functions and hooks of the model; try parts of it by themselves"
+        return Cause("unknown", text, remedy)
+
+    def _differ(self, value: float, reference: float) -> bool:
+        return abs(reference - value) > self.tolerance * abs(reference)
+
+    def _first_mixing(self) -> Culprit | None:
+        """The first layer that mixes samples, if all layers could be watched."""
+        one = self.whole.forwards[0]
+        parts = self.parts.forwards
+        if not one.complete or not all(part.complete for part in parts):
+            return None
+        return first_mixing(self.module.model, one, parts, self.tolerance)
+
+    def _units(self) -> Cause:
+        text = (
+            f"loss() counts {self.whole.units:g} {self.module.task.unit}s in the global batch and"
+            f" {self.parts.units:g} in its parts"
+        )
+        return Cause("units", text, UNITS)
+
+    def _padding(self) -> Cause:
+        text = (
             "the result depends on how a batch is put together (padding to its longest sample,"
-            f" say): the loss is {whole.loss:.6g} for the whole global batch, the same for its"
-            f" parts if they are cut from it, and {many.loss:.6g} if each part is put together by"
-            " itself"
+            f" say): the loss is {self.whole.loss:.6g} for the whole global batch, the same for its"
+            f" parts if they are cut from it, and {self.parts.loss:.6g} if each part is put"
+            " together by itself"
         )
-        return Cause("padding", words, PADDING)
-    complete = one.complete and all(part.complete for part in parts)
-    culprit = first_mixing(module.model, one, parts, loose) if complete else None
-    if culprit and culprit.is_batch_norm:
-        few = f": {each} in this job" if each else ""
-        few += ", too few for them" if 0 < each < TINY_BATCH else ""
-        words = (
-            f"batch norm ({culprit.name}) uses the statistics of each process's own samples{few}"
-        )
-        tiny = (
+        return Cause("padding", text, PADDING)
+
+    def _batch_norm(self, culprit: Culprit) -> Cause:
+        text = f"batch norm ({culprit.name}) uses the statistics of each process's own samples"
+        samples = self.samples_per_micro_batch
+        if samples:
+            text += f": {samples} in this job"
+            if samples < TINY_BATCH:
+                text += ", too few for them"
+        remedy = (
             "strategy.sync_bn=true, or model.norm=group where the model has it; a norm over"
             " channels alone (GroupNorm)"
         )
-        return Cause("batch_norm", words, tiny)
-    if culprit:
-        name = f"the layer {culprit.name}" if culprit.name else "the model's own forward"
-        words = (
-            f"{name} mixes the samples of a micro-batch: what it gives for one depends on the"
+        return Cause("batch_norm", text, remedy)
+
+    def _mixing(self, culprit: Culprit) -> Cause:
+        layer = f"the layer {culprit.name}" if culprit.name else "the model's own forward"
+        text = (
+            f"{layer} mixes the samples of a micro-batch: what it gives for one depends on the"
             " others beside it"
         )
-        return Cause(
-            "mixing",
-            words,
-            "compute it for each sample by itself; of all processes' rows: ddp_train.all_gather",
+        remedy = (
+            "compute it for each sample by itself; of all processes' rows: ddp_train.all_gather"
         )
-    if losses_differ:
-        words = (
-            f"the loss is no sum over its units: {whole.loss:.6g} of the whole global batch,"
-            f" {many.loss:.6g} as the sum of its {counted(len(parts), 'part')}; it averages, or is"
-            " weighted, per micro-batch"
+        return Cause("mixing", text, remedy)
+
+    def _mean(self) -> Cause:
+        parts = counted(len(self.parts.forwards), "part")
+        text = (
+            f"the loss is no sum over its units: {self.whole.loss:.6g} of the whole global batch,"
+            f" {self.parts.loss:.6g} as the sum of its {parts}; it averages, or is weighted, per"
+            " micro-batch"
         )
-        return Cause("mean", words, SUMS)
-    words = (
-        "the losses add up, the gradients do not: a backward pass of its own, or a layer that could"
-        " not be watched"
-    )
-    return Cause(
-        "unknown",
-        words,
-        "look at autograd functions and hooks of the model; try parts of it by themselves",
-    )
+        return Cause("mean", text, SUMS)
 
 
-def unused(never: list[str], some: list[str], may_miss: bool) -> Finding:
-    """What DDP would say in the second step, or wait for."""
+def unused(everywhere: list[str], somewhere: list[str], is_allowed: bool) -> Finding:
+    """The finding of parameters without a gradient: DDP would refuse the second step, or wait.
+
+    everywhere: parameters without one on all processes.
+    somewhere: parameters without one on some processes.
+    is_allowed: whether the strategy allows it.
+    """
     check = "unused parameters"
-    remedy = "use them in forward, remove or freeze them, or strategy.find_unused_parameters=true"
-    if not never and not some:
+    if not everywhere and not somewhere:
         return ok(check, "every parameter gets a gradient on every process")
-    which = never or some
-    where = "from no sample" if never else "on some processes alone"
-    words = f"{counted(len(which), 'parameter')} got a gradient {where}: {listed(which)}"
-    if may_miss:
-        return ok(check, f"{words}; the strategy allows it")
-    return failure(check, words, remedy, 65, cause="unused")
+    names = everywhere or somewhere
+    where = "from no sample" if everywhere else "on some processes alone"
+    text = f"{counted(len(names), 'parameter')} got a gradient {where}: {listed(names)}"
+    if is_allowed:
+        return ok(check, f"{text}; the strategy allows it")
+    remedy = "use them in forward, remove or freeze them, or strategy.find_unused_parameters=true"
+    return failure(check, text, remedy, DataError.exit_code, cause="unused")
 
 
 def outside_generator(model: nn.Module, generator: str, layer: str) -> Cause:
-    """Draws that no step seeds."""
+    """Draws that no step seeds. layer: its name; empty outside of all layers."""
+    where = "the loss, or the model's own forward"
     if layer:
-        where = f"the layer {layer} ({type(model.get_submodule(layer)).__name__})"
-    else:
-        where = "the loss, or the model's own forward"
-    words = (
+        kind = type(model.get_submodule(layer)).__name__
+        where = f"the layer {layer} ({kind})"
+    text = (
         f"{where} draws from {generator} generator, which no step seeds: others on each process and"
         " after a resume"
     )
-    return Cause(
-        "randomness",
-        words,
-        "draw with torch's functions, which are seeded by seed, process and step",
-    )
+    return Cause("randomness", text, SEEDED_DRAWS)
 
 
-def unrepeatable(asked: list[str], again: Pass) -> Cause:
-    """The same samples, weights and seed gave something else."""
-    words = "the same samples, weights and seed give other gradients the second time"
+def unrepeatable(asked: list[str]) -> Cause:
+    """The same samples, weights and seed give something else. asked: see `unseeded`."""
+    text = "the same samples, weights and seed give other gradients the second time"
     if asked:
-        return Cause("randomness", f"{words}: model or loss ask {listed(asked)}", _keys("model"))
-    return Cause("randomness", f"{words}, and no state was seen that changes", _keys("model"))
+        text += f": model or loss ask {listed(asked)}"
+    else:
+        text += ", and no state was seen that changes"
+    return Cause("randomness", text, SEEDED_MODEL)
 
 
 def hidden_state(names: str) -> Cause:
-    """That decides a result."""
-    words = f"{names} changes in forward passes, and with it the gradients of the same samples"
+    """State that decides a result, and that no checkpoint has."""
+    text = f"{names} changes in forward passes, and with it the gradients of the same samples"
     remedy = (
         "keep it in a buffer (register_buffer), which checkpoints have; or compute it from the"
         " batch alone"
     )
-    return Cause("state", words, remedy)
-
-
-def _keys(what: str) -> str:
-    if what == "model":
-        return (
-            "draw with torch's functions, which are seeded by seed, process and step; no clock, no"
-            " id()"
-        )
-    return (
-        "draw with torch, numpy or random, which are seeded by seed, epoch and sample; no clock,"
-        " id() or own generator"
-    )
+    return Cause("state", text, remedy)
 
 
 # --- of data --------------------------------------------------------------------------------------
 
 
-def of_samples(where: str, asked: list[str], now_changed: list[str]) -> Cause:
-    """Why the same sample is another one the second time. where: data set, transform or collate_fn,
-    with its name."""
-    words = f"{where}: the same sample of the same epoch is another tensor the second time"
+def of_samples(where: str, asked: list[str], changed_state: list[str]) -> Cause:
+    """Why the same sample is another one the second time.
+
+    where: data set, transform or collate_fn, with its name.
+    asked: what the user's code asks that is another in each process.
+    changed_state: names of what changes with each call.
+    """
+    text = f"{where}: the same sample of the same epoch is another tensor the second time"
     if asked:
-        return Cause("randomness", f"{words}; it asks {listed(asked)}", _keys("data"))
-    if now_changed:
+        return Cause("randomness", f"{text}; it asks {listed(asked)}", SEEDED_DATA)
+    if changed_state:
         remedy = (
             "a sample must depend on its number, the epoch's draws and nothing that calls leave"
             " behind"
         )
-        return Cause("state", f"{words}; {listed(now_changed)} changes with each call", remedy)
-    return Cause("randomness", f"{words}, by numbers that nobody has seeded", _keys("data"))
+        return Cause("state", f"{text}; {listed(changed_state)} changes with each call", remedy)
+    return Cause("randomness", f"{text}, by numbers that nobody has seeded", SEEDED_DATA)
 
 
-def same_in_each_epoch(where: str, now_changed: list[str]) -> Cause:
-    """What should draw anew, and does not."""
-    words = f"{where} draws random numbers, and gives each sample the same in every epoch"
-    if now_changed:
-        return Cause(
-            "state",
-            f"{words}: it keeps what it has drawn ({listed(now_changed)})",
-            "keep samples before they are augmented",
+def same_in_each_epoch(where: str, changed_state: list[str]) -> Cause:
+    """Why augmentation that should draw anew in each epoch does not."""
+    if changed_state:
+        text = (
+            f"{where} draws random numbers, and gives each sample the same in every epoch: it keeps"
+            f" what it has drawn ({listed(changed_state)})"
         )
-    words = f"{where} seeds a generator itself: each sample is augmented alike in every epoch"
-    return Cause(
-        "randomness", words, "leave seeding to ddp-train, which does it by seed, epoch and sample"
-    )
+        return Cause("state", text, "keep samples before they are augmented")
+    text = f"{where} seeds a generator itself: each sample is augmented alike in every epoch"
+    remedy = "leave seeding to ddp-train, which does it by seed, epoch and sample"
+    return Cause("randomness", text, remedy)
 
 
-def of_batch_size(words: str) -> Cause:
-    """A score that depends on train.evaluate_batch_size."""
+def of_batch_size(scores: str) -> Cause:
+    """A score that depends on train.evaluate_batch_size. scores: both, in words."""
+    text = f"{scores}: it is averaged by batch, or a sample's depends on the others in its batch"
     remedy = (
         "return sums and numbers of units from score(), and derive a ratio from their totals"
         " (docs/tasks.md); mask what pads a batch"
     )
-    return Cause(
-        "batches",
-        f"{words}: it is averaged by batch, or a sample's depends on the others in its batch",
-        remedy,
-    )
+    return Cause("batches", text, remedy)
 
 
-def of_evaluation(metric: str, drew: str, asked: list[str], now_changed: list[str]) -> Cause:
-    """Why a score depends on who computed which batch."""
-    words = f"{metric} depends on which process scores which batch"
-    if drew:
-        return Cause(
-            "randomness",
-            f"{words}: {drew} generator is drawn from while a set is scored",
-            "draw nothing in eval mode",
-        )
+def of_evaluation(metric: str, generator: str, asked: list[str], changed_state: list[str]) -> Cause:
+    """Why a score depends on who computed which batch.
+
+    generator: the one that is drawn from while a set is scored; empty if none is.
+    asked: what the user's code asks that is another in each process.
+    changed_state: names of what changes while a set is scored.
+    """
+    text = f"{metric} depends on which process scores which batch"
+    if generator:
+        text += f": {generator} generator is drawn from while a set is scored"
+        return Cause("randomness", text, "draw nothing in eval mode")
     if asked:
-        return Cause(
-            "randomness", f"{words}: model, data set or score ask {listed(asked)}", _keys("model")
-        )
-    if now_changed:
+        text += f": model, data set or score ask {listed(asked)}"
+        return Cause("randomness", text, SEEDED_MODEL)
+    if changed_state:
+        text += f": {listed(changed_state)} changes while a set is scored"
         remedy = "compute the score of a batch from that batch and the weights alone"
-        return Cause(
-            "state", f"{words}: {listed(now_changed)} changes while a set is scored", remedy
-        )
-    return Cause(
-        "unknown", f"{words}, for a reason that was not found", "score one batch twice, and compare"
-    )
+        return Cause("state", text, remedy)
+    text += ", for a reason that was not found"
+    return Cause("unknown", text, "score one batch twice, and compare")

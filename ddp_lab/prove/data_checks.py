@@ -14,7 +14,7 @@ import torch
 from ddp_lab.doctor.findings import FAILURE, Finding, failure, ok, warning
 from ddp_lab.prove import causes
 from ddp_lab.prove.causes import Cause
-from ddp_lab.prove.runs import MAKE_THEM_ALIKE
+from ddp_lab.prove.real_runs import MAKE_THEM_ALIKE
 from ddp_lab.prove.unseeded import unseeded
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource, digests

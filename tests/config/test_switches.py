@@ -34,8 +34,10 @@ from PIL import Image
 from torch import nn
 
 from ddp_lab.doctor.findings import ok
+from ddp_lab.prove.answer import Examined
 from ddp_lab.prove.configs import for_proof
-from ddp_lab.prove.runs import Proof
+from ddp_lab.prove.progress import Progress
+from ddp_lab.prove.real_runs import RealRuns
 from ddp_train.assembly.checkpoint_model import find_checkpoint
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.job import JobBuilder
@@ -876,18 +878,14 @@ def proof(case: Case) -> Any:
 
 
 def parts_of_a_proof(case: Case) -> Any:
-    """What a proof would start, ten seconds after its begin: its server, and which real runs."""
-    began = time.monotonic() - 10
-    proof = Proof(
-        case.config, PROGRAM, Path("proof"), began, StopRequests(), facts={"precision": "fp64"}
-    )
-    names = ("_gradients", "_resume", "_other_number", "_evaluation")
+    """Which real runs a proof makes, ten seconds after its begin."""
+    progress = Progress(time.monotonic() - 10, case.config.prove.seconds)
+    examined = Examined(facts={"precision": "fp64"})
     with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(Proof, name, lambda *_: ok("run", "")))
-        stack.enter_context(mock.patch.object(Proof, "_said"))
-        proof._real_runs(0)
-    return [finding.status for finding in proof.findings]
+        for name in ("gradients", "resume", "other_number", "evaluation"):
+            stack.enter_context(mock.patch.object(RealRuns, name, lambda *_: ok("run", "")))
+        RealRuns(case.config, mock.Mock(), examined, progress).run()
+    return [finding.status for finding in examined.findings]
 
 
 def torchrun_command(case: Case) -> Any:

@@ -56,7 +56,8 @@ WITH_TORCH = [
     "ddp_train.sessions.wrapped",
     *("ddp_lab.doctor.collective_test", "ddp_lab.doctor.multihost_checks"),
     *(f"ddp_lab.study.{name}" for name in ("dry_plan", "step_times", "gradient_probe")),
-    *(f"ddp_lab.prove.{name}" for name in ("causes", "data_checks", "division", "examine")),
+    *(f"ddp_lab.prove.{name}" for name in ("bench", "causes", "data_checks", "division")),
+    *(f"ddp_lab.prove.{name}" for name in ("examine", "gradient_checks", "score_checks")),
     *(f"ddp_lab.prove.{name}" for name in ("fixed_draws", "hooks", "unseeded")),
 ]
 """How the names of modules begin that import torch, which only workers may do. All others run

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from ddp_lab.prove.answer import Examined
 from ddp_lab.prove.configs import for_proof
-from ddp_lab.prove.examine import Examined, examine
+from ddp_lab.prove.examine import examine
 from ddp_train.distributed.world import World
 from ddp_train.testing import prove
 from tests.support import commands
@@ -42,7 +43,7 @@ def examined(tmp_path: Path, **sections: Any) -> Examined:
     config = replace(config, launch=replace(config.launch, nproc_per_node=2))
     return examine(
         for_proof(replace(config, prove=replace(config.prove, samples=20)), tmp_path),
-        samples_each=12,
+        samples_per_micro_batch=12,
     )
 
 

@@ -1,0 +1,306 @@
+"""The checks of a proof that real processes make: over gloo, and one run of them is killed.
+
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddp_lab.doctor.findings import WARNING, Finding, failure, ok, skipped
+from ddp_lab.prove.answer import GRADIENTS, Examined
+from ddp_lab.prove.configs import EVERY_STEPS, HOOKS, RealRun, counts_of
+from ddp_lab.prove.progress import Progress, out_of_time
+from ddp_lab.prove.runner import LOG, Runner
+from ddp_lab.prove.tolerances import (
+    GRADIENTS_ALLOWED,
+    SCORES_ALLOWED,
+    WEIGHTS_ALLOWED,
+    relative_difference,
+)
+from ddp_lab.study.gradient_difference import compare
+from ddp_lab.study.trials import Outcome
+from ddp_train.checkpoints.layout import places, read_manifest
+from ddp_train.errors import DataError, LaunchError
+from ddp_train.options.schema import Config
+from ddp_train.text import counted
+
+LEFT_OUT = "prove.runs=false"
+OTHER_DATA = ("changed since the checkpoint", "a digest of the samples")
+"""Parts of the error of a run whose samples are not those of the checkpoint, or of a process."""
+DATA_MADE_ANEW = (
+    "the data set has other samples, or in another order, in a process that is started anew"
+)
+MAKE_THEM_ALIKE = (
+    "sort what comes out of a set; draw with a generator of a fixed seed when the data set is made"
+)
+SAME_REASON = "it would fail for the same reason as: "
+PRECONDITIONS = ("gradients", "augmentation", "random numbers", "state", "unused parameters")
+"""Checks of one process without which real processes cannot agree."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check by real processes."""
+
+    name: str
+    function: Callable[[str], Finding]
+    reason: str = ""
+    """Why it is skipped; empty if it is made."""
+
+
+class RealRuns:
+    """Adds the findings of real runs to those of one process."""
+
+    def __init__(
+        self, config: Config, runner: Runner, examined: Examined, progress: Progress
+    ) -> None:
+        """config: as `configs.for_proof` makes it."""
+        self.config = config
+        self.runner = runner
+        self.examined = examined
+        self.facts = examined.facts
+        self.progress = progress
+        self.checkpoint_of_killed: Path | None = None
+        if "precision" in self.facts:
+            tuning = replace(config.tuning, precision=self.facts["precision"])
+            self.config = replace(config, tuning=tuning)
+
+    def run(self) -> None:
+        """Make all checks for which there is time. Raises StoppedError."""
+        for check in self.checks():
+            if check.reason:
+                finding = skipped(check.name, check.reason)
+            elif self.progress.seconds_left <= 0:
+                finding = out_of_time(check.name)
+            else:
+                finding = check.function(check.name)
+                self.progress.print(f"{check.name}: {finding.status}")
+            self.examined.findings.append(finding)
+
+    def checks(self) -> list[Check]:
+        """All checks in their order, with the reason of those that are skipped."""
+        two, other = counts_of(self.config)
+        failed = self.examined.failed_checks()
+        preconditions = [name for name in failed if name in PRECONDITIONS]
+        for_all = self._reason_to_skip_all(failed)
+        if not for_all and "unused parameters" in preconditions:
+            # DDP refuses the second step
+            for_all = SAME_REASON + ", ".join(preconditions)
+        differs = for_all
+        if not for_all and preconditions:
+            differs = SAME_REASON + ", ".join(preconditions)
+        scores_differ = for_all
+        if not for_all and "evaluation" in failed:
+            scores_differ = SAME_REASON + "evaluation"
+        processes = counted(other, "process")
+        return [
+            Check(f"gradients, {max(two, other)} processes", self.gradients, differs),
+            Check("resume after a kill", self.resume, for_all),
+            Check(f"resume on {processes}", self.other_number, differs),
+            Check(f"evaluation, {processes}", self.evaluation, scores_differ),
+        ]
+
+    def _reason_to_skip_all(self, failed: list[str]) -> str:
+        if not self.config.prove.runs:
+            return LEFT_OUT
+        if "job" in failed or "precision" not in self.facts:
+            return "the job does not begin"
+        return ""
+
+    # --- the checks -------------------------------------------------------------------------------
+
+    def gradients(self, check: str) -> Finding:
+        """Whether DDP leaves the gradients of one process without it after the first step."""
+        from safetensors.numpy import load_file
+
+        processes = max(counts_of(self.config))
+        hooks = [f"{HOOKS}.Gradients"]
+        outcome = self._run(RealRun("gradients", processes, hooks, max_steps=1))
+        if not outcome.completed:
+            return self._failed(check, outcome)
+        if self.facts.get("unfixed"):
+            return skipped(check, "the model draws random numbers that cannot be fixed")
+        if self._has_other_data(outcome.run_dir):
+            return _data_made_anew(check)
+        probe = outcome.run_dir / "probe"
+        ranks_differ = json.loads((probe / "model.json").read_text())["ranks_differ"]
+        one = load_file(self.runner.folder / GRADIENTS)
+        many = load_file(probe / "gradients.safetensors")
+        differences = compare(one, many)
+        relative = differences[0].relative if differences else 0.0
+        allowed = GRADIENTS_ALLOWED[self.facts["precision"]]
+        numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
+        is_close = relative <= allowed
+        if is_close and not ranks_differ and one.keys() == many.keys():
+            return ok(check, f"{counted(len(many), 'parameter')} over gloo", **numbers)
+        where = [*ranks_differ[:1], *(difference.name for difference in differences[:1]), ""]
+        detail = f"real processes compute other gradients than one does in turns: {where[0]}"
+        warned = [finding.check for finding in self.examined.findings if finding.status == WARNING]
+        if warned:
+            detail += f"; see {' and '.join(warned)}"
+        remedy = (
+            "look for what depends on the process: its rank, number, host name, files that another"
+            " writes"
+        )
+        return failure(check, detail, remedy, cause="process", **numbers)
+
+    def resume(self, check: str) -> Finding:
+        """Whether a run that is killed and resumed leaves the same bytes as one without a break."""
+        processes = counts_of(self.config)[0]
+        steps = self.config.prove.steps
+        last_step = max(EVERY_STEPS + 1, steps // 2)
+        whole = self._run(RealRun("whole", processes))
+        if not whole.completed:
+            return self._failed(check, whole)
+        kill = {"_target_": f"{HOOKS}.KillAt", "step": last_step}
+        self._run(RealRun("killed", processes, [kill]))
+        checkpoints = places(self.runner.folder / "killed")
+        if not checkpoints:
+            detail = "the run that was killed left no checkpoint"
+            return failure(check, detail, self._see_log, cause="run")
+        self.checkpoint_of_killed = checkpoints[0]
+        resumed = self._run(RealRun("killed", processes, in_new_processes=True))
+        if not resumed.completed:
+            if any(text in resumed.reason for text in OTHER_DATA):
+                return _data_made_anew(check)
+            return self._failed(check, resumed)
+        step = int(checkpoints[0].name.partition("_")[2])
+        if _weight_digests(whole.run_dir) == _weight_digests(resumed.run_dir):
+            detail = (
+                f"killed after step {last_step} of {steps}, resumed from step {step}: the same"
+                " bytes"
+            )
+            return ok(check, detail, found=0, allowed=0)
+        relative, name = _weight_difference(whole.run_dir, resumed.run_dir)
+        detail = (
+            f"killed after step {last_step}, resumed from step {step}: other weights at the end"
+            f" ({name})"
+        )
+        remedy = (
+            "keep what decides a result where checkpoints have it: in parameters, buffers, the"
+            " state_dict() of a hook; draw random numbers with torch in a model or loss"
+        )
+        return failure(check, detail, remedy, cause="state", found=relative, allowed=0)
+
+    def other_number(self, check: str) -> Finding:
+        """Whether the killed run ends with the same weights on another number of processes.
+
+        Draws of dropout belong to a process, so both continue without them.
+        """
+        two, other = counts_of(self.config)
+        if self.checkpoint_of_killed is None:
+            return skipped(check, "there is no checkpoint of a run that was killed")
+        if self.facts.get("unfixed"):
+            return skipped(check, "the model draws random numbers that cannot be fixed")
+        checkpoint = str(self.checkpoint_of_killed)
+        reference = self.runner.folder / "whole"
+        draws = self.facts.get("draws")
+        hooks = []
+        fixed = ""
+        if draws:
+            hooks = [f"{HOOKS}.Fixed"]
+            fixed = f"; fixed: {', '.join(draws)}"
+            same = self._run(RealRun("fixed", two, hooks, resume=checkpoint))
+            if not same.completed:
+                return self._failed(check, same)
+            reference = same.run_dir
+        moved = self._run(RealRun("other", other, hooks, resume=checkpoint))
+        if not moved.completed:
+            return self._failed(check, moved)
+        relative, name = _weight_difference(reference, moved.run_dir)
+        allowed = WEIGHTS_ALLOWED[self.facts["precision"]]
+        numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
+        if relative <= allowed:
+            steps = self.config.prove.steps
+            detail = f"weights after {steps} steps, {two} processes before{fixed}"
+            return ok(check, detail, **numbers)
+        detail = f"resumed on {counted(other, 'process')} the run ends with other weights ({name})"
+        remedy = "look for what is not in a checkpoint, or depends on the number of processes"
+        return failure(check, detail, remedy, cause="process", **numbers)
+
+    def evaluation(self, check: str) -> Finding:
+        """Whether the weights at the end have the same scores on two numbers of processes."""
+        checkpoints = places(self.runner.folder / "whole")
+        if not checkpoints:
+            return skipped(check, "there is no run whose weights could be scored")
+        checkpoint = str(checkpoints[0])
+        scores: list[dict[str, Any]] = []
+        for processes in counts_of(self.config):
+            name = f"evaluation_{processes}"
+            outcome = self._run(RealRun(name, processes, resume=checkpoint, mode="evaluate"))
+            if not outcome.completed:
+                return self._failed(check, outcome)
+            scores.append(outcome.summary["test"])
+        before, after = scores
+        worst = 0.0
+        metric = ""
+        for name, value in before.items():
+            if isinstance(value, float | int) and isinstance(after.get(name), float | int):
+                difference = relative_difference(after[name], value)
+                worst, metric = max((worst, metric), (difference, name))
+        allowed = SCORES_ALLOWED[self.facts["precision"]]
+        numbers: dict[str, Any] = {"found": worst, "allowed": allowed}
+        if worst <= allowed:
+            return ok(check, f"{before.get('samples')} samples", **numbers)
+        detail = f"{metric} is another one than on two processes"
+        remedy = "compute the score of a batch from that batch and the weights alone"
+        return failure(check, detail, remedy, cause="process", **numbers)
+
+    # --- what they need ---------------------------------------------------------------------------
+
+    def _run(self, real_run: RealRun) -> Outcome:
+        return self.runner.run(self.config, real_run)
+
+    @property
+    def _see_log(self) -> str:
+        return f"see {self.runner.folder / LOG}"
+
+    def _failed(self, check: str, outcome: Outcome) -> Finding:
+        code = outcome.exit_code or LaunchError.exit_code
+        detail = f"the run failed: {outcome.reason}"
+        return failure(check, detail, self._see_log, code, cause="run")
+
+    def _has_other_data(self, run_dir: Path) -> bool:
+        """Whether the run had other samples than the checks of one process."""
+        digests = self.facts.get("data_digests")
+        checkpoints = places(run_dir)
+        if not digests or not checkpoints:
+            return False
+        of_run = read_manifest(checkpoints[0]).get("data_digests") or digests
+        return any(of_run.get(name, digest) != digest for name, digest in digests.items())
+
+
+def _data_made_anew(check: str) -> Finding:
+    return failure(check, DATA_MADE_ANEW, MAKE_THEM_ALIKE, DataError.exit_code, cause="randomness")
+
+
+def _weight_digests(run_dir: Path) -> dict[str, str]:
+    """Digests of the weights in the newest checkpoint, by file."""
+    newest = places(run_dir)[0]
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(newest.glob("*.safetensors"))
+    }
+
+
+def _weight_difference(one: Path, other: Path) -> tuple[float, str]:
+    """The largest relative difference of the weights at the end of two runs, and its parameter."""
+    from safetensors.numpy import load_file
+
+    mine = load_file(places(one)[0] / "model.safetensors")
+    theirs = load_file(places(other)[0] / "model.safetensors")
+    floats = {
+        name: value for name, value in mine.items() if np.issubdtype(value.dtype, np.floating)
+    }
+    differences = compare(floats, theirs)
+    if not differences:
+        return 0.0, ""
+    return differences[0].relative, differences[0].name

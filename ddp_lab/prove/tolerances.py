@@ -1,0 +1,17 @@
+"""Largest relative differences that a proof attributes to rounding, by precision."""
+
+from __future__ import annotations
+
+GRADIENTS_ALLOWED = {"fp64": 1e-10, "fp32": 1e-5}
+WEIGHTS_ALLOWED = {"fp64": 1e-5, "fp32": 1e-2}
+"""After some steps: an optimizer that divides by small numbers makes rounding larger."""
+SCORES_ALLOWED = {"fp64": 1e-12, "fp32": 1e-6}
+BY_SIZE_ALLOWED = {"fp64": 1e-9, "fp32": 1e-4}
+"""Of scores with batches of another size: a matrix product of other rows adds up in another
+order."""
+TINY = 1e-30
+"""Smallest number that something is compared with."""
+
+
+def relative_difference(value: float, reference: float) -> float:
+    return abs(value - reference) / max(abs(reference), TINY)
