@@ -42,9 +42,8 @@ def exchange(
         )
         remedy = (
             "try NCCL_P2P_DISABLE=1: if it helps, switch off IOMMU and ACS for the GPUs (NCCL user"
-            " guide, "
+            " guide, Troubleshooting); if not, test memory and cables"
         )
-        remedy += "Troubleshooting); if not, test memory and cables"
         return failure(check, f"received data is corrupt: {pairs}", remedy, wrong=wrong)
     no_access = [
         (result.rank, other)
@@ -77,9 +76,8 @@ def _failed_exchange(
         )
         remedy = (
             "it waits in the kernel: see `cat /proc/PID/stack` and `dmesg`; if it waits for the"
-            " GPU's driver, "
+            " GPU's driver, reboot the host"
         )
-        remedy += "reboot the host"
         return failure(check, detail, remedy, HangError.exit_code)
     stopped = [result for result in results if result.stopped]
     if stopped:
@@ -182,9 +180,8 @@ def bandwidth(results: list[RankResult], link: tuple[float, str]) -> Finding:
     if best < LINK_SHARE * capacity:
         remedy = (
             "check with NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME for gloo, which interface is used,"
-            " and whether "
+            " and whether GPUDirect is on"
         )
-        remedy += "GPUDirect is on"
         return warning(check, f"{detail}, less than {LINK_SHARE:.0%}", remedy, **numbers)
     return ok(check, detail, **numbers)
 

@@ -133,9 +133,8 @@ def ports(config: Config, under_torchrun: bool) -> Finding:
         detail = f"port {TORCHRUN_PORT}, torchrun's default, is in use"
         remedy = (
             "runs on one host do not need it; start torchrun with --standalone or another"
-            " --rdzv-endpoint; "
+            f" --rdzv-endpoint; `ss -ltnp sport = :{TORCHRUN_PORT}` shows which process uses it"
         )
-        remedy += f"`ss -ltnp sport = :{TORCHRUN_PORT}` shows which process uses it"
         return warning(check, detail, remedy, **numbers)
     return ok(check, f"{free:,} ephemeral ports are free, {needed:,} are needed", **numbers)
 

@@ -1,5 +1,7 @@
-"""Random numbers of a model, fixed: dropout keeps all, noise is its mean. Then they do not depend
-on a division."""
+"""Random numbers of a model, fixed: dropout keeps all, noise is its mean.
+
+Then they do not depend on how a batch is divided.
+"""
 
 from __future__ import annotations
 
@@ -13,38 +15,27 @@ from torch.nn import functional
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-_DROPS = tuple(
-    getattr(place, name)
-    for place in (functional, torch)
-    for name in (
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_alpha_dropout",
-    )
-    if hasattr(place, name)
+DROPOUT = "dropout"
+_DROPOUT_NAMES = (
+    "dropout",
+    "dropout1d",
+    "dropout2d",
+    "dropout3d",
+    "alpha_dropout",
+    "feature_alpha_dropout",
 )
-_MEANS: dict[Any, Callable[..., Any]] = {
-    torch.rand_like: lambda like, **more: torch.full_like(like, 0.5, **_without_layout(more)),
-    torch.randn_like: lambda like, **more: torch.zeros_like(like, **_without_layout(more)),
-    torch.rand: lambda *size, **more: torch.full(_size(size, more), 0.5, **_without_layout(more)),
-    torch.randn: lambda *size, **more: torch.zeros(_size(size, more), **_without_layout(more)),
-    torch.bernoulli: lambda chance, *_, **__: chance.clone(),
-    Tensor.bernoulli: lambda chance, *_, **__: chance.clone(),
-    Tensor.bernoulli_: lambda target, p=0.5, **_: (
-        target.copy_(p) if isinstance(p, Tensor) else target.fill_(p)
-    ),
-    Tensor.uniform_: lambda target, low=0.0, high=1.0, **_: target.fill_((low + high) / 2),
-    Tensor.normal_: lambda target, mean=0.0, *_, **__: target.fill_(mean),
-}
-"""What draws a number for each element: in its place, the mean. Others (multinomial, randperm) have
-none."""
+_DROPOUT_FUNCTIONS = tuple(
+    getattr(module, name)
+    for module in (functional, torch)
+    for name in _DROPOUT_NAMES
+    if hasattr(module, name)
+)
+ATTENTION_DROPOUT = 4
+"""Place of dropout_p among the arguments of scaled_dot_product_attention."""
 
 
 class FixedDraws(TorchFunctionMode):
-    """Inside, dropout keeps every number and the functions of `_MEANS` draw nothing."""
+    """Inside, dropout keeps every number and the functions of MEANS draw nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,59 +45,130 @@ class FixedDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _DROPS:
-            p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-            training = kwargs.get(
-                "training", kwargs.get("train", args[2] if len(args) > 2 else True)
-            )
-            self.met |= {"dropout"} if p and training else set()
-            return args[0] if args else kwargs["input"]
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUT_FUNCTIONS:
+            return self._without_dropout(args, kwargs)
         if func is functional.scaled_dot_product_attention:
-            if len(args) > 4:
-                self.met |= {"dropout"} if args[4] else set()
-                args = (*args[:4], 0.0, *args[5:])
-            elif kwargs.get("dropout_p"):
-                self.met.add("dropout")
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        if func in _MEANS and kwargs.get("generator") is None:
+            args = self._attention_arguments(args, kwargs)
+        elif func in MEANS and kwargs.get("generator") is None:
+            kwargs.pop("generator", None)
             self.met.add(getattr(func, "__name__", "random numbers"))
-            return _MEANS[func](
-                *args, **{name: value for name, value in kwargs.items() if name != "generator"}
-            )
+            return MEANS[func](*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _without_dropout(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The input, untouched. args and kwargs: input, p, training (or train)."""
+        arguments = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        probability = arguments.get("p", 0.5)
+        is_training = arguments.get("training", arguments.get("train", True))
+        if probability and is_training:
+            self.met.add(DROPOUT)
+        return arguments["input"]
 
-def _size(size: tuple[Any, ...], more: dict[str, Any]) -> Any:
-    given = more.pop("size", size)
-    if len(given) == 1 and not isinstance(given[0], int):
-        return given[0]
-    return given
+    def _attention_arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """The arguments without dropout; changes kwargs."""
+        if len(args) > ATTENTION_DROPOUT:
+            probability = args[ATTENTION_DROPOUT]
+            args = (*args[:ATTENTION_DROPOUT], 0.0, *args[ATTENTION_DROPOUT + 1 :])
+        else:
+            probability = kwargs.pop("dropout_p", 0.0)
+        if probability:
+            self.met.add(DROPOUT)
+        return args
 
 
-def _without_layout(more: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in more.items() if name in ("dtype", "device", "requires_grad")
-    }
+# --- means in place of draws ----------------------------------------------------------------------
+
+
+def _filled(value: float) -> Callable[..., Tensor]:
+    """A function like torch.rand that returns a tensor full of a value."""
+
+    def full(*size: Any, **options: Any) -> Tensor:
+        shape = options.pop("size", size)
+        if len(shape) == 1 and not isinstance(shape[0], int):
+            shape = shape[0]
+        return torch.full(shape, value, **_plain_options(options))
+
+    return full
+
+
+def _filled_like(value: float) -> Callable[..., Tensor]:
+    """A function like torch.rand_like that returns a tensor full of a value."""
+
+    def full_like(like: Tensor, **options: Any) -> Tensor:
+        return torch.full_like(like, value, **_plain_options(options))
+
+    return full_like
+
+
+def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Without the layout and the memory format."""
+    kept = ("dtype", "device", "requires_grad")
+    return {name: value for name, value in options.items() if name in kept}
+
+
+def _chances(chances: Tensor, *_: Any, **__: Any) -> Tensor:
+    return chances.clone()
+
+
+def _fill_with_chances(target: Tensor, p: Any = 0.5, **_: Any) -> Tensor:
+    return target.copy_(p) if isinstance(p, Tensor) else target.fill_(p)
+
+
+def _fill_with_middle(target: Tensor, low: float = 0.0, high: float = 1.0, **more: Any) -> Tensor:
+    return target.fill_((low + high) / 2)
+
+
+def _fill_with_mean(target: Tensor, mean: float = 0.0, *_: Any, **__: Any) -> Tensor:
+    return target.fill_(mean)
+
+
+MEANS: dict[Any, Callable[..., Any]] = {
+    torch.rand_like: _filled_like(0.5),
+    torch.randn_like: _filled_like(0.0),
+    torch.rand: _filled(0.5),
+    torch.randn: _filled(0.0),
+    torch.bernoulli: _chances,
+    Tensor.bernoulli: _chances,
+    Tensor.bernoulli_: _fill_with_chances,
+    Tensor.uniform_: _fill_with_middle,
+    Tensor.normal_: _fill_with_mean,
+}
+"""Functions that draw a number for each element, and what gives the mean in their place.
+
+Others (multinomial, randperm) have no mean.
+"""
 
 
 @contextmanager
 def fixed_draws(model: nn.Module) -> Iterator[FixedDraws]:
-    """Inside, the model draws nothing that can be fixed. Dropout that torch's own layers do inside
-    (recurrent ones, attention) is switched off in them."""
+    """Inside, the model draws nothing that can be fixed.
+
+    Dropout that torch's own layers do inside (recurrent ones, attention) is switched off in them.
+    """
     mode = FixedDraws()
-    before = []
+    switched_off: list[tuple[nn.Module, str, float]] = []
     for layer in model.modules():
-        names = ["p"] if isinstance(layer, _DropoutNd) else []
-        names += ["dropout"] if isinstance(layer, nn.RNNBase | nn.MultiheadAttention) else []
-        for name in names:
-            if p := getattr(layer, name):
-                before.append((layer, name, p))
-                setattr(layer, name, 0.0)
-                mode.met.add("dropout")
+        name = _dropout_attribute(layer)
+        probability = getattr(layer, name) if name else 0.0
+        if probability:
+            switched_off.append((layer, name, probability))
+            setattr(layer, name, 0.0)
+            mode.met.add(DROPOUT)
     try:
         with mode:
             yield mode
     finally:
-        for layer, name, p in before:
-            setattr(layer, name, p)
+        for layer, name, probability in switched_off:
+            setattr(layer, name, probability)
+
+
+def _dropout_attribute(layer: nn.Module) -> str:
+    """Name of the attribute with the probability; empty for a layer without dropout."""
+    if isinstance(layer, _DropoutNd):
+        return "p"
+    if isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+        return "dropout"
+    return ""

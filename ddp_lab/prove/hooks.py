@@ -1,5 +1,4 @@
-"""What the proof puts into its real runs: a look at the gradients, fixed random numbers, a sudden
-end."""
+"""Hooks of the real runs of a proof: gradients, fixed random numbers, a sudden end."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class Gradients(GradientProbe):
 
 
 class KillAt:
-    """SIGKILL for every process of the run after a step, once a checkpoint is whole: nothing is
-    caught or told."""
+    """Kills every process of the run by SIGKILL after a step, once a checkpoint is whole."""
 
     def __init__(self, job: HookContext, run_dir: Path, world: World, step: int) -> None:
         self.step = step
