@@ -117,7 +117,7 @@ class Study:
 
 
 def plan(request: Request) -> Study:
-    """Expands and checks a study. Raises ConfigError with every problem, before anything runs."""
+    """Expand and check a study. Raises ConfigError with every problem, before anything runs."""
     config: VariantsConfig = bind_settings(VariantsConfig, request.settings)
     problems = _check_shape(config)
     if problems:
@@ -125,34 +125,49 @@ def plan(request: Request) -> Study:
     machine = this_hardware()
     no_gpu = not machine.gpus or "device=cpu" in request.overrides
     given = expand(config, no_gpu)
-    kept = [
-        v
-        for v in given
-        if not config.only or any(fnmatch.fnmatchcase(v.name, name) for name in config.only)
-    ]
-    problems = _check_names(config, given, kept)
-    varied = {key_of(override) for variant in kept for override in variant.overrides}
-    problems += [
+    kept = [variant for variant in given if _is_chosen(variant, config.only)]
+    problems = _check_names(config, given, kept) + _check_overrides(request, kept)
+    if problems:
+        raise ConfigError(problems)
+    runnable = [variant for variant in kept if not variant.reason]
+    baseline = config.baseline or (runnable or kept)[0].name
+    return _checked_study(request, config, kept, baseline, machine)
+
+
+def _is_chosen(variant: Variant, patterns: list[str]) -> bool:
+    return not patterns or any(fnmatch.fnmatchcase(variant.name, one) for one in patterns)
+
+
+def _check_overrides(request: Request, variants: list[Variant]) -> list[str]:
+    """Problems with overrides of the command line that the study sets for each variant."""
+    varied = {key_of(override) for variant in variants for override in variant.overrides}
+    return [
         f"{override}: study={request.name} sets {key_of(override)} for each variant; leave it out,"
         " or change study.variants"
         for override in request.overrides
         if key_of(override) in varied
     ]
-    if problems:
-        raise ConfigError(problems)
-    baseline = config.baseline or next((v.name for v in kept if not v.reason), kept[0].name)
-    data, shared = _choose_either(
-        request, config, next(v for v in kept if v.name == baseline), machine
-    )
+
+
+def _checked_study(
+    request: Request,
+    config: VariantsConfig,
+    variants: list[Variant],
+    baseline: str,
+    machine: Hardware,
+) -> Study:
+    """Resolve every variant. Raises ConfigError if one is invalid, or the baseline cannot run."""
+    first_variant = next(variant for variant in variants if variant.name == baseline)
+    data, shared = _choose_either(request, config, first_variant, machine)
+    rung = first_variant.overrides
     below = baseline
-    rung = next(variant.overrides for variant in kept if variant.name == baseline)
     first = Config()
+    problems: list[str] = []
     checked = []
-    for variant in kept:
-        if variant.part == "ladder":
-            own = merged(rung, variant.overrides)
-        else:
-            own = variant.overrides
+    for variant in variants:
+        is_rung = variant.part == "ladder"
+        own = merged(rung, variant.overrides) if is_rung else variant.overrides
+        against = below if is_rung else variant.against or baseline
         overrides = merged(config.common, shared, own, request.overrides)
         run = resolve_run(request.program, overrides, machine)
         invalid = run.invalid
@@ -162,13 +177,13 @@ def plan(request: Request) -> Study:
             if variant.name == baseline:
                 first = run.config
                 invalid = unsuited
-            reason = f"cannot run here: {'; '.join(unsuited)}" if unsuited else ""
+            if unsuited:
+                reason = f"cannot run here: {'; '.join(unsuited)}"
         problems += [f"{problem} (study.variants: {variant.name})" for problem in invalid]
-        against = below if variant.part == "ladder" else variant.against or baseline
         checked.append(
             dataclasses.replace(variant, overrides=overrides, reason=reason, against=against)
         )
-        if variant.part == "ladder" and not reason:
+        if is_rung and not reason:
             below = variant.name
             rung = own
     if problems:
