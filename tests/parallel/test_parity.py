@@ -387,7 +387,8 @@ def test_powersgd_over_gloo_has_all_gradients_in_one_bucket() -> None:
     (first, *refused, again), *others = found
     assert torch.linalg.matrix_rank(first) == 1, "compressed"
     assert all(torch.equal(first, gradient) for gradient, *_ in others)
-    assert torch.equal(first, again), "no sizes are none"
+    # An empty list asks for no sizes. Two runs alike differ by 4.5e-8 of 0.086 on some processors.
+    torch.testing.assert_close(first, again, rtol=1e-5, atol=1e-6)
     refused += [problem for _, *problems, _ in others for problem in problems]
     assert len(refused) == 6 and all(
         "over gloo all gradients must be in one bucket" in each for each in refused
