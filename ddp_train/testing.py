@@ -23,21 +23,18 @@ def prove(*words: str, seconds: float = SECONDS) -> dict[str, Any]:
     the proof is incomplete or if the words are wrong, and TimeoutExpired. What does not apply to a
     job is skipped: see `findings`.
     """
-    program, words_left = started(None, list(words))
+    program, overrides = started(None, list(words))
     with tempfile.TemporaryDirectory(prefix="prove_") as folder:
-        run_dir = Path(folder, "proof")
-        if any(word.startswith("run_dir=") for word in words_left):
-            named = []
-        else:
-            named = [f"run_dir={run_dir}"]
-        if named:
-            run_dir = run_dir
-        else:
-            run_dir = Path(
-                next(w for w in words_left if w.startswith("run_dir=")).partition("=")[2]
-            )
-        command = replace(program, typed="ddp-train").again(["mode=prove", *words_left, *named])
+        if not run_dirs_named(overrides):
+            overrides.append(f"run_dir={Path(folder, 'proof')}")
+        run_dir = Path(run_dirs_named(overrides)[0])
+        command = replace(program, typed="ddp-train").again(["mode=prove", *overrides])
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         if done.returncode:
             raise AssertionError(f"mode=prove {' '.join(words)}\n{done.stdout}{done.stderr}")
         return json.loads((run_dir / "prove.json").read_text())
+
+
+def run_dirs_named(overrides: list[str]) -> list[str]:
+    """The values of `run_dir` among overrides."""
+    return [word.removeprefix("run_dir=") for word in overrides if word.startswith("run_dir=")]

@@ -280,8 +280,6 @@ def poisoned_run(
                 for micro_batch in micro_batches
             ):
                 guilty = rank
-            else:
-                guilty = guilty
         return str(error), error.rank, job.step, moved, step, guilty
     return ("no error",)
 

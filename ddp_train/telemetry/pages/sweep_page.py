@@ -138,9 +138,7 @@ def _curves(sweep_dir: Path, order: Sequence[Row], objective: str) -> Plot:
     most = POINTS // max(1, len(order))
     read = [read_thinned(path, split, most) for path in paths] if split else []
     kind = split if any(len(lines) > 1 for lines in read) else TRAIN
-    if kind == split:
-        read = read
-    else:
+    if kind != split:
         read = [read_thinned(path, TRAIN, most) for path in paths]
     key = metric if kind == split else "loss"
     drawn = []
