@@ -30,7 +30,7 @@ MANY_PARAMETERS = 6
 
 @dataclass
 class Size:
-    """What is counted over the files of a package."""
+    """The counts over all files of a package."""
 
     files: int = 0
     lines: int = 0
