@@ -21,7 +21,7 @@ from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_task
 from ddp_train.assembly.plan import warmup_steps
 from ddp_train.assembly.strategy import build_strategy
-from ddp_train.checkpoints import mirror_run, reader
+from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, SaveTimes
 from ddp_train.checkpoints.mirror import Mirror
 from ddp_train.checkpoints.mirroring import Mirroring
@@ -56,7 +56,7 @@ from ddp_train.options.custom import hooks_of as hooks_named_by
 from ddp_train.recovery.just_in_time import RecoveryHook
 from ddp_train.recovery.lost_host import saver_of
 from ddp_train.resilience import lost_hosts
-from ddp_train.runs import display_facts
+from ddp_train.runs import display_facts, mirror_run
 from ddp_train.runs.context import RunContext
 from ddp_train.runs.plan_report import PlanFacts, plan_rows, selects_by_test
 from ddp_train.runs.summary import Scores

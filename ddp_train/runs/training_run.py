@@ -9,11 +9,11 @@ from typing import Any
 from ddp_train.assembly.arguments import keys_taken_by
 from ddp_train.assembly.checkpoint_model import find_checkpoint
 from ddp_train.assembly.data_sets import open_datasets
-from ddp_train.checkpoints import mirror_run
 from ddp_train.config.user_code import build_trackers
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
+from ddp_train.runs import mirror_run
 from ddp_train.runs.context import RunContext
 from ddp_train.runs.inference_run import InferenceRun
 from ddp_train.runs.summary import write as write_summary

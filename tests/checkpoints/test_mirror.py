@@ -27,7 +27,6 @@ from ddp_lab.prove.configs import for_proof
 from ddp_lab.study.request import resolve_run
 from ddp_train.checkpoints.layout import MANIFEST, digest_of, place_of, read_manifest
 from ddp_train.checkpoints.mirror import Mirror, owner_of
-from ddp_train.checkpoints.mirror_run import fetch_alone, finish
 from ddp_train.checkpoints.mirroring import Mirroring
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
@@ -39,6 +38,7 @@ from ddp_train.options.sections import CheckpointConfig
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from ddp_train.runs.mirror_run import fetch_alone, finish
 from tests.checkpoints.test_checkpoint import snapshot, write_checkpoint
 from tests.support.commands import (
     PROGRAM,
