@@ -5,9 +5,9 @@
 
 Two processes, over gloo on the CPU with one thread each, or over NCCL on two GPUs kernel by kernel;
 DDP, a GPT on bytes. One job trains on and on; from block to block of STEPS steps the exchange is
-there or is patched out: `Stepper.mean_of_units` then gives the number of this process, which costs
-the same arithmetic and no message. All windows have equally many tokens here: the weights become
-the same.
+there or is patched out: `UpdateRules.mean_of_units` then gives the number of this process, which
+costs the same arithmetic and no message. All windows have equally many tokens here: the weights
+become the same.
 
 A round has three blocks in an order drawn for it: with the exchange, without it, and without it
 once more. The cost is the median over the rounds of the difference within a round; its spread are
@@ -26,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,15 @@ def measure(
         module = build_module(config, splits.train, strategy, device)
         builder = JobBuilder(config, world, device, module, strategy, RankStatus())
         job = builder.build_job(splits)
-        exchange = job.stepper.mean_of_units
+        with_exchange = job.stepper.rules
+        own_units = replace(with_exchange, mean_of_units=lambda scaled: scaled.sum)
+        rules = {"with": with_exchange, "without": own_units, "without again": own_units}
         batches = iter(job.batches)
         order = random.Random(0)
         train(job, batches, until=30)
         for _ in range(rounds):
             for arm in order.sample(ARMS, len(ARMS)):  # the same order on both
-                job.stepper.mean_of_units = exchange if arm == "with" else lambda scaled: scaled.sum
+                job.stepper.rules = rules[arm]
                 dist.barrier()
                 wait()
                 wall = time.perf_counter()
@@ -131,7 +134,7 @@ def measure(
                 times = time.perf_counter() - wall, time.process_time() - cpu
                 blocks[arm].append((times[0] / steps * 1e3, times[1] / steps * 1e3))
         answer.send(blocks)
-        del job, module, strategy, batches, exchange
+        del job, module, strategy, batches, rules, with_exchange, own_units
 
 
 def of_both(

@@ -28,7 +28,7 @@ from ddp_train.engine.loop import Evaluation, Hook, Job
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.schedules.factors import Factor, build_schedule
-from ddp_train.optim.stepper import Stepper
+from ddp_train.optim.stepper import Stepper, UpdateRules
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.performance.cuda_graph import GraphedStepper, on_stream
@@ -157,23 +157,20 @@ class JobBuilder:
                 scaler.is_enabled(),
                 trained.values(),
             )
-        make_stepper: Callable[..., Stepper] = Stepper
-        if stream:
-            make_stepper = partial(
-                GraphedStepper, wrapped, stream, plan.is_full, trial=self.build_capture_trial()
-            )
-        return make_stepper(
-            optimizer,
-            factor,
-            scaler,
+        rules = UpdateRules(
             mean_of_units=strategy.mean_of_units,
             check_gradients=strategy.check_gradients,
             max_grad_norm=train.max_grad_norm,
             allow_missing_grads=strategy.allow_missing_grads,
             skip_non_finite=train.on_non_finite == "skip",
-            average=average,
-            observers=[PhaseReports(self.status)],
         )
+        make_stepper: Callable[..., Stepper] = Stepper
+        if stream:
+            make_stepper = partial(
+                GraphedStepper, wrapped, stream, plan.is_full, trial=self.build_capture_trial()
+            )
+        observers = [PhaseReports(self.status)]
+        return make_stepper(optimizer, factor, scaler, rules, average, observers)
 
     def build_capture_trial(self) -> CaptureTrial:
         """Decides after some steps whether they are captured."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,22 @@ class StepObserver:
         """Called after the optimizer step, which `steps_done` includes."""
 
 
+@dataclass(frozen=True)
+class UpdateRules:
+    """What happens to gradients between the backward passes and the update."""
+
+    mean_of_units: Callable[[Tensor], Callable[[], Tensor]] = lambda scaled: scaled.sum
+    """Begins the exchange of a step's number of units; see `Strategy`."""
+    check_gradients: Callable[[], None] = lambda: None
+    """Called before the update; see `Strategy`."""
+    max_grad_norm: float | None = None
+    """The norm that gradients are clipped to."""
+    allow_missing_grads: bool = False
+    """Parameters may have no gradient in a step, so one gradient is no proxy for all."""
+    skip_non_finite: bool = False
+    """A step whose loss is not finite is skipped with a warning, and training continues."""
+
+
 class Stepper:
     """Backward passes and the optimizer step that ends them."""
 
@@ -45,45 +62,29 @@ class Stepper:
         optimizer: Optimizer,
         factor: Factor,
         scaler: torch.amp.GradScaler,
-        mean_of_units: Callable[[Tensor], Callable[[], Tensor]] = lambda scaled: scaled.sum,
-        max_grad_norm: float | None = None,
-        allow_missing_grads: bool = False,
-        skip_non_finite: bool = False,
+        rules: UpdateRules = UpdateRules(),
         average: WeightAverage | None = None,
-        check_gradients: Callable[[], None] = lambda: None,
         observers: Sequence[StepObserver] = (),
     ) -> None:
-        """mean_of_units, check_gradients: see `Strategy`. max_grad_norm: gradients are clipped to
-        this norm. allow_missing_grads, skip_non_finite: see `nan_guard.NonFiniteCheck`. average: of
-        the weights, to be kept. observers: called in this order."""
+        """Take over an optimizer.
+
+        factor: learning-rate schedule.
+        average: average of the weights that is updated in each step.
+        observers: called in this order.
+        """
         self.optimizer = optimizer
         self.factor = factor
         self.scaler = scaler
-        self.mean_of_units = mean_of_units
-        self.max_grad_norm = max_grad_norm
+        self.rules = rules
         self.average = average
-        self.check_gradients = check_gradients
         self.observers = list(observers)
-        self.parameters = [
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ]
-        self.base_lrs = [
-            group.setdefault("initial_lr", group["lr"]) for group in optimizer.param_groups
-        ]
+        groups = optimizer.param_groups
+        self.parameters = [parameter for group in groups for parameter in group["params"]]
+        self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in groups]
         self.device = str(self.parameters[0].device)
         self.losses = RunningLoss()
         self.scaled = scaler.is_enabled()
-        reads_flags = getattr(
-            optimizer, "_step_supports_amp_scaling", False
-        )  # torch's fused ones, and ours
-        if reads_flags and self.device != "cpu" and not (allow_missing_grads or skip_non_finite):
-            self.check_finite: NonFiniteCheck = DeviceNonFiniteCheck(
-                optimizer, self.losses, self.scaled
-            )
-        else:
-            self.check_finite = NonFiniteCheck(
-                optimizer, self.losses, self.scaled, allow_missing_grads, skip_non_finite
-            )
+        self.check_finite = self._build_check()
         self.constants: dict[float, Tensor] = {}
         self.scaled_units: list[Tensor] = []
         self.divisor: Callable[[], Tensor] | None = None
@@ -91,50 +92,61 @@ class Stepper:
         self.steps_done = 0
         self.continue_from(0)
 
+    def _build_check(self) -> NonFiniteCheck:
+        rules = self.rules
+        if rules.allow_missing_grads or rules.skip_non_finite or self.device == "cpu":
+            reads_flag = False
+        else:  # torch's fused optimizers, and ours
+            reads_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        if reads_flag:
+            return DeviceNonFiniteCheck(self.optimizer, self.losses, self.scaled)
+        return NonFiniteCheck(
+            self.optimizer,
+            self.losses,
+            self.scaled,
+            rules.allow_missing_grads,
+            rules.skip_non_finite,
+        )
+
     def continue_from(self, step: int) -> None:
-        """`step` optimizer steps are done already. Call it after `load_state`, if that is
+        """Set the number of optimizer steps that are done; after `load_state`, if that is
         called."""
         self.steps_done = step
-        self.groups_and_base_lrs = list(
-            zip(self.optimizer.param_groups, self.base_lrs, strict=True)
-        )
-        # for a checkpoint of this very step: it has the learning rates of the step that was done
-        # last
-        if step:
+        groups = self.optimizer.param_groups
+        self.groups_and_base_lrs = list(zip(groups, self.base_lrs, strict=True))
+        if step:  # a checkpoint of this very step has the learning rates of the last one
             self.set_lr(self.factor(step - 1))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold beside the weights."""
-        scaler = self.scaler.state_dict()
         return {
             "optimizer": self.optimizer.state_dict(),
-            "scaler": scaler,
+            "scaler": self.scaler.state_dict(),
             "gradient_norm": self.norm,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Moments come from the checkpoint; learning rates, decay and implementation are those of
+        """Take moments from a checkpoint; learning rates, decay and implementation stay those of
         this run's config."""
         own = self.optimizer.state_dict()
         self.optimizer.load_state_dict({**own, "state": state["optimizer"]["state"]})
         for parameter, moments in self.optimizer.state.items():
-            for (
-                name,
-                moment,
-            ) in moments.items():  # the run that saved them may have had another memory format
+            for name, moment in moments.items():
+                # The run that saved them may have had another memory format.
                 if torch.is_tensor(moment) and moment.shape == parameter.shape:
                     like = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device)
                     moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
-        norm = state["gradient_norm"]
-        self.norm = None if norm is None else norm.to(self.device)
+        self.norm = state["gradient_norm"]
+        if self.norm is not None:
+            self.norm = self.norm.to(self.device)
 
     def backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
-        """loss: the sum of the losses of a micro-batch, a scalar, or [replicas] of them. units:
-        their number, likewise, float64; None if they are the samples, whose number the plan knows.
+        """Run a backward pass, from the micro-batch's scale, or from NaN if the loss is not finite.
 
-        The backward pass starts from the micro-batch's scale, or from NaN if the loss is not
-        finite.
+        loss: sum of the losses of the micro-batch, a scalar, or [replicas] of them.
+        units: their number, likewise, float64; None if they are the samples, whose number the plan
+            knows.
         """
         for observer in self.observers:
             observer.before_backward(loss, units, micro_batch)
@@ -143,10 +155,7 @@ class Stepper:
             observer.after_backward(micro_batch)
 
     def _backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
-        number: float | Tensor = micro_batch.num_real
-        if units is not None:
-            self.count(units, micro_batch.scale, micro_batch.is_last)
-            number = self.units_seen(units, micro_batch)
+        self.count(units, micro_batch.scale, micro_batch.is_last)
         if loss.is_cpu:
             seen = loss.item()
             value = micro_batch.scale if math.isfinite(seen) else math.nan
@@ -155,41 +164,42 @@ class Stepper:
                 start = self.constants[value] = torch.full_like(loss, value)
             self.check_finite.poison.zero = None if value == micro_batch.scale else start
         else:  # looking at the loss would wait for the GPU
-            seen = (
-                loss.detach().clone()
-            )  # a compiled model with CUDA graphs of its own writes the next loss there
+            # A compiled model with CUDA graphs of its own writes the next loss there.
+            seen = loss.detach().clone()
             start = self.start(seen, micro_batch.scale)
-        self.losses.add(seen, number, micro_batch)
+        self.losses.add(seen, self.units_seen(units, micro_batch), micro_batch)
         torch.autograd.backward((loss,), (self.scaler.scale(start) if self.scaled else start,))
 
     def start(self, loss: Tensor, scale: float | Tensor) -> Tensor:
-        """What a backward pass starts from on a GPU: `scale`, or NaN where the loss is not
+        """Gradient that a backward pass on a GPU starts from: `scale`, or NaN where the loss is not
         finite."""
         zero = loss * 0
         self.check_finite.poison.zero = zero if zero.ndim == 0 else zero.sum()  # of replicas
         return zero + scale
 
     def count(self, units: Tensor | None, scale: float | Tensor, is_last: bool) -> None:
-        """Begins the exchange of a step's number of units, beside the backward pass that
-        follows."""
+        """Begin the exchange of a step's number of units, beside the backward pass that follows."""
         if units is not None:
             self.scaled_units.append(units.sum() * scale)
             if is_last:
-                self.divisor = self.mean_of_units(torch.stack(self.scaled_units))
+                self.divisor = self.rules.mean_of_units(torch.stack(self.scaled_units))
                 self.scaled_units.clear()
 
     @staticmethod
     def units_seen(units: Tensor | None, micro_batch: MicroBatch) -> float | Tensor:
-        """For the mean loss that is reported; a stand-in has none."""
-        if units is None or not micro_batch.num_real:
-            if units is None or units.is_cpu:
-                return micro_batch.num_real
-            return torch.zeros_like(units)
-        return units.item() if units.is_cpu else units.clone()
+        """Number of units for the mean loss that is reported; a stand-in has none."""
+        if units is None:
+            return micro_batch.num_real
+        if units.is_cpu:
+            return units.item() if micro_batch.num_real else 0
+        return units.clone() if micro_batch.num_real else torch.zeros_like(units)
 
     def step(self) -> None:
-        """One optimizer step. Raises NonFiniteLossError, on all ranks alike, if a loss is not
-        finite; on a GPU with a fused optimizer it is `mean_loss` that raises it."""
+        """Do one optimizer step.
+
+        Raises NonFiniteLossError, on all ranks alike, if a loss is not finite; on a GPU with a
+        fused optimizer it is `mean_loss` that raises it.
+        """
         for observer in self.observers:
             observer.before_update()
         self._step()
@@ -202,24 +212,23 @@ class Stepper:
         self.steps_done += 1
 
     def set_lr(self, factor: float) -> None:
-        """Sets the learning rate of every group to its base learning rate times `factor`."""
+        """Set the learning rate of every group to its base learning rate times `factor`."""
         for group, base_lr in self.groups_and_base_lrs:
             group["lr"] = base_lr * factor
 
     def update(self) -> None:
-        """From the gradients to new weights: check, clip, step. No gradients are left."""
+        """Make new weights from the gradients, and drop those: check, clip, step."""
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
-        limit = self.max_grad_norm
         self.norm = None
         if self.divisor:
-            self._divide_gradients(self.divisor(), limit)
+            self._divide_gradients(self.divisor())
             self.divisor = None
-        elif limit is not None:
-            self.norm = nn.utils.clip_grad_norm_(self.parameters, limit)
+        elif self.rules.max_grad_norm is not None:
+            self.norm = nn.utils.clip_grad_norm_(self.parameters, self.rules.max_grad_norm)
         allowed = self.check_finite.allows(self.steps_done, self.norm)
         # not before: zeros that it fills in are finite though the loss is not
-        self.check_gradients()
+        self.rules.check_gradients()
         if self.scaled:
             self.scaler.step(self.optimizer)
             if self.average:
@@ -230,55 +239,57 @@ class Stepper:
             self.optimizer.step()
             if self.average:
                 self.average.update()
-        for parameter in (
-            self.parameters
-        ):  # as optimizer.zero_grad(), which takes 20 us for four parameters, and this 1
+        # As optimizer.zero_grad(), which takes 20 us for four parameters, and this 1.
+        for parameter in self.parameters:
             parameter.grad = None
 
-    def _divide_gradients(self, units: Tensor, limit: float | None) -> None:
-        """Makes gradients of sums those of means, and clips them to the norm `limit`, in one pass
-        over them. A global batch without units leaves zeros."""
+    def _divide_gradients(self, units: Tensor) -> None:
+        """Make gradients of sums those of means, and clip them, in one pass over them.
+
+        A global batch without units leaves zeros.
+        """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        dtype = gradients[0].dtype
+        limit = self.rules.max_grad_norm
         factor = torch.where(units == 0, 0.0, 1 / units)
         if limit is not None:  # as clip_grad_norm_
-            self.norm = nn.utils.get_total_norm(gradients) * factor.to(gradients[0].dtype)
+            self.norm = nn.utils.get_total_norm(gradients) * factor.to(dtype)
             factor = factor * (limit / (self.norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
-            gradients, factor.to(gradients[0].dtype)
-        )
+        torch._foreach_mul_(gradients, factor.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
 
     def mean_loss(self, extra: ExtraPayload | None = None) -> Mean:
         """The mean loss since the last call, over all units of all processes; without units if all
-        steps were skipped.
+        steps were skipped. Waits for the device.
 
-        Raises NonFiniteLossError if a loss was not finite. Waits for the device. extra: is sent
-        along with the losses.
+        extra: sent along with the losses.
+
+        Raises NonFiniteLossError if a loss was not finite.
         """
         extras = [self.check_finite.to_exchange(self.steps_done), extra]
-        return self.losses.mean(self.device, [one for one in extras if one is not None])
+        return self.losses.mean(self.device, [payload for payload in extras if payload is not None])
 
     def check(self) -> None:
-        """Raises NonFiniteLossError if a loss was not finite, or a weight is not: before a
+        """Raise NonFiniteLossError if a loss was not finite, or a weight is not: before a
         checkpoint."""
         self.check_finite.check_losses(self.steps_done)
         self.check_finite.check_weights(self.steps_done)
 
     def close(self) -> None:
-        """To be called after the last step, before the process group is closed."""
+        """Free what was captured: after the last step, before the process group is closed."""
 
     @property
     def last_learning_rate(self) -> float:
-        """Of the step that was done last, in the first group."""
+        """Learning rate of the last step, in the first group."""
         return self.last_learning_rates[0]
 
     @property
     def last_learning_rates(self) -> list[float]:
-        """Of the step that was done last, in each group."""
+        """Learning rate of the last step, in each group."""
         factor = self.factor(self.steps_done - 1)
         return [base_lr * factor for base_lr in self.base_lrs]
 
     @property
     def last_gradient_norm(self) -> float | None:
-        """Of the step that was done last, before clipping; None without clipping. Waits for the
+        """Gradient norm of the last step, before clipping; None without clipping. Waits for the
         device."""
         return None if self.norm is None else self.norm.item()

@@ -28,7 +28,7 @@ from ddp_train.engine.scoring import score_with_average
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware
 from ddp_train.optim.ema import WeightAverage
-from ddp_train.optim.stepper import Stepper
+from ddp_train.optim.stepper import Stepper, UpdateRules
 from ddp_train.options.schema import Config
 from ddp_train.performance.cuda_graph import GraphedStepper
 from ddp_train.resilience.heartbeat import RankStatus
@@ -117,7 +117,7 @@ def test_a_skipped_step_does_not_count(scaled: bool) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=4.0)
     average = WeightAverage(model, DECAY, may_skip=scaled)
-    stepper = Stepper(optimizer, lambda _: 1.0, scaler, skip_non_finite=True, average=average)
+    stepper = Stepper(optimizer, lambda _: 1.0, scaler, UpdateRules(skip_non_finite=True), average)
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     for step, bad in enumerate((True, False, False, True, False)):
         inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
