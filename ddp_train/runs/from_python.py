@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 import subprocess
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,8 @@ from ddp_train.errors import ConfigError
 from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED
+from ddp_train.telemetry.json_files import read_object
+from ddp_train.telemetry.metrics_log import METRICS, read_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,9 +57,7 @@ class Result:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, in order: `pandas.DataFrame(result.metrics)` is a table of
         them."""
-        return [
-            json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        ]
+        return read_metrics(self.run_dir / METRICS)
 
     @property
     def checkpoint(self) -> Path | None:
@@ -95,9 +94,9 @@ def run(*overrides: str) -> Result:
             process.send_signal(signal.SIGINT)
             process.wait()
             raise
-    summary = _read(run_dir / failure_report.SUMMARY)
+    summary = read_object(run_dir / failure_report.SUMMARY)
     if code not in (0, SAVED, INTERRUPTED) or not summary:
-        raise RunFailedError(code, _read(run_dir / failure_report.FILE))
+        raise RunFailedError(code, read_object(run_dir / failure_report.FILE))
     return Result(run_dir, summary, package_of(getattr(config.model, "target", "")))
 
 
@@ -136,10 +135,3 @@ def _checked(words: list[str]) -> tuple[Config, list[str]]:
         )
         words = [*words, f"run_dir={resolved.run_dir}"]  # one process may start many
     return resolved, replace(program, typed="ddp-train").again(words)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ddp_train.telemetry.json_files import parse_object
-
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
@@ -39,18 +37,3 @@ def add_line(file: BinaryIO, values: dict[str, Any]) -> None:
     except OSError:
         file.truncate(size)
         raise
-
-
-def lines_of(file: BinaryIO, begin: int = 0) -> list[dict[str, Any]]:
-    """The lines from a place on, in bytes. Those that are cut off are left out."""
-    file.seek(begin)
-    values = [parse_object(line) for line in file.read().splitlines()]
-    return [value for value in values if value is not None]
-
-
-def read_lines(path: Path, begin: int = 0) -> list[dict[str, Any]]:
-    """The lines of a file that may be missing, or be a device, which has no end."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        return lines_of(file, begin)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ddp_train.config.metrics import SPLITS, objective_name
 from ddp_train.resilience.whole_files import write_text
+from ddp_train.telemetry.json_files import parse_objects, read_object
 from ddp_train.telemetry.metrics_log import METRICS
 
 FILE = "pruned.json"
@@ -60,11 +61,9 @@ class ObjectiveValues:
             return
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be half written
         self.offset += len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError):
-                values = json.loads(line)
-                if values.get("kind") in SPLITS:
-                    self.evaluations.append(values)
+        for line in parse_objects(whole):
+            if line.get("kind") in SPLITS:
+                self.evaluations.append(line)
 
 
 def mark_pruned(run_dir: Path, evaluations: int, value: float) -> None:
@@ -84,7 +83,9 @@ def remove_mark(run_dir: Path) -> None:
 def pruned_outcome(run_dir: Path) -> dict[str, Any] | None:
     """The fields of a pruned trial's row; None: the trial was not pruned."""
     try:
-        mark = json.loads((run_dir / FILE).read_text())
-    except (OSError, ValueError):
+        mark = read_object(run_dir / FILE)
+    except OSError:
+        return None
+    if not mark:
         return None
     return {"status": "pruned", "exit_code": 0, **mark}

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.config.prepare import SWEEP_RESULTS as RESULTS
-from ddp_train.sweeps.line_file import add_line, locked, read_lines
+from ddp_train.sweeps.line_file import add_line, locked
 from ddp_train.sweeps.overrides import identifying, key_of
+from ddp_train.telemetry.json_files import read_objects
 
 ALONE = "alone"
 """In the row of a run of `sweep.baseline`: the trial that it repeats."""
@@ -55,7 +56,7 @@ def results_size(sweep_dir: Path) -> int:
 
 def read_rows(sweep_dir: Path, begin: int = 0) -> list[dict[str, Any]]:
     """The rows from a place on, in bytes."""
-    lines = read_lines(sweep_dir / RESULTS, begin)
+    lines = read_objects(sweep_dir / RESULTS, begin)
     return [line for line in lines if {"trial", "status"} <= line.keys()]
 
 

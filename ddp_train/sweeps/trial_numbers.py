@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_train.sweeps.line_file import add_line, lines_of, locked, read_lines
+from ddp_train.sweeps.line_file import add_line, locked
 from ddp_train.sweeps.results import read_rows
+from ddp_train.telemetry.json_files import read_objects
 
 FILE = "trials.jsonl"
 """In the directory of the sweep: a line for each trial that a start of the sweep takes up."""
@@ -42,10 +43,10 @@ class TrialNumbers:
         path = self.sweep_dir / FILE
         try:
             with locked(path) as file:
-                number = self._choose(entry, lines_of(file))
+                number = self._choose(entry, read_objects(path))
                 add_line(file, {"trial": number} | entry)
         except OSError:  # the disk is full, which the rows report
-            number = self._choose(entry, read_lines(path))
+            number = self._choose(entry, read_objects(path))
             self.unwritten.append({"trial": number} | entry)
         return number
 

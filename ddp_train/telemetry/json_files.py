@@ -19,30 +19,40 @@ def parse_object(text: bytes | str) -> dict[str, Any] | None:
     return None
 
 
-def read_objects(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file, without damaged lines; none if there is no file."""
-    values = [parse_object(text) for text in read_byte_lines(path)]
+def parse_objects(text: bytes) -> list[dict[str, Any]]:
+    """The objects of a text, one on each line, without damaged lines."""
+    values = map(parse_object, text.splitlines())
     return [value for value in values if value is not None]
 
 
-def read_byte_lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
-    """The lines of a file, as they are; none if there is no file.
-
-    last_bytes: only those in the end of the file. The first of them may be cut off.
-    """
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        if last_bytes is not None and path.stat().st_size > last_bytes:
-            file.seek(-last_bytes, os.SEEK_END)
-        return file.read().splitlines()
-
-
 def read_object(path: Path) -> dict[str, Any]:
-    """The object that a file is; empty if there is none, or it is cut off: the disk was full.
+    """The object that a file is; empty without a file, or if it is cut off: the disk was full.
 
     Raises OSError if a file that is there cannot be read.
     """
+    return parse_object(read_bytes(path)) or {}
+
+
+def read_objects(path: Path, begin: int = 0) -> list[dict[str, Any]]:
+    """The objects of a file, one on each line, without damaged lines.
+
+    begin: the place of the first line, in bytes.
+    """
+    return parse_objects(read_bytes(path, begin))
+
+
+def read_bytes(path: Path, begin: int = 0) -> bytes:
+    """The content of a file from a place on; nothing without a file.
+
+    A device is no file: it has no end.
+
+    begin: in bytes; of a negative number, as many bytes before the end.
+    """
     if not path.is_file():
-        return {}
-    return parse_object(path.read_bytes()) or {}
+        return b""
+    with path.open("rb") as file:
+        if begin >= 0:
+            file.seek(begin)
+        elif path.stat().st_size > -begin:
+            file.seek(begin, os.SEEK_END)
+        return file.read()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.resilience.whole_files import write_text
-from ddp_train.telemetry.json_files import parse_object, read_byte_lines
+from ddp_train.telemetry.json_files import parse_object, read_bytes
 
 METRICS = "metrics.jsonl"
 DAMAGED = METRICS + ".damaged"
@@ -119,19 +119,19 @@ def parse_line(text: bytes) -> Line | None:
     return line
 
 
-def read_metrics(path: Path, last_bytes: int | None = None) -> list[Line]:
+def read_metrics(path: Path, begin: int = 0) -> list[Line]:
     """The lines that are whole.
 
-    last_bytes: read only the end of the file.
+    begin: see `read_bytes`.
     """
-    return _parsed(read_byte_lines(path, last_bytes))
+    return _parsed(read_bytes(path, begin).splitlines())
 
 
 def read_thinned(path: Path, kind: str, most: int) -> list[Line]:
     """About `most` lines of one kind, spread evenly, and the last one."""
     # Chosen before they are parsed, which takes 10 us each.
     mark = f'"kind": "{kind}"'.encode()
-    lines = [text for text in read_byte_lines(path) if mark in text]
+    lines = [text for text in read_bytes(path).splitlines() if mark in text]
     stride = max(1, math.ceil(len(lines) / most))
     return _parsed([*lines[:-1:stride], *lines[-1:]])
 
@@ -142,11 +142,7 @@ def _parsed(texts: Iterable[bytes]) -> list[Line]:
 
 def last_step(run_dir: Path) -> int:
     """The last step that has a line; 0 without one."""
-    path = run_dir / METRICS
-    if not path.is_file():  # a device has no end
-        return 0
     try:
-        with path.open("rb") as file:
-            return max((line["step"] for line in _parsed(file)), default=0)
+        return max((line["step"] for line in read_metrics(run_dir / METRICS)), default=0)
     except OSError:
         return 0

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ddp_train.config.prepare import is_of_sweep
-from ddp_train.sweeps.line_file import read_lines
 from ddp_train.sweeps.results import (
     RESULTS,
     read_rows,
 )
+from ddp_train.telemetry.json_files import read_objects
 from hydra_plugins.ddp_train_pool._devices import Locks
 from tests.support.commands import (
     ONE,
@@ -95,7 +95,7 @@ def test_a_sweep_survives_kills_and_does_nothing_twice(tmp_path: Path) -> None:
     died, completed = read_rows(sweep)
     assert (died["trial"], died["kind"], died["exit_code"]) == (0, "died", 70)
     assert (completed["trial"], completed["status"], completed["at_once"]) == (1, "completed", 2)
-    begun = {entry["trial"] for entry in read_lines(sweep / "trials.jsonl")}
+    begun = {entry["trial"] for entry in read_objects(sweep / "trials.jsonl")}
     fourth = (
         3 if 3 in begun else 4
     )  # began in the moment before the kill; else new, and 0 to 3 are names of this start

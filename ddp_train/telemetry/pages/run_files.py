@@ -124,7 +124,7 @@ def glance(run_dir: Path) -> RunFiles:
     """The end of a run: its last lines of metrics.jsonl, and how it ended. Raises OSError."""
     return RunFiles(
         run_dir,
-        metrics=read_metrics(run_dir / METRICS, last_bytes=TAIL_BYTES),
+        metrics=read_metrics(run_dir / METRICS, -TAIL_BYTES),
         summary=read_object(run_dir / SUMMARY),
         failure=read_object(run_dir / FAILURE),
         is_running=is_locked(run_dir / run_lock.FILE),
