@@ -23,9 +23,9 @@ from ddp_train.models.zoo import build_model
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
-from ddp_train.tasks.choose import TASKS
-from ddp_train.tasks.own import complete
+from ddp_train.tasks.catalog import TASKS
 from ddp_train.tasks.task import ModelWithTask, Task, has_columns
+from ddp_train.tasks.user_task import complete
 
 
 def find_checkpoint(config: Config, world: World, device: str) -> Path | None:

@@ -25,7 +25,7 @@ from ddp_train.options.schema import Config, built_in_directions
 from ddp_train.tasks.further_metrics import FurtherMetrics, NamedMetric
 from ddp_train.tasks.predictions import PREDICTIONS, Predictions
 from ddp_train.tasks.task import ModelWithTask, ScoreSums, Task, can_predict
-from ddp_train.tasks.try_out import undisturbed
+from ddp_train.tasks.trial import undisturbed
 from ddp_train.text import OF_AVERAGE, did_you_mean, first_line
 
 DEPENDS = (

@@ -26,10 +26,10 @@ from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config, ModelConfig
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.performance import switches
-from ddp_train.tasks.choose import SAMPLED_TARGETS, TASKS, check_numbers, choose
-from ddp_train.tasks.own import complete
+from ddp_train.tasks.catalog import SAMPLED_TARGETS, TASKS, check_numbers, choose
 from ddp_train.tasks.task import ModelWithTask, Task
-from ddp_train.tasks.try_out import check_loss, check_scores
+from ddp_train.tasks.trial import check_loss, check_scores
+from ddp_train.tasks.user_task import complete
 
 BESIDE_MODEL = tuple(each.name for each in fields(ModelConfig))
 """Keys of `model` that are no arguments of a network."""

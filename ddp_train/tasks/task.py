@@ -13,7 +13,7 @@ from ddp_train.errors import TaskError
 from ddp_train.models.freezing import Frozen
 from ddp_train.tasks.further_metrics import FurtherMetrics
 from ddp_train.tasks.predictions import PREDICTIONS
-from ddp_train.tasks.returned import checked_loss, checked_predictions, checked_scores
+from ddp_train.tasks.return_checks import checked_loss, checked_predictions, checked_scores
 
 ScoreSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """For each metric its sum and its weight over a batch: scalars, or tensors with one number per

@@ -43,7 +43,7 @@ from ddp_train.sweeps import sweeper
 from ddp_train.sweeps.outcomes import completed_outcome
 from ddp_train.sweeps.plan import plan_sweep
 from ddp_train.sweeps.table import SweepTable
-from ddp_train.tasks.choose import TASKS
+from ddp_train.tasks.catalog import TASKS
 from tests.checkpoints.test_checkpoint import snapshot
 from tests.support.commands import ONE, PROGRAM, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.support.commands import metrics as lines_of

@@ -14,7 +14,7 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, TaskError
 from ddp_train.tasks.predictions import Predictions, length_of
-from ddp_train.tasks.returned import checked_predictions
+from ddp_train.tasks.return_checks import checked_predictions
 from tests.support.jobs import config_of, job_of
 from tests.support.ranks import on_ranks
 

@@ -35,9 +35,9 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.options.schema import Config
 from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.language_model.task import LanguageModel
-from ddp_train.tasks.own import complete
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask, can_predict
+from ddp_train.tasks.user_task import complete
 from ddp_train.telemetry.score_lines import headline, score_line
 from ddp_train.text import snake_case
 from tests.support.commands import PROGRAM

@@ -32,14 +32,14 @@ from ddp_train.options.custom import CustomTaskConfig
 from ddp_train.options.schema import Config
 from ddp_train.runs.plan_report import _task as plan_of_task
 from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
-from ddp_train.tasks.choose import choose
+from ddp_train.tasks.catalog import choose
 from ddp_train.tasks.config import ClassificationConfig
 from ddp_train.tasks.language_model.task import LanguageModel
-from ddp_train.tasks.own import complete
 from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.supervised import BuiltIn
 from ddp_train.tasks.task import ModelWithTask, Task
-from ddp_train.tasks.try_out import check_loss, check_scores, undisturbed
+from ddp_train.tasks.trial import check_loss, check_scores, undisturbed
+from ddp_train.tasks.user_task import complete
 from ddp_train.tensor_tree import map_tensors
 from tests.support.jobs import config_of, job_of, largest_difference
 from tests.support.ranks import on_ranks

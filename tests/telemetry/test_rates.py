@@ -19,8 +19,8 @@ from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.flops import flops_of, flops_of_samples, one_sample, peak_flops
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.language_model.task import LanguageModel
-from ddp_train.tasks.own import complete
 from ddp_train.tasks.task import ModelWithTask, Task
+from ddp_train.tasks.user_task import complete
 from ddp_train.telemetry.rates import Rates, in_words, shown_flops
 from tests.support.commands import read, run
 

@@ -1,0 +1,230 @@
+"""The trial of a user's task before the first step: are its loss and its scores sums?"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_train.distributed.process_group import buffer_places
+from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.tasks.predictions import PREDICTIONS
+from ddp_train.tasks.task import ModelWithTask, Task
+from ddp_train.text import first_line
+
+log = logging.getLogger(__name__)
+
+BatchOf = Callable[[np.ndarray], Any]
+"""Sample numbers, int64 [n] -> a batch of these samples on the device."""
+Sum = tuple[float, float]
+"""A sum over a batch, and what it is taken over: units, or a weight."""
+COPIES = (1, 2, 5)
+"""Sizes of the batches that consist of copies of the first sample."""
+DISTINCT_SAMPLES = 7
+"""The most samples of the batch without copies."""
+TOLERANCE = 0.02
+"""Relative difference below which two losses count as equal: bfloat16 has 8 bits."""
+DEPENDS_ON_PROCESSES = "the result would depend on the number of processes"
+RETURN_SUMS = "return the sum of the losses of all units, and their number"
+
+
+@dataclass(frozen=True)
+class LossTrial:
+    """What `loss` gave for a few batches."""
+
+    of_copies: list[Sum]
+    """For the sizes in COPIES."""
+    of_distinct: Sum
+    of_each: list[Sum]
+    """For each sample of the distinct ones by itself."""
+
+    def problem(self, task: Task) -> str:
+        """The reason why the loss is not a sum over its units, with a remedy; "" if it is."""
+        samples = len(self.of_each)
+        distinct_units = self.of_distinct[1]
+        losses, units = zip(*self.of_copies, strict=True)
+        if task.units_are_samples:
+            for count, batch in zip((*units, distinct_units), (*COPIES, samples), strict=True):
+                if count != batch:
+                    return (
+                        f"units_are_samples is True, but loss() counts {count:g} units in a batch"
+                        f" of {batch}; leave units_are_samples out, or count the samples"
+                    )
+        if not all(map(math.isfinite, losses)) or not units[0]:
+            return ""  # a loss of one sample need not have a value, nor the first sample a unit
+        findings = (
+            f"loss() gives {losses[0]:.6g} for one sample and {losses[-1]:.6g} for a batch of"
+            f" {COPIES[-1]} copies of it"
+        )
+        if len(set(units)) == 1:
+            return (
+                f"{findings}, and counts {units[0]:g} {task.unit} in either:"
+                f" {DEPENDS_ON_PROCESSES}; {RETURN_SUMS}; of a loss of the batch as a whole, that"
+                " loss times the number of samples, and their number"
+            )
+        if losses[0] and all(math.isclose(loss, losses[0], rel_tol=TOLERANCE) for loss in losses):
+            remedy = f'{RETURN_SUMS}, as with reduction="sum"'
+            return f"{findings}: that is a mean, not a sum; {remedy}"
+        units_one_by_one = math.fsum(count for _, count in self.of_each)
+        if not math.isclose(distinct_units, units_one_by_one):
+            return (
+                f"loss() counts {distinct_units:g} {task.unit}s in a batch of {samples} samples,"
+                f" and {units_one_by_one:g} if they come one by one: {DEPENDS_ON_PROCESSES}; count"
+                " what is valid, mask.sum(), and no padding"
+            )
+        return ""
+
+
+@torch.no_grad()
+def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str) -> None:
+    """Raise ConfigError if `loss` returns a mean, or units that are not those of the batch.
+
+    A sum over five copies of a sample is five times that of one, and has five times the units. A
+    mean stays what it is; it would weight the samples of a small micro-batch more than those of a
+    large one. Units of a batch are those of its samples one by one: padding, which depends on what
+    else is in the batch, has none.
+
+    samples: of the data set.
+    key: key and value that name the task.
+    """
+    numbers = np.arange(min(samples, DISTINCT_SAMPLES))
+
+    def loss_of(batch: np.ndarray) -> Sum:
+        loss, units = module.loss_of(batch_of(batch))
+        return float(loss), float(units)
+
+    try:
+        with undisturbed(module):
+            trial = LossTrial(
+                of_copies=[loss_of(np.zeros(copies, np.int64)) for copies in COPIES],
+                of_distinct=loss_of(numbers),
+                of_each=[loss_of(number) for number in numbers[:, None]],
+            )
+    except LaunchError:
+        raise
+    except Exception as error:  # noqa: BLE001  code of the user's may raise anything
+        _warn_of_failure("loss", key, error)
+        return
+    problem = trial.problem(module.task)
+    if problem:
+        raise ConfigError([f"{key}: {problem}"])
+
+
+@torch.no_grad()
+def check_scores(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str) -> None:
+    """Raise ConfigError if `score` returns a mean; the parameters are those of `check_loss`.
+
+    Seven samples are scored in one batch, and each by itself: a mean is their mean there, a sum
+    their sum. A score that compares samples with each other is neither.
+    """
+    numbers = np.arange(min(samples, DISTINCT_SAMPLES))
+    try:
+        with undisturbed(module):
+            of_all = _scores(module, batch_of(numbers))
+            of_each = [_scores(module, batch_of(number)) for number in numbers[:, None]]
+    except Exception as error:
+        # With a cause: a loss of one sample, or one without gradients.
+        if isinstance(error, LaunchError) and not error.__cause__:
+            raise
+        _warn_of_failure("score", key, error)
+        return
+    for name, whole in of_all.items():
+        parts = [scores.get(name, (math.nan, 0.0)) for scores in of_each]
+        problem = _problem_of_score(name, whole, parts)
+        if problem:
+            raise ConfigError([f"{key}: {problem}"])
+
+
+def _scores(module: ModelWithTask, batch: Any) -> dict[str, Sum]:
+    """Sum and weight of each metric, over all classes."""
+    sums = {}
+    for name, pair in module.score(batch).items():
+        if name != PREDICTIONS:
+            value, weight = (torch.as_tensor(part, dtype=torch.float64).sum() for part in pair)
+            sums[name] = (float(value), float(weight))
+    return sums
+
+
+def _problem_of_score(name: str, whole: Sum, parts: Sequence[Sum]) -> str:
+    """The reason why a metric is not a sum, with a remedy; "" if it may be one.
+
+    whole: sum and weight of all samples.
+    parts: those of each sample.
+    """
+    value, weight = whole
+    values, weights = zip(*parts, strict=True)
+    if len(parts) < 2 or not all(map(math.isfinite, [value, *values])):
+        return ""
+    findings = f"score() gives {name} = ({value:.6g}, {weight:g}) for {len(parts)} samples"
+    if weight and set(weights) == {weight}:
+        return (
+            f"{findings} and ({values[0]:.6g}, {weight:g}) for the first of them: the result would"
+            " depend on train.evaluate_batch_size; return (sum, what it is a sum over)"
+        )
+    means = [math.fsum(values) / len(values)]
+    if sum(weights):
+        means.append(math.fsum(map(operator.mul, values, weights)) / sum(weights))
+    is_mean = any(math.isclose(value, mean, rel_tol=TOLERANCE) for mean in means)
+    is_sum = math.isclose(value, math.fsum(values), rel_tol=TOLERANCE)
+    if is_mean and not is_sum and len(set(values)) > 1:
+        return (
+            f"{findings}, which is the mean of what it gives for each of them; return (sum,"
+            " weight), not (mean, weight)"
+        )
+    return ""
+
+
+def _warn_of_failure(method: str, key: str, error: Exception) -> None:
+    cause = f"{type(error).__name__}: {first_line(error)}"
+    log.warning("%s: its %s could not be tried in eval mode: %s", key, method, cause)
+
+
+@contextlib.contextmanager
+def undisturbed(module: ModelWithTask) -> Iterator[list[str]]:
+    """Put a module into eval mode, and back as it was at the end.
+
+    Inside, a loss may draw torch's random numbers, write into buffers (a queue of keys) and put
+    others in their place. Yields a list that says at the end what of that happened.
+    """
+    places = [(holder, name, holder[name]) for holder, name in buffer_places(module)]
+    contents = [None if buffer is None else buffer.clone() for _, _, buffer in places]
+    gpus = sorted({weight.device.index or 0 for weight in module.parameters() if weight.is_cuda})
+    effects: list[str] = []
+    module.eval()
+    try:
+        with torch.random.fork_rng(gpus):
+            generators = _generators(gpus)
+            yield effects
+            if _generators(gpus) != generators:
+                effects.append("draws random numbers")
+    finally:
+        module.train()
+        for (holder, name, buffer), content in zip(places, contents, strict=True):
+            if buffer is not None and content is not None:
+                if _has_other_numbers(holder.get(name), content):
+                    effects.append(f"changes the buffer {name}")
+                buffer.copy_(content)
+            holder[name] = buffer
+
+
+def _has_other_numbers(buffer: Tensor | None, content: Tensor) -> bool:
+    """False too for another size, as of a cache that grows, and for what cannot be compared."""
+    # Sparse, or on another device; deleted.
+    with contextlib.suppress(RuntimeError, AttributeError):
+        now, before = (part.contiguous().view(-1).view(torch.uint8) for part in (buffer, content))  # type: ignore[union-attr]
+        return now.shape == before.shape and not torch.equal(now, before)
+    return False
+
+
+def _generators(gpus: list[int]) -> list[bytes]:
+    """The states of torch's random number generators."""
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
+    return [state.numpy().tobytes() for state in states]
