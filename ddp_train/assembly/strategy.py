@@ -5,7 +5,6 @@ from __future__ import annotations
 from ddp_train.assembly.arguments import arguments_of
 from ddp_train.distributed.world import World
 from ddp_train.options.schema import Config
-from ddp_train.parallel.alone import Alone
 from ddp_train.parallel.ordered.reduction import OrderedReduction
 from ddp_train.parallel.strategy import DataParallel, DistributedDataParallel, Single, Strategy
 
@@ -19,12 +18,12 @@ def build_strategy(config: Config, world: World, device: str) -> Strategy:
         return DataParallel(device)
     if section.name == "single":
         return Single(device)
+    if world.size == 1 and section.is_plain:
+        # DDP would copy each gradient into a bucket, by a kernel of its own, that nobody reads.
+        return Single(device, sync_bn=section.sync_bn, needs_all_gradients=True)
     # On a GPU the bits of a gradient's norm depend on its place in its bucket.
     bits_depend_on_buckets = world.size > 2 or device.startswith("cuda")
-    ddp = DistributedDataParallel
-    if world.size == 1 and section.is_plain:
-        ddp = Alone
-    return ddp(
+    return DistributedDataParallel(
         device,
         fixed_buckets=bool(config.deterministic) and bits_depend_on_buckets,
         buckets=config.tuning.buckets,

@@ -1,2 +1,1 @@
-"""How the processes of a run share one model: strategies, their reductions, batch norm over all of
-them."""
+"""Strategies, by which the processes of a run share one model."""

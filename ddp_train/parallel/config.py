@@ -1,4 +1,4 @@
-"""The strategies of one process."""
+"""The options strategy=single and strategy=dp."""
 
 from __future__ import annotations
 

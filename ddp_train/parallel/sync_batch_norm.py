@@ -1,14 +1,16 @@
-"""Batch norm over the samples of all processes, on any device. torch's own SyncBatchNorm refuses
+"""Batch norm over the samples of all processes, on any device: torch's own SyncBatchNorm refuses
 CPU tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.process_group import total
+from ddp_train.distributed.training_step import CURRENT
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -17,16 +19,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     In evaluation it is torch's BatchNorm, and so are the names in its state_dict. The variance is
     taken around the mean in a second pass: a sum of squares would lose digits where the mean is
-    large. Everything but the two sums is left to autograd.
+    large. Everything but the two sums is left to autograd. A stand-in (see `MicroBatch.num_real`)
+    is normalised like other samples, and leaves no trace.
     """
 
-    counts = True
-    """Whether the samples here count. False for a stand-in (see data.plan.MicroBatch), which every
-    process needs to take part in the exchange; it is normalised like the others, and leaves no
-    trace."""
-
     def __init__(self, like: nn.modules.batchnorm._BatchNorm) -> None:
-        """With the options, the mode and the very tensors of `like`."""
+        """Take the options, the mode and the very tensors of another layer."""
         super().__init__(
             like.num_features, like.eps, like.momentum, like.affine, like.track_running_stats
         )
@@ -42,21 +40,23 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """input: [n, features, ...]; returns the same shape. On all processes alike. Raises
-        ValueError for fewer than 2 dimensions, and in training if there is but one value per
-        feature on all processes together."""
+        """Normalise a batch. Every process must call it.
+
+        input: [n, features, ...].
+
+        Returns the same shape. Raises ValueError for fewer than 2 dimensions, and in training if
+        all processes together have a single value for each feature.
+        """
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        half = input.dtype in (torch.float16, torch.bfloat16)  # under autocast
-        wide = input.float() if half else input
-        places = [dimension for dimension in range(input.ndim) if dimension != 1]
+        wide = input
+        if input.dtype in (torch.float16, torch.bfloat16):  # under autocast
+            wide = input.float()
+        dimensions = [dimension for dimension in range(input.ndim) if dimension != 1]
         shape = [1, -1] + [1] * (input.ndim - 2)
-        mine = float(
-            self.counts
-        )  # a factor, not a branch: every rank's backward pass must reach the exchange
-        values_here = wide.new_full((1,), mine * (input.numel() // self.num_features))
-        sums = self.total_over_ranks(torch.cat([wide.sum(places) * mine, values_here]))
+        values_here = wide.new_full((1,), input.numel() // self.num_features)
+        sums = self.total_over_ranks(torch.cat([wide.sum(dimensions), values_here]))
         values = sums[-1]
         if values <= 1:
             raise ValueError(
@@ -65,7 +65,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             )
         mean = sums[:-1] / values
         centred = wide - mean.view(shape)
-        variance = self.total_over_ranks(centred.square().sum(places) * mine) / values
+        variance = self.total_over_ranks(centred.square().sum(dimensions)) / values
         if self.track_running_stats:
             self._track(mean.detach(), variance.detach() * (values / (values - 1)))
         scale = (variance + self.eps).rsqrt()
@@ -81,15 +81,17 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, variance: Tensor) -> None:
-        """As torch does: the unbiased variance; momentum None is the plain average over all
-        batches."""
-        assert (
-            self.running_mean is not None
-            and self.running_var is not None
-            and self.num_batches_tracked is not None
-        )
+        """Update the running statistics as torch does.
+
+        variance: unbiased. Momentum None is the plain average over all batches.
+        """
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        factor = self.momentum
+        if factor is None:
+            factor = 1 / self.num_batches_tracked.item()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
@@ -108,14 +110,28 @@ def synchronised(module: nn.Module) -> nn.Module:
     return module
 
 
+def synchronised_on(device: str, module: nn.Module) -> nn.Module:
+    """As `synchronised`; on GPUs by torch's own layer, which has kernels for them."""
+    if device.startswith("cuda"):
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    return synchronised(module)
+
+
 class _TotalOverRanks(torch.autograd.Function):
-    """The sum over all processes. Each local value is part of the result on every rank, so its
-    gradient is the sum of all ranks' gradients."""
+    """The sum over all processes, but for those with a stand-in.
+
+    Each local value is part of the result on every rank, so its gradient is the sum of all ranks'
+    gradients.
+    """
 
     @staticmethod
-    def forward(ctx: object, local: Tensor) -> Tensor:
-        return total(local.clone())
+    def forward(ctx: Any, local: Tensor) -> Tensor:
+        counts = CURRENT.step is None or CURRENT.step.counts
+        # A factor, not a branch: every rank's backward pass must reach the exchange.
+        ctx.factor = float(counts)
+        return total(local * ctx.factor)
 
     @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> Tensor:
-        return total(gradients[0].clone(memory_format=torch.contiguous_format))
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        whole = total(gradients[0].clone(memory_format=torch.contiguous_format))
+        return whole * ctx.factor

@@ -147,8 +147,6 @@ class Steps:
     def begin_step(self, micro_batch: MicroBatch) -> None:
         """Before a batch is handed out: whatever the step draws depends on seed, rank and step
         alone."""
-        if self.model:
-            self.model.counts(micro_batch.num_real > 0)
         self.micro_batch = micro_batch
         self.had_backward = False
         CURRENT.step = training_step(micro_batch.num_real > 0)

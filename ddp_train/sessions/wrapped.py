@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments
 from ddp_train.parallel.strategy import warm_up_ddp_buckets
-from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
+from ddp_train.parallel.sync_batch_norm import synchronised_on
 from ddp_train.tensor_tree import tensors
 
 
@@ -35,12 +35,8 @@ class Wrapped(nn.Module):
         """options: of torch's DistributedDataParallel, by torch's names."""
         super().__init__()
         if processes > 1 and sync_batch_norm:
-            on_gpu = device.startswith(
-                "cuda"
-            )  # torch's has kernels for GPUs, and refuses CPU tensors
-            module = (nn.SyncBatchNorm.convert_sync_batchnorm if on_gpu else synchronised)(module)
+            module = synchronised_on(device, module)
         self.module = module.to(device)
-        self._counting = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm)]
         ddp = None
         if processes > 1:
             ddp = NamingDdp(
@@ -71,11 +67,6 @@ class Wrapped(nn.Module):
             warm_up_ddp_buckets(ddp, loss)
         for parameter, gradient in zip(self.parameters(), before, strict=True):
             parameter.grad = gradient
-
-    def counts(self, counts: bool) -> None:
-        """Whether the batch of this process counts, or only stands in for an empty one."""
-        for layer in self._counting:
-            layer.counts = counts
 
     def release(self) -> None:
         """Lets go of DDP, which must not outlive the process group."""

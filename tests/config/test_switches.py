@@ -68,8 +68,8 @@ from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workload import Workload, workload_of
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config, RequestedRun
-from ddp_train.parallel import compiled as compiled_ddp
-from ddp_train.parallel.compiled import FLOPS_PER_BYTE_SENT, buckets_by_flops
+from ddp_train.parallel import compiler_graphs
+from ddp_train.parallel.compiler_graphs import FLOPS_PER_BYTE_SENT, buckets_by_flops
 from ddp_train.parallel.naming_ddp import BUCKET_MB, ddp_arguments
 from ddp_train.parallel.strategy import DistributedDataParallel
 from ddp_train.performance import switches
@@ -369,7 +369,7 @@ def wrapped(case: Case) -> Any:
 def buckets(case: Case) -> tuple[int, bool]:
     """Bytes of one, and whether torch's compiler would make a graph for each. Nothing is
     compiled."""
-    several = mock.patch("ddp_train.parallel.compiled.ranks", lambda: 2)
+    several = mock.patch("ddp_train.parallel.compiler_graphs.ranks", lambda: 2)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with torch._dynamo.config.patch(optimize_ddp=True), several:
@@ -413,8 +413,8 @@ def test_buckets_have_the_size_that_is_asked_for(words: str, mib: int, cut: bool
 def test_a_model_is_cut_where_a_step_is_short_beside_its_exchange(
     ranks: int, flops: int | None, buckets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled_ddp, "ranks", lambda: ranks)
-    monkeypatch.setattr(compiled_ddp, "from_leader", lambda value, device: value)
+    monkeypatch.setattr(compiler_graphs, "ranks", lambda: ranks)
+    monkeypatch.setattr(compiler_graphs, "from_leader", lambda value, device: value)
     module = nn.Sequential(
         nn.Linear(500, 500, bias=False), nn.Linear(500, 500).requires_grad_(False)
     )  # 1 MB to send

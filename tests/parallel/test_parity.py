@@ -319,7 +319,7 @@ def said_by_flops(world: World) -> list[str]:
     source = table(2400)
     vars(source)["lengths"] = [1] * len(source)
     said: list[str] = []
-    log = logging.getLogger("ddp_train.parallel.compiled")
+    log = logging.getLogger("ddp_train.parallel.compiler_graphs")
     log.setLevel(logging.INFO)
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.assembly.strategy import build_strategy
+from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.distributed.world import World
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
 from ddp_train.tasks.builtin import Classification
@@ -66,11 +67,11 @@ def normalised(
         real = len(inputs) > 0
         if not real:
             inputs, gradients = (part[:1] for part in batch_of(kind, number, sum(split)))
-            model[0].counts = False
             gradients = gradients * 0
         inputs = inputs.clone().requires_grad_()
-        outputs = model(inputs)
-        outputs.backward(gradients)
+        with TrainingStep(counts=real):
+            outputs = model(inputs)
+            outputs.backward(gradients)
         assert inputs.grad is not None
         if real:
             found |= {
@@ -122,9 +123,9 @@ def test_three_uneven_ranks_are_one_process_with_the_whole_batch(
 
 def alone(world: World, samples_of_rank_0: int) -> str:
     layer = synchronised(nn.BatchNorm1d(2))
-    layer.counts = world.rank == 0
     try:
-        layer(torch.ones(samples_of_rank_0, 2))
+        with TrainingStep(counts=world.rank == 0):
+            layer(torch.ones(samples_of_rank_0, 2))
     except ValueError as error:
         return str(error)
     return "no error"

@@ -19,8 +19,8 @@ shard instead of rank.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.process_group import from_all_ranks, send_from_leader
 from ddp_train.distributed.training_step import TrainingStep
-from ddp_train.parallel.strategy import Single, unknown
+from ddp_train.parallel.strategy import Replicas
 from ddp_train.tasks.task import ModelWithTask
 
 NO_GATHER = (
@@ -47,7 +47,7 @@ class Tree:
         self.leaves = 0
 
     def add(self, leaf: Tensor) -> None:
-        """The next leaf, from left to right. It may be overwritten."""
+        """Add the next leaf, from left to right. It may be overwritten."""
         self.sums.append(leaf)
         self.leaves += 1
         whole = self.leaves
@@ -62,12 +62,12 @@ class Tree:
         return total
 
 
-class OrderedReduction(Single):
+class OrderedReduction(Replicas):
     """Gradients and the changes of buffers, added up over the shards of a global batch in a fixed
     order."""
 
     allow_missing_grads = True
-    """Only DDP demands that every shard uses every parameter."""
+    buffers_differ = False
 
     def __init__(self, device: str, seed: int, virtual_shards: int) -> None:
         super().__init__(device)
@@ -76,47 +76,55 @@ class OrderedReduction(Single):
         self.tree = Tree()
 
     def wrap(
-        self, module: ModelWithTask, step_flops: Callable[[], int | None] = unknown
+        self, module: ModelWithTask, step_flops: Callable[[], int | None] | None = None
     ) -> nn.Module:
         self.parameters = [
             parameter for parameter in module.parameters() if parameter.requires_grad
         ]
         self.buffers = list(module.buffers())
         send_from_leader([*module.parameters(), *self.buffers])
-        self.dtype = functools.reduce(
-            torch.promote_types, (p.dtype for p in self.parameters), torch.float32
-        )
+        self.dtype = torch.float32
+        for parameter in self.parameters:
+            self.dtype = torch.promote_types(self.dtype, parameter.dtype)
         return module
 
     @contextlib.contextmanager
     def sync_gradients(self, micro_batch: MicroBatch) -> Iterator[None]:
         if not self.tree.leaves:
             self.before = [buffer.clone() for buffer in self.buffers]
-        self.seeds[micro_batch.shard_index](
-            micro_batch.step
-        )  # in place of the step's, which knows the rank
+        # In place of the step's seed, which knows the rank.
+        self.seeds[micro_batch.shard_index](micro_batch.step)
         try:
             with TrainingStep(refused=NO_GATHER):
                 yield
-        except (
-            BaseException
-        ):  # a peer is gone: what is saved then are the buffers of the last whole step
-            for buffer, before in zip(self.buffers, self.before, strict=True):
-                buffer.copy_(before)
+        except BaseException:
+            # A peer is gone: what is saved then are the buffers of the last whole step.
+            self._restore_buffers()
             raise
-        self.tree.add(self._take(counts=micro_batch.num_real > 0))
+        contribution = self._take_contribution()
+        if not micro_batch.num_real:  # a stand-in took the place of samples
+            contribution.zero_()
+        self.tree.add(contribution)
         if micro_batch.is_last:
             self._finish()
 
     def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
-        of_shards = from_all_ranks(
-            scaled
-        ).flatten()  # one number a shard, in their order: one sum on any number of ranks
-        return of_shards.sum
+        # One number a shard, in their order: one sum on any number of ranks.
+        units_of_shards = from_all_ranks(scaled).flatten()
+        return units_of_shards.sum
 
-    def _take(self, counts: bool) -> Tensor:
-        """What a shard contributes, one flat tensor; the model is left as it was before the shard.
-        Exact zeros if the shard has no samples: a stand-in took its place."""
+    def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:
+        return contextlib.nullcontext(torch.empty(1, 0))
+
+    def _restore_buffers(self) -> None:
+        for buffer, before in zip(self.buffers, self.before, strict=True):
+            buffer.copy_(before)
+
+    def _take_contribution(self) -> Tensor:
+        """Gradients and changes of buffers by one shard, as one flat tensor.
+
+        The model is left as it was before the shard.
+        """
         used = [parameter.grad is not None for parameter in self.parameters]
         parts = [torch.tensor([1, *used], dtype=self.dtype, device=self.device)]
         for parameter in self.parameters:
@@ -125,36 +133,34 @@ class OrderedReduction(Single):
             parts.append(torch.zeros_like(parameter) if gradient is None else gradient)
         for buffer, before in zip(self.buffers, self.before, strict=True):
             parts.append((buffer.double() - _finite(before)).to(self.dtype))
-            buffer.copy_(before)
-        flat = torch.cat([part.detach().flatten() for part in parts])
-        return flat if counts else flat.zero_()
+        self._restore_buffers()
+        return torch.cat([part.detach().flatten() for part in parts])
 
     def _finish(self) -> None:
-        """Exchanges the sums, and gives gradients and buffers to the model, on all processes the
-        same bits."""
+        """Exchange the sums, and give gradients and buffers to the model, on all processes the same
+        bits."""
         tree = Tree()
         for subtree in from_all_ranks(self.tree.total()):
             tree.add(subtree)
         self.tree = Tree()
-        tensors = [*self.parameters, *self.buffers]
-        flags, *sums = tree.total().split(
-            [1 + len(self.parameters), *(tensor.numel() for tensor in tensors)]
-        )
+        count = len(self.parameters)
+        sizes = [tensor.numel() for tensor in (*self.parameters, *self.buffers)]
+        flags, *sums = tree.total().split([1 + count, *sizes])
         shards, *used = flags.tolist()
-        gradients = sums[: len(self.parameters)]
-        changes = sums[len(self.parameters) :]
-        for parameter, gradient, count in zip(self.parameters, gradients, used, strict=True):
-            if (
-                count
-            ):  # on any process; a parameter that none used keeps no gradient, as without processes
+        for parameter, gradient, uses in zip(self.parameters, sums[:count], used, strict=True):
+            # A parameter that no process used keeps no gradient, as without processes.
+            if uses:
                 # empty_like keeps the memory format, channels_last for one: fused optimizers ask
-                # for it
+                # for it.
                 parameter.grad = torch.empty_like(parameter).copy_(gradient.view_as(parameter))
-        for buffer, change in zip(self.buffers, changes, strict=True):
+        for buffer, change in zip(self.buffers, sums[count:], strict=True):
             buffer.copy_(_finite(buffer) + change.double().view_as(buffer) / shards)
 
 
 def _finite(buffer: Tensor) -> Tensor:
-    """What the changes of a buffer are counted from: 0 where it is infinite, so that an infinity
-    stays one, and a largest value so far, which begins at -inf, can leave it."""
+    """A buffer in float64 with 0 where it is infinite.
+
+    Changes are counted from there, so that an infinity stays one, and a largest value so far, which
+    begins at -inf, can leave it.
+    """
     return torch.where(buffer.isfinite(), buffer, 0).double()

@@ -15,8 +15,8 @@ from ddp_train.assembly.strategy import build_strategy
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit
 from ddp_train.errors import ModelError
-from ddp_train.parallel.alone import Alone
-from ddp_train.parallel.strategy import DistributedDataParallel
+from ddp_train.parallel.ddp.config import DdpConfig
+from ddp_train.parallel.strategy import DistributedDataParallel, Single
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
 from tests.support.jobs import config_of, job_of
@@ -66,7 +66,7 @@ class Spare(nn.Module):
 
 
 def trained(
-    world: World, monkeypatched: bool, **sections: Any
+    world: World, with_ddp: bool, **sections: Any
 ) -> tuple[dict[str, Tensor], list[str], list[Any]]:
     config = config_of(
         world,
@@ -77,8 +77,8 @@ def trained(
         **sections,
     )
     with pytest.MonkeyPatch.context() as patch:
-        if monkeypatched:
-            patch.setattr("ddp_train.assembly.strategy.Alone", DistributedDataParallel)
+        if with_ddp:
+            patch.setattr(DdpConfig, "is_plain", False)
         job = job_of(config, world)
     norms: list[Any] = []
 
@@ -107,14 +107,14 @@ def both(world: World, sections: dict[str, Any]) -> list[Any]:
             "model": {"name": "cnn", "channels": 8, "norm": "batch"},
             "strategy": {"name": "ddp", "sync_bn": True},
         },
-        {"model": {"name": "custom", "target": "tests.parallel.test_alone.Reached"}},
+        {"model": {"name": "custom", "target": "tests.parallel.test_gradient_check.Reached"}},
     ],
 )
 def test_the_bits_are_those_of_ddp(sections: dict[str, Any]) -> None:
     """With a short last batch, whose four micro-batches are not all the same size, and clipping."""
     ((alone, ddp),) = on_ranks(1, both, {"strategy": {"name": "ddp"}} | sections)
     assert (alone[1], ddp[1]) == (
-        ["Alone", "ModelWithTask"],
+        ["Single", "ModelWithTask"],
         ["DistributedDataParallel", "NamingDdp"],
     )
     assert alone[2] == ddp[2] and len(alone[2]) == 9
@@ -126,15 +126,15 @@ def test_the_bits_are_those_of_ddp(sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("size", "options", "kind"),
     [
-        (1, {}, Alone),
-        (1, {"sync_bn": True, "bucket_cap_mb": 1.0}, Alone),
+        (1, {}, Single),
+        (1, {"sync_bn": True, "bucket_cap_mb": 1.0}, Single),
         (1, {"comm_hook": "fp16"}, DistributedDataParallel),
         (1, {"find_unused_parameters": True}, DistributedDataParallel),
         (1, {"static_graph": True}, DistributedDataParallel),
         (2, {}, DistributedDataParallel),
     ],
 )
-def test_ddp_stays_where_it_does_more_than_to_average(
+def test_ddp_stays_where_it_does_more_than_average(
     size: int, options: dict[str, Any], kind: type
 ) -> None:
     world = World(size=size)
@@ -156,7 +156,7 @@ def spared(world: World, used: list[bool], with_ddp: bool) -> tuple[str, int]:
     module = ModelWithTask(Spare(*used), Classification(10), "cpu", None)
     with pytest.MonkeyPatch.context() as patch:
         if with_ddp:
-            patch.setattr("ddp_train.assembly.strategy.Alone", DistributedDataParallel)
+            patch.setattr(DdpConfig, "is_plain", False)
         job = job_of(config, world, module=module.train())
     try:
         fit(job)
@@ -169,7 +169,7 @@ def all_spared(world: World, cases: list[list[bool]]) -> list[Any]:
     return [[spared(world, used, with_ddp) for with_ddp in (False, True)] for used in cases]
 
 
-def test_parameters_without_a_gradient_are_named_before_the_step_that_ddp_would_take() -> None:
+def test_missing_gradients_are_named_before_ddp_would() -> None:
     """As DDP does, it looks at the last micro-batch of a step. DDP raises its error in the step
     behind."""
     t = True
@@ -188,9 +188,9 @@ def test_parameters_without_a_gradient_are_named_before_the_step_that_ddp_would_
 def test_hooks_keep_nothing_alive_and_leave_with_their_strategy() -> None:
     """The garbage collector does not see what a hook of a parameter holds."""
     module = ModelWithTask(Reached(), Classification(10), "cpu", None)
-    strategy = Alone("cpu")
+    strategy = Single("cpu", needs_all_gradients=True)
     strategy.wrap(module)
-    first, parameter = weakref.ref(strategy.gradients), weakref.ref(module.model.weight)  # type: ignore[arg-type]
+    first, parameter = weakref.ref(strategy.gradient_check), weakref.ref(module.model.weight)  # type: ignore[arg-type]
     strategy.wrap(module)
     assert all(len(one._post_accumulate_grad_hooks) == 1 for one in module.parameters())  # type: ignore[arg-type]
     del module, strategy
@@ -228,10 +228,10 @@ def frozen() -> nn.Module:
     ("model", "error"),
     [
         (
-            "tests.parallel.test_alone.lazy",
+            "tests.parallel.test_gradient_check.lazy",
             "2 parameters without a shape, of lazy layers: 1.weight, 1.bias",
         ),
-        ("tests.parallel.test_alone.frozen", "no parameter of the model wants a gradient"),
+        ("tests.parallel.test_gradient_check.frozen", "no parameter of the model wants a gradient"),
     ],
 )
 def test_a_model_that_several_refuse_one_refuses_too(model: str, error: str) -> None:
