@@ -57,7 +57,6 @@ MODULES = {
     "ddp_train.data.user_dataset": "a data set of the user's own",
     "ddp_train.engine.hook_context": "what hooks are given",
     "ddp_train.engine.loop": "a job: all that the loop trains with",
-    "ddp_train.engine.step_observers": "the batches of a job",
     "ddp_train.models.python_state": "what code keeps outside of parameters and buffers",
     "ddp_train.optim.stepper": "what may watch each step",
     "ddp_train.parallel.strategy": "the strategy of a single process",

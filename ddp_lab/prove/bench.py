@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -18,7 +18,6 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.datasets import BatchSource
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
-from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.models.python_state import state_of
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Single
@@ -45,9 +44,10 @@ class Bench:
         self.synchronises_batch_norm = bool(getattr(config.strategy, "sync_bn", False))
         self.module: ModelWithTask = build_module(config, self.splits.train, self.strategy, "cpu")
         try_user_task(config, self.module, self.splits.train, "cpu")
-        job: Job = self._builder(World()).build_job(self.splits)
+        builder = self._builder(World())
+        job: Job = builder.build_job(self.splits)
         self.plan: BatchPlan = dataclasses.replace(job.plan, virtual_shards=None)
-        mix = cast(ReportedBatches, job.batches).loader.mix
+        mix = builder.build_mix(self.splits.train)
         options = dataclasses.replace(loader_options(config, self.module.task), num_workers=0)
         self.division = Division(self.module, self.splits.train, self.plan, options, mix)
 

@@ -58,9 +58,7 @@ class JobBuilder:
         module = self.module
         plan = self.build_plan(splits)
         factor = self.build_schedule(plan)
-        data = config.data
-        classifies = isinstance(module.task, Classification)
-        mix = mix_of(splits.train, config.seed, data.mixup, data.cutmix, classifies)
+        mix = self.build_mix(splits.train)
         stream = None
         if config.tuning.cuda_graph and config.device == "cuda":
             stream = torch.cuda.Stream(self.device)
@@ -105,6 +103,12 @@ class JobBuilder:
             lengths = lengths_of(source, config.train.global_batch_size)
         plan = build_plan(config, self.world, len(source), splits.weights, lengths)
         return replace(plan, units_per_sample=units)
+
+    def build_mix(self, source: BatchSource) -> Mix | None:
+        """Mixup and CutMix; None if the config asks for neither."""
+        data = self.config.data
+        classifies = isinstance(self.module.task, Classification)
+        return mix_of(source, self.config.seed, data.mixup, data.cutmix, classifies)
 
     def build_schedule(self, plan: BatchPlan) -> Factor:
         """Raises ConfigError if the warm-up is longer than the run."""

@@ -80,7 +80,7 @@ class CheckpointHook:
 
     def act(self, job: Job) -> None:
         is_last = job.step >= min(job.plan.steps, job.stop.last_step)
-        has_score = self.times.after_evaluations and self.metrics_hook.score is not None
+        has_score = self.times.after_evaluations and job.score is not None
         if self.times.include(job) or has_score or is_last or self._time_is_up(job):
             self.save(job)
         if self.writer and is_last:
@@ -111,10 +111,9 @@ class CheckpointHook:
             average = collect_average(job.stepper.average, job.strategy, job.module, copies)
         with job.strategy.averaged(job.module) as buffers:
             if self.writer:
-                score = self.metrics_hook.score
                 scores = {
                     "test": None,
-                    self.metrics_hook.split: score.as_dict() if score else None,
+                    self.metrics_hook.split: job.score.as_dict() if job.score else None,
                 }
                 snapshot = partial(self.snapshot, job, buffers, average, self.hook_states(), scores)
                 self.writer.submit(snapshot)

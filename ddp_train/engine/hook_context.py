@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,11 +13,13 @@ from torch.optim import Optimizer
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Job
 from ddp_train.optim.stepper import StepObserver, Stepper
-from ddp_train.resilience.preemption import StopController
+from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 
+log = logging.getLogger(__name__)
 Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
 """The loss of a batch as a scalar, and its number of units; None if these are the samples."""
 
@@ -25,8 +30,11 @@ class HookContext:
     `batches` and `wrapped` may be replaced when the hook is entered.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, run_dir: Path, world: World) -> None:
         self._job = job
+        self.run_dir = run_dir
+        self.world = world
+        """This process among all: `rank`, `size`."""
 
     @property
     def step(self) -> int:
@@ -37,6 +45,12 @@ class HookContext:
     def plan(self) -> BatchPlan:
         """Which samples are in which step; `steps` of the run, `epoch_end(step)`."""
         return self._job.plan
+
+    @property
+    def score(self) -> Score | None:
+        """The metrics of `step` by the validation set, or by the test set if there is none; None
+        if this step was not evaluated."""
+        return self._job.score
 
     @property
     def module(self) -> ModelWithTask:
@@ -62,10 +76,10 @@ class HookContext:
         """What `ddp_train.engine.loop.evaluate` takes to score the validation or test set."""
         return self._job.evaluation
 
-    @property
-    def stop(self) -> StopController:
-        """`stop.end_at(step)` stops the run after that step, if all processes call it."""
-        return self._job.stop
+    def stop(self, reason: str) -> None:
+        """End training after this step; all processes must call it. The run can be resumed."""
+        log.info("a hook stops the run after step %d: %s", self.step, reason)
+        self._job.stop.end_at(self.step)
 
     def observe(self, observer: StepObserver) -> None:
         """Have an observer called around each backward pass and each update from now on."""
@@ -73,6 +87,10 @@ class HookContext:
 
     def stop_observing(self, observer: StepObserver) -> None:
         self._job.stepper.observers.remove(observer)
+
+    def one_step_earlier(self) -> HookContext:
+        """The same job as it was before its last step was counted."""
+        return HookContext(replace(self._job, step=self.step - 1), self.run_dir, self.world)
 
     @property
     def batches(self) -> Iterable[Batch]:

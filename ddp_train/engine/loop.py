@@ -48,6 +48,8 @@ class Job:
     hooks: Sequence[Hook] = ()
     stop: StopController = field(default_factory=StopController)
     step: int = 0
+    score: Score | None = None
+    """The score of `step`, if it was evaluated."""
 
 
 class Hook(Protocol):

@@ -45,8 +45,6 @@ class MetricsHook:
         self.evaluate_every_epochs = evaluate_every_epochs
         self.split = split
         self.epoch_seconds: list[float] = []
-        self.score: Score | None = None
-        """Of the step that was done last, if it was evaluated."""
         self.epoch_loss = Mean()
         """Of the part of an epoch that is recorded."""
         self.interval_loss = Mean()
@@ -115,7 +113,7 @@ class MetricsHook:
 
     def act(self, job: Job) -> None:
         epoch_ends = job.plan.ends_epoch(job.step)
-        self.score = None
+        job.score = None
         if self.owes_score:
             self._evaluate(job)
             self._show_epoch(job)
@@ -144,10 +142,10 @@ class MetricsHook:
 
     def _evaluate(self, job: Job) -> None:
         """If a stop cuts it off, training ends with this step: a later one has other weights."""
-        self.score = score_with_average(job.evaluation, job.stepper.average)
-        self.owes_score = self.score is None
-        if self.score:
-            self.write_score(job, self.split, self.score)
+        job.score = score_with_average(job.evaluation, job.stepper.average)
+        self.owes_score = job.score is None
+        if job.score:
+            self.write_score(job, self.split, job.score)
         else:
             job.stop.end_at(job.step)
 
@@ -161,7 +159,7 @@ class MetricsHook:
         cut_short = job.step < before + steps_per_epoch
         if cut_short:
             title += f"  cut to {job.step - before} of {counted(steps_per_epoch, 'step')}"
-        score = self.score and (self.split, self.score.as_dict())
+        score = job.score and (self.split, job.score.as_dict())
         line = epoch_line(title, self.last_epoch_loss, score, self.epoch_seconds[-1], samples)
         self.display.line("  ".join(filter(None, [line, self.hardware.short_of_gpus()])))
 

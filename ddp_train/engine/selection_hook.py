@@ -85,14 +85,14 @@ class SelectionHook:
 
     def act(self, job: Job) -> None:
         if self.limit and job.step < job.plan.steps and self.limit.is_over(job):
-            last = (
-                job.step if self.record.score else job.step + 1
-            )  # `record` has acted: without a score of this step
+            last = job.step
+            if job.score is None:  # the metrics hook has acted, without evaluating this step
+                last += 1
             self._end(job, last, f"train.max_minutes={self.limit.minutes:g} are over")
-        if self.record.score is None:
+        if job.score is None:
             return
         for one in filter(None, (self.best, self.stopping)):
-            one.see(job.step, self.record.score.metrics)
+            one.see(job.step, job.score.metrics)
         self.stop_if_due(job)
 
     def stop_if_due(self, job: Job) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -20,75 +19,101 @@ class UserHook:
     """A hook of the user's own as the loop calls hooks: it acts after the steps that it asks for,
     and no others."""
 
-    def __init__(self, hook: Any, path: str) -> None:
-        """hook: with `act(job)`, and perhaps `due(job)`, without which it acts at the end of each
-        epoch; perhaps with `state_dict()` and `load_state_dict(state)`. path: the dotted path of
-        its class."""
+    def __init__(self, hook: Any, path: str, context: HookContext) -> None:
+        """Adapt an object to the loop.
+
+        hook: with `act(job)`, and perhaps `due(job)`, without which it acts at the end of each
+            epoch; perhaps with `state_dict()` and `load_state_dict(state)`.
+        path: dotted path of its class.
+        """
         self.hook = hook
         self.path = path
-        self.next: int | None = None
+        self.context = context
+        self.next_step: int | None = None
 
     def due(self, job: Job) -> int:
-        self.next = self._asked(job)
-        return self.next
+        self.next_step = self._step_after(self.context)
+        return self.next_step
 
     def act(self, job: Job) -> None:
-        if self.next is None:  # owed by the processes before this one
-            self.next = self._asked(replace(job, step=job.step - 1))
-        if job.step == self.next:
-            self.hook.act(HookContext(job))
+        if self.next_step is None:  # owed by the processes before this one
+            self.next_step = self._step_after(self.context.one_step_earlier())
+        if job.step == self.next_step:
+            self.hook.act(self.context)
 
-    def _asked(self, job: Job) -> int:
+    def _step_after(self, context: HookContext) -> int:
         if not hasattr(self.hook, "due"):
-            return job.plan.epoch_end(job.step)
-        step = self.hook.due(HookContext(job))
-        if not isinstance(step, int) or step <= job.step:
+            return context.plan.epoch_end(context.step)
+        step = self.hook.due(context)
+        if not isinstance(step, int) or step <= context.step:
             raise ConfigError(
                 [
                     f"hooks: {self.path}.due(job) returned {step!r} and must return a whole number"
-                    f" above job.step={job.step}, the next step after which act is called"
+                    f" above job.step={context.step}, the next step after which act is called"
                 ]
             )
         return step
 
     def state(self) -> Any:
-        """Of `state_dict`; None if it has none. Raises ConfigError if a checkpoint could not be
-        read with it."""
-        state = self.hook.state_dict() if hasattr(self.hook, "state_dict") else None
-        wrong = next((value for value in _leaves(state) if type(value) not in PLAIN), None)
-        if wrong is not None:
-            raise ConfigError(
-                [
-                    f"hooks: {self.path}.state_dict() has a {type(wrong).__name__}; numbers, texts"
-                    " and tensors alone, in dicts and lists, can be read again without running"
-                    " code"
-                ]
-            )
-        return _copied(state)  # the hook may change later what it has returned
+        """A copy of what `state_dict` returns; None without that method.
+
+        Raises ConfigError if a checkpoint with it could not be read again.
+        """
+        if not hasattr(self.hook, "state_dict"):
+            return None
+        return self._copy(self.hook.state_dict())
+
+    def _copy(self, value: Any) -> Any:
+        # Subclasses are refused: numpy's numbers derive from float.
+        kind = type(value)
+        if kind is dict:
+            return {self._copy(name): self._copy(item) for name, item in value.items()}
+        if kind in (list, tuple):
+            return kind(map(self._copy, value))
+        if kind is Tensor:
+            return value.detach().clone()
+        if kind in PLAIN:
+            return value
+        raise ConfigError(
+            [
+                f"hooks: {self.path}.state_dict() has a {kind.__name__}; numbers, texts"
+                " and tensors alone, in dicts and lists, can be read again without running"
+                " code"
+            ]
+        )
 
 
 class UserHooks:
-    """All of a run."""
+    """All hooks of the user's own in a run."""
 
-    def __init__(self, made: Sequence[Any], paths: Sequence[str]) -> None:
-        """paths: of their classes."""
-        self.made = [UserHook(hook, path) for hook, path in zip(made, paths, strict=True)]
-        self.acting = [one for one in self.made if hasattr(one.hook, "act")]
-        self.state()  # one that cannot be saved is refused now
+    def __init__(self, hooks: Sequence[Any], paths: Sequence[str], context: HookContext) -> None:
+        """paths: dotted paths of their classes. Raises ConfigError if one cannot be saved."""
+        self.hooks = [
+            UserHook(hook, path, context) for hook, path in zip(hooks, paths, strict=True)
+        ]
+        self.acting = [hook for hook in self.hooks if hasattr(hook.hook, "act")]
+        self.state()
 
     def state(self) -> list[list[Any]]:
-        """For a checkpoint: path and state of each."""
-        return [[hook.path, hook.state()] for hook in self.made]
+        """Path and state of each hook, for a checkpoint."""
+        return [[hook.path, hook.state()] for hook in self.hooks]
 
-    def load_state(self, saved: Sequence[Sequence[Any]]) -> list[str]:
-        """Returns what the user should know. saved: perhaps by a run with other hooks; those of one
-        class take theirs in their order."""
-        left = [(path, state) for path, state in saved if state is not None]
-        for hook in self.made:
-            mine = next((one for one in left if one[0] == hook.path), None)
-            if mine and hasattr(hook.hook, "load_state_dict"):
-                left.remove(mine)
-                hook.hook.load_state_dict(mine[1])
+    def load_state(self, state: Sequence[Sequence[Any]]) -> list[str]:
+        """Give the hooks their states; those of one class take theirs in their order.
+
+        state: of a run that perhaps had other hooks.
+
+        Returns notes on states that no hook takes.
+        """
+        left = [(path, of_hook) for path, of_hook in state if of_hook is not None]
+        for hook in self.hooks:
+            if not hasattr(hook.hook, "load_state_dict"):
+                continue
+            for entry in left:
+                if entry[0] == hook.path:
+                    hook.hook.load_state_dict(entry[1])
+                    left.remove(entry)
+                    break
         return [
             f"note: the checkpoint has a state of the hook {path}, which no hook takes"
             for path, _ in left
@@ -96,29 +121,9 @@ class UserHooks:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Enters those with `__enter__`, in their order, around training."""
+        """Inside, those with `__enter__` are entered, in their order."""
         with contextlib.ExitStack() as stack:
-            for one in self.made:
-                if hasattr(one.hook, "__enter__"):
-                    stack.enter_context(one.hook)
+            for hook in self.hooks:
+                if hasattr(hook.hook, "__enter__"):
+                    stack.enter_context(hook.hook)
             yield
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Classes that derive from dict, float and so on count as leaves: numpy's numbers are among
-    them."""
-    if type(value) in (dict, list, tuple):
-        for item in [*value, *value.values()] if isinstance(value, dict) else value:
-            yield from _leaves(item)
-    else:
-        yield value
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _copied(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_copied, value))
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value

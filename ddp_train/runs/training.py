@@ -153,6 +153,8 @@ class Training:
             config, metrics.directions(module), sources, metrics_hook
         )
         data_digests |= plan_digests(job.plan, run.device)
+        context = HookContext(job, run.run_dir, run.world)
+        hooks = build_hooks(config.hooks, context, run.run_dir, run.world)
         hook_paths = [hook.target for hook in hooks_named_by(config.hooks).values()]
         test_evaluation = job.evaluation
         if sources.validation is not None:
@@ -168,9 +170,7 @@ class Training:
             metrics_file=metrics_file,
             metrics_hook=metrics_hook,
             selection_hook=selection_hook,
-            user_hooks=UserHooks(
-                build_hooks(config.hooks, HookContext(job), run.run_dir, run.world), hook_paths
-            ),
+            user_hooks=UserHooks(hooks, hook_paths, context),
             unfreezing=list(job.hooks),
             origin=origin,
             data_digests=data_digests,
@@ -317,7 +317,7 @@ class Training:
         """The scores of the final weights by split; None if a stop request ended an evaluation."""
         job = self.job
         metrics_hook = self.metrics_hook
-        score = metrics_hook.score
+        score = job.score
         if score is None:
             # Nothing was left to train, or a stop request ended the last evaluation.
             score = score_with_average(job.evaluation, job.stepper.average)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from ddp_train.distributed.world import World
+from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Job
 from ddp_train.engine.user_hooks import UserHook, UserHooks
 from ddp_train.errors import ConfigError
@@ -117,27 +119,36 @@ def at(step: int) -> Job:
     return Job(*cast(Any, [None] * 8), step=step)
 
 
+def context_of(job: Job) -> HookContext:
+    return HookContext(job, Path(), World())
+
+
+def hooks_of(hooks: list[Any], paths: list[str]) -> UserHooks:
+    return UserHooks(hooks, paths, context_of(at(0)))
+
+
 def test_a_hook_that_is_owed_acts_only_if_it_was_due() -> None:
     """Of the processes before these, which ended between a step and its hooks."""
     for step, acted in ((4, [4]), (5, [])):
         hook = Acts()
-        UserHook(hook, "mine.Acts").act(at(step))
+        job = at(step)
+        UserHook(hook, "mine.Acts", context_of(job)).act(job)
         assert hook.acted == acted
 
 
 def test_states_find_the_hooks_of_their_class() -> None:
-    saved = UserHooks(
+    saved = hooks_of(
         [Acts({"n": 1}), Acts([torch.ones(2), None]), Acts()], ["a.A", "a.A", "b.B"]
     ).state()
     made = [Acts(), Acts(), Acts("kept")]
-    (note,) = UserHooks(made, ["c.C", "a.A", "b.B"]).load_state(saved)
+    (note,) = hooks_of(made, ["c.C", "a.A", "b.B"]).load_state(saved)
     assert note == "note: the checkpoint has a state of the hook a.A, which no hook takes"
     assert [hook.state for hook in made] == [None, {"n": 1}, "kept"]
 
 
 def test_a_state_that_no_checkpoint_could_give_back_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a SimpleNamespace"):
-        UserHooks([Acts({"here": [SimpleNamespace()]})], ["a.A"])
+        hooks_of([Acts({"here": [SimpleNamespace()]})], ["a.A"])
 
 
 def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
@@ -146,13 +157,13 @@ def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
     numbers = [1]
     tensor = torch.zeros(2)
     hook = Acts({"numbers": numbers, "tensor": tensor})
-    ((path, state),) = UserHooks([hook], ["a.A"]).state()
+    ((path, state),) = hooks_of([hook], ["a.A"]).state()
     numbers.append(2)
     tensor.add_(1)
     assert path == "a.A" and state["numbers"] == [1] and state["tensor"].tolist() == [0, 0]
 
     enters = SimpleNamespace(state_dict=lambda: {"n": 7}, __enter__=None, __exit__=None)
-    hooks = UserHooks([enters], ["a.Enters"])
+    hooks = hooks_of([enters], ["a.Enters"])
     assert hooks.state() == [["a.Enters", {"n": 7}]] and hooks.acting == []
 
 
@@ -161,4 +172,4 @@ def test_numbers_that_are_only_derived_from_pythons_are_refused(state: Any) -> N
     """torch.load refuses them with weights_only, and the whole checkpoint with them. Before the
     first step."""
     with pytest.raises(ConfigError, match=r"a\.A\.state_dict\(\) has a (float64|Counter)"):
-        UserHooks([Acts(state)], ["a.A"])
+        hooks_of([Acts(state)], ["a.A"])

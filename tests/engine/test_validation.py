@@ -734,8 +734,8 @@ def test_a_run_that_stopped_early_is_over_until_it_may_wait_longer(
 def test_a_time_limit_is_kept_with_few_looks(slow: dict[int, float], late: float) -> None:
     """slow: seconds that single steps take, for a compilation or an evaluation; all others take a
     tenth."""
-    record: Any = SimpleNamespace(seconds=0.0, seconds_before=0.0, score=None)
-    job: Any = SimpleNamespace(step=0, stepper=SimpleNamespace(device="cpu"))
+    record: Any = SimpleNamespace(seconds=0.0, seconds_before=0.0)
+    job: Any = SimpleNamespace(step=0, score=None, stepper=SimpleNamespace(device="cpu"))
     job.plan = BatchPlan(1000, 10, 1, 10_000, 0)
     hook = SelectionHook(record, Best(Selection("test", "loss", {})), max_minutes=1.0)
     looks = 0

@@ -75,7 +75,7 @@ def probed(
     if spoil and world.rank == 1:
         weight = next(job.module.model.parameters())
         weight.register_hook(lambda gradient: gradient * 2)
-    with GradientProbe(HookContext(job), Path(folder), world):
+    with GradientProbe(HookContext(job, Path(folder), world), Path(folder), world):
         fit(job)
     assert job.step == 1 and "update" not in vars(job.stepper)
     assert not any(layer._forward_pre_hooks for layer in job.module.model.modules())

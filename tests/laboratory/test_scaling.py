@@ -80,7 +80,7 @@ def timed(world: World, run_dir: str, where: str, accumulation: int) -> None:
     if where == "host":
         seed_step = job.seed_step
         job.seed_step = lambda step: (time.sleep(DELAY), seed_step(step))[1]
-    with StepTimes(HookContext(job), Path(run_dir), world):
+    with StepTimes(HookContext(job, Path(run_dir), world), Path(run_dir), world):
         fit(job)
     assert job.step == STEPS
 

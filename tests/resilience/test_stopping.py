@@ -319,13 +319,13 @@ def test_the_run_that_goes_on_makes_up_for_an_evaluation_that_a_stop_has_cut_off
     record = recorded(job, tmp_path, display)
     job.evaluation.batches = CutOff(job)
     fit(job)
-    assert (job.step, job.stop.last_step, record.score) == (3, 3, None)
+    assert (job.step, job.stop.last_step, job.score) == (3, 3, None)
     assert [line["kind"] for line in metrics(tmp_path)] == ["train"]
     again = job_of(config, World(), (table(24), table(12)), first_step=3)
     record = recorded(again, tmp_path, display, record.state())
     assert record.owes_score
     record.act(again)
-    assert not record.owes_score and record.score
+    assert not record.owes_score and again.score
     assert [(line["kind"], line["step"]) for line in metrics(tmp_path)] == [
         ("train", 3),
         ("test", 3),
