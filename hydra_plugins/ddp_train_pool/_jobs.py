@@ -273,17 +273,13 @@ def end_adopted(keep: set[int]) -> None:
 
 def children() -> set[int]:
     """Process ids of the children of this process."""
-    listing = Path(f"/proc/self/task/{os.getpid()}/children")
-    if listing.exists():
-        return {int(pid) for pid in listing.read_text().split()}
-    found = set()  # a kernel without CONFIG_PROC_CHILDREN
+    pids = set()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has just ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            parent = int(fields[1])
-            if parent == os.getpid():
-                found.add(int(folder.name))
-    return found
+            if int(fields[1]) == os.getpid():
+                pids.add(int(folder.name))
+    return pids
 
 
 def _prctl(option: int, value: int) -> None:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -58,22 +59,10 @@ class PoolLauncher(Launcher):
     for, and is raised again at the end; the third one kills them.
     """
 
-    def __init__(
-        self,
-        gpus_per_trial: int | None,
-        processes_at_once: int,
-        devices: Sequence[str] | None,
-        lock_folder: str | None,
-        start_delay_seconds: float,
-        output: str | None,
-    ) -> None:
+    def __init__(self, **settings: Any) -> None:
+        """settings: the fields of `PoolConf`."""
         super().__init__()
-        self.gpus_per_trial = gpus_per_trial
-        self.processes_at_once = processes_at_once
-        self.device_names = None if devices is None else [str(device) for device in devices]
-        self.lock_folder = Path(lock_folder).expanduser() if lock_folder else None
-        self.start_delay_seconds = start_delay_seconds
-        self.output = output
+        self.settings = PoolConf(**settings)
         self.signals = StopSignals()
         self.listener = current_listener()
 
@@ -81,7 +70,7 @@ class PoolLauncher(Launcher):
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
         self.config = config
-        self.application = Application(hydra_context, task_function, config, self.output)
+        self.application = Application(hydra_context, task_function, config, self.settings.output)
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
@@ -124,25 +113,27 @@ class PoolLauncher(Launcher):
                 devices,
                 self.listener,
                 self.signals,
-                self.start_delay_seconds,
+                self.settings.start_delay_seconds,
             )
             runner.run()
         self.signals.raise_first()
 
     def open_devices(self) -> Devices:
         """The devices of all jobs. Raises PoolError."""
-        if self.gpus_per_trial == 0:
-            names = []
-        elif self.device_names is not None:
-            names = asked_gpus(self.device_names)
-        else:
-            names = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-        per_job = self.gpus_per_trial
-        if per_job is None:
-            per_job = min(1, len(names))
+        settings = self.settings
         least = {"gpus_per_trial": 0, "processes_at_once": 1, "start_delay_seconds": 0}
         for name, lowest in least.items():
-            value = getattr(self, name)
+            value = getattr(settings, name)
             if value is not None and value < lowest:
                 raise PoolError(f"hydra.launcher.{name}={value}: is too small")
-        return Devices(names, per_job, self.processes_at_once, self.lock_folder)
+        if settings.gpus_per_trial == 0:
+            names = []
+        elif settings.devices is not None:
+            names = asked_gpus([str(device) for device in settings.devices])
+        else:
+            names = visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
+        per_job = settings.gpus_per_trial
+        if per_job is None:
+            per_job = min(1, len(names))
+        folder = Path(settings.lock_folder).expanduser() if settings.lock_folder else None
+        return Devices(names, per_job, settings.processes_at_once, folder)

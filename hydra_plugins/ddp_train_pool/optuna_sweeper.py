@@ -84,25 +84,9 @@ class PoolOptunaSweeper(Sweeper):
     A pruner gets the values that the application's `SweepListener` reports.
     """
 
-    def __init__(
-        self,
-        sampler: Any,
-        pruner: Any,
-        direction: str,
-        n_trials: int,
-        n_jobs: int | None,
-        storage: str | None,
-        study_name: str | None,
-        params: DictConfig | None,
-    ) -> None:
-        self.sampler = sampler
-        self.pruner = pruner
-        self.direction = direction
-        self.n_trials = n_trials
-        self.n_jobs = n_jobs
-        self.storage = storage
-        self.study_name = study_name
-        self.params = params
+    def __init__(self, **settings: Any) -> None:
+        """settings: the fields of `PoolOptunaConf`."""
+        self.settings = PoolOptunaConf(**settings)
 
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
@@ -122,23 +106,24 @@ class PoolOptunaSweeper(Sweeper):
             from hydra_plugins.ddp_train_pool._study import try_out
         except ImportError as error:
             raise PoolError(f"hydra/sweeper=pool_optuna: {error}; pip install optuna") from None
-        if self.direction not in ("minimize", "maximize"):
+        settings = self.settings
+        if settings.direction not in ("minimize", "maximize"):
             raise PoolError(
-                f"hydra.sweeper.direction={self.direction}: must be minimize or maximize"
+                f"hydra.sweeper.direction={settings.direction}: must be minimize or maximize"
             )
-        for name, value in (("n_trials", self.n_trials), ("n_jobs", self.n_jobs)):
+        for name, value in (("n_trials", settings.n_trials), ("n_jobs", settings.n_jobs)):
             if value is not None and value < 1:
                 raise PoolError(f"hydra.sweeper.{name}={value}: must be at least 1")
-        if self.storage and ("://" in self.storage or Path(self.storage).expanduser().is_dir()):
+        storage = settings.storage
+        if storage and ("://" in storage or Path(storage).expanduser().is_dir()):
             raise PoolError(
-                f"hydra.sweeper.storage={self.storage}: must be a file, Optuna's journal; name a"
-                " path"
+                f"hydra.sweeper.storage={storage}: must be a file, Optuna's journal; name a path"
             )
-        self.sampler = _option("sampler", self.sampler)
-        self.pruner = _option("pruner", self.pruner)
-        params = [f"{key}={value}" for key, value in _flat(_option("params", self.params))]
+        settings.sampler = _option("sampler", settings.sampler)
+        settings.pruner = _option("pruner", settings.pruner)
+        params = [f"{key}={value}" for key, value in _flat(_option("params", settings.params))]
         overrides = parser.parse_overrides([*params, *arguments])
-        try_out(overrides, self.sampler, self.pruner)
+        try_out(overrides, settings.sampler, settings.pruner)
         return overrides
 
     def sweep(self, arguments: list[str]) -> None:
@@ -156,14 +141,19 @@ class PoolOptunaSweeper(Sweeper):
         overrides = self.checked(arguments, parser)
         from hydra_plugins.ddp_train_pool._study import StudyJobs, open_study
 
+        settings = self.settings
         folder = Path(str(self.config.hydra.sweep.dir))
         folder.mkdir(parents=True, exist_ok=True)
-        path = Path(self.storage).expanduser() if self.storage else folder / JOURNAL
-        study = open_study(path, self.study_name or "sweep", self.direction, self.pruner)
-        jobs = StudyJobs(study, overrides, self.sampler, self.n_trials, self.n_jobs, launcher)
+        path = Path(settings.storage).expanduser() if settings.storage else folder / JOURNAL
+        study = open_study(
+            path, settings.study_name or "sweep", settings.direction, settings.pruner
+        )
+        jobs = StudyJobs(
+            study, overrides, settings.sampler, settings.n_trials, settings.n_jobs, launcher
+        )
         OmegaConf.save(self.config, folder / "multirun.yaml")
         try:
-            launcher.launch_from(jobs, self.n_trials)
+            launcher.launch_from(jobs, settings.n_trials)
         finally:
             best = jobs.best()
             if best:

@@ -43,7 +43,9 @@ def test_devices_that_are_named_by_number_are_those_named_by_uuid(
     monkeypatch.setattr(
         _devices, "cuda_order", lambda: pytest.fail("GPUs are alike: nobody needs to ask CUDA")
     )
-    launcher = PoolLauncher(1, 1, ["1", "GPU-a1", "GPU-b2"], "unused", 0.0, None)
+    launcher = PoolLauncher(
+        gpus_per_trial=1, devices=["1", "GPU-a1", "GPU-b2"], lock_folder="unused"
+    )
     monkeypatch.setattr(_devices, "Locks", lambda _: None)
     assert launcher.open_devices().names == ["GPU-b2", "GPU-a1"]
     with pytest.raises(
