@@ -1,5 +1,7 @@
-"""Linux process control through prctl and /proc: parent death, orphans, process states, memory, and
-waiting for what other processes do. Torch-free."""
+"""Processes under Linux, through prctl and /proc: parent death, orphans, states, memory.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, even if the parent is killed with
-    SIGKILL."""
+    """Asks the kernel to kill this process when its parent dies, even of SIGKILL."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -48,8 +49,7 @@ def _end_after(parent: Any) -> None:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Makes this process the subreaper of its descendants, and kills those that are left at the
-    end.
+    """Makes this process the subreaper of its descendants, and kills what is left at the end.
 
     A descendant whose parent dies becomes a child of this process. There is no other way to find
     processes that left their session, such as a daemon that the user's code started.
@@ -64,9 +64,14 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def end_children(keep: set[int]) -> None:
-    """Kills all children of this process except the process ids in `keep`, and all descendants that
-    it adopts."""
-    while others := set(children_of(os.getpid())) - keep:
+    """Kills all children of this process, and all descendants that it adopts.
+
+    keep: process ids of children that stay.
+    """
+    while True:
+        others = set(children_of(os.getpid())) - keep
+        if not others:
+            return
         for pid in others:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -74,30 +79,39 @@ def end_children(keep: set[int]) -> None:
 
 
 def remove_shared_memory(pid: int) -> None:
-    """Of a process that is gone: torch opens the file of a tensor under the process's name, and
-    removes it at once, unless the process is killed in between."""
+    """Removes the shared memory of a process that is gone.
+
+    torch opens the file of a tensor under the process's name, and removes it at once, unless the
+    process is killed in between.
+    """
     for left in Path("/dev/shm").glob(f"torch_{pid}_*"):
         with contextlib.suppress(OSError):  # somebody else's, in another namespace of process ids
             left.unlink()
 
 
 def keep_exit_codes() -> None:
-    """Undoes an ignored SIGCHLD, which a parent hands on (`trap '' CHLD`): the kernel would forget
-    how children end."""
+    """Undoes an ignored SIGCHLD, which a parent hands on (`trap '' CHLD`).
+
+    The kernel would forget how children end.
+    """
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def state_of(pid: int) -> str:
-    """The state letter of a process (man 5 proc): R, S, D, T (stopped), t (traced), Z ...; empty if
-    it is unknown."""
+    """The state letter of a process (man 5 proc): R, S, D, T (stopped), t (traced), Z ...
+
+    Empty if it is unknown.
+    """
     fields = _fields(pid)
     return fields[0] if fields else ""
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Like os.kill, but no other thread can take the signal: a stopped process handles it first
-    when it continues."""
+    """Sends a signal as os.kill does, but no other thread can take it.
+
+    A stopped process handles it first when it continues.
+    """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "tgkill"):  # glibc 2.30
         libc.tgkill(pid, pid, number)
@@ -108,24 +122,21 @@ def signal_main_thread(pid: int, number: int) -> None:
 def resident_bytes() -> int:
     """Resident memory of this process; 0 without /proc."""
     try:
-        return int(os.pread(_memory_file(os.getpid()), 100, 0).split()[1]) * os.sysconf(
-            "SC_PAGE_SIZE"
-        )
-    except (
-        OSError,
-        ValueError,
-        IndexError,
-    ):  # no /proc; code of others has closed the file, and opened another
+        fields = os.pread(_memory_file(os.getpid()), 100, 0).split()
+        return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+    # other code may have closed the file, and opened another
+    except (OSError, ValueError, IndexError):
         return 0
 
 
 @functools.cache
 def _memory_file(pid: int) -> int:
-    """Its descriptor, opened once in each process, this one: between two steps, where caches hold
-    other things, opening it takes 40 us."""
-    return os.open(
-        "/proc/self/statm", os.O_RDONLY
-    )  # not by number: /proc may be that of another PID namespace
+    """The descriptor of this process's memory file, opened once in each process.
+
+    Opening it takes 40 us between two steps, where caches hold other things. pid: of this process;
+    /proc may be that of another PID namespace, so the path does not name it.
+    """
+    return os.open("/proc/self/statm", os.O_RDONLY)
 
 
 def oom_kills() -> int:
@@ -139,8 +150,12 @@ def oom_kills() -> int:
 
 def children_of(pid: int) -> list[int]:
     """Process ids of the children; empty without /proc."""
-    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [child for child in pids if (fields := _fields(child)) and fields[1] == str(pid)]
+    children = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        fields = _fields(int(folder.name))
+        if fields and fields[1] == str(pid):
+            children.append(int(folder.name))
+    return children
 
 
 def command_of(pid: int) -> bytes:
@@ -156,28 +171,28 @@ def start_time(pid: int) -> float:
     fields = _fields(pid)
     if not fields:
         return time.time()
-    boot = next(
-        line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime")
-    )
+    lines = Path("/proc/stat").read_text().splitlines()
+    boot = next(line for line in lines if line.startswith("btime"))
     return int(boot.split()[1]) + int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def set_title(argv: list[str]) -> None:
-    """Sets the command line that `ps` shows for this process, cut to the length of the original
-    one."""
+    """Sets the command line that `ps` shows for this process, cut to the original's length."""
     fields = _fields(os.getpid())
-    if (
-        len(fields) > 46
-    ):  # arg_start and arg_end (man 5 proc): the kernel reads the command line there
-        start = int(fields[45])
-        end = int(fields[46])
-        title = os.fsencode("\0".join(argv))[: end - start - 1]
-        ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
+    if len(fields) <= 46:
+        return
+    # arg_start and arg_end (man 5 proc): the kernel reads the command line there
+    start = int(fields[45])
+    end = int(fields[46])
+    title = os.fsencode("\0".join(argv))[: end - start - 1]
+    ctypes.memmove(start, title.ljust(end - start, b"\0"), end - start)
 
 
 def _fields(pid: int) -> list[str]:
-    """/proc/PID/stat from the state on; the name before it may contain any character. Empty if the
-    process is gone."""
+    """The fields of /proc/PID/stat from the state on; empty if the process is gone.
+
+    The name before them may contain any character.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:  # it has ended
@@ -190,9 +205,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, poll_seconds: float = 0.02) -> bool:
-    """Until a condition holds, `seconds` at most. Returns whether it does; it is asked once at
-    least."""
+    """Waits until a condition holds, `seconds` at most. Returns whether it does.
+
+    The condition is asked once at least.
+    """
     deadline = time.monotonic() + seconds
-    while not (met := bool(condition())) and time.monotonic() < deadline:
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
         time.sleep(poll_seconds)
-    return met
+    return True
