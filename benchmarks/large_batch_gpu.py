@@ -31,9 +31,12 @@ from torchvision.models import resnet50
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ddp_train.assembly.arguments import arguments_of
 from ddp_train.optim.config import AdamWConfig, SgdConfig
 from ddp_train.optim.lars_lamb.config import LambConfig, LarsConfig
 from ddp_train.optim.optimizers import build_optimizer
+from ddp_train.options.registry import implementation_of
+from ddp_train.options.schema import OptimizerConfig
 
 LIMIT = 1e-4
 RATES = [0.1, 0.3, 0.2, 0.4, 0.05, 0.01]
@@ -52,6 +55,18 @@ def parameters_of(model: nn.Module) -> list[nn.Parameter]:
     for parameter in parameters:
         parameter.grad = (1e-3 * torch.randn(parameter.shape, generator=generator)).to(parameter)
     return parameters
+
+
+def optimizer_of(
+    parameters: list[nn.Parameter], config: OptimizerConfig, implementation: str
+) -> Optimizer:
+    """The optimizer that a config names."""
+    return build_optimizer(
+        parameters,
+        implementation_of(config.implementation),
+        implementation=implementation,
+        **arguments_of(config, *config.beside_arguments),
+    )
 
 
 def with_rate(optimizer: Optimizer, rate: float | Tensor) -> Optimizer:
@@ -83,7 +98,7 @@ def difference_from_float64(name: str, model: nn.Module) -> float:
     exact = copy.deepcopy(model).double()
     ours = parameters_of(here)
     rate = torch.zeros((), device=DEVICE)
-    optimizer = with_flag(with_rate(build_optimizer(ours, OURS[name], "foreach"), rate))
+    optimizer = with_flag(with_rate(optimizer_of(ours, OURS[name], "foreach"), rate))
     half = len(RATES) // 2
     rates = [torch.tensor(scale * value, device=DEVICE) for value in RATES]
     if ON_GPU:
@@ -98,7 +113,7 @@ def difference_from_float64(name: str, model: nn.Module) -> float:
         rate.copy_(value)
         step()
     theirs = parameters_of(exact)
-    reference = build_optimizer(theirs, OURS[name], "loop")
+    reference = optimizer_of(theirs, OURS[name], "loop")
     for value in RATES:
         with_rate(reference, scale * value).step()
     pairs = zip(ours, theirs, strict=True)
@@ -129,7 +144,7 @@ def steps_to_time(model: nn.Module) -> dict[str, Callable[[], object]]:
             implementation = "foreach" if kind == "graph" else kind
             parameters = parameters_of(copy.deepcopy(model).to(DEVICE))
             optimizer = with_rate(
-                build_optimizer(parameters, config, implementation),
+                optimizer_of(parameters, config, implementation),
                 torch.tensor(1e-4, device=DEVICE),
             )
             with_flag(optimizer)

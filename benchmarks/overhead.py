@@ -207,7 +207,9 @@ def time_ours(
     strategy = Ddp("cpu") if ddp else Single("cpu")
     module = strategy.place(ModelWithTask(scene.new_model(), Classification(10), "cpu", None))
     arguments = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0, "nesterov": False}
-    optimizer = build_optimizer(module.parameters(), "sgd", implementation="foreach", **arguments)
+    optimizer = build_optimizer(
+        module.parameters(), torch.optim.SGD, implementation="foreach", **arguments
+    )
     schedule = build_schedule("cosine", plan.steps, final_factor=0.0)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     evaluation = Evaluation(

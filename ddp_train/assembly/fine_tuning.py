@@ -31,6 +31,7 @@ from ddp_train.models.torchvision.config import TorchvisionConfig
 from ddp_train.optim.groups import MATCH, depths_of, parameter_groups
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.options.custom import CustomOptimizerConfig
+from ddp_train.options.registry import implementation_of
 from ddp_train.options.schema import Config
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import did_you_mean, shown
@@ -140,7 +141,11 @@ def optimizer_of(config: Config, module: ModelWithTask, captured: bool) -> torch
         }
         implementation = config.tuning.optimizer
         return build_optimizer(
-            groups, section.name, implementation=implementation, captured=captured, **arguments
+            groups,
+            implementation_of(section.implementation),
+            implementation=implementation,
+            captured=captured,
+            **arguments,
         )
     made = instantiate(
         "optimizer",

@@ -1,4 +1,4 @@
-"""Optimizers by name: torch's own, LARS, LAMB and Muon."""
+"""Optimizers with their groups and the implementation that was asked for."""
 
 from __future__ import annotations
 
@@ -10,26 +10,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_train.kernels import interface
-from ddp_train.optim.lars_lamb.optimizers import Lamb, Lars
-from ddp_train.optim.muon.optimizer import Muon
-
-CLASSES: dict[str, type[Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adadelta": torch.optim.Adadelta,
-    "rmsprop": torch.optim.RMSprop,
-    "lars": Lars,
-    "lamb": Lamb,
-    "muon": Muon,
-}
-"""Their arguments are the keys of `optimizer=NAME`, but for `betas`, which are `beta1` and
-`beta2`."""
 
 
 def build_optimizer(
     parameters: Iterable[nn.Parameter] | Sequence[dict[str, Any]],
-    name: str,
+    optimizer_class: type[Optimizer],
     *,
     implementation: str,
     captured: bool = False,
@@ -38,6 +23,7 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of parameters, or of groups of them. Those without a gradient stay as they are.
 
+    optimizer_class: takes the keys of its option as arguments, but `betas` for beta1 and beta2.
     implementation: loop, foreach or fused, as torch calls them, or default for that of the class.
     captured: its steps run from a CUDA graph, so that host time per step does not matter.
     decay_norm_and_bias: weight decay for parameters of at most one dimension too. arguments: lr,
@@ -58,19 +44,27 @@ def build_optimizer(
         arguments |= {"foreach": None, "fused": True}
     elif implementation != "default":
         arguments["foreach"] = implementation == "foreach"
-    cls = CLASSES[name]
     trained = [parameter for group in groups for parameter in group["params"]]
     one_dtype = len({parameter.dtype for parameter in trained}) == 1
     if captured and implementation == "fused" and one_dtype:
-        cls = interface.split_optimizer_class(cls)
-    optimizer = cls(groups, **arguments)
-    for group in optimizer.param_groups if implementation == "fused" and name == "sgd" else ():
-        # Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel
-        # leaves the new buffers unwritten: ResNet-50 had a loss of NaN in step 2. From zeros the
-        # first step is the same.
-        for parameter in group["params"] if group["momentum"] else ():
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        optimizer_class = interface.split_optimizer_class(optimizer_class)
+    optimizer = optimizer_class(groups, **arguments)
+    if implementation == "fused" and isinstance(optimizer, torch.optim.SGD):
+        zero_momentum_buffers(optimizer)
     return optimizer
+
+
+def zero_momentum_buffers(optimizer: torch.optim.SGD) -> None:
+    """Begin the momentum of SGD's fused kernel at zeros, from which its first step is the same.
+
+    Where a GradScaler leaves out the first step, as float16 often needs it, torch's kernel leaves
+    new buffers unwritten: ResNet-50 had a loss of NaN in step 2.
+    """
+    for group in optimizer.param_groups:
+        if not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def without_decay_of_vectors(group: dict[str, Any]) -> list[dict[str, Any]]:

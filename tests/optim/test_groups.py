@@ -125,24 +125,27 @@ def test_a_group_is_an_optimizer_of_its_own(name: str, kind: str) -> None:
     ours, reference = ([nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))
     groups = parameter_groups({"body": ours[0], "head": ours[1]}, 0.1, [{"match": "head", **given}])
     betas = {"beta1": 0.7, "beta2": 0.99} if base else {}
-    implementation = "fused" if kind == "parts" else kind
-    optimizer = build_optimizer(
-        groups,
-        name,
-        implementation=implementation,
-        captured=kind == "parts",
-        lr=0.1,
-        **({"momentum": 0.0} if name == "sgd" else {}),
-        **betas,
-    )
-    cls = {
+    optimizer_class = {
         "sgd": torch.optim.SGD,
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
         "rmsprop": torch.optim.RMSprop,
         "adadelta": torch.optim.Adadelta,
     }[name]
-    apart = [cls([reference[0]], lr=0.1, **base), cls([reference[1]], **theirs)]
+    implementation = "fused" if kind == "parts" else kind
+    optimizer = build_optimizer(
+        groups,
+        optimizer_class,
+        implementation=implementation,
+        captured=kind == "parts",
+        lr=0.1,
+        **({"momentum": 0.0} if name == "sgd" else {}),
+        **betas,
+    )
+    apart = [
+        optimizer_class([reference[0]], lr=0.1, **base),
+        optimizer_class([reference[1]], **theirs),
+    ]
     for step in range(4):
         for one, other in zip(ours, reference, strict=True):
             one.grad = torch.randn(40, 50, generator=torch.Generator().manual_seed(step))

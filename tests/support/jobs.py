@@ -31,6 +31,7 @@ from ddp_train.hardware import Hardware
 from ddp_train.models.zoo import build_model
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules.factors import Factor, build_schedule
+from ddp_train.options.registry import implementation_of
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import TuningConfig
 from ddp_train.resilience.heartbeat import RankStatus
@@ -73,7 +74,11 @@ def optimizer_of(
         return instantiate("optimizer", section.code, list(parameters))
     arguments = arguments_of(section, *section.beside_arguments)
     return build_optimizer(
-        parameters, section.name, implementation=kind, captured=captured, **arguments
+        parameters,
+        implementation_of(section.implementation),
+        implementation=kind,
+        captured=captured,
+        **arguments,
     )
 
 
