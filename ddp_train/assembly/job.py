@@ -209,6 +209,8 @@ class JobBuilder:
             module=self.module,
             strategy=self.strategy,
             batches=ReportedBatches(loader, self.status, "evaluation "),
-            new_scorer=partial(Scorer, batch_count, self.device, task.derive, self.module.further),
+            new_scorer=partial(
+                Scorer, batch_count, self.device, task.derive, self.module.further_metrics
+            ),
             close=loader.close,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,7 +23,6 @@ from ddp_train.errors import ConfigError
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config, built_in_directions
 from ddp_train.tasks.further_metrics import FurtherMetrics, NamedMetric
-from ddp_train.tasks.predictions import PREDICTIONS, Predictions
 from ddp_train.tasks.task import ModelWithTask, ScoreSums, Task, can_predict
 from ddp_train.tasks.trial import undisturbed
 from ddp_train.text import OF_AVERAGE, did_you_mean, first_line
@@ -77,15 +76,14 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
     division into batches."""
     for batch in batches:
         with undisturbed(module) as done:
-            scores = dict(module.score(batch.data))
+            score = module.score(batch.data)
         if done:
             log.warning("%s", DEPENDS.format(" and ".join(done[:2])))
-        predictions = cast(Predictions, scores.pop(PREDICTIONS, None))
-        names = [*scores, *_derived(module.task, scores)]
-        if not module.further:
+        names = [*score.sums, *_derived(module.task, score.sums)]
+        if module.further_metrics is None or score.predictions is None:
             return names
-        if not predictions.is_empty:
-            return names + module.further.try_out(predictions, names)
+        if not score.predictions.is_empty:
+            return names + module.further_metrics.try_out(score.predictions, names)
     problem = (
         f"no {module.task.unit} of the set that is scored counts, and they would have no value; use"
         " metrics=[]"
@@ -118,7 +116,7 @@ def directions(module: ModelWithTask) -> dict[str, str | None]:
     better = {
         **built_in_directions(),
         **module.task.better,
-        **(module.further.better if module.further else {}),
+        **(module.further_metrics.better if module.further_metrics else {}),
     }
     return {**{OF_AVERAGE + name: way for name, way in better.items()}, **better}
 
@@ -136,7 +134,7 @@ def check_metrics(
     the weights, whose metrics must not have the names of others."""
     problems = metrics.problems(config, sources.validation is not None)
     own = config.task.target if isinstance(config.task, CustomOption) else ""
-    if not problems and (module.further or own or any(metrics.named(config))):
+    if not problems and (module.further_metrics or own or any(metrics.named(config))):
         names = metric_names(module, batches(sources.scored[1]))
         problems = [
             f"task._target_={own}: better[{name!r}]: there is no metric {name}, but"

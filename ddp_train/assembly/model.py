@@ -59,7 +59,7 @@ def assemble_module(
 ) -> ModelWithTask:
     """A model with its task on the device of this process, tuned."""
     module = strategy.place(ModelWithTask(model, task, device, AUTOCAST[config.tuning.precision]))
-    module.further = build_further(further(config), task, device)
+    module.further_metrics = build_further(further(config), task, device)
     tuning = config.tuning
     switches.tune_model(
         module,

@@ -220,8 +220,8 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
 
     def collect(self) -> list[Tensor]:
         """A scalar that says whether a step so far had a non-finite loss."""
-        if self.scaled and self.losses.seen:
-            seen = torch.cat([torch.as_tensor(loss).view(-1) for loss, _, _ in self.losses.seen])
+        if self.scaled and self.losses.passes:
+            seen = torch.cat([torch.as_tensor(loss).view(-1) for loss, _, _ in self.losses.passes])
             return [seen.sum(dtype=torch.float64).to(self.one.device)]
         # The same on all ranks, as the exchanged gradients are. Exchanged all the same: NCCL
         # watches no collective of a replayed graph, but under torchrun it ends this one after

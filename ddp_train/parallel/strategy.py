@@ -198,7 +198,7 @@ class DataParallel(Single):
     def wrap(
         self, module: ModelWithTask, step_flops: Callable[[], int | None] | None = None
     ) -> nn.Module:
-        module.gathered = True
+        module.has_replicas = True
         return nn.DataParallel(module)
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:

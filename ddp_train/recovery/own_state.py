@@ -29,7 +29,7 @@ from ddp_train.engine.loop import Job
 from ddp_train.errors import LaunchError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.resilience.heartbeat import ROW_BYTES, STARTING, StatusBoard
-from ddp_train.tasks.mean_loss import Forward, Mean, is_finite
+from ddp_train.tasks.mean_loss import ForwardPass, Mean, is_finite
 from ddp_train.text import first_line
 
 SLOTS = 3
@@ -218,7 +218,7 @@ class OnDevice:
         self.device = device
         self.before: list[Tensor] = []
         """The buffers as they were before the first step."""
-        self.noted: tuple[int, list[Forward]] = -1, []
+        self.noted: tuple[int, list[ForwardPass]] = -1, []
         """The losses before hooks acted last, and after which step."""
 
     def why_not(self, job: Job) -> str:
@@ -276,7 +276,7 @@ class OnDevice:
             stepper.steps_done
         )
         noted_at, noted = self.noted
-        losses = noted if noted_at == job.step else stepper.losses.seen
+        losses = noted if noted_at == job.step else stepper.losses.passes
         stepper.norm = None  # of a step that was skipped
         buffers = [buffer.cpu() for buffer in job.module.buffers()]
         names = [name for name, _ in job.module.named_buffers()]
@@ -293,7 +293,7 @@ class OnDevice:
         Row(self.board.row(self.rank, Row.size([])), []).write(job.step, loss, [])
 
     def note_losses(self, job: Job) -> None:
-        self.noted = job.step, list(job.stepper.losses.seen)
+        self.noted = job.step, list(job.stepper.losses.passes)
 
     def of_ranks(self, step: int) -> list[OfRank | None]:
         rows = [

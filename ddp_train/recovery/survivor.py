@@ -83,7 +83,7 @@ class Survivor:
             self.own.note_losses(job)
 
         def after(job: Job) -> None:
-            if not job.stepper.losses.seen:
+            if not job.stepper.losses.passes:
                 self.reported = job.step
             self.status.recovery.acted = job.step
 

@@ -48,7 +48,7 @@ class InferenceRun:
         self._check_data(sources.test, reader.read_manifest(checkpoint))
         strategy = build_strategy(config, run.world, run.device)
         module = build_module(config, sources.train, strategy, run.device)
-        if module.further:
+        if module.further_metrics:
             has_average = reader.has_average(checkpoint)
             metrics.check_metrics(config, module, sources, run.scored_batches, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)

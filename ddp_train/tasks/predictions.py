@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-PREDICTIONS = "(predictions)"
-"""Key of a batch's predictions among its scores. No metric can have this name."""
-
 
 class Predictions(NamedTuple):
     """Outputs and targets of a batch."""
@@ -23,7 +20,7 @@ class Predictions(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no targets."""
+        """True if there are no targets."""
         if isinstance(self.targets, Tensor):
             return not self.targets.numel()
         return not length_of(self.targets)
@@ -38,7 +35,7 @@ class Predictions(NamedTuple):
 
 
 def is_tree_of_tensors(value: Any) -> bool:
-    """Whether a value consists of tensors, in lists, dicts and tuples."""
+    """True if a value consists of tensors, in lists, dicts and tuples."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -47,18 +44,20 @@ def is_tree_of_tensors(value: Any) -> bool:
 
 
 def length_of(samples: Any) -> int | None:
-    """Number of samples in a tree of tensors; None if its values differ in length."""
+    """The number of samples in a tree of tensors; None if its values differ in length."""
     if isinstance(samples, Tensor):
         return len(samples) if samples.ndim else 0
     if isinstance(samples, list):
         return len(samples)
     values = samples.values() if isinstance(samples, dict) else samples
     lengths = {length_of(value) for value in values}
-    return lengths.pop() if len(lengths) == 1 else None
+    if len(lengths) != 1:
+        return None
+    return lengths.pop()
 
 
 def description(samples: Any) -> str:
-    """What a tree of tensors is, for a message."""
+    """A tree of tensors in words, for a message."""
     if isinstance(samples, Tensor):
         return f"{list(samples.shape)} of {samples.dtype}"
     if isinstance(samples, dict):

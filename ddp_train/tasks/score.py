@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,8 +14,7 @@ from torch import Tensor
 
 from ddp_train.distributed.process_group import from_leader, ranks, total
 from ddp_train.tasks.further_metrics import FurtherMetrics
-from ddp_train.tasks.predictions import PREDICTIONS, Predictions
-from ddp_train.tasks.task import ScoreSums
+from ddp_train.tasks.task import BatchScore
 
 log = logging.getLogger(__name__)
 
@@ -53,90 +53,109 @@ class Scorer:
         batches: int,
         device: str,
         derive: Callable[[dict[str, float]], dict[str, float]] = lambda _: {},
-        further: FurtherMetrics | None = None,
+        further_metrics: FurtherMetrics | None = None,
     ) -> None:
-        """batches: of the whole set, on all processes. derive: see `tasks.task.Task`. further:
-        metrics beside those of the task."""
-        self.device = device
-        self.further = further
-        self.states = further.new_states() if further else None
-        self.derive = derive
-        self.batches = batches
-        self.layout: Layout = []
+        """Begin an evaluation.
 
-    def add(self, batch: int, scores: ScoreSums, samples: int) -> None:
-        """scores: name -> (sum, weight), and perhaps `PREDICTIONS`; see `ModelWithTask.score`."""
-        scores = dict(scores)
-        predictions = scores.pop(PREDICTIONS, None)
-        if self.further and self.states is not None and isinstance(predictions, Predictions):
-            self.further.update(self.states, batch, predictions)
+        batches: of the whole set, on all processes.
+        derive: see `tasks.task.Task`.
+        further_metrics: metrics beside those of the task.
+        """
+        self.batches = batches
+        self.device = device
+        self.derive = derive
+        self.further_metrics = further_metrics
+        self.states = further_metrics.new_states() if further_metrics else []
+        self.layout: Layout = []
+        self.slots = torch.empty(0)
+        """float64 [batches, 1 + columns]: the number of samples, then sum and weight of each
+        metric."""
+
+    def add(self, batch: int, score: BatchScore, samples: int) -> None:
+        """Add the score of a batch. batch: its number in the whole set."""
+        if self.further_metrics and score.predictions is not None:
+            self.further_metrics.update(self.states, batch, score.predictions)
         if not self.layout:
-            self._lay_out([(name, _classes(sums)) for name, (sums, _) in scores.items()])
-        parts = [samples, *(part for pair in scores.values() for part in pair)]
+            self._lay_out([(name, _classes(value)) for name, (value, _) in score.sums.items()])
+        parts: list[Tensor | float] = [samples]
+        for pair in score.sums.values():
+            parts += pair
         self.slots[batch] = torch.cat([self._column(part) for part in parts])
 
-    def _column(self, part: Tensor | float) -> Tensor:
-        if isinstance(part, Tensor):
-            return part.detach().view(-1).double()
-        return torch.full((1,), part, dtype=torch.float64, device=self.device)
+    def result(self) -> Score | None:
+        """The score over all processes, or None on all of them if a batch is missing."""
+        if not self._agree_on_layout():
+            return None
+        samples_of_batches, *columns = total(self.slots).T.tolist()
+        if not all(samples_of_batches):
+            return None
+        samples = round(sum(samples_of_batches))
+        sums = iter([math.fsum(column) for column in columns])
+        metrics: dict[str, float] = {}
+        counts: dict[str, int] = {}
+        has_units = True
+        for name, classes in self.layout:
+            values = list(islice(sums, max(classes, 1)))
+            weights = list(islice(sums, max(classes, 1)))
+            metrics[name] = _mean_over_classes(values, weights)
+            if not classes and weights == [samples] and values[0].is_integer():
+                counts[name] = round(values[0])
+            if name == "loss":
+                has_units = any(weights)
+        metrics |= self.derive(metrics)
+        if has_units:
+            _warn_of_non_finite(metrics, "outputs of the model are not finite, or too large")
+        else:
+            reason = "there is no unit in all of the data: each target is left out"
+            _warn_of_non_finite(metrics, reason)
+        if self.further_metrics:
+            further = self.further_metrics.merged(self.states)
+            reason = "it may have no value for these samples, of a class without a sample for one"
+            _warn_of_non_finite(further, reason)
+            metrics |= further
+        return Score(metrics, samples, counts)
+
+    def _agree_on_layout(self) -> bool:
+        """Lay out the metrics of rank 0 if this process had no batch. A collective.
+
+        Returns False if a process was stopped before its first batch.
+        """
+        if self.batches >= ranks():
+            is_unknown = torch.tensor(float(not self.layout), device=self.device)
+            return not total(is_unknown).item()
+        # Processes without a batch do not know what the others count.
+        layout = from_leader(self.layout, self.device)
+        if layout and not self.layout:
+            self._lay_out(layout)
+        return bool(layout)
 
     def _lay_out(self, layout: Layout) -> None:
         self.layout = layout
         width = 1 + sum(2 * max(classes, 1) for _, classes in layout)
         self.slots = torch.zeros(self.batches, width, dtype=torch.float64, device=self.device)
 
-    def result(self) -> Score | None:
-        """The score over all processes, or None on all of them if a batch is missing."""
-        if self.batches < ranks():  # those without a batch do not know what the others count
-            layout = from_leader(self.layout, self.device)
-            if not layout:  # stopped before its first batch
-                return None
-            if not self.layout:
-                self._lay_out(layout)
-        elif total(
-            torch.tensor(float(not self.layout), device=self.device)
-        ).item():  # a rank was stopped so early
-            return None
-        samples, *columns = total(self.slots).T.tolist()
-        if not all(samples):
-            return None
-        whole = round(sum(samples))
-        sums = iter(map(math.fsum, columns))
-        metrics = {}
-        counts = {}
-        empty = False
-        for name, classes in self.layout:
-            values = [next(sums) for _ in range(max(classes, 1))]
-            weights = [next(sums) for _ in range(max(classes, 1))]
-            metrics[name] = _mean_over_classes(values, weights)
-            empty = empty or (name == "loss" and not any(weights))
-            if not classes and weights == [whole] and values[0].is_integer():
-                counts[name] = round(values[0])
-        metrics |= self.derive(metrics)
-        why = "there is no unit in all of the data: each target is left out" if empty else ""
-        _warn(metrics, why or "outputs of the model are not finite, or too large")
-        if self.further and self.states is not None:
-            found = self.further.merged(self.states)
-            _warn(
-                found, "it may have no value for these samples, of a class without a sample for one"
-            )
-            metrics |= found
-        return Score(metrics, whole, counts)
+    def _column(self, part: Tensor | float) -> Tensor:
+        if isinstance(part, Tensor):
+            return part.detach().view(-1).double()
+        return torch.full((1,), part, dtype=torch.float64, device=self.device)
 
 
-def _warn(metrics: dict[str, float], reason: str) -> None:
+def _warn_of_non_finite(metrics: dict[str, float], reason: str) -> None:
     for name, value in metrics.items():
         if not math.isfinite(value):
             log.warning("the %s of an evaluation is %s: %s", name, value, reason)
 
 
-def _classes(sums: Tensor | float) -> int:
-    if isinstance(sums, Tensor) and sums.ndim:
-        return sums.numel()
+def _classes(value: Tensor | float) -> int:
+    """The number of classes of a sum; 0 for a scalar."""
+    if isinstance(value, Tensor) and value.ndim:
+        return value.numel()
     return 0
 
 
 def _mean_over_classes(values: list[float], weights: list[float]) -> float:
-    """NaN if no class has a weight."""
-    parts = [value / weight for value, weight in zip(values, weights, strict=True) if weight]
-    return math.fsum(parts) / len(parts) if parts else math.nan
+    """The mean of value / weight over the classes that have a weight; NaN if none has."""
+    quotients = [value / weight for value, weight in zip(values, weights, strict=True) if weight]
+    if not quotients:
+        return math.nan
+    return math.fsum(quotients) / len(quotients)

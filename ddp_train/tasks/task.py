@@ -1,10 +1,11 @@
-"""What a model is trained for: the loss of a batch, what its mean is taken over, and the scores of
-a data set."""
+"""What a model is trained for: the loss of a batch, its units, and the scores of a data set."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,20 @@ from torch import Tensor, nn
 from ddp_train.errors import TaskError
 from ddp_train.models.freezing import Frozen
 from ddp_train.tasks.further_metrics import FurtherMetrics
-from ddp_train.tasks.predictions import PREDICTIONS
+from ddp_train.tasks.predictions import Predictions
 from ddp_train.tasks.return_checks import checked_loss, checked_predictions, checked_scores
 
 ScoreSums = Mapping[str, tuple[Tensor | float, Tensor | float]]
 """For each metric its sum and its weight over a batch: scalars, or tensors with one number per
 class, [k]."""
+
+
+class BatchScore(NamedTuple):
+    """What an evaluation learns from one batch."""
+
+    sums: ScoreSums
+    predictions: Predictions | None = None
+    """For the further metrics; None if there are none."""
 
 
 class Task:
@@ -48,30 +57,34 @@ class Task:
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Any) -> ScoreSums:
-        """name -> (sum, weight) of a batch; reported as sum / weight over the whole set, each
-        sample once.
+        """For each metric its (sum, weight) over a batch.
 
-        A sum and a weight per class, [k], are reported as the mean over the classes whose weight is
-        not zero: of the intersection and the union of every class, that is the mean intersection
-        over union. `loss` is added if missing.
+        It is reported as sum / weight over the whole set, each sample once. A sum and a weight per
+        class, [k], are reported as the mean over the classes whose weight is not zero: with the
+        intersection and the union of every class, that is the mean intersection over union. `loss`
+        is added if missing.
         """
         return {}
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """(outputs, targets) of a batch: what the further metrics of `metrics=[...]` are updated
-        with."""
+        """The (outputs, targets) of a batch, with which the metrics of `metrics=[...]` are
+        updated."""
         raise NotImplementedError
 
     def score_and_predict(
         self, model: nn.Module, batch: Any
     ) -> tuple[ScoreSums, tuple[Tensor, Tensor]]:
-        """What `score` and `predict` return. Worth overriding where one forward pass serves
-        both."""
+        """What `score` and `predict` return.
+
+        Override it where one forward pass serves both.
+        """
         return self.score(model, batch), self.predict(model, batch)
 
     def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """name -> [n, ...], a row per sample: the columns of mode=predict. Without it: `output` and
-        `target`, as `predict` returns them."""
+        """The columns of mode=predict by name, [n, ...] each, a row per sample.
+
+        By default `output` and `target`, as `predict` returns them.
+        """
         outputs, targets = self.predict(model, batch)
         return {"output": outputs, "target": targets}
 
@@ -80,29 +93,32 @@ class Task:
         return {}
 
     def units_per_sample(self, batch: Any) -> float:
-        """Of a batch of one sample, about. It scales the gradients before their exchange, so that
-        fp16 neither overflows nor underflows; the result does not depend on it."""
+        """The approximate number of units of a batch of one sample.
+
+        It scales the gradients before their exchange, so that fp16 neither overflows nor
+        underflows; the result does not depend on it.
+        """
         return 1.0
 
 
 def can_predict(task: Task) -> bool:
-    """Whether it has a method `predict`, or another that does its work."""
-    return any(
-        getattr(found, "__func__", found) is not getattr(Task, name)
-        for name in ("predict", "score_and_predict")
-        if (found := getattr(task, name))
-    )
-
-
-def has_columns(task: Task) -> bool:
-    """Whether mode=predict gets something from it."""
-    return can_predict(task) or has_own_columns(task)
+    """True if a task has a method `predict`, or another that does its work."""
+    return _overrides(task, "predict") or _overrides(task, "score_and_predict")
 
 
 def has_own_columns(task: Task) -> bool:
-    """Whether its predictions need no targets: those of `Task` do."""
-    found = task.predictions
-    return getattr(found, "__func__", found) is not Task.predictions
+    """True if the predictions of a task need no targets: those of `Task` do."""
+    return _overrides(task, "predictions")
+
+
+def has_columns(task: Task) -> bool:
+    """True if a task has something for mode=predict."""
+    return can_predict(task) or has_own_columns(task)
+
+
+def _overrides(task: Task, method: str) -> bool:
+    function = getattr(task, method)
+    return getattr(function, "__func__", function) is not getattr(Task, method)
 
 
 class ModelWithTask(nn.Module):
@@ -113,9 +129,8 @@ class ModelWithTask(nn.Module):
     float64, or None where units are samples. DataParallel gathers them: [replicas].
     """
 
-    gathered = False
-    """Whether DataParallel will gather what `forward` returns: it wants a dimension to do it
-    along."""
+    has_replicas = False
+    """True under DataParallel, which gathers what `forward` returns along a dimension."""
 
     def __init__(
         self, model: nn.Module, task: Task, device: str, autocast: torch.dtype | None
@@ -123,88 +138,88 @@ class ModelWithTask(nn.Module):
         super().__init__()
         self.model = model
         self.task = task
-        self.is_ours = all(
-            one.__module__.startswith("ddp_train.") for one in (type(task), task.loss)
-        )
-        """Whether what its loss returns needs no look in each step, of some microseconds."""
+        modules = (type(task).__module__, task.loss.__module__)
+        self.is_trusted = all(module.startswith("ddp_train.") for module in modules)
+        """True if what the loss returns needs no check, which takes microseconds in each step."""
         self.device_type = torch.device(device).type
         self.autocast = autocast
-        self.further: FurtherMetrics | None = None
+        self.further_metrics: FurtherMetrics | None = None
         """Metrics beside those of the task."""
         self.frozen: Frozen | None = None
-        """What of the model does not train."""
+        """The part of the model that does not train."""
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        for layer in self.frozen.at_rest if self.frozen else ():
-            layer.training = False
+        if self.frozen:
+            for layer in self.frozen.at_rest:
+                layer.training = False
         return self
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         loss, units = self.loss_of(batch)
-        if self.gathered:
+        if self.has_replicas:
             loss = loss.view(1)
-        return loss, None if self.task.units_are_samples else _on_device(units, loss)
+        if self.task.units_are_samples:
+            return loss, None
+        return loss, _units_beside(loss, units)
 
     def loss_of(self, batch: Any) -> tuple[Tensor, Tensor | float]:
         """The sum of the losses of a batch, and the number of units, as the task returns them."""
-        model = self._modules[
-            "model"
-        ]  # self.model, which nn.Module looks for elsewhere first, for 1.6 us
+        # nn.Module looks for self.model elsewhere first, which takes 1.6 us.
+        model = self._modules["model"]
         assert model is not None
         if self.autocast is None:
-            found = self.task.loss(model, batch)
+            result = self.task.loss(model, batch)
         else:
             with torch.autocast(self.device_type, self.autocast):
-                found = self.task.loss(model, batch)
-        return found if self.is_ours else checked_loss(found, self.task)
+                result = self.task.loss(model, batch)
+        if self.is_trusted:
+            return result
+        return checked_loss(result, self.task)
 
-    def score(self, batch: Any) -> ScoreSums:
-        """The metrics of a batch; see `Task.score`. With further metrics also its `PREDICTIONS`."""
+    def score(self, batch: Any) -> BatchScore:
+        """The metrics of a batch, see `Task.score`, and what the further metrics need of it."""
         predictions = None
-        with torch.autocast(
-            self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None
-        ):
-            if self.further:
-                scores, predictions = self.task.score_and_predict(self.model, batch)
+        with self._autocast():
+            if self.further_metrics:
+                scores, outputs = self.task.score_and_predict(self.model, batch)
+                predictions = checked_predictions(outputs, self.task)
             else:
                 scores = self.task.score(self.model, batch)
-            scores = checked_scores(scores, self.task)
-            if "loss" not in scores:
-                scores = {"loss": checked_loss(self._loss_of_scored(batch), self.task), **scores}
-        if predictions is None:
-            return scores
-        return {**scores, PREDICTIONS: checked_predictions(predictions, self.task)}
-
-    def _loss_of_scored(self, batch: Any) -> Any:
-        try:
-            return self.task.loss(self.model, batch)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            if self.training or self.is_ours:
-                raise
-            what = (
-                f"loss() of the task {type(self.task).__name__} failed in eval mode:"
-                f" {type(error).__name__}: {error}"
-            )
-            remedy = (
-                "if the model gives losses in train mode alone, return 'loss': (sum, units) from"
-                " score() as well"
-            )
-            raise TaskError(
-                what, f"{remedy} (docs/tasks.md); else see the traceback in the log"
-            ) from error
+            sums = checked_scores(scores, self.task)
+            if "loss" not in sums:
+                sums = {"loss": self._loss_in_evaluation(batch), **sums}
+        return BatchScore(sums, predictions)
 
     def predictions(self, batch: Any) -> Mapping[str, Tensor]:
         """The columns of a batch for mode=predict; see `Task.predictions`."""
-        with torch.autocast(
-            self.device_type, self.autocast or torch.bfloat16, enabled=self.autocast is not None
-        ):
+        with self._autocast():
             return self.task.predictions(self.model, batch)
 
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, self.autocast)
 
-def _on_device(units: Tensor | float, loss: Tensor) -> Tensor:
-    """The number of units as float64, of the shape of the loss, beside it; no wait for the
-    device."""
+    def _loss_in_evaluation(self, batch: Any) -> tuple[Tensor, Tensor | float]:
+        """The loss for a task whose scores lack it. Raises TaskError if eval mode gives none."""
+        try:
+            result = self.task.loss(self.model, batch)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if self.training or self.is_trusted:
+                raise
+            cause = f"{type(error).__name__}: {error}"
+            raise TaskError(
+                f"loss() of the task {type(self.task).__name__} failed in eval mode: {cause}",
+                "if the model gives losses in train mode alone, return 'loss': (sum, units) from"
+                " score() as well (docs/tasks.md); else see the traceback in the log",
+            ) from error
+        return checked_loss(result, self.task)
+
+
+def _units_beside(loss: Tensor, units: Tensor | float) -> Tensor:
+    """The number of units as float64, on the device and in the shape of the loss, without a
+    wait."""
     if isinstance(units, Tensor):
         return units.detach().to(loss.device, torch.float64).view(loss.shape)
     return torch.full(loss.shape, float(units), dtype=torch.float64, device=loss.device)

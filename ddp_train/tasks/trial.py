@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.tasks.predictions import PREDICTIONS
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.text import first_line
 
@@ -146,10 +145,9 @@ def check_scores(module: ModelWithTask, batch_of: BatchOf, samples: int, key: st
 def _scores(module: ModelWithTask, batch: Any) -> dict[str, Sum]:
     """Sum and weight of each metric, over all classes."""
     sums = {}
-    for name, pair in module.score(batch).items():
-        if name != PREDICTIONS:
-            value, weight = (torch.as_tensor(part, dtype=torch.float64).sum() for part in pair)
-            sums[name] = (float(value), float(weight))
+    for name, pair in module.score(batch).sums.items():
+        value, weight = (torch.as_tensor(part, dtype=torch.float64).sum() for part in pair)
+        sums[name] = (float(value), float(weight))
     return sums
 
 

@@ -583,7 +583,7 @@ def further_metrics(case: Case) -> Any:
     """Metrics beside those of the task, and their directions."""
     library = mock.Mock(Metric=Counted, MetricCollection=dict)
     with mock.patch.dict("sys.modules", torchmetrics=library):
-        found = module_of(case.config, open_datasets(case.config)[0]).further
+        found = module_of(case.config, open_datasets(case.config)[0]).further_metrics
     return found and found.better
 
 

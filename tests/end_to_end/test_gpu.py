@@ -370,7 +370,7 @@ def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(
     made = job(World(), case, graph, sources=sources)
     bad = [step for step in range(15, 45) if poisoned in made.plan.global_batch(step)]
     if not graph:
-        made.stepper.losses.seen.clear()
+        made.stepper.losses.passes.clear()
     first = next(step for step in range(15) if poisoned in made.plan.global_batch(step))
     batches = iter(made.batches)
     train(made, batches, until=first)

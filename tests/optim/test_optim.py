@@ -548,7 +548,7 @@ def look_at_losses(world: World) -> list[tuple[bool, Any, int, int]]:
             except NonFiniteLossError as error:
                 said = f"{error.step} {error.rank}"
                 exchanges = 0
-        found.append((bad, said, exchanges, len(losses.seen)))
+        found.append((bad, said, exchanges, len(losses.passes)))
     return found
 
 

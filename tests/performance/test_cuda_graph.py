@@ -145,7 +145,7 @@ def test_a_rehearsal_leaves_all_as_it_was_and_all_steps_are_replayed(optimizer: 
                 all(map(torch.equal, before, made.module.state_dict().values()))
                 and len(recorded) == 1
             )
-            assert made.step == made.stepper.steps_done == 0 and not made.stepper.losses.seen
+            assert made.step == made.stepper.steps_done == 0 and not made.stepper.losses.passes
         train(made, iter(made.batches), until=made.plan.steps)
         assert replayed == list(range(0 if rehearsed else WARM_UP_STEPS, made.plan.steps))
         weights = torch.cat([one.detach().flatten() for one in made.module.state_dict().values()])

@@ -537,7 +537,7 @@ def test_metrics_are_tried_with_the_first_batch_that_has_a_unit(
     some = LABELS.clone()
     none = torch.full_like(LABELS, -1)
     some[:8] = -1  # the first batch
-    further = set_up(items, some, task=task, objective="test.f1_3").further
+    further = set_up(items, some, task=task, objective="test.f1_3").further_metrics
     assert further and further.merged(further.new_states()).keys() == {
         f"f1_{place}" for place in range(CLASSES)
     }

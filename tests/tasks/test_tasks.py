@@ -37,7 +37,7 @@ from ddp_train.tasks.config import ClassificationConfig
 from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.supervised import BuiltIn
-from ddp_train.tasks.task import ModelWithTask, Task
+from ddp_train.tasks.task import BatchScore, ModelWithTask, Task
 from ddp_train.tasks.trial import check_loss, check_scores, undisturbed
 from ddp_train.tasks.user_task import complete
 from ddp_train.tensor_tree import map_tensors
@@ -820,7 +820,7 @@ def test_a_collate_function_that_drops_samples_or_adds_some_is_refused(kept: lis
 
 def test_data_without_a_unit_are_told(caplog: pytest.LogCaptureFixture) -> None:
     scorer = Scorer(1, "cpu", LanguageModel().derive)
-    scorer.add(0, {"loss": (torch.zeros(()), torch.tensor(0))}, 3)
+    scorer.add(0, BatchScore({"loss": (torch.zeros(()), torch.tensor(0))}), 3)
     scorer.result()
     assert "the perplexity of an evaluation is" in caplog.text
     assert "there is no unit in all of the data: each target is left out" in caplog.text

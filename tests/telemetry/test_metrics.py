@@ -13,6 +13,7 @@ from rich.console import Console
 
 from ddp_train.resilience.whole_files import write_json, write_text
 from ddp_train.tasks.score import Scorer
+from ddp_train.tasks.task import BatchScore
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.metrics_log import MetricsFile
 
@@ -24,8 +25,10 @@ def test_a_test_loss_that_is_no_number_is_warned_of(
     loss: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     scorer = Scorer(2, "cpu")
-    scorer.add(0, {"loss": (torch.tensor(loss), 2), "accuracy": (torch.tensor(1), 2)}, 2)
-    scorer.add(1, {"loss": (torch.tensor(3.0), 2), "accuracy": (torch.tensor(2), 2)}, 2)
+    scorer.add(
+        0, BatchScore({"loss": (torch.tensor(loss), 2), "accuracy": (torch.tensor(1), 2)}), 2
+    )
+    scorer.add(1, BatchScore({"loss": (torch.tensor(3.0), 2), "accuracy": (torch.tensor(2), 2)}), 2)
     score = scorer.result()
     assert (
         score
