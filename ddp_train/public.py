@@ -66,6 +66,7 @@ MODULES = {
     "ddp_train.tasks.task": "a model with its task",
     # what a run leaves
     "ddp_train.checkpoints.layout": "where checkpoints of a run are",
+    "ddp_train.resilience.failure": "which errors only mean that another process is gone",
     "ddp_train.resilience.failure_report": "names of the files that say how a run ended",
     "ddp_train.resilience.heartbeat": "the status board of a rank",
     "ddp_train.resilience.preemption": "the exit code of a run that was stopped and not saved",

@@ -10,7 +10,7 @@ from ddp_lab.doctor.collective_stages import NEIGHBOURS, Stage
 from ddp_lab.doctor.findings import Finding, failure, ok, skipped, warning
 from ddp_train.errors import HangError, LaunchError
 from ddp_train.options.schema import Config
-from ddp_train.resilience.failure_report import is_peer_error
+from ddp_train.resilience.failure import is_peer_error
 from ddp_train.text import counted
 
 SLOWER = {"cpu": 2.0, "cuda": 1.15}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ddp_train.errors import ConfigError, DataError, WriteError
 from ddp_train.launcher.size import Size
-from ddp_train.resilience.failure_report import Failure
+from ddp_train.resilience.failure import Failure
 from ddp_train.text import counted
 
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)

@@ -11,8 +11,10 @@ from ddp_train.launcher.workload import Workload
 from ddp_train.linux import oom_kills
 from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report
-from ddp_train.resilience.failure_report import Failure, Report
-from ddp_train.resilience.hang_detector import Hang, working_stack
+from ddp_train.resilience.failure import Failure, failure_from_exit, failure_from_hang
+from ddp_train.resilience.failure_report import Report
+from ddp_train.resilience.hang_detector import Hang
+from ddp_train.resilience.stacks import working_stack
 
 REPORT_SECONDS = 5.0
 """How long to wait for the report of a worker whose exit code says that it reports its failure."""
@@ -43,7 +45,7 @@ class FailureRecorder:
             board.wait_for_report(REPORT_SECONDS)
             return None
         rank = unreported[0]
-        failure = failure_report.failure_from_exit(
+        failure = failure_from_exit(
             self.workers.processes[rank].returncode,
             rank,
             board.ranks[rank],
@@ -61,9 +63,7 @@ class FailureRecorder:
     def record_hang(self, hang: Hang) -> Report | None:
         """Records the rank that blocks the run, in that rank's log too."""
         log_file = self.workers.log_file(hang.rank)
-        failure = failure_report.failure_from_hang(
-            hang, log_file, self.config.launch.timeout_seconds
-        )
+        failure = failure_from_hang(hang, log_file, self.config.launch.timeout_seconds)
         translated = self.workload.translated(failure)
         headline = failure_report.headline(translated)
         lines = [headline, "stack (most recent call last):", *hang.stack]

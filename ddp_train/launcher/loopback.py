@@ -9,6 +9,7 @@ from ddp_train.errors import PeerError
 from ddp_train.launcher.workload import Workload
 from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report
+from ddp_train.resilience.failure import Failure
 
 CONNECT_SECONDS = 5.0
 
@@ -27,7 +28,7 @@ def report_if_down(config: Config, workload: Workload) -> int:
         ):
             return 0
     except OSError as error:
-        failure = failure_report.Failure(
+        failure = Failure(
             kind=PeerError.kind,
             rank=None,
             host=socket.gethostname(),

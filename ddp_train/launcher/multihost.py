@@ -33,6 +33,7 @@ from ddp_train.launcher.worker_exits import WorkerExits, read_exits
 from ddp_train.linux import children_of, end_with_parent
 from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report, run_lock
+from ddp_train.resilience.failure import Failure
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 
 AGENT = "torch.distributed.run"
@@ -62,7 +63,7 @@ def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
         with stop.listening(), registered(run_dir), tempfile.TemporaryDirectory() as folder:
             return _run_agents(config, program, argv, stop, Path(folder))
     except LaunchError as error:
-        failure = failure_report.Failure(
+        failure = Failure(
             kind=error.kind,
             rank=None,
             host=socket.gethostname(),

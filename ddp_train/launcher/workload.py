@@ -10,7 +10,7 @@ from typing import Any
 from ddp_train.config.auto import described
 from ddp_train.launcher.fork_server import MODULE, WORKER
 from ddp_train.options.schema import Config
-from ddp_train.resilience.failure_report import Failure
+from ddp_train.resilience.failure import Failure
 from ddp_train.telemetry.pages.live import NoPage
 
 

@@ -21,7 +21,7 @@ from ddp_train.errors import LaunchError
 from ddp_train.linux import wait_until
 from ddp_train.recovery.own_state import OwnState
 from ddp_train.recovery.survivor import Survivor
-from ddp_train.resilience.failure_report import is_peer_error
+from ddp_train.resilience.failure import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NO_ORDER,
     NOT_SAVED,

@@ -25,7 +25,7 @@ from ddp_train.recovery.just_in_time import JustInTime
 from ddp_train.recovery.own_state import OnDevice, OwnState, Published
 from ddp_train.recovery.survivor import MARK, Survivor
 from ddp_train.resilience import lost_hosts
-from ddp_train.resilience.failure_report import is_peer_error
+from ddp_train.resilience.failure import is_peer_error
 from ddp_train.resilience.heartbeat import SAVED, RankStatus, StatusBoard
 from ddp_train.text import first_line
 

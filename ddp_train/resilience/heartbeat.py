@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
 import fcntl
 import mmap
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ddp_train.distributed.environment import status_descriptor
@@ -295,25 +292,3 @@ def status_on_board(world: World) -> tuple[StatusBoard | None, RankStatus]:
         return None, RankStatus()
     board = StatusBoard(descriptor, world.local_size)
     return board, board.ranks[world.rank]
-
-
-def stack_file(run_dir: Path, rank: int) -> Path:
-    """The file to which a rank writes its stacks, on SIGUSR2 and on a fault (SIGSEGV, SIGABRT
-    ...)."""
-    return run_dir / "logs" / f"rank_{rank}.stack"
-
-
-def show_stacks(run_dir: Path, rank: int) -> None:
-    """Registers faulthandler for SIGUSR2 and for faults. It writes the Python stacks of all threads
-    from C code, which needs neither Python's lock nor a responsive main thread."""
-    file = stack_file(run_dir, rank).open("w")  # faulthandler keeps it open
-    faulthandler.enable(file)
-    faulthandler.register(signal.SIGUSR2, file)
-
-
-def remove_empty_stacks(run_dir: Path, rank: int) -> None:
-    """Removes a stack file to which nothing was written, at the end of a run."""
-    file = stack_file(run_dir, rank)
-    with contextlib.suppress(OSError):
-        if file.exists() and file.stat().st_size == 0:
-            file.unlink()

@@ -22,7 +22,7 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from ddp_train.distributed.environment import store_address
 from ddp_train.distributed.world import World
 from ddp_train.errors import HangError
-from ddp_train.resilience.failure_report import Failure, is_timeout
+from ddp_train.resilience.failure import Failure, is_timeout
 from ddp_train.resilience.heartbeat import RankStatus, StatusSnapshot
 
 HOST = "host"

@@ -21,6 +21,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError
 from ddp_train.performance.memory_snapshot import VIEWER, snapshot_file
 from ddp_train.resilience import failure_report, lost_hosts, peer_check
+from ddp_train.resilience.failure import failure_from, is_peer_error
 from ddp_train.resilience.heartbeat import SAVED, RankStatus, StatusBoard
 from ddp_train.resilience.stdio import TolerantStream
 
@@ -65,7 +66,7 @@ class FailureReporter:
         rank = self.world.rank
         board = self.board
         status = self.status
-        peer_error = failure_report.is_peer_error(error)
+        peer_error = is_peer_error(error)
         patience = HOST_GRACE_SECONDS if self.hosts_may_leave else PEER_ERROR_GRACE_SECONDS
         if peer_error and store and not board and not peer_check.respond(store, self.world, status):
             # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
@@ -78,7 +79,7 @@ class FailureReporter:
             sizes = board.sizes()
         else:
             sizes = f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
-        failure = failure_report.failure_from(error, rank, status, self.log_file, sizes)
+        failure = failure_from(error, rank, status, self.log_file, sizes)
         snapshot = snapshot_file(self.run_dir, rank)
         if failure.kind == "oom" and snapshot.exists():
             failure = replace(

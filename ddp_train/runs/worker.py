@@ -27,7 +27,7 @@ from ddp_train.errors import LaunchError, NonFiniteLossError, PeerError, WriteEr
 from ddp_train.linux import end_with_parent
 from ddp_train.options.schema import Config
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
-from ddp_train.resilience import collectives, heartbeat, peer_check
+from ddp_train.resilience import collectives, heartbeat, peer_check, stacks
 from ddp_train.resilience.heartbeat import status_on_board
 from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
@@ -140,7 +140,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
                 config, world, device, status, display, store, leave_by_itself, board
             ).execute()
             status.phase = heartbeat.END
-        heartbeat.remove_empty_stacks(run_dir, world.rank)
+        stacks.remove_empty_stacks(run_dir, world.rank)
         return status.leaving(0 if completed else SAVED)
     except BaseException as error:
         step = error.step if isinstance(error, NonFiniteLossError) else status.step
@@ -154,7 +154,7 @@ def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
     """Raises WriteError if there can be none: then there will be no checkpoints either."""
     try:
         start_logging(log_file, world.rank, to_terminal=world.is_leader)
-        heartbeat.show_stacks(run_dir, world.rank)
+        stacks.show_stacks(run_dir, world.rank)
     except OSError as error:
         logging.getLogger().addHandler(logging.NullHandler())  # the report says it all
         remedy = "free space, or give permission to write there, and start the same command again"

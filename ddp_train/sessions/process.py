@@ -21,7 +21,14 @@ from ddp_train.distributed.environment import threads_asked
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
-from ddp_train.resilience import collectives, failure_report, heartbeat, peer_check, run_lock
+from ddp_train.resilience import (
+    collectives,
+    failure_report,
+    heartbeat,
+    peer_check,
+    run_lock,
+    stacks,
+)
 from ddp_train.resilience.heartbeat import RankStatus, status_on_board
 from ddp_train.resilience.preemption import (
     INTERRUPTED,
@@ -67,7 +74,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
                 (settings.run_dir / failure_report.FILE).unlink(missing_ok=True)
             _open_logs(reporter.log_file, world, stack)
             if not alone:
-                heartbeat.show_stacks(settings.run_dir, world.rank)
+                stacks.show_stacks(settings.run_dir, world.rank)
                 status.keep_beating()
             device = world.device(settings.device)
             _prepare(settings, world, device, is_ours=board is not None)
@@ -106,7 +113,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
             steps.close()
             stop.close()
             group.__exit__(None, None, None)
-            heartbeat.remove_empty_stacks(settings.run_dir, world.rank)
+            stacks.remove_empty_stacks(settings.run_dir, world.rank)
             _conclude(settings, world, steps, facts, is_stopped)
         except BaseException as error:
             if alone and is_interactive():

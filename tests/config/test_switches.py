@@ -931,7 +931,7 @@ def process_group(case: Case) -> Any:
         unwanted += [
             (worker.TrainingRun, "execute"),
             (worker, "start_logging"),
-            (worker.heartbeat, "show_stacks"),
+            (worker.stacks, "show_stacks"),
         ]
         for owner, name in unwanted:
             stack.enter_context(mock.patch.object(owner, name))

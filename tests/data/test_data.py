@@ -41,7 +41,7 @@ from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.linux import children_of, state_of
 from ddp_train.options.sections import TuningConfig
-from ddp_train.resilience.failure_report import failure_from
+from ddp_train.resilience.failure import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
 from tests.support.commands import wait_until
 from tests.support.jobs import config_of, datasets_of, job_of, loader_of

@@ -19,7 +19,8 @@ import torch
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
-from ddp_train.resilience.failure_report import Failure, Report, record, traceback_of
+from ddp_train.resilience.failure import Failure
+from ddp_train.resilience.failure_report import Report, record, traceback_of
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
 from ddp_train.runs.worker import open_logs
 from ddp_train.telemetry.console import Display

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.resilience.failure_report import Failure
+from ddp_train.resilience.failure import Failure
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
 from tests.support.commands import ONE, ROOT, SMALL, read, run
 

@@ -84,7 +84,7 @@ def test_each_message_is_one_that_the_code_can_say(message: str) -> None:
 
 def test_every_kind_of_failure_is_explained() -> None:
     kinds = {cls.kind for cls in LaunchError.__subclasses__()} | kinds_in(
-        ROOT / "ddp_train/resilience/failure_report.py"
+        ROOT / "ddp_train/resilience/failure.py"
     )
     assert {"hang", "oom", "died", "data_worker", "exception"} <= kinds
     explained = set(re.findall(r"[Kk]ind `(\w+)`", PAGE))

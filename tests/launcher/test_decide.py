@@ -10,7 +10,7 @@ import pytest
 
 from ddp_train.launcher.decide import End, FailedAttempt, History, Restart, decide, sentences
 from ddp_train.launcher.size import Size
-from ddp_train.resilience.failure_report import Failure
+from ddp_train.resilience.failure import Failure
 
 FOUR = Size(4)
 """A fixed number of processes."""

@@ -22,7 +22,7 @@ from ddp_train.errors import LaunchError
 from ddp_train.hardware import Hardware
 from ddp_train.options.registry import OPTIONS
 from ddp_train.performance.cuda_graph import WARM_UP_STEPS, GraphedStepper
-from ddp_train.resilience.failure_report import failure_from
+from ddp_train.resilience.failure import failure_from
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tensor_tree import map_tensors, tensors
 from tests.support.jobs import config_of, job_of, table

@@ -22,15 +22,16 @@ from ddp_train.distributed.environment import write_torchrun_error_file
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.resilience import collectives, hang_detector, peer_check
-from ddp_train.resilience.failure_report import (
+from ddp_train.resilience.failure import (
     failure_from,
     failure_from_exit,
     failure_from_hang,
-    headline,
     is_peer_error,
 )
+from ddp_train.resilience.failure_report import headline
 from ddp_train.resilience.hang_detector import HangDetector
 from ddp_train.resilience.heartbeat import RankStatus, StatusBoard, StatusSnapshot
+from ddp_train.resilience.stacks import STOPPED
 from ddp_train.resilience.whole_files import part_of
 from tests.support.commands import (
     LAUNCH,
@@ -357,8 +358,8 @@ def test_the_board_tells_who_stands_still(
     stacks = [TORCHS] * 3
     monkeypatch.setattr(hang_detector.time, "monotonic", lambda: now)
     monkeypatch.setattr(hang_detector, "state_of", lambda pid: states[pid])
-    monkeypatch.setattr(HangDetector, "_stacks", lambda *_: stacks)
-    monkeypatch.setattr(HangDetector, "_calls", lambda *_: "")
+    monkeypatch.setattr(HangDetector, "stacks", lambda *_: stacks)
+    monkeypatch.setattr(HangDetector, "calls", lambda *_: "")
     board = StatusBoard.create(3)
     try:
         detector = HangDetector(board, [0, 1, 2], timeout_seconds=TIMEOUT_SECONDS)
@@ -539,7 +540,7 @@ def test_a_rank_that_dies_of_the_question_has_hung_all_the_same(
             examined.extend(status.is_examined for status in board.ranks)
             return [[], []]
 
-        monkeypatch.setattr(detector, "_stacks", stacks)
+        monkeypatch.setattr(detector, "stacks", stacks)
         hang = detector.diagnose(tmp_path)
         assert examined == [0, 0] and [status.is_examined for status in board.ranks] == [1, 1]
         assert (hang.rank, hang.snapshot.phase, hang.stack, hang.called) == (1, "forward", [], "")
@@ -676,7 +677,7 @@ def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
 def test_a_process_that_a_signal_has_stopped_is_no_slow_one() -> None:
     snapshot = StatusSnapshot(9, 7, 7, "forward")
     for reason, remedy in (
-        (hang_detector.STOPPED, "kill -CONT PID"),
+        (STOPPED, "kill -CONT PID"),
         ("it is behind", "raise launch.timeout_seconds"),
     ):
         hang = hang_detector.Hang(1, snapshot, 9.0, reason, "", "", [])

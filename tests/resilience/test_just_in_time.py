@@ -25,7 +25,7 @@ from ddp_train.errors import LaunchError, PeersLostError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.recovery import own_state
 from ddp_train.recovery.own_state import OfRank, Published, Row
-from ddp_train.resilience.failure_report import is_peer_error
+from ddp_train.resilience.failure import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NOT_SAVED,
     SAVE,

@@ -19,7 +19,7 @@ from typing import Any
 
 from ddp_train.config.program import Program
 from ddp_train.linux import children_of, signal_main_thread
-from ddp_train.resilience.heartbeat import stack_file
+from ddp_train.resilience.stacks import stack_file
 from tests.support import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
