@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -56,3 +57,10 @@ def read_bytes(path: Path, begin: int = 0) -> bytes:
         elif path.stat().st_size > -begin:
             file.seek(begin, os.SEEK_END)
         return file.read()
+
+
+def finite_or_none(value: Any) -> Any:
+    """A value as JSON has it: there is no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.resilience.whole_files import write_text
-from ddp_train.telemetry.json_files import parse_object, read_bytes
+from ddp_train.telemetry.json_files import finite_or_none, parse_object, read_bytes
 
 METRICS = "metrics.jsonl"
 DAMAGED = METRICS + ".damaged"
@@ -76,7 +76,7 @@ class MetricsFile:
     def write(self, **values: Any) -> None:
         if not self.active:
             return
-        line = {name: _finite_or_none(value) for name, value in values.items()}
+        line = {name: finite_or_none(value) for name, value in values.items()}
         for listener in self.listeners:
             listener(line)
         try:
@@ -102,13 +102,6 @@ class MetricsFile:
         if not self.has_warned:
             self.has_warned = True
             log.warning("%s cannot be written: %s; training continues", self.path, error)
-
-
-def _finite_or_none(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def parse_line(text: bytes) -> Line | None:

@@ -42,7 +42,7 @@ from ddp_train.telemetry.pages.findings import findings
 from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.page import HERE, as_page
-from ddp_train.telemetry.pages.report import Plot, Report
+from ddp_train.telemetry.pages.report import Lines, Plot, Report
 from ddp_train.telemetry.pages.run_files import RunFiles, as_typed, glance, is_locked, read_run
 from ddp_train.telemetry.pages.run_page import run_page, uses
 from ddp_train.telemetry.pages.seeds import SeedGroups
@@ -52,6 +52,7 @@ from ddp_train.telemetry.pages.timeline import Timeline
 from ddp_train.telemetry.pages.trials import trials_table
 from tests.support.browser import Page, browser, installed
 from tests.support.commands import ENDLESS, ONE, PROGRAM, SMALL, read, run, running, wait_until
+from tests.support.pages import report_in, section_of
 
 NO_BROWSER = "no browser is installed (Debian: apt-get install chromium)"
 BOUND = 2_000_000
@@ -202,13 +203,13 @@ def test_settings_that_are_not_the_default_are_told_apart() -> None:
 def test_a_page_of_every_state_says_it(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "r")
     page = as_page(run_page(read_run(folder), {"model": "<mlp>"}, 10))
-    assert "<h2>Memory of a process</h2>" in page and "<h2>CPU cores in use</h2>" in page
-    assert "python launch.py run_dir=" in page and "train.epochs=8" in page
-    assert (
-        "&lt;mlp&gt;" in page
-        and "mode=evaluate checkpoint.resume=" in page
-        and 'http-equiv="refresh"' not in page
-    )
+    titles = [section["title"] for section in report_in(page)["sections"]]
+    assert {"Memory of a process", "CPU cores in use"} <= {*titles}
+    uses = section_of(page, "What to do with it")["lines"]
+    assert "mode=evaluate checkpoint.resume=" in uses[0] and "train.epochs=8" in uses[2]
+    assert uses[2].startswith("python launch.py run_dir=")
+    assert section_of(page, "Settings that are not the default")["lines"] == ["model=<mlp>"]
+    assert "<mlp>" not in page and 'http-equiv="refresh"' not in page
     assert len(page.encode()) < BOUND
     write_json(folder / "summary.json", {"status": "failed"})
     write_json(
@@ -246,7 +247,8 @@ def test_a_living_page_comes_seldom_and_a_full_disk_is_one_warning(
         file.write("\n")
     page.look(["data"])
     text = (folder / "report.html").read_text()
-    assert 'http-equiv="refresh" content="10"' in text and "running, step 40" in text
+    assert 'http-equiv="refresh" content="10"' in text
+    assert report_in(text)["state"].startswith("running, step 40")
     (folder / "report.html").unlink()
     (folder / "metrics.jsonl").write_text("")
     page.look(["data"])
@@ -525,10 +527,9 @@ def test_the_page_of_a_sweep_is_there_before_a_trial_ends_and_costs_little(
     leave_run(tmp_path / "0")
     listener.job_started(0, ["++optimizer.lr=0.1"], [])
     listener.while_waiting()
-    assert (
-        "running: 1 now, 0 trials ended" in page.read_text()
-        and "optimizer.lr=0.1" in page.read_text()
-    )
+    assert report_in(page.read_text())["state"].startswith("running: 1 now, 0 trials ended")
+    columns = section_of(page.read_text(), "Trials")["columns"]
+    assert [column["texts"] for column in columns if column["name"] == "optimizer.lr"] == [["0.1"]]
     page.unlink()
     listener.while_waiting()
     assert not page.exists() and listener.page.due > time.monotonic() + 9
@@ -555,7 +556,7 @@ def test_a_sweep_has_a_page_from_the_start_and_tells_who_stops_it_how_to_go_on(
         assert sweep.end() in (INTERRUPTED, SAVED, UNSAVED)
     state = f"stopped: 0 of 3 trials completed, {3 - at_once} not begun"
     assert f"{state}; to go on:\n  python launch.py" in sweep.output.read_text()
-    assert f'<p class="state stopped">{state}</p>' in (tmp_path / "s/report.html").read_text()
+    assert report_in((tmp_path / "s/report.html").read_text())["state"] == state
 
 
 @pytest.mark.parametrize("name", ["lr=1", "a,b", "it's", 'a"b\\', "my runs", "[x]", "{y:1}"])
@@ -637,7 +638,8 @@ def test_what_differs_is_listed_and_one_run_of_each_tells_nothing_of_noise(tmp_p
         and "cannot be told from 1 run of each" in found
     )
     assert "11.73 points" in found and "less than twice" in found, "of ten samples"
-    assert all(name in as_page(report) for name in ("0_0 training", "1_0 test"))
+    loss = section_of(as_page(report), "Loss")["chart"]
+    assert {"0_0 training", "1_0 test"} <= {curve["name"] for curve in loss["curves"]}
 
 
 def test_repeated_runs_are_tested(tmp_path: Path) -> None:
@@ -657,7 +659,9 @@ def test_compare_takes_folders_and_says_in_one_error_what_is_no_run(
     compared(tmp_path / "runs", 0.9, 0.95)
     assert compare([str(tmp_path / "runs"), "--output", str(tmp_path / "p.html")]) == 0
     out = capsys.readouterr().out
-    assert "1_0 against 0_0" in out and (tmp_path / "p.html").read_text().count("<table") == 2
+    assert "1_0 against 0_0" in out
+    sections = report_in((tmp_path / "p.html").read_text())["sections"]
+    assert [section["kind"] for section in sections].count("table") == 2
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError) as error:
         compare([str(tmp_path / "run"), str(tmp_path / "empty"), str(tmp_path / "runs")])
@@ -777,12 +781,14 @@ def test_a_run_leaves_its_page(tmp_path: Path) -> None:
     done = run(*SMALL, "train.epochs=3", "run_dir=r", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "r/report.html").read_text()
-    assert '<p class="state completed">' in page and '"kind":"curves"' in page
+    assert report_in(page)["state"] == "completed"
+    assert section_of(page, "Loss")["chart"]["kind"] == "curves"
     assert {"hardware", "versions", "host"} <= json.loads(
         (tmp_path / "r/commands.jsonl").read_text()
     ).keys()
     assert len(read(tmp_path / "r", "timeline.json")["seconds"]) == 2
-    assert "launch.page" not in page.partition("Config, all of it")[0]
+    chosen = section_of(page, "Settings that are not the default")["lines"]
+    assert not any("launch.page" in line for line in chosen)
 
 
 # --- a real browser -------------------------------------------------------------------------------
@@ -836,6 +842,24 @@ def test_a_browser_shows_the_page_of_a_run(tab: Page, tmp_path: Path) -> None:
         "hovering names the values"
     )
     assert tab.problems == []
+
+
+@pytest.mark.slow
+def test_a_browser_shows_texts_of_others_as_text(tab: Page, tmp_path: Path) -> None:
+    """Whatever a name or an error message may hold, wherever it may stand."""
+    text = '<script>alert(1)</script><img src=x onerror=alert(2)> &amp; "q"'
+    table = Table(text, [text, "n"], [[text, 1]], text)
+    plot = Plot(text, bars([Bar(text, 1.0)], Axis(text)), text)
+    lines = [Lines(text, [text], text), Lines(text, [text], text, folded=True)]
+    sections = [table, plot, *lines]
+    path = tmp_path / "report.html"
+    report = Report(text, text, sections, {text: text}, [text], text, {text: text}, [text])
+    path.write_text(as_page(report))
+    looked_at(tab, path)
+    assert tab.ask("document.querySelectorAll('main script, main img').length") == 0
+    found = tab.ask("document.querySelector('main').textContent")
+    # All but those of the axis, the bar and the name of the column, which are broken elsewhere.
+    assert found.count(text) >= 17, found
 
 
 @pytest.mark.slow
@@ -990,7 +1014,7 @@ def test_a_browser_says_when_nothing_has_written_a_page_of_a_run_for_long(
         (time.time() - 3600, "No news for 60 minutes: if it was killed"),
     ):
         path = tmp_path / "report.html"
-        path.write_text(re.sub('data-written="[0-9]+"', f'data-written="{written:.0f}"', text))
+        path.write_text(re.sub('"written":[0-9.]+', f'"written":{written:.0f}', text))
         tab.open(path, 390)
         found = tab.ask(state)
         assert (

@@ -1,5 +1,4 @@
-"""Plots, described as plain data: `page.js` draws them in the reader's browser, in its light or
-dark scheme."""
+"""Charts as plain data: `page.charts.js` draws them in the reader's browser."""
 
 from __future__ import annotations
 
@@ -8,26 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ddp_train.telemetry.json_files import finite_or_none
+
 Chart = dict[str, Any]
-"""What `page.js` draws: `kind`, and the fields that its functions read."""
+"""A chart: `kind`, and the fields that the function of this name in `page.charts.js` reads."""
 MOST_POINTS = 600
-"""Of a curve, which is at most 600 pixels wide. A page with 100 curves stays below 2 MB."""
-DIGITS = 6
+"""Most points of a curve, which is at most 600 pixels wide: 100 curves fit into 2 MB."""
 X_DIGITS = 13
-"""Of a number in a page, and of a step or a time; report.json has them all."""
+"""Digits of a step or a time."""
+DIGITS = 6
+"""Digits of any other number of a curve."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Label (with unit) and scale of an axis."""
+    """An axis of a chart."""
 
     label: str
+    """With the unit."""
     log: bool = False
+    """Whether it is logarithmic: a vertical one only where its values span more than a decade."""
     ticks: Sequence[float] = ()
     percent: bool = False
-    """Values from 0 to 1 are shown as 0 % to 100 %."""
+    """Whether values from 0 to 1 are shown as 0 % to 100 %."""
     whole: bool = False
-    """Begins at 0: lengths of bars can be compared, and a small part of a whole looks small."""
+    """Whether it begins at 0: a small part of a whole looks small."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Curve:
     level: int = 0
     """1: drawn last and stronger. -1: one of many, in grey, without an entry in the legend."""
     colour: int | None = None
-    """Curves of one thing have one colour; None: the next one."""
+    """The same number for curves of one thing; None: the next colour."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +60,23 @@ class Mark:
 
 @dataclass(frozen=True)
 class Bar:
-    """A value, with a whisker from `low` to `high` if both are given. value None: only the name and
-    `text`."""
+    """A value, with a whisker from `low` to `high` if both are given; None: only a name."""
 
     name: str
     value: float | None
     low: float | None = None
     high: float | None = None
     text: str = ""
-    """Shown next to the bar instead of its value."""
+    """Text beside the bar, in place of its value."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A dot of a scatter plot, or a line through parallel axes: its values, None for an axis
-    without one."""
+    """A dot of a scatter plot, or a line through parallel axes."""
 
     name: str
     values: Sequence[Any]
+    """A value for each axis; None for an axis without one."""
     strong: bool = False
 
 
@@ -84,31 +87,16 @@ def curves(
     marks: Sequence[Mark] = (),
     gaps: Sequence[float] = (),
 ) -> Chart | None:
-    """A line plot with a legend; with few points they are marked. gaps: where lines without a band
-    are interrupted. None without a point."""
+    """A line plot with a legend; None without a point.
+
+    gaps: values of x at which lines are interrupted.
+    """
     drawn = []
     for curve in curves:
-        kept = thinned(curve.x, curve.y)
-        pick = [
-            [short(values[at]) for at in kept] if values else []
-            for values in (curve.low, curve.high)
-        ]
-        if kept:
-            fine = digits([curve.y[at] for at in kept])
-            points = [[short(curve.x[at], X_DIGITS), short(curve.y[at], fine)] for at in kept]
-            breaks = [[gap, None] for gap in gaps]
-            points = points if pick[0] else sorted([*points, *breaks], key=lambda point: point[0])
-            drawn.append(
-                {
-                    "name": curve.name,
-                    "points": points,
-                    "low": pick[0],
-                    "high": pick[1],
-                    "dashed": curve.dashed,
-                    "level": curve.level,
-                    "colour": curve.colour,
-                }
-            )
+        points = points_of(curve)
+        if points:
+            look = {"dashed": curve.dashed, "level": curve.level, "colour": curve.colour}
+            drawn.append({"name": curve.name, "points": points} | look)
     if not drawn:
         return None
     return {
@@ -117,68 +105,78 @@ def curves(
         "x": vars(x),
         "y": vars(y),
         "marks": [vars(mark) for mark in marks],
+        "gaps": gaps,
     }
 
 
+def points_of(curve: Curve) -> list[list[float]]:
+    """The points to draw: [x, y], with a band [x, y, low, high]."""
+    places = thinned(curve.x, curve.y)
+    y_digits = digits([curve.y[place] or 0.0 for place in places])
+    columns = [(curve.x, X_DIGITS), (curve.y, y_digits)]
+    if curve.low and curve.high:
+        columns += [(curve.low, DIGITS), (curve.high, DIGITS)]
+    return [[rounded(values[place], count) for values, count in columns] for place in places]
+
+
 def thinned(x: Sequence[float], y: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
-    """Which points to draw: all, or the lowest and the highest of each of most / 2 equal parts, so
-    that no spike is lost."""
-    known = [
-        at
-        for at, value in enumerate(y)
-        if value is not None and math.isfinite(value) and math.isfinite(x[at])
-    ]
+    """The places of the points to draw.
+
+    All, or the lowest and the highest of each of most / 2 equal parts, so that no spike is lost.
+    """
+    heights = {}
+    for place, value in enumerate(y):
+        if value is not None and math.isfinite(value) and math.isfinite(x[place]):
+            heights[place] = value
+    known = list(heights)
     if len(known) <= most:
         return known
     part = len(known) / (most // 2)
     kept = {known[0], known[-1]}
     for number in range(most // 2):
         group = known[int(number * part) : int((number + 1) * part)]
-        kept |= {min(group, key=lambda at: y[at] or 0.0), max(group, key=lambda at: y[at] or 0.0)}
+        kept |= {min(group, key=heights.__getitem__), max(group, key=heights.__getitem__)}
     return sorted(kept)
 
 
+def digits(values: Sequence[float]) -> int:
+    """Digits that a pixel can show of a curve: more where its values differ little."""
+    largest = max(map(abs, values), default=0.0)
+    span = max(values, default=0.0) - min(values, default=0.0)
+    if not 0 < 100 * span < largest:
+        return DIGITS
+    return min(DIGITS - 2 + math.ceil(math.log10(largest / span)), X_DIGITS)
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """A number with so many digits; an int as it is."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    return value
+
+
 def bars(bars: Sequence[Bar], x: Axis, baseline: float | None = None) -> Chart:
-    """Horizontal bars from 0, the first on top; dots where the axis need not begin at 0, as that of
-    an accuracy. baseline: a value marked by a dotted line."""
-    drawn = [
-        vars(bar) | {name: short(getattr(bar, name)) for name in ("value", "low", "high")}
-        for bar in bars
-    ]
+    """Horizontal bars from 0, the first on top.
+
+    Dots where the axis need not begin at 0, as that of an accuracy.
+
+    baseline: a value that is marked by a dotted line.
+    """
+    drawn = []
+    for bar in bars:
+        drawn.append({name: finite_or_none(value) for name, value in vars(bar).items()})
     return {"kind": "bars", "bars": drawn, "x": vars(x), "baseline": baseline}
 
 
 def scatter(points: Sequence[Point], x: Axis, y: Axis) -> Chart | None:
-    """A dot for each pair of values. An x that is no number is a category."""
+    """A dot for each pair of values; None without one. An x that is no number is a category."""
     drawn = [vars(point) for point in points if None not in point.values]
-    if drawn:
-        return {"kind": "scatter", "points": drawn, "x": vars(x), "y": vars(y)}
-    return None
+    if not drawn:
+        return None
+    return {"kind": "scatter", "points": drawn, "x": vars(x), "y": vars(y)}
 
 
-def parallel(points: Sequence[Point], axes: Sequence[Axis]) -> Chart | None:
-    """A line for each point through all axes; the last one's value decides the colour."""
+def parallel(points: Sequence[Point], axes: Sequence[Axis]) -> Chart:
+    """A line for each point through all axes; the value of the last one decides the colour."""
     drawn = [vars(point) for point in points if point.values[-1] is not None]
-    if drawn:
-        return {"kind": "parallel", "points": drawn, "axes": [vars(axis) for axis in axes]}
-    return None
-
-
-def digits(values: Sequence[float | None]) -> int:
-    """How many digits a pixel can show of a curve: more where its values differ little. values: all
-    are finite."""
-    known = [float(value) for value in values if value is not None]
-    largest = max(map(abs, known), default=0.0)
-    span = max(known, default=0.0) - min(known, default=0.0)
-    if 0 < 100 * span < largest:
-        return min(DIGITS - 2 + math.ceil(math.log10(largest / span)), X_DIGITS)
-    return DIGITS
-
-
-def short(value: Any, digits: int = DIGITS) -> Any:
-    """A number with so many digits; None for one that is not finite."""
-    if not isinstance(value, float):
-        return value
-    if math.isfinite(value):
-        return float(f"{value:.{digits}g}")
-    return None
+    return {"kind": "parallel", "points": drawn, "axes": [vars(axis) for axis in axes]}
