@@ -21,7 +21,6 @@ OPTUNA = "pool_optuna"
 """Our own sweeper."""
 OPTUNA_TRIALS = 20
 """How many trials it has by default."""
-PACKAGES = {"optuna": "hydra-optuna-sweeper"}
 OPTIMIZERS = ("optuna", OPTUNA)
 """Sweepers that must be given the better direction."""
 DIRECTION = "hydra.sweeper.direction"
@@ -44,7 +43,11 @@ def missing_for_slurm(launcher: str) -> list[str]:
     """Problems of a host that cannot submit jobs to SLURM."""
     if launcher not in SLURM:
         return []
-    if not has_plugin("hydra-submitit-launcher"):
+    # the parent first: a search below a package that is missing raises
+    is_installed = importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec(
+        "hydra_plugins.hydra_submitit_launcher"
+    )
+    if not is_installed:
         return [
             f"{LAUNCHER}={launcher}: needs the package hydra-submitit-launcher; pip install -e"
             " '.[slurm]'"
@@ -54,27 +57,6 @@ def missing_for_slurm(launcher: str) -> list[str]:
             f"{LAUNCHER}={launcher}: there is no srun on this host; start the sweep where `sbatch`"
             " works"
         ]
-    return []
-
-
-def has_plugin(package: str) -> bool:
-    """Whether a plugin of Hydra is installed."""
-    if not importlib.util.find_spec("hydra_plugins"):  # that of a submodule would raise then
-        return False
-    module = package.replace("-", "_")
-    return importlib.util.find_spec(f"hydra_plugins.{module}") is not None
-
-
-def missing_for_sweeper(sweeper: str) -> list[str]:
-    """Problems of a sweeper whose package is not installed."""
-    if sweeper == OPTUNA and not importlib.util.find_spec("optuna"):
-        return [f"{SWEEPER}={sweeper}: needs the package optuna; pip install -e '.[optuna]'"]
-    if sweeper in PACKAGES and not has_plugin(PACKAGES[sweeper]):
-        remedy = (
-            f"install it, or use {SWEEPER}={OPTUNA}, which waits for no batch (pip install -e"
-            " '.[optuna]')"
-        )
-        return [f"{SWEEPER}={sweeper}: needs the package {PACKAGES[sweeper]}; {remedy}"]
     return []
 
 
@@ -158,9 +140,6 @@ def direction_for(arguments: list[str], config: Config, better: str | None) -> D
     sweeper = last_value(arguments, SWEEPER)
     if sweeper not in OPTIMIZERS:
         return Direction(better)
-    problems = missing_for_sweeper(sweeper)
-    if problems:
-        return Direction(better, problems=problems)
     given = last_value(arguments, DIRECTION)
     if better is None:
         return _direction_of_user(sweeper, given, config.objective)

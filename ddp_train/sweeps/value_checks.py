@@ -1,19 +1,18 @@
-"""Checks of the overrides of a sweep: its values, each in a trial, and what Hydra and Optuna would
-refuse."""
+"""Checks of a sweep's overrides: each value in a trial, and what Hydra and Optuna would refuse."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_train.config.overrides import Overrides, read_overrides, register_schema
@@ -29,7 +28,6 @@ from ddp_train.text import first_line
 
 KNOWN_SWEEPERS = ("", "basic", OPTUNA)
 """Sweepers whose overrides are checked here; empty: the grid."""
-OF_GRID = (PARAMS, "hydra.sweeper.max_batch_size")
 
 
 def last_of_each_key(overrides: list[str]) -> list[str]:
@@ -162,30 +160,31 @@ def _with_whole_numbers(problem: str, ends: dict[str, list[str]]) -> str:
 def hydra_problems(program: Program, arguments: list[str]) -> list[str]:
     """What Hydra and Optuna would refuse of arguments that are right for single trials."""
     sweeper = last_value(arguments, SWEEPER)
-    of_hydra = [argument for argument in arguments if is_of_hydra(argument)]
-    swept = [argument for argument in of_hydra if parsed(argument).is_sweep_override()]
-    if swept:
-        return [
-            f"{argument}: is about all trials, and cannot be swept; give it one value"
-            for argument in swept
-        ]
-    if sweeper not in KNOWN_SWEEPERS:
-        return []
-    if sweeper != OPTUNA:
-        problems = list(_grid_problems(arguments))
-        if problems:
-            return problems
+    if sweeper in ("", "basic"):
+        intervals = [argument for argument in arguments if ends_of_intervals([argument])]
+        if intervals:
+            return [
+                f"{argument.lstrip('+')}: a grid needs values; name some, or let Optuna draw: add"
+                f" {SWEEPER}={OPTUNA}"
+                for argument in intervals
+            ]
     for name in ("launcher", "optuna_sweeper"):  # an editable install may hide them from Hydra
         importlib.import_module(f"hydra_plugins.ddp_train_pool.{name}")
     register_schema(program)
-    if not last_value(of_hydra, LAUNCHER):
-        of_hydra = [f"{LAUNCHER}={pool.POOL}", *of_hydra]
+    if not last_value(arguments, LAUNCHER):
+        arguments = [f"{LAUNCHER}={pool.POOL}", *arguments]
     try:
         with hydra.initialize_config_dir(str(program.presets), version_base="1.3"):
-            composed = hydra.compose("config", of_hydra, return_hydra_config=True)
+            composed = GlobalHydra.instance().hydra.compose_config(
+                "config",
+                arguments,
+                run_mode=RunMode.MULTIRUN,
+                from_shell=False,
+                with_log_configuration=False,
+            )
             if sweeper == OPTUNA:
-                others = [argument for argument in arguments if not is_of_hydra(argument)]
-                _draw_once(composed.hydra.sweeper, others)
+                of_trials = [argument for argument in arguments if not is_of_hydra(argument)]
+                _draw_once(composed.hydra.sweeper, of_trials)
     except (HydraException, OmegaConfBaseException) as error:
         text = str(error).partition("Config search path")[0]
         cause = first_line(error.__cause__) if error.__cause__ else ""
@@ -193,21 +192,7 @@ def hydra_problems(program: Program, arguments: list[str]) -> list[str]:
     return []
 
 
-def _grid_problems(arguments: list[str]) -> Iterator[str]:
-    """Overrides that need a sweeper that draws."""
-    for argument in arguments:
-        if ends_of_intervals([argument]):
-            yield (
-                f"{argument.lstrip('+')}: a grid needs values; name some, or let Optuna draw: add"
-                f" {SWEEPER}={OPTUNA}"
-            )
-    for argument in arguments:
-        key = key_of(argument)
-        if key.startswith(("hydra.sweeper.", f"{SWEEPER}/")) and not key.startswith(OF_GRID):
-            yield f"{argument}: is of a sweeper that draws; add {SWEEPER}={OPTUNA}, or leave it out"
-
-
-def _draw_once(node: Any, overrides: list[str]) -> None:
+def _draw_once(node: DictConfig, overrides: list[str]) -> None:
     """Builds what our own sweeper would build, and draws once. Raises PoolError.
 
     node: hydra.sweeper.

@@ -39,13 +39,10 @@ from ddp_train.hardware import Hardware
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config, RequestedRun
-from ddp_train.sweeps import sweeper
 from ddp_train.sweeps.outcomes import completed_outcome
-from ddp_train.sweeps.plan import plan_sweep
-from ddp_train.sweeps.table import SweepTable
 from ddp_train.tasks.catalog import TASKS
 from tests.checkpoints.test_checkpoint import snapshot
-from tests.support.commands import ONE, PROGRAM, ROOT, SMALL, THREE, checkpoints, read, run, weights
+from tests.support.commands import ONE, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.support.commands import metrics as lines_of
 from tests.support.jobs import config_of
 
@@ -412,73 +409,6 @@ def test_keys_without_effect_are_said_so() -> None:
         "no effect without train.early_stopping.patience" in notice
         for notice in notices(RequestedRun(config, config, Hardware(cpus=2)))
     )
-
-
-# --- sweeps ---------------------------------------------------------------------------------------
-
-
-def hydra_words(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, ...]:
-    """The command line that Hydra gets for a sweep by Optuna."""
-    monkeypatch.setattr(sweeper, "has_plugin", lambda _: True)
-    plan = plan_sweep(PROGRAM, ["-m", "hydra/sweeper=optuna", "seed=1,2", *words])
-    return plan.hydra_arguments
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("objective", "direction"),
-    [
-        ("test.accuracy", "maximize"),
-        ("test.loss", "minimize"),
-        ("auto", "minimize"),
-        ("samples_per_second", "maximize"),
-        ("seconds", "minimize"),
-    ],
-)
-def test_optuna_is_told_the_direction_of_the_objective(
-    objective: str, direction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert f"hydra.sweeper.direction={direction}" in hydra_words(
-        monkeypatch, f"objective={objective}"
-    )
-    right = hydra_words(
-        monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={direction}"
-    )
-    assert right.count(f"hydra.sweeper.direction={direction}") == 1
-    wrong = {"maximize": "minimize", "minimize": "maximize"}[direction]
-    with pytest.raises(
-        ConfigError, match=rf"direction={wrong}: objective=.* is better the .*use hydra\.sweeper\."
-    ):
-        hydra_words(monkeypatch, f"objective={objective}", f"hydra.sweeper.direction={wrong}")
-
-
-@pytest.mark.slow
-def test_where_only_the_task_knows_the_direction_the_user_must_say_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    words = ["task._target_=yaml.Task", "trusted_modules=[yaml]", "objective=test.dice"]
-    with pytest.raises(
-        ConfigError,
-        match=r"add hydra\.sweeper\.direction=maximize or hydra\.sweeper\.direction=minim",
-    ):
-        hydra_words(monkeypatch, *words)
-    monkeypatch.setattr(sweeper, "has_plugin", lambda _: True)
-    given = ["-m", "hydra/sweeper=optuna", "seed=1,2", *words, "hydra.sweeper.direction=minimize"]
-    table = SweepTable(plan_sweep(PROGRAM, given))
-    contradiction = table.learn({"objective_name": "test.dice", "better": "max"})
-    assert "better the higher it is with this task; use hydra.sweeper.direction=maximize" in str(
-        contradiction
-    )
-
-
-@pytest.mark.slow
-def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweeper, "has_plugin", lambda _: False)
-    with pytest.raises(
-        ConfigError,
-        match=r"needs the package hydra-optuna-sweeper; .* use hydra/sweeper=pool_optuna",
-    ):
-        plan_sweep(PROGRAM, ["-m", "hydra/sweeper=optuna", "seed=1,2"])
 
 
 def test_the_objective_is_read_with_its_direction(tmp_path: Path) -> None:
