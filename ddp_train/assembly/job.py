@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_train.assembly.arguments import arguments_of
 from ddp_train.assembly.batches import first_batch, is_resident, loader_options
-from ddp_train.assembly.fine_tuning import UnfreezeHook, optimizer_of, trained_parameters
+from ddp_train.assembly.optimizer import optimizer_of, trained_parameters
 from ddp_train.assembly.plan import build_plan, warmup_steps
 from ddp_train.config.auto import CAPTURED_IF_IT_PAYS
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
@@ -24,8 +23,9 @@ from ddp_train.data.rng import StepSeed
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
-from ddp_train.engine.loop import Evaluation, Hook, Job
+from ddp_train.engine.loop import Evaluation, Forward, Hook, Job
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
+from ddp_train.engine.unfreeze_hook import UnfreezeHook
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.schedules.factors import Factor, build_schedule
 from ddp_train.optim.stepper import Stepper, UpdateRules
@@ -71,7 +71,7 @@ class JobBuilder:
         wrap = partial(self.wrap, splits.train, plan, mix, stream)
         wrapped = wrap()
         stepper = self.build_stepper(wrapped, plan, factor, trained, stream)
-        forward: Callable[[Any], tuple[Tensor, Tensor | None]] = wrapped
+        forward: Forward = wrapped
         if isinstance(stepper, GraphedStepper):
             forward = stepper.forward
         hooks: list[Hook] = []
@@ -149,7 +149,7 @@ class JobBuilder:
         config = self.config
         train = config.train
         strategy = self.strategy
-        optimizer = optimizer_of(config, self.module, captured=stream is not None)
+        optimizer = optimizer_of(config, self.module, trained, captured=stream is not None)
         is_fp16 = config.tuning.precision == "fp16"
         scaler = torch.amp.GradScaler(torch.device(self.device).type, enabled=is_fp16)
         average = None

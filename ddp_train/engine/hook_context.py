@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
-from ddp_train.engine.loop import Evaluation, Job
+from ddp_train.engine.loop import Evaluation, Forward, Job
 from ddp_train.optim.stepper import StepObserver, Stepper
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 
 log = logging.getLogger(__name__)
-Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
-"""The loss of a batch as a scalar, and its number of units; None if these are the samples."""
 
 
 class HookContext:

@@ -18,6 +18,9 @@ from ddp_train.resilience.preemption import StopController
 from ddp_train.tasks.score import Score, Scorer
 from ddp_train.tasks.task import ModelWithTask
 
+Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
+"""The loss of a batch as a scalar, and its number of units; None if these are the samples."""
+
 
 @dataclass
 class Evaluation:
@@ -39,7 +42,7 @@ class Job:
 
     plan: BatchPlan
     module: ModelWithTask
-    wrapped: Callable[[Any], tuple[Tensor, Tensor | None]]
+    wrapped: Forward
     strategy: Strategy
     stepper: Stepper
     batches: Iterable[Batch]

@@ -3,65 +3,101 @@ depth."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_train.errors import ConfigError
 from ddp_train.text import matching, unmatched
 
 MATCH = "match"
-"""The key of `optimizer.groups` that is no argument of the optimizer: a glob over names of
+"""The key of `optimizer.groups` that is not an argument of the optimizer: a glob over names of
 parameters."""
+
+
+def as_groups(params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Copies of parameter groups; parameters alone are one group."""
+    given: list[Any] = list(params)
+    if given and isinstance(given[0], dict):
+        return [{**group, "params": list(group["params"])} for group in given]
+    return [{"params": given}]
+
+
+def split_group(
+    group: dict[str, Any],
+    belongs: Callable[[Tensor], bool],
+    entries: dict[str, Any],
+    other_entries: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """A group as two, without those that are empty.
+
+    entries: of the first group, with the parameters that belong to it.
+    other_entries: of the second one.
+    """
+    first = [parameter for parameter in group["params"] if belongs(parameter)]
+    second = [parameter for parameter in group["params"] if not belongs(parameter)]
+    parts = [{**group, "params": first, **entries}, {**group, "params": second, **other_entries}]
+    return [part for part in parts if part["params"]]
 
 
 def parameter_groups(
     trained: Mapping[str, nn.Parameter],
-    lr: float | None = None,
     groups: Sequence[Mapping[str, Any]] = (),
-    depths: Mapping[str, int] | None = None,
-    layer_decay: float | None = None,
+    layer_rates: Mapping[str, float] | None = None,
     frozen: Container[str] = (),
 ) -> list[dict[str, Any]]:
     """The groups of an optimizer; those with the full learning rate first, frozen parameters in
     groups of their own.
 
-    lr: of what no group gives another one; None: that of the optimizer's class, only without
-    layer_decay. groups: each a glob `match` and arguments of the optimizer; the first one that
-    matches a name is its group. depths: of each parameter's layer, from 0, see `depths_of`.
-    layer_decay: the learning rate of a layer is that of the layer above it times this (ELECTRA,
-    arXiv:2003.10555), in groups without one of their own. frozen: names of those that train later.
+    groups: each a glob `match` and arguments of the optimizer; the first one that matches a name is
+        its group.
+    layer_rates: learning rates of parameters by name, see `layer_rates`; those of a group with a
+        rate of its own have that.
+    frozen: names of those that train later.
 
     Raises ConfigError if a group matches no name, or if those before it match all that it does.
     """
-    found = "optimizer.groups=[{{match: {}}}]"
-    what = "parameter that trains"
-    if problems := unmatched(found, [group[MATCH] for group in groups], list(trained), what):
+    key = "optimizer.groups=[{{match: {}}}]"
+    globs = [group[MATCH] for group in groups]
+    problems = unmatched(key, globs, list(trained), "parameter that trains")
+    if problems:
         raise ConfigError(problems)
-    top = max(depths.values(), default=0) if depths else 0
-    members: dict[tuple[bool, int, int], list[nn.Parameter]] = {}
+    members: dict[tuple[bool, int, float | None], list[nn.Parameter]] = {}
     for name, parameter in trained.items():
-        number = next((n for n, group in enumerate(groups) if matching(group[MATCH], [name])), -1)
-        decays = depths and layer_decay and (number < 0 or "lr" not in groups[number])
-        place = name in frozen, number, top - depths[name] if depths and decays else 0
-        members.setdefault(place, []).append(parameter)
+        number = next((n for n, glob in enumerate(globs) if matching(glob, [name])), -1)
+        rate = None
+        if layer_rates and (number < 0 or "lr" not in groups[number]):
+            rate = layer_rates[name]
+        members.setdefault((name in frozen, number, rate), []).append(parameter)
     used = {number for _, number, _ in members}
-    if hidden := [group[MATCH] for number, group in enumerate(groups) if number not in used]:
-        raise ConfigError(
-            [f"{found.format(hidden[0])}: groups before it match all that it does; drop it"]
-        )
-    made = []
-    for place, parameters in sorted(members.items(), key=lambda item: item[0]):
-        _, number, below = place
+    for number, glob in enumerate(globs):
+        if number not in used:
+            rule = "groups before it match all that it does; drop it"
+            raise ConfigError([f"{key.format(glob)}: {rule}"])
+    result = []
+    for is_frozen, number, rate in sorted(
+        members, key=lambda place: (place[0], place[1], -(place[2] or 0))
+    ):
+        group: dict[str, Any] = {"params": members[is_frozen, number, rate]}
+        if rate is not None:
+            group["lr"] = rate
         if number >= 0:
-            arguments = {name: value for name, value in groups[number].items() if name != MATCH}
-        else:
-            arguments = {}
-        if layer_decay and lr is not None:
-            arguments = {"lr": lr * layer_decay**below, **arguments}
-        made.append({"params": parameters, **arguments})
-    return made
+            group.update(groups[number])
+            del group[MATCH]
+        result.append(group)
+    return result
+
+
+def layer_rates(depths: Mapping[str, int], lr: float, layer_decay: float) -> dict[str, float]:
+    """The learning rate of each parameter: that of the layer above it times `layer_decay` (ELECTRA,
+    arXiv:2003.10555).
+
+    depths: see `depths_of`.
+    lr: learning rate of the last layer.
+    """
+    top = max(depths.values())
+    return {name: lr * layer_decay ** (top - depth) for name, depth in depths.items()}
 
 
 def depths_of(model: nn.Module) -> dict[str, int]:
@@ -75,58 +111,53 @@ def depths_of(model: nn.Module) -> dict[str, int]:
     (arXiv:2106.08254). What lies between two stages is a layer of its own. A model without such
     blocks has its direct children as layers, a norm with the one before it.
     """
-    named = dict(model.named_parameters())
-    blocks = list(_blocks(model, ""))
+    blocks = _blocks(model, "")
     if not blocks:
-        return _depths_of_children(model, named)
-    first_of_block = [next((b for b in blocks if name.startswith(b + ".")), "") for name in named]
-    inside = [place for place, block in enumerate(first_of_block) if block]
+        return _depths_by_child(model)
     depths = {}
     depth = 0
-    last = ""
-    for place, (name, block) in enumerate(zip(named, first_of_block, strict=True)):
-        if inside[0] <= place and block != last and (place <= inside[-1] or last):
+    last_block = ""
+    for name, _ in model.named_parameters():
+        block = next((path for path in blocks if name.startswith(f"{path}.")), "")
+        if block != last_block:
             depth += 1
-        if inside[0] <= place:
-            last = block
+            last_block = block
         depths[name] = depth
     return depths
 
 
+def _children(module: nn.Module, path: str) -> dict[str, nn.Module]:
+    """The children that have parameters, by their paths."""
+    return {
+        f"{path}.{name}".lstrip("."): child
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    }
+
+
 def _blocks(module: nn.Module, path: str) -> list[str]:
     """The paths of the blocks below a module."""
-    children = [(f"{path}.{name}".lstrip("."), child) for name, child in module.named_children()]
-    children = [
-        (where, child) for where, child in children if any(True for _ in child.parameters())
-    ]
-    holds = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-    if holds and len(children) > 1 and len({type(child) for _, child in children}) == 1:
-        inner = [
-            _blocks(child, where)
-            for where, child in children
-            if type(child) in (nn.Sequential, nn.ModuleList)
-        ]
-        if any(inner):
-            return [block for found in inner for block in found]
-        return [where for where, _ in children]
-    return [block for where, child in children for block in _blocks(child, where)]
+    children = _children(module, path)
+    inner = [block for where, child in children.items() for block in _blocks(child, where)]
+    classes = {type(child) for child in children.values()}
+    is_list = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    if is_list and len(children) > 1 and len(classes) == 1:
+        are_stages = classes <= {nn.Sequential, nn.ModuleList}
+        if not (are_stages and inner):
+            return list(children)
+    return inner
 
 
-def _depths_of_children(model: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    path = ""
-    while (
-        len(
-            children := [
-                (n, c) for n, c in model.named_children() if any(True for _ in c.parameters())
-            ]
-        )
-        == 1
-    ):
-        path = f"{path}{children[0][0]}."
-        model = children[0][1]
-    depths: dict[str, int] = dict.fromkeys(named, 0)
+def _depths_by_child(model: nn.Module) -> dict[str, int]:
+    depths = {name: 0 for name, _ in model.named_parameters()}
+    children = _children(model, "")
+    while len(children) == 1:
+        ((path, child),) = children.items()
+        children = _children(child, path)
     depth = -1
-    for child, layer in children:
+    for path, layer in children.items():
         depth += depth < 0 or any(parameter.ndim > 1 for parameter in layer.parameters())
-        depths |= {name: depth for name in named if name.startswith(f"{path}{child}.")}
+        for name in depths:
+            if name.startswith(f"{path}."):
+                depths[name] = depth
     return depths

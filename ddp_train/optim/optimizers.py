@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_train.kernels import interface
+from ddp_train.optim.groups import as_groups, split_group
 
 
 def build_optimizer(
@@ -26,27 +27,24 @@ def build_optimizer(
     optimizer_class: takes the keys of its option as arguments, but `betas` for beta1 and beta2.
     implementation: loop, foreach or fused, as torch calls them, or default for that of the class.
     captured: its steps run from a CUDA graph, so that host time per step does not matter.
-    decay_norm_and_bias: weight decay for parameters of at most one dimension too. arguments: lr,
-    weight_decay, and what else the class takes; a group may have its own.
+    decay_norm_and_bias: weight decay for parameters of at most one dimension too.
+    arguments: lr, weight_decay, and what else the class takes; a group may have its own.
     """
-    given = list(parameters)
-    groups: list[dict[str, Any]] = [dict(group) for group in given if isinstance(group, dict)] or [
-        {"params": given}
-    ]
+    groups = as_groups(parameters)
     if not decay_norm_and_bias:
         groups = [part for group in groups for part in without_decay_of_vectors(group)]
-    for taken in (*groups, arguments):  # the arguments last: a group may have but one of the two
-        if taken.keys() & {"beta1", "beta2"}:
-            taken["betas"] = tuple(
-                taken.pop(beta, arguments.get(beta)) for beta in ("beta1", "beta2")
-            )
+    # The arguments last: a group may have but one of the two.
+    for keys in (*groups, arguments):
+        if keys.keys() & {"beta1", "beta2"}:
+            beta1 = keys.pop("beta1", arguments.get("beta1"))
+            beta2 = keys.pop("beta2", arguments.get("beta2"))
+            keys["betas"] = (beta1, beta2)
     if implementation == "fused":
         arguments |= {"foreach": None, "fused": True}
     elif implementation != "default":
         arguments["foreach"] = implementation == "foreach"
-    trained = [parameter for group in groups for parameter in group["params"]]
-    one_dtype = len({parameter.dtype for parameter in trained}) == 1
-    if captured and implementation == "fused" and one_dtype:
+    dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
+    if captured and implementation == "fused" and len(dtypes) == 1:
         optimizer_class = interface.split_optimizer_class(optimizer_class)
     optimizer = optimizer_class(groups, **arguments)
     if implementation == "fused" and isinstance(optimizer, torch.optim.SGD):
@@ -61,10 +59,9 @@ def zero_momentum_buffers(optimizer: torch.optim.SGD) -> None:
     new buffers unwritten: ResNet-50 had a loss of NaN in step 2.
     """
     for group in optimizer.param_groups:
-        if not group["momentum"]:
-            continue
-        for parameter in group["params"]:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if group["momentum"]:
+            for parameter in group["params"]:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def without_decay_of_vectors(group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,13 +71,5 @@ def without_decay_of_vectors(group: dict[str, Any]) -> list[dict[str, Any]]:
     LARS and LAMB do not adapt the learning rate of those either; torch's optimizers ignore
     `layer_adaptation`.
     """
-    parts: list[dict[str, Any]] = [
-        {**group, "params": [parameter for parameter in group["params"] if parameter.ndim > 1]},
-        {
-            **group,
-            "params": [parameter for parameter in group["params"] if parameter.ndim <= 1],
-            "weight_decay": 0.0,
-            "layer_adaptation": False,
-        },
-    ]
-    return [part for part in parts if part["params"]]
+    no_decay = {"weight_decay": 0.0, "layer_adaptation": False}
+    return split_group(group, lambda parameter: parameter.ndim > 1, {}, no_decay)

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from ddp_train.assembly import fine_tuning, metrics
+from ddp_train.assembly import metrics
 from ddp_train.assembly.batches import first_batch
 from ddp_train.assembly.checkpoint_model import facts_of_model
 from ddp_train.assembly.data_sets import common_digests, plan_digests, scored_digests
+from ddp_train.assembly.initial_weights import load_named_weights
 from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_task
+from ddp_train.assembly.optimizer import trained_parameters
 from ddp_train.assembly.plan import warmup_steps
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints import reader
@@ -126,7 +128,7 @@ class Training:
         module = build_module(config, sources.train, strategy, run.device)
         origin = None
         if start.checkpoint is None:
-            origin = fine_tuning.begin(config, module.model, run.world, run.device)
+            origin = load_named_weights(config, module.model, run.world, run.device)
         try_user_task(config, module, sources.train, run.device)
         metrics.check_metrics(
             config, module, sources, run.scored_batches, config.train.ema_decay is not None
@@ -416,7 +418,7 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
         "world_size": run.world.size,
         "torch": torch.__version__,
         "data_digests": training.data_digests,
-        "trained": list(fine_tuning.trained_parameters(config, module)),
+        "trained": list(trained_parameters(config, module)),
         **facts_of_model(config, training.sources.train, module.task),
         "scored_digests": scored_digests(training.sources, digests_then),
         "begun_with": origin,

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from ddp_train.assembly.fine_tuning import begin, weights_of
+from ddp_train.assembly.initial_weights import load_named_weights, weights_of
 from ddp_train.config import fine_tuning
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate, fit
@@ -275,7 +275,7 @@ def test_weights_of_torchvision_leave_a_head_of_other_classes_as_drawn(
         network = build_model(
             "torchvision", (channels, 32, 32), classes, arch=ARCH, weights="DEFAULT"
         )
-        origin = begin(config, network, World(), "cpu")
+        origin = load_named_weights(config, network, World(), "cpu")
     assert asked == ["f707e7126e"] and (tmp_path / "hub/checkpoints" / FILE).exists(), (
         "downloaded once, and checked"
     )

@@ -123,7 +123,7 @@ def test_a_group_is_an_optimizer_of_its_own(name: str, kind: str) -> None:
     torch.manual_seed(0)
     weights = [torch.randn(40, 50) for _ in range(2)]
     ours, reference = ([nn.Parameter(weight.clone()) for weight in weights] for _ in range(2))
-    groups = parameter_groups({"body": ours[0], "head": ours[1]}, 0.1, [{"match": "head", **given}])
+    groups = parameter_groups({"body": ours[0], "head": ours[1]}, [{"match": "head", **given}])
     betas = {"beta1": 0.7, "beta2": 0.99} if base else {}
     optimizer_class = {
         "sgd": torch.optim.SGD,

@@ -11,70 +11,27 @@ tensor `found_inf` of the optimizer, which a GradScaler sets, is 1.
 # torch._foreach_*: torch's own optimizers are made of them.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from ddp_train.optim.flagged import (
+from ddp_train.optim.skippable import (
+    SkippableOptimizer,
+    Tensors,
     descend,
-    kept,
+    descend_with_momentum,
     move_towards,
-    of_one_type,
-    refuse_scaled_gradients,
 )
 
 Groups = Iterable[Tensor] | Iterable[dict[str, Any]]
+COMMON_DEFAULTS = {"layer_adaptation": True, "capturable": True}
+"""In a group with `layer_adaptation=False` each trust ratio is 1. Capturable, as torch calls it: a
+loaded step counter goes to the device."""
 
 
-class _LayerWise(Optimizer):
-    """What both share. In a group with `layer_adaptation=False` each trust ratio is 1."""
-
-    found_inf: Tensor | None = None
-    """A float32 scalar on the device: 1 leaves weights and moments as they are."""
-    _step_supports_amp_scaling = True  # GradScaler asks
-
-    def __init__(self, params: Groups, **defaults: Any) -> None:
-        # capturable, as torch calls it: a loaded step counter goes to the device.
-        super().__init__(params, {"layer_adaptation": True, "capturable": True, **defaults})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Parameters without a gradient stay as they are. Raises RuntimeError if the
-        gradients are still multiplied by the scale of a GradScaler."""
-        refuse_scaled_gradients(self)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if parameters:
-                common = self._begin(group)
-                for together in (
-                    of_one_type(parameters) if group["foreach"] else [[one] for one in parameters]
-                ):
-                    gradients = [one.grad for one in together if one.grad is not None]
-                    self._update(group, together, gradients, *common)
-        return loss
-
-    def _begin(self, group: dict[str, Any]) -> tuple[Tensor, ...]:
-        """What all updates of a group in this step have in common."""
-        return ()
-
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        *common: Tensor,
-    ):
-        raise NotImplementedError
-
-
-class Lars(_LayerWise):
+class Lars(SkippableOptimizer):
     """Layer-wise Adaptive Rate Scaling, SGD with momentum (arXiv:1708.03888, algorithm 1).
 
     With weight decay b and trust coefficient c: v = momentum v + lr c |w| / (|g| + b |w| + eps) (g
@@ -94,41 +51,38 @@ class Lars(_LayerWise):
     ) -> None:
         """foreach: all layers of a group together, as torch calls it; False: one after the
         other."""
-        super().__init__(
-            params,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            trust_coefficient=trust_coefficient,
-            eps=eps,
-            foreach=foreach,
-        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust_coefficient": trust_coefficient,
+            "eps": eps,
+            "foreach": foreach,
+        }
+        super().__init__(params, COMMON_DEFAULTS | defaults)
 
-    def _update(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        *common: Tensor,
-    ):
-        decay = group["weight_decay"]
-        rates = group["lr"]
-        momenta = kept(self, parameters, "momentum_buffer") if group["momentum"] else []
-        updates = torch._foreach_add(gradients, parameters, alpha=decay)
-        if group["layer_adaptation"]:
-            weights = _norms(parameters)
-            grads = _norms(gradients)
-            ratios = (
-                group["trust_coefficient"]
-                * weights
-                / torch.add(grads, weights, alpha=decay).add_(group["eps"])
-            )
-            rates = _scaled(rates, _or_one(ratios, weights, grads))
-        torch._foreach_mul_(updates, rates)
-        descend(parameters, updates, self.found_inf, momenta, group["momentum"])
+    def update(self) -> None:
+        for group in self.param_groups:
+            decay = group["weight_decay"]
+            momentum = group["momentum"]
+            for parameters, gradients in self.lists(group):
+                updates = torch._foreach_add(gradients, parameters, alpha=decay)
+                rates = group["lr"]
+                if group["layer_adaptation"]:
+                    weights = _norms(parameters)
+                    grads = _norms(gradients)
+                    denominators = torch.add(grads, weights, alpha=decay).add_(group["eps"])
+                    ratios = group["trust_coefficient"] * weights / denominators
+                    rates = _layer_rates(rates, ratios, weights, grads)
+                torch._foreach_mul_(updates, rates)
+                if momentum:
+                    momenta = self.moments(parameters, "momentum_buffer")
+                    descend_with_momentum(parameters, updates, momenta, momentum, self.found_inf)
+                else:
+                    descend(parameters, updates, self.found_inf)
 
 
-class Lamb(_LayerWise):
+class Lamb(SkippableOptimizer):
     """Layer-wise Adaptive Moments (arXiv:1904.00962v5, algorithm 2), with phi(z) = z.
 
     With m and s, Adam's moments after bias correction, and weight decay b: u = m / (sqrt(s) + eps)
@@ -146,29 +100,44 @@ class Lamb(_LayerWise):
         max_trust_ratio: float | None = None,
         foreach: bool = True,
     ) -> None:
-        """max_trust_ratio: larger trust ratios are cut to it. foreach: all layers of a group
-        together, as torch calls it; False: one after the other."""
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            max_trust_ratio=max_trust_ratio,
-            foreach=foreach,
-        )
+        """Take parameters, or groups of them.
 
-    def _begin(self, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        max_trust_ratio: larger trust ratios are cut to it.
+        foreach: all layers of a group together, as torch calls it; False: one after the other.
+        """
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_trust_ratio": max_trust_ratio,
+            "foreach": foreach,
+        }
+        super().__init__(params, COMMON_DEFAULTS | defaults)
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            lists = self.lists(group)
+            if not lists:
+                continue
+            scale, eps = self._correct_bias(group)
+            for parameters, gradients in lists:
+                dtype = parameters[0].dtype
+                self._update(group, parameters, gradients, scale.to(dtype), eps.to(dtype))
+
+    def _correct_bias(self, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
         """Bias correction, as what is left of it: m / (sqrt(s) + eps) is scale x moment /
         (sqrt(square) + eps').
 
         Returns scale and eps', 0-dim float64: in float32, 1 - 0.999 is off by 2e-5 of it.
         """
-        first, (beta1, beta2) = group["params"][0], group["betas"]
-        if "step" not in self.state[first]:
-            self.state[first]["step"] = torch.zeros((), device=first.device)
-        self.state[first]["step"] += 1 if self.found_inf is None else 1 - self.found_inf
-        steps = self.state[first]["step"].double()
+        first = group["params"][0]
+        beta1, beta2 = group["betas"]
+        state = self.state[first]
+        if "step" not in state:
+            state["step"] = torch.zeros((), device=first.device)
+        state["step"] += 1 if self.found_inf is None else 1 - self.found_inf
+        steps = state["step"].double()
         root = (1 - beta2**steps).sqrt_()
         return root / (1 - beta1**steps), root * group["eps"]
 
@@ -177,12 +146,12 @@ class Lamb(_LayerWise):
         group: dict[str, Any],
         parameters: list[Tensor],
         gradients: list[Tensor],
-        *common: Tensor,
-    ):
-        scale, eps = (value.to(parameters[0].dtype) for value in common)
-        (beta1, beta2), rates = group["betas"], group["lr"]
-        moments = kept(self, parameters, "exp_avg")
-        squares = kept(self, parameters, "exp_avg_sq")
+        scale: Tensor,
+        eps: Tensor,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        moments = self.moments(parameters, "exp_avg")
+        squares = self.moments(parameters, "exp_avg_sq")
         move_towards(moments, gradients, 1 - beta1, self.found_inf)
         move_towards(squares, torch._foreach_mul(gradients, gradients), 1 - beta2, self.found_inf)
         roots = torch._foreach_sqrt(squares)
@@ -190,28 +159,29 @@ class Lamb(_LayerWise):
         updates = torch._foreach_div(moments, roots)
         torch._foreach_mul_(updates, scale)
         torch._foreach_add_(updates, parameters, alpha=group["weight_decay"])
+        rates = group["lr"]
         if group["layer_adaptation"]:
             weights = _norms(parameters)
             lengths = _norms(updates)
             ratios = weights / lengths
             if group["max_trust_ratio"] is not None:
                 ratios.clamp_(max=group["max_trust_ratio"])
-            rates = _scaled(rates, _or_one(ratios, weights, lengths))
+            rates = _layer_rates(rates, ratios, weights, lengths)
         torch._foreach_mul_(updates, rates)
         descend(parameters, updates, self.found_inf)
 
 
-def _norms(tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+def _norms(tensors: Tensors) -> Tensor:
     """[len(tensors)]"""
     return torch.stack(torch._foreach_norm(tensors))
 
 
-def _or_one(ratios: Tensor, norms: Tensor, other_norms: Tensor) -> Tensor:
-    """1 where one of the norms is zero. A norm that is NaN is not: the NaN must reach the
-    weights."""
-    return torch.where(torch.logical_and(norms, other_norms), ratios, 1.0)
+def _layer_rates(
+    rate: float | Tensor, ratios: Tensor, norms: Tensor, other_norms: Tensor
+) -> tuple[Tensor, ...]:
+    """The rate of each layer, 0-dim: times its ratio, or 1 where one of the norms is zero.
 
-
-def _scaled(rate: float | Tensor, ratios: Tensor) -> tuple[Tensor, ...]:
-    """The rate of each layer, 0-dim."""
-    return (ratios * rate).unbind()
+    A norm that is NaN is not zero: the NaN must reach the weights.
+    """
+    known_ratios = torch.where(torch.logical_and(norms, other_norms), ratios, 1.0)
+    return (known_ratios * rate).unbind()

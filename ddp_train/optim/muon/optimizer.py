@@ -13,27 +13,22 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from ddp_train.distributed.process_group import from_all_ranks, place_among_ranks
 from ddp_train.errors import ConfigError
-from ddp_train.optim.flagged import (
-    descend,
-    kept,
-    move_towards,
-    of_one_type,
-    refuse_scaled_gradients,
-)
+from ddp_train.optim.groups import as_groups, split_group
+from ddp_train.optim.skippable import SkippableOptimizer, descend, move_towards
 from ddp_train.text import matching, unmatched
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
-"""Of the quintic that is iterated: they raise small singular values fastest, and end between 0.7
-and 1.2."""
+"""Coefficients of the quintic that is iterated: they raise small singular values fastest, and end
+between 0.7 and 1.2."""
 TOGETHER = 4
 """The most matrices of one computation. It does not depend on the number of processes, so that
 neither do the bits."""
@@ -47,7 +42,7 @@ FACTORS: dict[str, Callable[[int, int], float]] = {
 torch.optim.Muon."""
 
 
-class Muon(Optimizer):
+class Muon(SkippableOptimizer):
     """Muon for matrices, AdamW for the rest, on GPUs torch's fused kernel.
 
     With momentum b: m = b m + (1 - b) g; u = (1 - b) g + b m with Nesterov, else m; O = u
@@ -60,9 +55,6 @@ class Muon(Optimizer):
     """
 
     is_collective = True
-    found_inf: Tensor | None = None
-    """A float32 scalar on the device: 1 leaves weights and moments as they are."""
-    _step_supports_amp_scaling = True  # GradScaler asks
 
     def __init__(
         self,
@@ -78,148 +70,86 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         foreach: bool = True,
     ) -> None:
-        """params: a group without `use_muon` is taken apart, into parameters of two and more
-        dimensions and the others. The `lr` of a group counts for its matrices; the others have its
-        own `adamw_lr`, or else the one given here, raised or lowered as the group's `lr` is.
-        ns_steps: iterations of the quintic. foreach: all parameters of a group together, as torch
-        calls it; False: one after the other. Raises ValueError if a group with `use_muon` has a
-        vector."""
+        """Take parameters, or groups of them.
+
+        params: a group without `use_muon` is taken apart, into parameters of two and more
+            dimensions and the others. The `lr` of a group counts for its matrices; the others have
+            its own `adamw_lr`, or else the one given here, raised or lowered as the group's `lr`
+            is.
+        ns_steps: iterations of the quintic.
+        foreach: all parameters of a group together, as torch calls it; False: one after the other.
+
+        Raises ValueError if a group with `use_muon` has a vector.
+        """
         groups: list[dict[str, Any]] = []
-        given = list(params)
-        for group in [dict(one) for one in given if isinstance(one, dict)] or [{"params": given}]:
-            group["params"] = list(group["params"])
-            own_rate = adamw_lr * group.get("lr", lr) / lr
-            rates = {True: group.pop("lr", lr), False: group.pop("adamw_lr", own_rate)}
-            for part in [group] if USE_MUON in group else apart(group, lambda one: one.ndim > 1):
-                groups.append({**part, "lr": rates[part[USE_MUON]]})
-        if any(
-            parameter.ndim < 2
-            for group in groups
-            if group[USE_MUON]
-            for parameter in group["params"]
-        ):
-            raise ValueError("Muon takes parameters of two and more dimensions")
+        for group in as_groups(params):
+            matrix_lr = group.pop("lr", lr)
+            vector_lr = group.pop("adamw_lr", adamw_lr * matrix_lr / lr)
+            parts = [group] if USE_MUON in group else apart(group, lambda one: one.ndim > 1)
+            for part in parts:
+                part["lr"] = matrix_lr if part[USE_MUON] else vector_lr
+                if part[USE_MUON] and any(parameter.ndim < 2 for parameter in part["params"]):
+                    raise ValueError("Muon takes parameters of two and more dimensions")
+                groups.append(part)
         defaults = {
             "lr": lr,
             "momentum": momentum,
             "nesterov": nesterov,
             "ns_steps": ns_steps,
             "adjust_lr": adjust_lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+            "foreach": foreach,
+            "capturable": True,  # as torch calls it: a loaded step counter goes to the device
         }
-        defaults |= {"weight_decay": weight_decay, "betas": betas, "eps": eps, "foreach": foreach}
-        defaults |= {
-            "capturable": True
-        }  # as torch calls it: a loaded step counter goes to the device
         super().__init__(groups, defaults)
 
     @property
     def orthogonalised_parameters(self) -> int:
-        """How many numbers are in its matrices."""
-        return sum(
-            one.numel() for group in self.param_groups if group[USE_MUON] for one in group["params"]
-        )
+        """Number of parameters in the matrices."""
+        groups = [group for group in self.param_groups if group[USE_MUON]]
+        return sum(matrix.numel() for group in groups for matrix in group["params"])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Parameters without a gradient stay as they are. A collective. Raises
-        RuntimeError if the gradients are still multiplied by the scale of a GradScaler."""
-        refuse_scaled_gradients(self)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        updates = self._updates()
+    def update(self) -> None:
+        """A collective."""
+        directions = self._directions()
         for group in self.param_groups:
-            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for together in (
-                of_one_type(parameters) if group["foreach"] else [[one] for one in parameters]
-            ):
-                gradients = [one.grad for one in together if one.grad is not None]
+            for parameters, gradients in self.lists(group):
                 if group[USE_MUON]:
-                    self._muon(group, together, gradients, updates)
+                    self._update_matrices(group, parameters, gradients, directions)
                 else:
-                    self._adamw(group, together, gradients)
-        return loss
+                    self._update_vectors(group, parameters, gradients)
 
-    def _muon(
+    def _update_matrices(
         self,
         group: dict[str, Any],
-        parameters: list[Tensor],
+        matrices: list[Tensor],
         gradients: list[Tensor],
-        updates: dict[Tensor, Tensor],
+        directions: dict[Tensor, Tensor],
     ) -> None:
-        momenta = kept(self, parameters, "momentum_buffer")
         factor = FACTORS[group["adjust_lr"]]
+        momenta = self.moments(matrices, "momentum_buffer")
         move_towards(momenta, gradients, 1 - group["momentum"], self.found_inf)
-        steps = [
-            updates[one].reshape(one.shape) * factor(len(one), one[0].numel()) for one in parameters
+        updates = [
+            directions[matrix].reshape(matrix.shape) * factor(len(matrix), matrix[0].numel())
+            for matrix in matrices
         ]
-        descend(
-            parameters, steps, self.found_inf, rate=group["lr"], weight_decay=group["weight_decay"]
-        )
+        descend(matrices, updates, self.found_inf, group["lr"], group["weight_decay"])
 
-    def _updates(self) -> dict[Tensor, Tensor]:
-        """Of each matrix its orthogonalised momentum, [rows, columns]. Nothing is changed."""
-        batches = [
-            batch for group in self.param_groups if group[USE_MUON] for batch in _batches(group)
-        ]
-        rank, ranks = place_among_ranks()
-        shares = _shares([_operations(batch) for _, batch in batches], ranks)
-        computed = {number: self._orthogonalised(*batches[number]) for number in shares[rank]}
-        if ranks > 1 and batches:
-            first = batches[0][1][0]
-            dtype = functools.reduce(
-                torch.promote_types, (_dtype(batch[0]) for _, batch in batches)
-            )
-            sizes = [
-                sum(parameter.numel() for number in share for parameter in batches[number][1])
-                for share in shares
-            ]
-            mine = torch.zeros(max(sizes), device=first.device, dtype=dtype)
-            flat = [computed[number].to(dtype).flatten() for number in shares[rank]]
-            if flat:
-                torch.cat(flat, out=mine[: sizes[rank]])
-            for share, row in zip(shares, from_all_ranks(mine), strict=True):
-                lengths = [
-                    sum(parameter.numel() for parameter in batches[number][1]) for number in share
-                ]
-                parts = row[: sum(lengths)].split(lengths) if lengths else ()
-                computed |= {
-                    n: part.view(len(batches[n][1]), -1)
-                    for n, part in zip(share, parts, strict=True)
-                }
-        return {
-            parameter: update.to(parameter.dtype)
-            for number, (_, batch) in enumerate(batches)
-            for parameter, update in zip(batch, computed[number], strict=True)
-        }
-
-    def _orthogonalised(self, group: dict[str, Any], parameters: list[Tensor]) -> Tensor:
-        """[number, rows, columns]: what the momentum would become, orthogonalised."""
-        gradients = [one.grad for one in parameters if one.grad is not None]
-        momenta = [
-            self.state.get(one, {}).get("momentum_buffer", torch.zeros_like(one))
-            for one in parameters
-        ]
-        ahead = torch._foreach_lerp(momenta, gradients, 1 - group["momentum"])
-        if group["nesterov"]:
-            ahead = torch._foreach_lerp(gradients, ahead, group["momentum"])
-        matrices = torch.stack([one.flatten(1) for one in ahead])
-        return orthogonalised(matrices.to(_dtype(parameters[0])), group["ns_steps"])
-
-    def _adamw(
+    def _update_vectors(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
         fused = parameters[0].is_cuda or self.found_inf is not None  # the others know no flag
         for parameter in parameters:
-            self.state[parameter].setdefault(
-                "step", torch.zeros((), dtype=torch.float32, device=parameter.device)
-            )
+            state = self.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         adamw(
             parameters,
             gradients,
-            kept(self, parameters, "exp_avg"),
-            kept(self, parameters, "exp_avg_sq"),
+            self.moments(parameters, "exp_avg"),
+            self.moments(parameters, "exp_avg_sq"),
             [],
             [self.state[parameter]["step"] for parameter in parameters],
             foreach=None if fused else group["foreach"],
@@ -234,13 +164,116 @@ class Muon(Optimizer):
             maximize=False,
         )
 
+    def _directions(self) -> dict[Tensor, Tensor]:
+        """The orthogonalised momentum of each matrix, [rows, columns]. Nothing is changed."""
+        stacks = [
+            stack for group in self.param_groups if group[USE_MUON] for stack in stacks_of(group)
+        ]
+        rank, ranks = place_among_ranks()
+        shares = shares_of([stack.operations for stack in stacks], ranks)
+        computed = {number: self._orthogonalise(stacks[number]) for number in shares[rank]}
+        if ranks > 1 and stacks:
+            computed = _exchanged(computed, stacks, shares)
+        directions = {}
+        for number, stack in enumerate(stacks):
+            for matrix, direction in zip(stack.matrices, computed[number], strict=True):
+                directions[matrix] = direction.to(matrix.dtype)
+        return directions
+
+    def _orthogonalise(self, stack: Stack) -> Tensor:
+        """What the momenta would become, orthogonalised, [number, rows, columns]."""
+        momentum = stack.group["momentum"]
+        gradients = [matrix.grad for matrix in stack.matrices if matrix.grad is not None]
+        momenta = [
+            self.state.get(matrix, {}).get("momentum_buffer", torch.zeros_like(matrix))
+            for matrix in stack.matrices
+        ]
+        ahead = torch._foreach_lerp(momenta, gradients, 1 - momentum)
+        if stack.group["nesterov"]:
+            ahead = torch._foreach_lerp(gradients, ahead, momentum)
+        stacked = torch.stack([matrix.flatten(1) for matrix in ahead])
+        return orthogonalised(stacked.to(stack.dtype), stack.group["ns_steps"])
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Matrices of one shape, dtype and device that are orthogonalised together."""
+
+    group: dict[str, Any]
+    matrices: list[Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which they are orthogonalised."""
+        first = self.matrices[0]
+        return torch.bfloat16 if first.is_cuda else first.dtype
+
+    @property
+    def size(self) -> int:
+        return len(self.matrices) * self.matrices[0].numel()
+
+    @property
+    def operations(self) -> float:
+        """Cost of an iteration, up to a factor."""
+        first = self.matrices[0]
+        short, long = sorted((len(first), first[0].numel()))
+        return len(self.matrices) * short * short * (2 * long + short)
+
+
+def stacks_of(group: dict[str, Any]) -> list[Stack]:
+    """The matrices of a group that have gradients, in stacks."""
+    alike: dict[Any, list[Tensor]] = {}
+    for matrix in group["params"]:
+        if matrix.grad is not None:
+            kind = (matrix.flatten(1).shape, matrix.dtype, matrix.device)
+            alike.setdefault(kind, []).append(matrix)
+    return [
+        Stack(group, matrices[first : first + TOGETHER])
+        for matrices in alike.values()
+        for first in range(0, len(matrices), TOGETHER)
+    ]
+
+
+def shares_of(costs: Sequence[float], ranks: int) -> list[list[int]]:
+    """The numbers of the stacks that each rank computes: the next costly one goes to the rank that
+    has least."""
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0.0] * ranks
+    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
+        least = loads.index(min(loads))
+        shares[least].append(number)
+        loads[least] += costs[number]
+    return shares
+
+
+def _exchanged(
+    computed: dict[int, Tensor], stacks: list[Stack], shares: list[list[int]]
+) -> dict[int, Tensor]:
+    """What all ranks have computed, by the number of the stack. A collective."""
+    sizes = [[stacks[number].size for number in share] for share in shares]
+    dtype = functools.reduce(torch.promote_types, (stack.dtype for stack in stacks))
+    device = stacks[0].matrices[0].device
+    row = torch.zeros(max(map(sum, sizes)), device=device, dtype=dtype)
+    if computed:
+        flat = [update.to(dtype).flatten() for update in computed.values()]
+        torch.cat(flat, out=row[: sum(map(len, flat))])
+    exchanged = dict(computed)
+    for share, lengths, received in zip(shares, sizes, from_all_ranks(row), strict=True):
+        if share:
+            parts = received[: sum(lengths)].split(lengths)
+            for number, part in zip(share, parts, strict=True):
+                exchanged[number] = part.view(len(stacks[number].matrices), -1)
+    return exchanged
+
 
 def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
-    """U V^T of each matrix U S V^T, roughly: its singular values end between 0.7 and 1.2. [number,
-    rows, columns]
+    """U V^T of each matrix U S V^T, roughly: its singular values end between 0.7 and 1.2.
 
     Each is divided by its Frobenius norm first, so that the iteration converges; a matrix of zeros
-    stays one."""
+    stays one.
+
+    matrices: [number, rows, columns].
+    """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -259,41 +292,45 @@ def hidden_matrices(
     the output layer.
 
     globs: over names, in place of that rule; every parameter that they match. The rule looks for
-    parameters whose own name has `weight` in it, so that class tokens and positions stay outside;
-    the output layer is the last module that has one. Raises ConfigError if there is none, if a glob
-    matches nothing or if one matches a vector.
+        parameters whose own name has `weight` in it, so that class tokens and positions stay
+        outside; the output layer is the last module that has one.
+
+    Raises ConfigError if there is none, if a glob matches nothing or if one matches a vector.
     """
     if globs:
-        if problems := unmatched(
-            "optimizer.matrices=[{}]", globs, list(trained), "parameter that trains"
-        ):
-            raise ConfigError(problems)
-        found = {
-            name: one
-            for name, one in trained.items()
-            if any(matching(glob, [name]) for glob in globs)
-        }
-        if vectors := [name for name, one in found.items() if one.ndim < 2]:
-            raise ConfigError(
-                [
-                    f"optimizer.matrices: {vectors[0]} is a vector; Muon takes two and more"
-                    " dimensions"
-                ]
-            )
-        return set(found.values())
-    owners = [
-        (module, parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if "weight" in name and parameter.ndim > 1 and min(len(parameter), parameter[0].numel()) > 1
-    ]
-    outside = {one for module, one in owners if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
-    outside |= {one for module, one in owners if module is owners[-1][0]}
-    if not (inside := {one for _, one in owners} - outside & set(trained.values())):
+        return _matching_matrices(trained, globs)
+    owners = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_matrix = parameter.ndim > 1 and min(len(parameter), parameter[0].numel()) > 1
+            if "weight" in name and is_matrix:
+                owners.append((module, parameter))
+    inside = {parameter for _, parameter in owners}
+    for module, parameter in owners:
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or module is owners[-1][0]:
+            inside.discard(parameter)
+    inside &= set(trained.values())
+    if not inside:
         raise ConfigError(
             ["optimizer=muon: the model has no matrix between its input and its output; use adamw"]
         )
-    return inside & set(trained.values())
+    return inside
+
+
+def _matching_matrices(
+    trained: Mapping[str, nn.Parameter], globs: Sequence[str]
+) -> set[nn.Parameter]:
+    problems = unmatched("optimizer.matrices=[{}]", globs, list(trained), "parameter that trains")
+    if problems:
+        raise ConfigError(problems)
+    found = set()
+    for name, parameter in trained.items():
+        if any(matching(glob, [name]) for glob in globs):
+            if parameter.ndim < 2:
+                rule = "Muon takes two and more dimensions"
+                raise ConfigError([f"optimizer.matrices: {name} is a vector; {rule}"])
+            found.add(parameter)
+    return found
 
 
 def split_groups(
@@ -309,47 +346,4 @@ def split_groups(
 
 def apart(group: dict[str, Any], is_matrix: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
     """A group as two, the one that Muon updates first."""
-    parts = [
-        {
-            **group,
-            "params": [one for one in group["params"] if is_matrix(one) == use],
-            USE_MUON: use,
-        }
-        for use in (True, False)
-    ]
-    return [part for part in parts if part["params"]]
-
-
-def _batches(group: dict[str, Any]) -> list[tuple[dict[str, Any], list[Tensor]]]:
-    """Its parameters with a gradient, those of one shape, dtype and device together, with the
-    group."""
-    found: dict[Any, list[Tensor]] = {}
-    for one in group["params"]:
-        if one.grad is not None:
-            found.setdefault((one.flatten(1).shape, one.dtype, one.device), []).append(one)
-    return [
-        (group, same[n : n + TOGETHER])
-        for same in found.values()
-        for n in range(0, len(same), TOGETHER)
-    ]
-
-
-def _dtype(parameter: Tensor) -> torch.dtype:
-    return torch.bfloat16 if parameter.is_cuda else parameter.dtype
-
-
-def _operations(parameters: list[Tensor]) -> float:
-    """What an iteration takes, up to a factor."""
-    short, long = sorted((len(parameters[0]), parameters[0][0].numel()))
-    return len(parameters) * short * short * (2 * long + short)
-
-
-def _shares(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which batches each rank computes: the next costly one goes to the rank that has least."""
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    loads = [0.0] * ranks
-    for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
-        least = loads.index(min(loads))
-        shares[least].append(number)
-        loads[least] += costs[number]
-    return shares
+    return split_group(group, is_matrix, {USE_MUON: True}, {USE_MUON: False})
