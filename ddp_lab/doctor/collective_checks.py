@@ -28,11 +28,10 @@ def exchange(
 
     without_peer_access: results of a second test with NCCL_P2P_DISABLE=1, if there was one.
     """
-    check = "exchange"
     if any(result.stage != Stage.DONE or result.code != 0 for result in results):
         return _failed_exchange(results, backend, without_peer_access)
     if len(results) == 1:
-        return skipped(check, "one process")
+        return skipped("one process")
     received = [result.results["exchange"] for result in results]
     wrong = [pair for one in received for pair in one["wrong"]]
     if wrong or not all(one["summed"] for one in received):
@@ -44,7 +43,7 @@ def exchange(
             "try NCCL_P2P_DISABLE=1: if it helps, switch off IOMMU and ACS for the GPUs (NCCL user"
             " guide, Troubleshooting); if not, test memory and cables"
         )
-        return failure(check, f"received data is corrupt: {pairs}", remedy, wrong=wrong)
+        return failure(f"received data is corrupt: {pairs}", remedy, wrong=wrong)
     no_access = [
         (result.rank, other)
         for result in results
@@ -54,10 +53,9 @@ def exchange(
         pairs = ", ".join(f"rank {rank} to GPU {other}" for rank, other in no_access)
         detail = f"no peer access: {pairs}; NCCL goes through host memory"
         return warning(
-            check, detail, "`nvidia-smi topo -p2p r` shows why; consumer GPUs have no peer access"
+            detail, "`nvidia-smi topo -p2p r` shows why; consumer GPUs have no peer access"
         )
     return ok(
-        check,
         f"{counted(len(results), 'process')} over {backend}, up to {NEIGHBOURS} neighbours each",
     )
 
@@ -67,7 +65,6 @@ def _failed_exchange(
 ) -> Finding:
     """Names the cause: in this order a process that survives SIGKILL, is stopped, died, or is
     furthest behind."""
-    check = "exchange"
     unkillable = [result for result in results if result.unkillable_state]
     if unkillable:
         detail = " and ".join(
@@ -78,14 +75,14 @@ def _failed_exchange(
             "it waits in the kernel: see `cat /proc/PID/stack` and `dmesg`; if it waits for the"
             " GPU's driver, reboot the host"
         )
-        return failure(check, detail, remedy, HangError.exit_code)
+        return failure(detail, remedy, HangError.exit_code)
     stopped = [result for result in results if result.stopped]
     if stopped:
         detail = " and ".join(f"{result.where} is stopped" for result in stopped)
         remedy = (
             "find out what stopped it (SIGSTOP): a debugger, a batch system, a frozen container?"
         )
-        return failure(check, detail, remedy, HangError.exit_code)
+        return failure(detail, remedy, HangError.exit_code)
     died = [result for result in results if result.code]
     if died:
         first = next(
@@ -98,7 +95,7 @@ def _failed_exchange(
             f" {first.error or 'no error message'}"
         )
         remedy = "see that message; `dmesg` shows whether the kernel killed the process"
-        return failure(check, detail, remedy, LaunchError.exit_code)
+        return failure(detail, remedy, LaunchError.exit_code)
     return _hang(results, backend, without_peer_access)
 
 
@@ -106,7 +103,6 @@ def _hang(
     results: list[RankResult], backend: str, without_peer_access: list[RankResult] | None
 ) -> Finding:
     """Names the ranks that are in the earliest stage: the others wait for them."""
-    check = "exchange"
     code = HangError.exit_code
     present = {result.stage for result in results}
     stage = next(stage for stage in Stage if stage in present)
@@ -118,14 +114,14 @@ def _hang(
         names = " and ".join(result.name for result in behind)
     detail = f"no progress for {seconds:.0f} s in stage '{stage}': {names}"
     if stage in (Stage.IMPORT, Stage.RENDEZVOUS):
-        return failure(check, detail, "check the load and the disk of that host", code)
+        return failure(detail, "check the load and the disk of that host", code)
     if without_peer_access and all(result.stage == Stage.DONE for result in without_peer_access):
         detail += "; it works with NCCL_P2P_DISABLE=1, so peer access between the GPUs is broken"
         remedy = (
             "switch off IOMMU and ACS for the GPUs (NCCL user guide, Troubleshooting); until then"
             " export "
         )
-        return failure(check, detail, f"{remedy}NCCL_P2P_DISABLE=1", code)
+        return failure(detail, f"{remedy}NCCL_P2P_DISABLE=1", code)
     remedies = {
         "gloo": (
             "check the firewall between the hosts (all ports of net.ipv4.ip_local_port_range) and "
@@ -137,7 +133,7 @@ def _hang(
             " NCCL_SOCKET_IFNAME"
         ),
     }
-    return failure(check, detail, remedies[backend], code)
+    return failure(detail, remedies[backend], code)
 
 
 def hangs_in_nccl(results: list[RankResult], backend: str) -> bool:
@@ -157,12 +153,11 @@ def bandwidth(results: list[RankResult], link: tuple[float, str]) -> Finding:
     link: of the slowest link between the ranks, bytes per second in one direction (0 if unknown)
     and its name.
     """
-    check = "all-reduce"
     size = len(results)
     if size == 1:
-        return skipped(check, "one process")
+        return skipped("one process")
     if any("all_reduce" not in result.results for result in results):
-        return skipped(check, TOO_EARLY)
+        return skipped(TOO_EARLY)
     measured = [
         {**row, "bus_bytes_per_second": 2 * (size - 1) / size * row["bytes"] / row["seconds"]}
         for row in results[0].results["all_reduce"]
@@ -175,26 +170,25 @@ def bandwidth(results: list[RankResult], link: tuple[float, str]) -> Finding:
     capacity, name = link
     numbers = {"sizes": measured, "link_bytes_per_second": capacity}
     if not capacity:
-        return ok(check, f"{detail}; bandwidth of {name} unknown" if name else detail, **numbers)
+        return ok(f"{detail}; bandwidth of {name} unknown" if name else detail, **numbers)
     detail += f"; {best / capacity:.0%} of {capacity / 1e9:.3g} GB/s ({name})"
     if best < LINK_SHARE * capacity:
         remedy = (
             "check with NCCL_DEBUG=INFO, or GLOO_SOCKET_IFNAME for gloo, which interface is used,"
             " and whether GPUDirect is on"
         )
-        return warning(check, f"{detail}, less than {LINK_SHARE:.0%}", remedy, **numbers)
-    return ok(check, detail, **numbers)
+        return warning(f"{detail}, less than {LINK_SHARE:.0%}", remedy, **numbers)
+    return ok(detail, **numbers)
 
 
 def stragglers(results: list[RankResult]) -> Finding:
     """The same matrix product on all ranks at once: in training every step waits for the slowest
     rank."""
-    check = "stragglers"
     computed = {
         result.name: result.results["compute"] for result in results if "compute" in result.results
     }
     if len(computed) < 2:
-        return skipped(check, "one process" if len(results) == 1 else TOO_EARLY)
+        return skipped("one process" if len(results) == 1 else TOO_EARLY)
     seconds = {name: result["seconds"] for name, result in computed.items()}
     fastest = min(seconds.values())
     limit = SLOWER[
@@ -210,11 +204,9 @@ def stragglers(results: list[RankResult]) -> Finding:
             "check clocks, temperature and other processes there; leave that GPU or host out until"
             " it is repaired"
         )
-        return warning(check, "; ".join(slow), remedy, seconds=seconds)
+        return warning("; ".join(slow), remedy, seconds=seconds)
     ratio = max(seconds.values()) / fastest
-    return ok(
-        check, f"the slowest rank takes {ratio:.2f} times as long as the fastest", seconds=seconds
-    )
+    return ok(f"the slowest rank takes {ratio:.2f} times as long as the fastest", seconds=seconds)
 
 
 def torch_installation(
@@ -224,30 +216,25 @@ def torch_installation(
 
     driver_cuda: the newest CUDA that the driver supports, None without a driver.
     """
-    check = "torch"
     imported = [result for result in results if "versions" in result.results]
     if not imported:
         died = [result for result in results if result.code]
         if not died:
-            return skipped(check, TOO_EARLY)
+            return skipped(TOO_EARLY)
         detail = (
             f"{died[0].name} failed to import its modules: {died[0].error or 'no error message'}"
         )
-        return failure(
-            check, detail, "set up the environment again (make train)", LaunchError.exit_code
-        )
+        return failure(detail, "set up the environment again (make train)", LaunchError.exit_code)
     values = imported[0].results
     versions = values["versions"]
     detail = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "cuda", "nccl"))
     if config.device == "cpu" or values["cuda_available"]:
-        return ok(check, detail, **versions)
+        return ok(detail, **versions)
     if values["torch_cuda"] is None:
-        return failure(
-            check, f"{detail}: this torch was built without CUDA", "install the build for CUDA"
-        )
+        return failure(f"{detail}: this torch was built without CUDA", "install the build for CUDA")
     newest = ".".join(map(str, driver_cuda or ())) or "none"
     detail += f": torch finds no GPU that it can use; the driver supports CUDA up to {newest}"
-    return failure(check, detail, "update the driver, or install a torch for an older CUDA")
+    return failure(detail, "update the driver, or install a torch for an older CUDA")
 
 
 def gpu_loads(results: list[RankResult]) -> dict[str, dict[str, Any]]:

@@ -153,8 +153,8 @@ def _run_processes(
     size = ranks[0][0].size
     limits = silence_limits(config, size, several=size > len(ranks))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        running: list[_TestProcess] = []
-        stack.callback(_kill, running)
+        running: list[RankProcess] = []
+        stack.callback(kill_all, running)
         for world, env in ranks:
             # Its own timeout is longer than ours: a test process cannot tell which rank is to
             # blame, we can.
@@ -172,15 +172,15 @@ def _run_processes(
                 start_new_session=True,
             )
             running.append(
-                _TestProcess(
+                RankProcess(
                     process, RankResult(world.rank, socket.gethostname(), process.pid), errors
                 )
             )
-        _watch(running, limits)
+        watch(running, limits)
         return [process.result for process in running]
 
 
-class _TestProcess:
+class RankProcess:
     """One running test process: a thread reads its progress lines into `result`."""
 
     def __init__(self, process: subprocess.Popen[bytes], result: RankResult, errors: Path) -> None:
@@ -227,7 +227,7 @@ class _TestProcess:
             self.process.stdout.close()
 
 
-def _kill(running: list[_TestProcess]) -> None:
+def kill_all(running: list[RankProcess]) -> None:
     """SIGKILL, which ends stopped processes too."""
     for process in running:
         process.process.kill()
@@ -236,7 +236,7 @@ def _kill(running: list[_TestProcess]) -> None:
         process.reap(deadline)
 
 
-def _watch(running: list[_TestProcess], limits: dict[str, float]) -> None:
+def watch(running: list[RankProcess], limits: dict[str, float]) -> None:
     """Returns when all have ended, one has failed, or none has made progress for too long. limits:
     `silence_limits`."""
     failed_at: float | None = None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_lab.doctor.collective_stages import NEIGHBOURS, CollectiveTestSpec, Stage
-from ddp_lab.doctor.gpu_checks import read_load
+from ddp_lab.doctor.nvml import read_load
 from ddp_train.distributed.environment import world_from_environment
 from ddp_train.distributed.preflight import versions_here
 from ddp_train.distributed.process_group import open_store, session

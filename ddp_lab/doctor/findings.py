@@ -28,7 +28,7 @@ FILE_WIDTH = 160
 REPORT_SECONDS = 10.0
 """Time limit for writing doctor.json."""
 EXIT_CODES = {"run_dir": WriteError.exit_code, "data set": DataError.exit_code}
-"""Of a check that did not answer in time, where it is not LaunchError's."""
+"""Exit codes of checks that did not answer in time, where it is not LaunchError's."""
 STYLES = {OK: "green", WARNING: "yellow", FAILURE: "bold red", SKIPPED: "dim"}
 
 
@@ -37,6 +37,7 @@ class Finding:
     """The result of one check on one host, or on all hosts together."""
 
     check: str
+    """Name of the check; `run_check` sets it."""
     status: str
     detail: str
     """What was found; for a check that was skipped, why."""
@@ -44,45 +45,56 @@ class Finding:
     host: str = ""
     """Empty: all hosts together."""
     exit_code: int = 0
-    """Of a failure: the exit code of a run that meets it."""
+    """For a failure: the exit code of a run that meets it."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Measured values for programs, as plain JSON types."""
 
+    def named(self, check: str) -> Finding:
+        """The same finding with the name of its check."""
+        return replace(self, check=check)
 
-def ok(check: str, detail: str, **numbers: Any) -> Finding:
+
+def ok(detail: str, **numbers: Any) -> Finding:
     """No problem found."""
-    return Finding(check, OK, detail, numbers=numbers)
+    return Finding("", OK, detail, numbers=numbers)
 
 
-def warning(check: str, detail: str, remedy: str, **numbers: Any) -> Finding:
+def warning(detail: str, remedy: str, **numbers: Any) -> Finding:
     """A run would be slower than it could be, or fail later."""
-    return Finding(check, WARNING, detail, remedy, numbers=numbers)
+    return Finding("", WARNING, detail, remedy, numbers=numbers)
 
 
-def failure(
-    check: str, detail: str, remedy: str, code: int = LaunchError.exit_code, **numbers: Any
-) -> Finding:
+def failure(detail: str, remedy: str, code: int = LaunchError.exit_code, **numbers: Any) -> Finding:
     """A run would fail. code: its exit code."""
-    return Finding(check, FAILURE, detail, remedy, exit_code=code, numbers=numbers)
+    return Finding("", FAILURE, detail, remedy, exit_code=code, numbers=numbers)
 
 
-def skipped(check: str, why: str) -> Finding:
+def skipped(reason: str) -> Finding:
     """The check was not made."""
-    return Finding(check, SKIPPED, why)
+    return Finding("", SKIPPED, reason)
 
 
 def run_check(check: str, function: Callable[..., Finding], *arguments: Any) -> Finding:
-    """function(*arguments). An exception in it becomes a failure of this check, so that all other
-    checks still run."""
+    """Call a check, and name its finding. An exception becomes a failure of this check, so that all
+    other checks still run."""
     try:
-        return function(*arguments)
+        return function(*arguments).named(check)
     except Exception as error:  # noqa: BLE001  whatever it is, it is shown
         return failed_check(check, error)
 
 
-def isolated_finding(isolated: IsolatedCheck, deadline: float) -> Finding:
-    """The finding of a check that runs in another process. Raises as `IsolatedCheck.answer`."""
-    return Finding(**isolated.answer(deadline))
+def start_checks(checks: dict[str, Callable[[], Finding]]) -> dict[str, IsolatedCheck]:
+    """Start all checks at once, each in a process of its own."""
+    return {name: IsolatedCheck(run_check, name, check) for name, check in checks.items()}
+
+
+def isolated_findings(running: dict[str, IsolatedCheck], deadline: float) -> list[Finding]:
+    """The findings of checks that run in other processes; a failure for each without an answer in
+    time."""
+    return [
+        run_check(name, lambda check: Finding(**check.answer(deadline)), check)
+        for name, check in running.items()
+    ]
 
 
 def failed_check(check: str, error: Exception) -> Finding:
@@ -92,11 +104,11 @@ def failed_check(check: str, error: Exception) -> Finding:
             "run `dmesg` to see what it waits for: a disk, a file server or a driver that does not"
             " respond?"
         )
-        return failure(check, str(error), remedy, EXIT_CODES.get(check, LaunchError.exit_code))
+        code = EXIT_CODES.get(check, LaunchError.exit_code)
+        return failure(str(error), remedy, code).named(check)
     detail = f"the check itself failed: {type(error).__name__}: {first_line(error)}"
-    return failure(
-        check, detail, "this is a bug: report this message and what is unusual about this host"
-    )
+    remedy = "this is a bug: report this message and what is unusual about this host"
+    return failure(detail, remedy).named(check)
 
 
 def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
@@ -105,23 +117,36 @@ def on_host(host: str, findings: Iterable[Finding]) -> list[Finding]:
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """That of the first failure, 0 if there is none."""
+    """The exit code of the first failure, 0 if there is none."""
     return next((finding.exit_code for finding in findings if finding.status == FAILURE), 0)
 
 
-def report(findings: list[Finding], hosts: list[str], run_dir: Path, began: float) -> int:
-    """Prints the table, writes doctor.json. Returns the exit code.
+def status_counts(findings: Iterable[Finding]) -> dict[str, int]:
+    """The number of findings with each status."""
+    statuses = [finding.status for finding in findings]
+    return {status: statuses.count(status) for status in STYLES}
 
-    began: in time.monotonic() seconds. If doctor.json cannot be written, a line says so; the exit
-    code does not change.
-    """
-    code = exit_code(findings)
+
+def report_console() -> Console:
+    """A console that is wide enough for tables, also in a file."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = FILE_WIDTH
-    console.print(table(findings, hosts))
-    counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}
+    return console
+
+
+def report(findings: list[Finding], hosts: list[str], run_dir: Path, began: float) -> int:
+    """Print the table, write doctor.json. Returns the exit code.
+
+    began: in time.monotonic() seconds.
+
+    If doctor.json cannot be written, a line says so; the exit code does not change.
+    """
+    code = exit_code(findings)
+    counts = status_counts(findings)
     seconds = round(time.monotonic() - began, 1)
+    console = report_console()
+    console.print(table(findings, hosts))
     summary = [
         f"{counts[OK]} ok",
         counted(counts[WARNING], "warning"),
@@ -130,30 +155,27 @@ def report(findings: list[Finding], hosts: list[str], run_dir: Path, began: floa
     if counts[SKIPPED]:
         summary.append(f"{counts[SKIPPED]} skipped")
     console.print(f"{', '.join(summary)}, {seconds} s", soft_wrap=True)
-    worst = next((status for status in (FAILURE, WARNING) if counts[status]), OK)
     values = {
-        "status": worst,
+        "status": next((status for status in (FAILURE, WARNING) if counts[status]), OK),
         "exit_code": code,
         "hosts": hosts,
         "seconds": seconds,
         "counts": counts,
+        "findings": [asdict(finding) for finding in findings],
     }
     path = run_dir / FILE
-    writing = IsolatedCheck(
-        _write, path, values | {"findings": [asdict(finding) for finding in findings]}
-    )
+    writing = IsolatedCheck(_write, path, values)
     try:
         problem = writing.answer(time.monotonic() + REPORT_SECONDS)
     except NoAnswerError as error:
         problem = str(error)
-    console.print(
-        f"{path} could not be written: {problem}" if problem else f"report {path}", soft_wrap=True
-    )
+    line = f"{path} could not be written: {problem}" if problem else f"report {path}"
+    console.print(line, soft_wrap=True)
     return code
 
 
 def _write(path: Path, values: dict[str, Any]) -> str:
-    """Writes doctor.json. Returns why it could not be written, or an empty string."""
+    """Write doctor.json. Returns why it could not be written, or an empty string."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, values)
@@ -166,24 +188,24 @@ def table(findings: list[Finding], hosts: list[str]) -> Table:
     """One row for each distinct finding. Hosts share a row if their findings are equal, or if all
     are ok."""
     several = len(hosts) > 1
-    names = ", ".join(hosts) if len(hosts) <= 4 else counted(len(hosts), "host")
-    made = Table(title=f"doctor: {names}")
-    for heading in ("check", *(["host"] if several else []), "status", "found", "remedy"):
-        made.add_column(heading, overflow="fold", no_wrap=heading in ("check", "status"))
+    title = ", ".join(hosts) if len(hosts) <= 4 else counted(len(hosts), "host")
+    drawn = Table(title=f"doctor: {title}")
+    for heading in ("check", "host", "status", "found", "remedy"):
+        if several or heading != "host":
+            drawn.add_column(heading, overflow="fold", no_wrap=heading in ("check", "status"))
     rows: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        same = () if finding.status == OK else (finding.detail, finding.remedy)
-        rows.setdefault((finding.check, finding.status, *same), []).append(finding)
+        text = () if finding.status == OK else (finding.detail, finding.remedy)
+        rows.setdefault((finding.check, finding.status, *text), []).append(finding)
     for (check, status, *_), group in rows.items():
         names = [finding.host for finding in group if finding.host]
-        if not names:
-            where = ""
-        else:
-            where = "all" if len(names) == len(hosts) else ", ".join(names)
-        details = list(dict.fromkeys(finding.detail for finding in group))
-        detail = details[0] + (
-            f" (on {names[0]}; similar on the others)" if len(details) > 1 else ""
-        )
-        styled = [Text(status, STYLES[status]), Text(detail), Text(group[0].remedy)]
-        made.add_row(check, *([where] if several else []), *styled)
-    return made
+        where = "all" if len(names) == len(hosts) else ", ".join(names)
+        details = {finding.detail for finding in group}
+        detail = group[0].detail
+        if len(details) > 1:
+            detail += f" (on {names[0]}; similar on the others)"
+        cells = [check, Text(status, STYLES[status]), Text(detail), Text(group[0].remedy)]
+        if several:
+            cells.insert(1, where)
+        drawn.add_row(*cells)
+    return drawn

@@ -12,8 +12,8 @@ import socket
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ddp_lab.doctor.findings import Finding, failure, ok, skipped, warning
 from ddp_train.distributed.environment import gloo_interface
@@ -46,34 +46,54 @@ FEW_FREE_BYTES = GIB
 OWN_CODE = "the files of a custom data set are known only to its own code"
 
 
+def all_checks(
+    config: Config, several: bool, under_torchrun: bool
+) -> dict[str, Callable[[], Finding]]:
+    """All checks of this module, in the order of the table.
+
+    several: there are other hosts.
+    under_torchrun: torchrun has started this process.
+    """
+    return {
+        "cores": lambda: cores(config),
+        "shared memory": lambda: shared_memory(config),
+        "file descriptors": lambda: file_descriptors(config),
+        "ports": lambda: ports(config, under_torchrun),
+        "host name": lambda: host_name(several),
+        "run_dir": lambda: run_directory(Path(str(config.run_dir))),
+        "data set": lambda: data_set(config),
+    }
+
+
 def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Finding:
-    """Space in /dev/shm: loader processes pass batches through it, and NCCL data between GPUs
-    without peer access."""
-    check = "shared memory"
+    """Check the space in /dev/shm: loader processes pass batches through it, and NCCL data between
+    GPUs without peer access."""
     remedy = "enlarge it: docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g"
     if not folder.is_dir():
-        return warning(check, f"there is no {folder}", "mount a tmpfs there")
-    state = os.statvfs(folder)
-    free = state.f_bavail * state.f_frsize
+        return warning(f"there is no {folder}", "mount a tmpfs there")
+    free = _free_bytes(folder)
     needed = _batches_in_flight(config) * _batch_bytes(config)
     numbers = {"free": free, "needed": needed}
     detail = f"{folder}: {_bytes(free)} free"
     if needed > free:
         detail += f", the batches of the loader processes need {_bytes(needed)}"
         remedy += f", or lower tuning.num_workers={config.tuning.num_workers}"
-        return failure(check, detail, remedy, **numbers)
+        return failure(detail, remedy, **numbers)
     if free < FEW_SHARED_BYTES and (config.device == "cuda" or needed):
-        return warning(
-            check,
-            f"{detail}, {_bytes(FEW_SHARED_BYTES)} are recommended for NCCL and loader processes",
-            remedy,
-            **numbers,
-        )
-    return ok(check, detail + (f", batches need {_bytes(needed)}" if needed else ""), **numbers)
+        detail += f", {_bytes(FEW_SHARED_BYTES)} are recommended for NCCL and loader processes"
+        return warning(detail, remedy, **numbers)
+    if needed:
+        detail += f", batches need {_bytes(needed)}"
+    return ok(detail, **numbers)
+
+
+def _free_bytes(folder: Path) -> int:
+    state = os.statvfs(folder)
+    return state.f_bavail * state.f_frsize
 
 
 def _batches_in_flight(config: Config) -> int:
-    """Batches that the loader processes of this host hold in shared memory."""
+    """Number of batches that the loader processes of this host hold in shared memory."""
     if config.data.decode == "gpu":
         return 0
     return _ranks(config) * int(config.tuning.num_workers) * config.tuning.prefetch_factor
@@ -82,40 +102,35 @@ def _batches_in_flight(config: Config) -> int:
 def _batch_bytes(config: Config) -> int:
     """Bytes of a micro-batch of one rank; 0 for a custom data set, whose size only its own code
     knows."""
-    micro_batch = config.train.global_batch_size // (
-        config.process_count * config.train.accumulation_steps
-    )
-    return max(1, micro_batch) * config.data.sample_bytes()
+    micro_batches = config.process_count * config.train.accumulation_steps
+    samples = config.train.global_batch_size // micro_batches
+    return max(1, samples) * config.data.sample_bytes()
 
 
 def file_descriptors(config: Config) -> Finding:
-    """The limit of open files: a worker needs some for batches of loader processes, connections to
-    other ranks and device files."""
-    check = "file descriptors"
+    """Check the limit of open files: a worker needs some for batches of loader processes,
+    connections to other ranks and device files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     of_loaders = 2 * _batches_in_flight(config) // _ranks(config)  # inputs and targets
     needed = FILES_OF_A_PROCESS + of_loaders + CONNECTIONS_OF_A_PEER * (config.process_count - 1)
     detail = f"limit {soft} per process, a worker needs about {needed}"
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return ok(check, detail, limit=soft, needed=needed)
-    if hard == resource.RLIM_INFINITY or hard >= needed:
-        beyond = ""
-    else:
-        beyond = f" (the hard limit is {hard}: ask an admin)"
-    remedy = f"ulimit -n {max(65536, needed)}{beyond}; in containers --ulimit nofile=65536:65536"
-    return failure(check, detail, remedy, limit=soft, needed=needed)
+        return ok(detail, limit=soft, needed=needed)
+    remedy = f"ulimit -n {max(65536, needed)}"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        remedy += f" (the hard limit is {hard}: ask an admin)"
+    remedy += "; in containers --ulimit nofile=65536:65536"
+    return failure(detail, remedy, limit=soft, needed=needed)
 
 
 def ports(config: Config, under_torchrun: bool) -> Finding:
-    """Free TCP ports: every rank listens on ports that the kernel picks, torchrun's agents on an
-    agreed one."""
-    check = "ports"
+    """Check for free TCP ports: every rank listens on ports that the kernel picks, torchrun's
+    agents on an agreed one."""
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    taken = _ports_in_use()
-    free = high - low + 1 - sum(low <= port <= high for port in taken)
-    needed = _ranks(config) * (
-        2 + config.process_count
-    )  # a store, a listener, and its ends of the connections
+    used = _ports_in_use()
+    free = high - low + 1 - sum(low <= port <= high for port in used)
+    # each rank has a store, a listener, and its ends of the connections
+    needed = _ranks(config) * (2 + config.process_count)
     numbers = {"free": free, "needed": needed}
     remedy = (
         'widen net.ipv4.ip_local_port_range (sysctl -w net.ipv4.ip_local_port_range="32768 60999")'
@@ -125,110 +140,101 @@ def ports(config: Config, under_torchrun: bool) -> Finding:
             probe.bind(("", 0))
         except OSError as error:
             detail = f"the kernel has no free port between {low} and {high} ({error.strerror})"
-            return failure(check, detail, remedy, PeerError.exit_code, **numbers)
+            return failure(detail, remedy, PeerError.exit_code, **numbers)
     if free < needed:
         detail = f"{free} of {high - low + 1} ephemeral ports are free, {needed} are needed"
-        return failure(check, detail, remedy, PeerError.exit_code, **numbers)
-    if TORCHRUN_PORT in taken and not under_torchrun:
+        return failure(detail, remedy, PeerError.exit_code, **numbers)
+    if TORCHRUN_PORT in used and not under_torchrun:
         detail = f"port {TORCHRUN_PORT}, torchrun's default, is in use"
         remedy = (
             "runs on one host do not need it; start torchrun with --standalone or another"
             f" --rdzv-endpoint; `ss -ltnp sport = :{TORCHRUN_PORT}` shows which process uses it"
         )
-        return warning(check, detail, remedy, **numbers)
-    return ok(check, f"{free:,} ephemeral ports are free, {needed:,} are needed", **numbers)
+        return warning(detail, remedy, **numbers)
+    return ok(f"{free:,} ephemeral ports are free, {needed:,} are needed", **numbers)
 
 
 def _ports_in_use() -> set[int]:
     """Local TCP ports, from /proc/net/tcp: the second field of each line is ADDRESS:PORT in
     hexadecimal."""
-    found = set()
+    numbers = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(FileNotFoundError):  # a host without IPv6
-            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-            found |= {int(line.split()[1].rpartition(":")[2], 16) for line in lines}
-    return found
+            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+                address = line.split()[1]
+                numbers.add(int(address.rpartition(":")[2], 16))
+    return numbers
 
 
 def host_name(several: bool) -> Finding:
-    """Whether the name resolves: gloo listens on its address, unless GLOO_SOCKET_IFNAME names an
+    """Resolve the host's name: gloo listens on its address, unless GLOO_SOCKET_IFNAME names an
     interface."""
-    check = "host name"
     name = socket.gethostname()
     remedy = f"give {name} its own address in /etc/hosts, or set GLOO_SOCKET_IFNAME"
     addresses, seconds = resolve(name)
     if seconds >= RESOLVER_SECONDS:
         detail = f"{name} is not resolved within {RESOLVER_SECONDS:g} s"
-        return failure(
-            check, detail, f"repair DNS (/etc/resolv.conf), or {remedy}", PeerError.exit_code
-        )
+        return failure(detail, f"repair DNS (/etc/resolv.conf), or {remedy}", PeerError.exit_code)
     if interface := gloo_interface():
-        return ok(check, f"not needed: GLOO_SOCKET_IFNAME={interface}")
+        return ok(f"not needed: GLOO_SOCKET_IFNAME={interface}")
     if not addresses:
         detail = f"{name} does not resolve to an address"
         if several:
-            return failure(check, detail, remedy, PeerError.exit_code)
-        return warning(
-            check, f"{detail}: runs on one host do not need one, torchrun with gloo does", remedy
-        )
+            return failure(detail, remedy, PeerError.exit_code)
+        detail += ": runs on one host do not need one, torchrun with gloo does"
+        return warning(detail, remedy)
     if several and all(address.startswith("127.") or address == "::1" for address in addresses):
         detail = f"{name} resolves to {', '.join(addresses)} here, which no other host can reach"
-        return failure(check, detail, remedy, PeerError.exit_code)
+        return failure(detail, remedy, PeerError.exit_code)
     if seconds > SLOW_RESOLVER_SECONDS:
-        return warning(check, f"resolving {name} takes {seconds:.1f} s", f"repair DNS, or {remedy}")
-    return ok(check, f"{name} resolves to {', '.join(addresses)}")
+        return warning(f"resolving {name} takes {seconds:.1f} s", f"repair DNS, or {remedy}")
+    return ok(f"{name} resolves to {', '.join(addresses)}")
 
 
 def resolve(name: str) -> tuple[list[str], float]:
     """The addresses of a name, and the seconds that it took. None after RESOLVER_SECONDS: the
     resolver itself may wait half a minute for a dead server."""
-    found: list[str] = []
+    addresses: dict[str, None] = {}
 
     def ask() -> None:
         with contextlib.suppress(OSError):  # no address
-            found.extend(
-                str(entry[4][0])
-                for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            )
+            for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+                addresses[str(entry[4][0])] = None
 
     began = time.monotonic()
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(RESOLVER_SECONDS)
-    return list(dict.fromkeys(found)), time.monotonic() - began
+    return list(addresses), time.monotonic() - began
 
 
 def cores(config: Config, groups: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """Cores that this process may use, by affinity and container quota, compared with the processes
-    and threads of a run."""
-    check = "cores"
+    """Compare the cores that this process may use, by affinity and container quota, with the
+    processes and threads of a run."""
     ranks = _ranks(config)
+    workers = int(config.tuning.num_workers)
+    threads = int(config.launch.threads_per_process)
     affinity = len(os.sched_getaffinity(0))
     quota = _cpu_quota(groups)
     usable = min(affinity, quota)
-    have = counted(affinity, "core")
+    available = counted(affinity, "core")
     if quota < affinity:
-        have += f", of which the container's quota allows {quota:.1f}"
-    workers = int(config.tuning.num_workers)
-    threads = int(config.launch.threads_per_process)
+        available += f", of which the container's quota allows {quota:.1f}"
+    processes = counted(ranks, "process")
+    loaders = f"{ranks} x {workers} loader processes or threads"
     numbers = {"cores": usable, "ranks": ranks, "num_workers": workers, "threads": threads}
-    torch_threads = ranks * threads if threads > 1 else 0
-    wanted = {
-        f"{counted(ranks, 'process')}": (ranks, "lower launch.nproc_per_node"),
-        f"{ranks} x {workers} loader processes or threads": (
-            ranks * workers,
-            "lower tuning.num_workers",
-        ),
-        f"{ranks} x {threads} threads of torch": (
-            torch_threads,
-            "lower launch.threads_per_process",
-        ),
-    }
-    over = {what: remedy for what, (number, remedy) in wanted.items() if number > usable}
-    if over:
-        remedies = " and ".join(dict.fromkeys(over.values()))
-        return warning(check, f"{have} for {' and for '.join(over)}", remedies, **numbers)
-    return ok(check, f"{have} for {', '.join(list(wanted)[: 2 if workers else 1])}", **numbers)
+    excess = {}
+    if ranks > usable:
+        excess[processes] = "lower launch.nproc_per_node"
+    if ranks * workers > usable:
+        excess[loaders] = "lower tuning.num_workers"
+    if threads > 1 and ranks * threads > usable:
+        excess[f"{ranks} x {threads} threads of torch"] = "lower launch.threads_per_process"
+    if excess:
+        detail = f"{available} for {' and for '.join(excess)}"
+        return warning(detail, " and ".join(excess.values()), **numbers)
+    purpose = f"{processes}, {loaders}" if workers else processes
+    return ok(f"{available} for {purpose}", **numbers)
 
 
 def _cpu_quota(groups: Path) -> float:
@@ -238,67 +244,59 @@ def _cpu_quota(groups: Path) -> float:
         quota, period = (groups / "cpu.max").read_text().split()
         return int(quota) / int(period)
     with contextlib.suppress(OSError):
-        quota, period = (
-            int((groups / f"cpu/cpu.cfs_{name}_us").read_text()) for name in ("quota", "period")
-        )
-        return quota / period if quota > 0 else float("inf")
+        quota = int((groups / "cpu/cpu.cfs_quota_us").read_text())
+        period = int((groups / "cpu/cpu.cfs_period_us").read_text())
+        if quota > 0:
+            return quota / period
     return float("inf")
 
 
 def run_directory(run_dir: Path) -> Finding:
-    """Write speed: up to 64 MiB in pieces of 8, each with fsync, and five small files like a
-    checkpoint's manifest. Removes them."""
-    check = "run_dir"
+    """Measure the write speed: up to 64 MiB in pieces of 8, each with fsync, and five small files
+    like a checkpoint's manifest. Removes them."""
     remedy = "name a run_dir on another disk"
-    mine = run_dir / f".doctor_{socket.gethostname()}_{os.getpid()}"
+    path = run_dir / f".doctor_{socket.gethostname()}_{os.getpid()}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         try:
-            speed = _write_speed(mine)
-            small = statistics.median(_synced(mine, os.urandom(4 * KIB)) for _ in range(5))
+            speed = _write_speed(path)
+            small = statistics.median(_write_seconds(path, os.urandom(4 * KIB)) for _ in range(5))
         finally:
-            mine.unlink(missing_ok=True)
-        state = os.statvfs(run_dir)
+            path.unlink(missing_ok=True)
+        free = _free_bytes(run_dir)
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free some space there, or " if full else ""
         detail = f"run_dir={run_dir} cannot be written ({error.strerror})"
-        return failure(
-            check, detail, f"{advice}name a folder that can be written", WriteError.exit_code
-        )
-    free = state.f_bavail * state.f_frsize
+        remedy = "name a folder that can be written"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = f"free some space there, or {remedy}"
+        return failure(detail, remedy, WriteError.exit_code)
     detail = f"{speed / 1e6:,.0f} MB/s, fsync of 4 KiB {1e3 * small:.1f} ms, {_bytes(free)} free"
     numbers = {"bytes_per_second": speed, "fsync_seconds": small, "free": free}
     if free < FEW_FREE_BYTES:
-        return warning(
-            check, f"run_dir={run_dir}: {detail}", f"free some space, or {remedy}", **numbers
-        )
+        return warning(f"run_dir={run_dir}: {detail}", f"free some space, or {remedy}", **numbers)
     if speed < SLOW_BYTES_PER_SECOND or small > SLOW_FSYNC_SECONDS:
         slow = (
             f"run_dir={run_dir} is slow: {detail}; a checkpoint of 1 GB takes {1e9 / speed:,.0f} s"
         )
-        return warning(check, slow, f"{remedy}, or raise checkpoint.every_steps", **numbers)
-    return ok(check, detail, **numbers)
+        return warning(slow, f"{remedy}, or raise checkpoint.every_steps", **numbers)
+    return ok(detail, **numbers)
 
 
 def _write_speed(path: Path) -> float:
     """Bytes per second written to the disk, not only to the kernel's page cache."""
     piece = os.urandom(PIECE_BYTES)
     written = 0
-    began = time.perf_counter()
-    with path.open("wb") as file:
-        while written < WRITE_BYTES and time.perf_counter() - began < WRITE_SECONDS:
-            file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-            written += len(piece)
-    return written / (time.perf_counter() - began)
+    seconds = 0.0
+    while written < WRITE_BYTES and seconds < WRITE_SECONDS:
+        seconds += _write_seconds(path, piece, "ab")
+        written += len(piece)
+    return written / seconds
 
 
-def _synced(path: Path, content: bytes) -> float:
-    """Seconds to write a small file with fsync."""
+def _write_seconds(path: Path, content: bytes, mode: str = "wb") -> float:
+    """Seconds to write to a file, with fsync."""
     began = time.perf_counter()
-    with path.open("wb") as file:
+    with path.open(mode) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -306,23 +304,18 @@ def _synced(path: Path, content: bytes) -> float:
 
 
 def data_set(config: Config) -> Finding:
-    """Whether the files are there, by the rules of a run."""
-    check = "data set"
+    """Look for the files of the data set, by the rules of a run."""
     data = config.data
-    problems = [str(problem) for problem in config.data.missing(config)]
-    if problems:
-        detail, _, remedy = problems[0].partition("; ")
-        return failure(
-            check,
-            detail,
-            remedy or "name the folder that holds it: data.root=PATH",
-            DataError.exit_code,
-        )
+    problem = next(iter(data.missing(config)), None)
+    if problem:
+        detail, _, remedy = str(problem).partition("; ")
+        remedy = remedy or "name the folder that holds it: data.root=PATH"
+        return failure(detail, remedy, DataError.exit_code)
     if data.name == "custom":
-        return skipped(check, OWN_CODE)
+        return skipped(OWN_CODE)
     if data.download:
-        return ok(check, f"{data.name}: downloaded into {data.root} if it is not there")
-    return ok(check, f"{data.name} in {data.root}" if data.root else f"{data.name}: needs no files")
+        return ok(f"{data.name}: downloaded into {data.root} if it is not there")
+    return ok(f"{data.name} in {data.root}" if data.root else f"{data.name}: needs no files")
 
 
 def data_digest(config: Config) -> str:
@@ -333,14 +326,17 @@ def data_digest(config: Config) -> str:
     """
     data = config.data
     root = Path(data.root)
-    files = [root / name for name in data.files]
-    seen = [f"{path.name} {path.stat().st_size if path.is_file() else 'missing'}" for path in files]
-    folders = [
-        path for name in data.class_folders for path in (root / name).glob("*") if path.is_dir()
-    ]
-    seen += sorted(path.relative_to(root).as_posix() for path in folders)
-    if seen:
-        return hashlib.sha256("\n".join(seen).encode()).hexdigest()[:12]
+    entries = []
+    for name in data.files:
+        path = root / name
+        size = path.stat().st_size if path.is_file() else "missing"
+        entries.append(f"{path.name} {size}")
+    folders: list[str] = []
+    for name in data.class_folders:
+        folders += [f"{name}/{path.name}" for path in (root / name).glob("*") if path.is_dir()]
+    entries += sorted(folders)
+    if entries:
+        return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:12]
     return ""
 
 
@@ -360,37 +356,22 @@ def link_bytes_per_second(
                 rates.append(float((port / "rate").read_text().split()[0]))  # "400 Gb/sec (4X NDR)"
     if rates:
         return sum(rates) * 1e9 / 8, f"InfiniBand, {len(rates)} x {rates[0]:g} Gbit/s"
-    with contextlib.suppress(
-        OSError, ValueError
-    ):  # no such interface, or one without a cable: EINVAL
+    # no such interface, or one without a cable: EINVAL
+    with contextlib.suppress(OSError, ValueError):
         megabits = int((device_folder / "net" / interface / "speed").read_text())
         if megabits > 0:
             return megabits * 1e6 / 8, f"{interface}, {megabits / 1000:g} Gbit/s"
     return 0.0, interface
 
 
-def all_checks(
-    config: Config, several: bool, under_torchrun: bool
-) -> list[tuple[str, Any, tuple[Any, ...]]]:
-    """All checks of this module in the order of the table: name, function, arguments."""
-    return [
-        ("cores", cores, (config,)),
-        ("shared memory", shared_memory, (config,)),
-        ("file descriptors", file_descriptors, (config,)),
-        ("ports", ports, (config, under_torchrun)),
-        ("host name", host_name, (several,)),
-        ("run_dir", run_directory, (Path(str(config.run_dir)),)),
-        ("data set", data_set, (config,)),
-    ]
-
-
 def _ranks(config: Config) -> int:
+    """Number of processes on this host."""
     return int(config.launch.nproc_per_node)
 
 
 def _bytes(number: float) -> str:
-    unit, name = next(
-        ((size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB")) if number >= size),
-        (KIB, "KiB"),
-    )
-    return f"{number / unit:,.1f} {name}"
+    """A number of bytes as text."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB")):
+        if number >= unit:
+            return f"{number / unit:,.1f} {name}"
+    return f"{number / KIB:,.1f} KiB"

@@ -13,7 +13,7 @@ from ddp_lab.doctor.findings import Finding, failure, ok
 from ddp_lab.prove.division import GENERATORS, Culprit, Pass, first_mixing
 from ddp_lab.study.model_pitfalls import TINY_BATCH
 from ddp_train.data.rng import global_states
-from ddp_train.errors import DataError, LaunchError
+from ddp_train.errors import DataError
 from ddp_train.models.python_state import is_users
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.text import counted
@@ -50,27 +50,17 @@ class Cause:
     remedy: str
 
 
-def finding(
-    check: str, cause: Cause, found: float | None = None, allowed: float | None = None
-) -> Finding:
-    """A check that does not hold.
+def finding(cause: Cause, found: float | None = None, allowed: float | None = None) -> Finding:
+    """The finding of a check that does not hold.
 
     found: the relative difference.
     allowed: the largest one that would be rounding.
     """
-    return failure(
-        check,
-        cause.text,
-        cause.remedy,
-        LaunchError.exit_code,
-        cause=cause.kind,
-        found=found,
-        allowed=allowed,
-    )
+    return failure(cause.text, cause.remedy, cause=cause.kind, found=found, allowed=allowed)
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first names, and how many there are more."""
+    """The first names, and the number of the others."""
     text = ", ".join(names[:SHOWN])
     if len(names) > SHOWN:
         text += f" and {len(names) - SHOWN} more"
@@ -89,16 +79,16 @@ def place_of(error: BaseException) -> str:
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """The layers that use the statistics of a batch in training."""
-    return [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, _BatchNorm) and layer.training
-    ]
+    """The names of the layers that use the statistics of a batch in training."""
+    layers = model.named_modules()
+    return [name for name, layer in layers if isinstance(layer, _BatchNorm) and layer.training]
 
 
 def moved_generator(before: tuple[bytes, ...]) -> str:
-    """The generator that has drawn since; empty if none has. before: see `rng.global_states`."""
+    """The generator that has drawn since; empty if none has.
+
+    before: a result of `rng.global_states`.
+    """
     for name, old, new in zip(GENERATORS, before, global_states(), strict=True):
         if old != new:
             return name
@@ -117,7 +107,7 @@ class Divided:
     parts: Pass
     tolerance: float
     samples_per_micro_batch: int
-    """Of the job itself; 0 if it is not known."""
+    """Samples per micro-batch of the job itself; 0 if it is not known."""
     loss_of_cut: Callable[[], float | None]
     """The loss of the parts if they are cut from the whole batch as it was put together, padding
     and all; None if it cannot be cut."""
@@ -213,16 +203,15 @@ def unused(everywhere: list[str], somewhere: list[str], is_allowed: bool) -> Fin
     somewhere: parameters without one on some processes.
     is_allowed: whether the strategy allows it.
     """
-    check = "unused parameters"
     if not everywhere and not somewhere:
-        return ok(check, "every parameter gets a gradient on every process")
+        return ok("every parameter gets a gradient on every process")
     names = everywhere or somewhere
     where = "from no sample" if everywhere else "on some processes alone"
     text = f"{counted(len(names), 'parameter')} got a gradient {where}: {listed(names)}"
     if is_allowed:
-        return ok(check, f"{text}; the strategy allows it")
+        return ok(f"{text}; the strategy allows it")
     remedy = "use them in forward, remove or freeze them, or strategy.find_unused_parameters=true"
-    return failure(check, text, remedy, DataError.exit_code, cause="unused")
+    return failure(text, remedy, DataError.exit_code, cause="unused")
 
 
 def outside_generator(model: nn.Module, generator: str, layer: str) -> Cause:

@@ -4,9 +4,8 @@ often."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,223 +27,242 @@ from ddp_train.tensor_tree import tensors
 from ddp_train.text import counted
 
 SAMPLES = 12
-"""That are fetched one by one, in two orders and two epochs."""
+"""Number of samples that are fetched one by one, in two orders and two epochs."""
+MOST_STEPS = 50
+"""Most steps of an epoch whose samples are counted."""
 WORLDS = (1, 2, 3)
 EPOCHS = 8
-"""Some augmentation changes a sample seldom."""
+"""Epochs in which samples are fetched: some augmentation changes a sample seldom."""
 
 
 def order_of_samples(source: BatchSource, again: BatchSource, plan: BatchPlan) -> Finding:
-    """Of one epoch on 1, 2 and 3 processes. again: the same data set, made once more."""
-    check = "order of samples"
-    steps = min(plan.steps_per_epoch, 50)
-    for size in WORLDS:
-        ranks = [replace(plan, rank=rank, world_size=size, steps=steps) for rank in range(size)]
-        seen: list[list[int]] = [[] for _ in range(steps)]
-        for rank in ranks:
-            for micro_batch in rank.micro_batches():
-                seen[micro_batch.step] += micro_batch.indices[: micro_batch.num_real].tolist()
-        for step, numbers in enumerate(seen):
+    """Compare the samples of one epoch on 1, 2 and 3 processes.
+
+    again: the same data set, made once more.
+    """
+    steps = min(plan.steps_per_epoch, MOST_STEPS)
+    for processes in WORLDS:
+        for step, numbers in enumerate(_numbers_by_step(plan, processes, steps)):
             if Counter(numbers) != Counter(plan.global_batch(step).tolist()):
-                return failure(
-                    check,
-                    f"step {step} has other samples on {counted(size, 'process')}",
-                    "report this: it is a bug",
-                )
+                detail = f"step {step} has other samples on {counted(processes, 'process')}"
+                return failure(detail, "report this: it is a bug")
     length = plan.samples
-    now = len(source)
-    if length != now:
-        return failure(
-            check,
-            f"len() of the data set was {length} and is {now}",
-            "return the same len() each time",
-            cause="state",
-        )
-    if digests(again) != digests(source) == digests(source):  # else `augmentation` says why
-        words = f"{_name(source)} has other samples, or in another order, when it is made again"
-        return causes.finding(check, Cause("randomness", words, MAKE_THEM_ALIKE))
-    twice = "" if plan.weights is not None else ", each sample once"
+    if length != len(source):
+        detail = f"len() of the data set was {length} and is {len(source)}"
+        return failure(detail, "return the same len() each time", cause="state")
+    # if two digests of one object differ, `augmentation` says why
+    if digests(again) != digests(source) == digests(source):
+        detail = f"{_name(source)} has other samples, or in another order, when it is made again"
+        return causes.finding(Cause("randomness", detail, MAKE_THEM_ALIKE))
+    once = ", each sample once" if plan.weights is None else ""
     return ok(
-        check,
-        f"{counted(steps, 'step')} of an epoch of {length}{twice}, the same on 1, 2, 3 processes",
+        f"{counted(steps, 'step')} of an epoch of {length}{once}, the same on 1, 2, 3 processes"
     )
 
 
-def augmentation(splits: Splits, plan: BatchPlan, at_first: dict[str, str]) -> list[Finding]:
-    """Of samples that train, and of those that are scored. The first is about epochs too. at_first:
-    the state of what trains (`state_of(roots(...))`) before anything was fetched."""
+def _numbers_by_step(plan: BatchPlan, processes: int, steps: int) -> list[list[int]]:
+    """The numbers of the samples that all processes compute, by step."""
+    numbers: list[list[int]] = [[] for _ in range(steps)]
+    for rank in range(processes):
+        for micro_batch in replace(
+            plan, rank=rank, world_size=processes, steps=steps
+        ).micro_batches():
+            real = micro_batch.indices[: micro_batch.num_real]
+            numbers[micro_batch.step] += real.tolist()
+    return numbers
+
+
+def augmentation(splits: Splits, plan: BatchPlan, initial_state: dict[str, str]) -> Finding:
+    """Fetch samples that train, in several epochs, and those that are scored.
+
+    initial_state: `state_of(roots(splits.train))` before anything was fetched.
+    """
     numbers = np.unique(plan.global_batch(0))[:SAMPLES]
-    found = [
-        _trains(
-            splits.train, numbers, int(plan.global_batch(plan.steps_per_epoch - 1)[-1]), at_first
-        )
-    ]
+    unseen = int(plan.global_batch(plan.steps_per_epoch - 1)[-1])
+    finding = _training_samples(splits.train, numbers, unseen, initial_state)
+    if finding.status == FAILURE:
+        return finding
     name, source = splits.scored
-    scored = np.arange(min(len(source), SAMPLES))
+    scored = _Fetches(source, np.arange(min(len(source), SAMPLES)), None)
     before = state_of(roots(source))
-    if found[0].status != FAILURE and (place := _differing(source, scored, None)):
-        found = [_cause_of(source, scored, None, before, f"{name} set, sample {place[0]}")]
-    return found
+    differing = scored.differing()
+    if differing:
+        return _differing_samples(scored, before, f"{name} set, sample {differing[0]}")
+    return finding
 
 
-def _trains(
-    source: BatchSource, numbers: np.ndarray, fresh: int, before: dict[str, str]
+@dataclass(frozen=True)
+class _Fetches:
+    """Some samples of one epoch, which may be fetched again."""
+
+    source: BatchSource
+    numbers: np.ndarray
+    epoch: int | None
+    """None for samples that are scored."""
+
+    def fetched(self, numbers: np.ndarray | None = None) -> list[Any]:
+        """Each sample as a batch of its own. numbers: their order, if it is another."""
+        order = self.numbers if numbers is None else numbers
+        return [self.source.get_batch(np.array([number]), self.epoch) for number in order]
+
+    def differing(self) -> list[int]:
+        """The numbers of samples that are something else when they are fetched again, in another
+        order."""
+        first = self.fetched()
+        again = self.fetched(self.numbers[::-1])[::-1]
+        triples = zip(self.numbers, first, again, strict=True)
+        return [int(number) for number, one, other in triples if _unequal(one, other)]
+
+
+def _training_samples(
+    source: BatchSource, numbers: np.ndarray, unseen: int, initial_state: dict[str, str]
 ) -> Finding:
-    if place := _differing(source, numbers, 0):
-        return _cause_of(source, numbers, 0, before, f"sample {place[0]}")
-    now_changed = changed(before, state_of(roots(source)))
-    count = counted(len(numbers), "sample")
-    first = fetched(source, numbers, 0)
-    if asked := unseeded(lambda: fetched(source, numbers, 0)):
-        return warning(
-            "augmentation",
-            f"{_name(source)} asks {causes.listed(asked)}; {count} were the same all the same, in"
-            " this process",
-            "make a sample of its number and the draws of torch, numpy and random alone",
+    """unseen: the number of a sample that nobody has fetched."""
+    fetches = _Fetches(source, numbers, 0)
+    differing = fetches.differing()
+    if differing:
+        return _differing_samples(fetches, initial_state, f"sample {differing[0]}")
+    changed_state = changed(initial_state, state_of(roots(source)))
+    samples = counted(len(numbers), "sample")
+    first = fetches.fetched()
+    asked = unseeded(fetches.fetched)
+    if asked:
+        detail = (
+            f"{_name(source)} asks {causes.listed(asked)}; {samples} were the same all the same, in"
+            " this process"
         )
-    if any(_unequal(first, fetched(source, numbers, epoch)) for epoch in range(1, EPOCHS)):
-        return ok(
-            "augmentation",
-            f"{count}, fetched in two orders: the same in one epoch, others in the next",
-            found=0,
-        )
-    if cause := _keeps_or_seeds(source, fresh, now_changed):
-        return causes.finding("augmentation", cause)
-    return ok(
-        "augmentation",
-        f"{count}, fetched in two orders: the same, in each epoch too (nothing augments)",
-        found=0,
-    )
-
-
-def fetched(
-    source: BatchSource, numbers: Sequence[int] | np.ndarray, epoch: int | None
-) -> list[Any]:
-    """Each sample as a batch of its own."""
-    return [source.get_batch(np.array([number]), epoch) for number in numbers]
-
-
-def _differing(source: BatchSource, numbers: np.ndarray, epoch: int | None) -> list[int]:
-    """The numbers of samples that are something else when they are fetched again, in another
-    order."""
-    first = fetched(source, numbers, epoch)
-    again = fetched(source, numbers[::-1], epoch)[::-1]
-    return [
-        int(number)
-        for number, one, other in zip(numbers, first, again, strict=True)
-        if _unequal([one], [other])
-    ]
+        remedy = "make a sample of its number and the draws of torch, numpy and random alone"
+        return warning(detail, remedy)
+    detail = f"{samples}, fetched in two orders: the same"
+    later = (replace(fetches, epoch=epoch).fetched() for epoch in range(1, EPOCHS))
+    if any(_unequal(first, samples_of_epoch) for samples_of_epoch in later):
+        return ok(f"{detail} in one epoch, others in the next", found=0)
+    cause = _why_same_in_each_epoch(source, unseen, changed_state)
+    if cause:
+        return causes.finding(cause)
+    return ok(f"{detail}, in each epoch too (nothing augments)", found=0)
 
 
 def _unequal(one: Any, other: Any) -> bool:
-    """Whether any tensor differs in a bit, or in shape."""
+    """Compare two trees of tensors. True if any tensor differs in a bit, or in shape."""
     mine = list(tensors(one))
     theirs = list(tensors(other))
-    return len(mine) != len(theirs) or any(
+    if len(mine) != len(theirs):
+        return True
+    return any(
         a.shape != b.shape or not torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
         for a, b in zip(mine, theirs, strict=True)
     )
 
 
-def _cause_of(
-    source: BatchSource, numbers: np.ndarray, epoch: int | None, before: dict[str, str], about: str
-) -> Finding:
-    """Which part of the data makes a sample differ, and by what."""
-    part, where = _culprit(source, numbers, epoch)
-    asked = unseeded(lambda: fetched(part, numbers, epoch))
-    now_changed = changed(before, state_of(roots(source)))
-    cause = causes.of_samples(f"{where} ({about})", asked, now_changed)
-    return causes.finding("augmentation", cause, 1, 0)
+def _differing_samples(fetches: _Fetches, before: dict[str, str], about: str) -> Finding:
+    """The finding that names the part of the data which makes a sample differ, and by what.
+
+    before: the state of the source before anything was fetched.
+    """
+    part, where = _culprit(fetches)
+    asked = unseeded(part.fetched)
+    changed_state = changed(before, state_of(roots(fetches.source)))
+    cause = causes.of_samples(f"{where} ({about})", asked, changed_state)
+    return causes.finding(cause, 1, 0)
 
 
-def _culprit(
-    source: BatchSource, numbers: np.ndarray, epoch: int | None
-) -> tuple[BatchSource, str]:
+def _culprit(fetches: _Fetches) -> tuple[_Fetches, str]:
     """The shortest chain of data set, transforms and collate_fn that gives a sample two values."""
+    source = fetches.source
     if not isinstance(source, UserDataset):
-        return source, _name(source)
+        return fetches, _name(source)
+    where = _name(source)
     for count in range(len(source.transforms) + 1):
+        if count:
+            where = f"the transform {_called(source.transforms[count - 1])}"
         part = source.transformed(source.transforms[:count])
-        whole = part.collate
-        part.collate = _as_they_are
-        if _differing(part, numbers, epoch):
-            last = source.transforms[count - 1] if count else None
-            return part, f"the transform {_called(last)}" if count else _name(source)
-        part.collate = whole
-    return source, f"the collate_fn of {_name(source)}"
+        part.collate = _uncollated
+        of_part = replace(fetches, source=part)
+        if of_part.differing():
+            return of_part, where
+    return fetches, f"the collate_fn of {_name(source)}"
 
 
-def _as_they_are(samples: list[Any]) -> Any:
-    """Instead of a collate_fn: PIL images and numbers become tensors, and nothing is put
-    together."""
-    found = [as_tensors(sample) for sample in samples]
+def _uncollated(samples: list[Any]) -> Any:
+    """Replace a collate_fn: PIL images and numbers become tensors, and nothing is put together."""
+    converted = [as_tensors(sample) for sample in samples]
     return [
-        torch.as_tensor(one) if isinstance(one, float | int | np.ndarray) else one for one in found
+        torch.as_tensor(sample) if isinstance(sample, float | int | np.ndarray) else sample
+        for sample in converted
     ]
 
 
-def _keeps_or_seeds(source: BatchSource, number: int, now_changed: list[str]) -> Cause | None:
-    """Why what draws random numbers for a sample gives the same in each epoch; None if nothing
-    does, or the draws only happen to have no effect. Of own data sets alone: ours draw by keys.
-    number: of a sample that nobody has fetched: a cache would draw no more."""
+def _why_same_in_each_epoch(
+    source: BatchSource, unseen: int, changed_state: list[str]
+) -> Cause | None:
+    """Why what draws random numbers for a sample gives the same in each epoch.
+
+    None if nothing draws, or the draws only happen to have no effect. Only a user's data set can
+    have a cause: ours draw by keys.
+
+    unseen: the number of a sample that nobody has fetched: a cache would draw no more.
+    """
     if not isinstance(source, UserDataset):
         return None
-    one = _stages(source, number, 1)
-    other = _stages(source, number, 2)
-    drawing = [place for place, stage in enumerate(one) if stage.moved]
+    stages = _stages(source, unseen, 1)
+    others = _stages(source, unseen, 2)
+    drawing = [place for place, stage in enumerate(stages) if stage.moved]
     if not drawing:
         return None
     for place in drawing:
-        moved = one[place].moved
-        seeders = [
-            stage.name for stage, same in zip(one, other, strict=True) if moved & stage.alike(same)
-        ]
+        moved = stages[place].moved
+        pairs = zip(stages, others, strict=True)
+        seeders = [stage.name for stage, other in pairs if moved & stage.alike(other)]
         if place and seeders:  # a data set may seed itself for itself: synthetic samples
             return causes.same_in_each_epoch(seeders[0], [])
-    if now_changed:
-        return causes.same_in_each_epoch(one[drawing[0]].name, now_changed)
+    if changed_state:
+        return causes.same_in_each_epoch(stages[drawing[0]].name, changed_state)
     return None
 
 
-class _Stage(NamedTuple):
+@dataclass(frozen=True)
+class _Stage:
+    """The data set or a transform, as it made one sample."""
+
     name: str
-    moved: set[int]
-    """The generators that it drew from."""
+    before: tuple[bytes, ...]
+    """States of all generators when it began."""
     after: tuple[bytes, ...]
-    """The generators when it was done."""
+
+    @property
+    def moved(self) -> set[int]:
+        """The generators that it drew from."""
+        return {i for i, state in enumerate(self.after) if state != self.before[i]}
 
     def alike(self, other: _Stage) -> set[int]:
         """The generators that it leaves as the other one does."""
-        return {number for number, state in enumerate(self.after) if state == other.after[number]}
+        return {i for i, state in enumerate(self.after) if state == other.after[i]}
 
 
-def _stages(source: UserDataset, number: int, key: int) -> list[_Stage]:
-    """The data set, and each transform, for one sample with generators of this seed."""
-    found: list[_Stage] = []
-
-    def note(name: str, before: tuple[bytes, ...]) -> tuple[bytes, ...]:
-        now = global_states()
-        found.append(
-            _Stage(name, {place for place, state in enumerate(now) if state != before[place]}, now)
-        )
-        return now
-
-    number = number if source.numbers is None else int(source.numbers[number])
-    with keyed_generators() as seed:
-        seed(key)
+def _stages(source: UserDataset, number: int, seed: int) -> list[_Stage]:
+    """The data set and each transform for one sample, with generators of this seed."""
+    stages: list[_Stage] = []
+    if source.numbers is not None:
+        number = int(source.numbers[number])
+    with keyed_generators() as seed_generators:
+        seed_generators(seed)
         before = global_states()
         sample = source.dataset[number]
-        before = note(_name(source), before)
+        after = global_states()
+        stages.append(_Stage(_name(source), before, after))
         if source.fields:
             sample = tuple(sample[name] for name in source.fields)
         for transform in source.transforms:
+            before = after
             sample = apply_transform(transform, sample)
-            before = note(f"the transform {_called(transform)}", before)
-    return found
+            after = global_states()
+            stages.append(_Stage(f"the transform {_called(transform)}", before, after))
+    return stages
 
 
 def roots(source: BatchSource) -> dict[str, Any]:
-    """What may keep something between two samples. Of ours, nothing does."""
+    """The objects that may keep something between two samples; none of ours does."""
     if not isinstance(source, UserDataset):
         return {}
     transforms = {_called(transform): transform for transform in source.transforms}

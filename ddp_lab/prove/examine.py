@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ddp_lab.doctor.findings import FAILURE, Finding, failure
@@ -69,34 +70,29 @@ def check_all(bench: Bench, folder: Path | None, deadline: Deadline) -> Examined
     """The findings of a job that begins. folder: see `examine`."""
     plan = bench.plan
     train = bench.splits.train
-    data_findings = augmentation(bench.splits, plan, bench.initial_data_state)
-    samples_differ = any(finding.status == FAILURE for finding in data_findings)
-    made_again = train
-    if not samples_differ:
-        made_again = open_datasets(bench.config).train
-    findings = [order_of_samples(train, made_again, plan), *data_findings]
+    augmented = augmentation(bench.splits, plan, bench.initial_data_state).named("augmentation")
+    samples_differ = augmented.status == FAILURE
+    made_again = train if samples_differ else open_datasets(bench.config).train
+    order = order_of_samples(train, made_again, plan).named("order of samples")
     checks = GradientChecks(bench, deadline)
     if folder:
         checks.save(folder)
     if samples_differ:
-        findings += checks.findings_without_samples()
+        gradients = checks.findings_without_samples()
     else:
-        findings += checks.findings()
+        gradients = checks.findings()
+    findings = [order, augmented, *gradients]
     gradients_failed = any(
         finding.check == WHOLE and finding.status == FAILURE for finding in findings
     )
     # if gradients differ, scores of other batches differ for the same reason
-    evaluation = deadline.check(
-        EVALUATION, lambda: ScoreCheck(bench).finding(by_size=not gradients_failed)
-    )
-    findings.append(evaluation)
+    scores = partial(ScoreCheck(bench).finding, by_size=not gradients_failed)
+    findings.append(deadline.check(EVALUATION, scores))
     facts = {
         "precision": bench.precision,
         "draws": sorted(bench.division.met),
         "unfixed": bench.division.unfixed,
         "data_digests": digests(train),
-        "batch_norm": causes.batch_norms(bench.module.model),
-        "gradients": not gradients_failed,
     }
     return Examined(findings, facts)
 
@@ -105,14 +101,14 @@ def _does_not_begin(error: Exception) -> Finding:
     """The finding of an error of the job itself."""
     text = "; ".join(error.problems) if isinstance(error, ConfigError) else first_line(error)
     if "that is a mean" in text or "would depend on the number of processes" in text:
-        return causes.finding(UNEVEN, Cause("mean", text, causes.SUMS))
+        return causes.finding(Cause("mean", text, causes.SUMS)).named(UNEVEN)
     if "units_are_samples is True" in text:
-        return causes.finding(UNEVEN, Cause("units", text, causes.UNITS))
+        return causes.finding(Cause("units", text, causes.UNITS)).named(UNEVEN)
     if isinstance(error, LaunchError):
         check = UNEVEN if isinstance(error, TaskError) else "job"
-        return failure(check, text, error.remedy, error.exit_code, cause="job")
+        return failure(text, error.remedy, error.exit_code, cause="job").named(check)
     detail = f"{type(error).__name__}: {text}{causes.place_of(error)}"
-    return failure("job", detail, "correct the line that raises", cause="job")
+    return failure(detail, "correct the line that raises", cause="job").named("job")
 
 
 def main() -> None:

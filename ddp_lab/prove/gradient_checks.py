@@ -23,6 +23,7 @@ from ddp_train.text import counted
 
 WHOLE = "gradients"
 UNEVEN = "weights of units"
+UNUSED = "unused parameters"
 DIVISIONS = ((2, 1), (3, 1), (1, 2), (3, 2))
 """Processes, and accumulation steps, that are compared with (1, 1)."""
 UNEVEN_DIVISIONS = ((2, 2), (3, 1))
@@ -43,7 +44,7 @@ class GradientChecks:
         self.changed_state: list[str] = changed(before, state_of(bench.parts))
         """Names of what is neither parameter nor buffer, and changes in a forward pass."""
         self.passes = [self.first]
-        """Those whose parameters without a gradient are reported."""
+        """The passes whose parameters without a gradient are reported."""
 
     def save(self, folder: Path) -> None:
         """Leave the gradients of one process, for the real runs."""
@@ -52,52 +53,55 @@ class GradientChecks:
 
     def findings_without_samples(self) -> list[Finding]:
         """The findings if the samples themselves differ: no gradients can be compared."""
-        why = "the samples themselves differ: see augmentation"
-        return [skipped(WHOLE, why), skipped(UNEVEN, why), self.parameters()]
+        unused = self.parameters().named(UNUSED)
+        return [*_not_compared("the samples themselves differ: see augmentation"), unused]
 
     def findings(self) -> list[Finding]:
         """All findings: of gradients, unused parameters, random numbers and state."""
-        repeated = [self.random_numbers(), self.state()]
+        repeated = [self.random_numbers().named("random numbers"), self.state().named("state")]
         broken = [finding for finding in repeated if finding.status == FAILURE]
         if broken:
             self.passes.append(self.second)
             gradients = self._unrepeatable(broken[0])
         else:
             gradients = self._divided_batches()
-        return [*gradients, self.parameters(), *repeated]
+        return [*gradients, self.parameters().named(UNUSED), *repeated]
 
     def _unrepeatable(self, broken: Finding) -> list[Finding]:
         """The findings if one process alone does not get the same gradients twice."""
         cause = Cause(broken.numbers["cause"], broken.detail, broken.remedy)
         worst = largest_difference(self.first, self.second)
-        why = f"the gradients differ already: see {broken.check}"
-        return [causes.finding(WHOLE, cause, worst, self.tolerance), skipped(UNEVEN, why)]
+        reason = f"the gradients differ already: see {broken.check}"
+        whole = causes.finding(cause, worst, self.tolerance)
+        return [whole.named(WHOLE), skipped(reason).named(UNEVEN)]
 
     def _divided_batches(self) -> list[Finding]:
         last_step = self.bench.plan.steps_per_epoch - 1
+        whole = partial(self.divided, 0, DIVISIONS)
+        unit = self.bench.module.task.unit
+        uneven = partial(self.divided, last_step, UNEVEN_DIVISIONS, unit)
         try:
-            whole = self.deadline.check(WHOLE, partial(self.divided, WHOLE, 0, DIVISIONS))
-            uneven = self.deadline.check(
-                UNEVEN, partial(self.divided, UNEVEN, last_step, UNEVEN_DIVISIONS)
-            )
+            return [self.deadline.check(WHOLE, whole), self.deadline.check(UNEVEN, uneven)]
         except GathersError:
-            why = "the loss takes rows of all processes (all_gather): real processes show it, below"
-            return [skipped(WHOLE, why), skipped(UNEVEN, why)]
-        return [whole, uneven]
+            return _not_compared(
+                "the loss takes rows of all processes (all_gather): real processes show it, below"
+            )
 
-    def divided(self, check: str, step: int, divisions: tuple[tuple[int, int], ...]) -> Finding:
-        """Whether the parts of a global batch have the gradients of the whole.
+    def divided(self, step: int, divisions: tuple[tuple[int, int], ...], unit: str = "") -> Finding:
+        """Compare the gradients of the parts of a global batch with those of the whole.
 
         divisions: processes and accumulation steps of each.
+        unit: what the loss counts, if the finding is to give its number.
         """
-        has_batch_norm = bool(causes.batch_norms(self.bench.module.model))
-        if has_batch_norm and self.bench.synchronises_batch_norm:
-            why = "batch norm over all processes (strategy.sync_bn): real processes show it, below"
-            return skipped(check, why)
-        if has_batch_norm:
+        if causes.batch_norms(self.bench.module.model):
+            if self.bench.synchronises_batch_norm:
+                return skipped(
+                    "batch norm over all processes (strategy.sync_bn): real processes show it,"
+                    " below"
+                )
             # statistics are of a micro-batch: the real runs have the accumulation of the job
             divisions = tuple(division for division in divisions if division[1] == 1)
-        whole = self.first if check == WHOLE else self.division.compute(step)
+        whole = self.division.compute(step) if step else self.first
         worst = -1.0
         worst_division = (1, 1)
         for processes, accumulation in divisions:
@@ -112,27 +116,25 @@ class GradientChecks:
                 worst = difference
                 worst_division = (processes, accumulation)
         if worst <= self.tolerance:
-            detail = self._description(check, step, whole, divisions)
-            return ok(check, detail, found=worst, allowed=self.tolerance)
+            detail = self._description(step, whole, divisions, unit)
+            return ok(detail, found=worst, allowed=self.tolerance)
         if self.division.unfixed:
-            why = (
+            return skipped(
                 "the model draws random numbers of torch that cannot be fixed; they belong to"
                 f" process and step; so the gradients differ by {worst:.1e}"
             )
-            return skipped(check, why)
-        cause = self.cause(step, *worst_division)
-        return causes.finding(check, cause, worst, self.tolerance)
+        return causes.finding(self.cause(step, *worst_division), worst, self.tolerance)
 
     def _description(
-        self, check: str, step: int, whole: Pass, divisions: tuple[tuple[int, int], ...]
+        self, step: int, whole: Pass, divisions: tuple[tuple[int, int], ...], unit: str
     ) -> str:
-        """What was compared."""
+        """What was compared, in words."""
         parameters = counted(len(whole.gradients), "parameter")
         samples = counted(len(self.bench.plan.global_batch(step)), "sample")
         computed = ", ".join(f"{processes} x {steps}" for processes, steps in divisions)
         text = f"{parameters}, {samples} on {computed} (processes x accumulation)"
-        if check == UNEVEN:
-            text += f", {whole.units:g} {self.bench.module.task.unit}s"
+        if unit:
+            text += f", {whole.units:g} {unit}s"
         text += f", {self.bench.precision}"
         if self.division.met:
             text += f"; fixed: {', '.join(sorted(self.division.met))}"
@@ -140,21 +142,17 @@ class GradientChecks:
 
     def cause(self, step: int, processes: int, accumulation: int) -> Cause:
         """Why the parts of a global batch do not make up the whole."""
-        whole = self.division.compute(step, trace=True)
-        parts = self.division.compute(step, processes, accumulation, trace=True)
-        tolerance = 1e-9 if self.bench.precision == "fp64" else 1e-4
-        divided = causes.Divided(
+        return causes.Divided(
             module=self.bench.module,
-            whole=whole,
-            parts=parts,
-            tolerance=tolerance,
+            whole=self.division.compute(step, trace=True),
+            parts=self.division.compute(step, processes, accumulation, trace=True),
+            tolerance=1e-9 if self.bench.precision == "fp64" else 1e-4,
             samples_per_micro_batch=self.bench.samples_per_micro_batch,
             loss_of_cut=partial(self.division.loss_of_cut, step, processes, accumulation),
-        )
-        return divided.cause()
+        ).cause()
 
     def parameters(self) -> Finding:
-        """Whether parameters get no gradient, on all processes or on one."""
+        """Look for parameters without a gradient, on all processes or on some."""
         missing = [names for computed in self.passes for names in computed.missing]
         everywhere = set.intersection(*missing)
         somewhere = set.union(*missing) - everywhere
@@ -162,34 +160,32 @@ class GradientChecks:
         return causes.unused(sorted(everywhere), sorted(somewhere), allowed)
 
     def random_numbers(self) -> Finding:
-        """Whether model or loss draw random numbers that no step seeds."""
-        check = "random numbers"
+        """Look for random numbers in model or loss that no step seeds."""
         drew: dict[str, str] = {}
         for forward in self.first.forwards + self.second.forwards:
             drew |= forward.drew
         if drew:
             generator, layer = next(iter(drew.items()))
             cause = causes.outside_generator(self.bench.module.model, generator, layer)
-            return causes.finding(check, cause)
+            return causes.finding(cause)
         difference = largest_difference(self.first, self.second)
         asked = unseeded(lambda: self.division.compute(0))
         if difference > self.tolerance and (asked or not self.changed_state):
-            return causes.finding(check, causes.unrepeatable(asked), difference, self.tolerance)
+            return causes.finding(causes.unrepeatable(asked), difference, self.tolerance)
         detail = "model and loss draw none but torch's"
         if self.division.met:
             met = ", ".join(sorted(self.division.met))
             detail += f"; {met}, seeded for each process and step"
-        return ok(check, detail)
+        return ok(detail)
 
     def state(self) -> Finding:
-        """Whether forward passes change what is neither parameter nor buffer."""
-        check = "state"
+        """Look for what forward passes change, and is neither parameter nor buffer."""
         if not self.changed_state:
-            return ok(check, "forward passes change nothing but buffers")
+            return ok("forward passes change nothing but buffers")
         difference = largest_difference(self.first, self.second)
         names = causes.listed(self.changed_state)
         if difference > self.tolerance:
-            return causes.finding(check, causes.hidden_state(names), difference, self.tolerance)
+            return causes.finding(causes.hidden_state(names), difference, self.tolerance)
         detail = (
             f"{names} changes in forward passes; no effect on gradients was seen in two of them"
         )
@@ -197,7 +193,11 @@ class GradientChecks:
             "keep it in a buffer if results depend on it: no checkpoint has it, and each process"
             " has its own"
         )
-        return warning(check, detail, remedy)
+        return warning(detail, remedy)
+
+
+def _not_compared(reason: str) -> list[Finding]:
+    return [skipped(reason).named(WHOLE), skipped(reason).named(UNEVEN)]
 
 
 def largest_difference(one: Pass, other: Pass) -> float:

@@ -14,39 +14,39 @@ LATE = "prove.seconds is over"
 MORE_TIME = "raise prove.seconds, or lower prove.samples and prove.steps"
 
 
-class Progress:
+class Deadline:
+    """A time after which no check begins."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        return self.end - time.monotonic()
+
+    def check(self, name: str, function: Callable[[], Finding]) -> Finding:
+        """The finding of a check; if it is too late, one that makes the proof incomplete."""
+        if self.seconds_left > 0:
+            return function().named(name)
+        return Finding(name, SKIPPED, LATE, MORE_TIME, exit_code=LaunchError.exit_code)
+
+
+class Progress(Deadline):
+    """Prints what is done, with the time since the proof began."""
+
     def __init__(self, began: float, seconds: float) -> None:
-        """began: in time.monotonic() seconds. seconds: for the whole proof."""
+        """began: in time.monotonic() seconds.
+
+        seconds: time limit for the whole proof.
+        """
+        super().__init__(began + seconds - time.monotonic())
         self.began = began
-        self.seconds = seconds
         self.console = Console(highlight=False)
 
     @property
     def seconds_passed(self) -> float:
         return time.monotonic() - self.began
 
-    @property
-    def seconds_left(self) -> float:
-        return self.seconds - self.seconds_passed
-
     def print(self, text: str) -> None:
         line = f"{self.seconds_passed:5.1f} s  {text}"
         self.console.print(line, markup=False, soft_wrap=True)
-
-
-def out_of_time(check: str) -> Finding:
-    """A check that was not begun: the proof is incomplete."""
-    return Finding(check, SKIPPED, LATE, MORE_TIME, exit_code=LaunchError.exit_code)
-
-
-class Deadline:
-    """Until it is over, checks are made; later they are out of time."""
-
-    def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
-
-    def check(self, name: str, function: Callable[[], Finding]) -> Finding:
-        """The finding of the function, which makes the check of this name."""
-        if time.monotonic() < self.end:
-            return function()
-        return out_of_time(name)

@@ -100,7 +100,8 @@ class Proof:
         if lines and code >= 0:
             why = lines[-1]
         remedy = f"see {log}; raise prove.seconds, or lower prove.samples, if it is only slow"
-        return failure("job", f"the checks of one process ended: {why}", remedy, cause="job")
+        detail = f"the checks of one process ended: {why}"
+        return failure(detail, remedy, cause="job").named("job")
 
     @property
     def samples_per_micro_batch(self) -> int:

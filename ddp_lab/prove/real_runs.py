@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from ddp_lab.doctor.findings import WARNING, Finding, failure, ok, skipped
 from ddp_lab.prove.answer import GRADIENTS, Examined
 from ddp_lab.prove.configs import EVERY_STEPS, HOOKS, RealRun, counts_of
-from ddp_lab.prove.progress import Progress, out_of_time
+from ddp_lab.prove.progress import LATE, Progress
 from ddp_lab.prove.runner import LOG, Runner
 from ddp_lab.prove.tolerances import (
     GRADIENTS_ALLOWED,
@@ -46,16 +46,6 @@ PRECONDITIONS = ("gradients", "augmentation", "random numbers", "state", "unused
 """Checks of one process without which real processes cannot agree."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """One check by real processes."""
-
-    name: str
-    function: Callable[[str], Finding]
-    reason: str = ""
-    """Why it is skipped; empty if it is made."""
-
-
 class RealRuns:
     """Adds the findings of real runs to those of one process."""
 
@@ -75,38 +65,34 @@ class RealRuns:
 
     def run(self) -> None:
         """Make all checks for which there is time. Raises StoppedError."""
-        for check in self.checks():
-            if check.reason:
-                finding = skipped(check.name, check.reason)
-            elif self.progress.seconds_left <= 0:
-                finding = out_of_time(check.name)
-            else:
-                finding = check.function(check.name)
-                self.progress.print(f"{check.name}: {finding.status}")
-            self.examined.findings.append(finding)
-
-    def checks(self) -> list[Check]:
-        """All checks in their order, with the reason of those that are skipped."""
         two, other = counts_of(self.config)
+        processes = counted(other, "process")
         failed = self.examined.failed_checks()
         preconditions = [name for name in failed if name in PRECONDITIONS]
-        for_all = self._reason_to_skip_all(failed)
-        if not for_all and "unused parameters" in preconditions:
+        no_run = self._reason_to_skip_all(failed)
+        if not no_run and "unused parameters" in preconditions:
             # DDP refuses the second step
-            for_all = SAME_REASON + ", ".join(preconditions)
-        differs = for_all
-        if not for_all and preconditions:
+            no_run = SAME_REASON + ", ".join(preconditions)
+        differs = no_run
+        if not no_run and preconditions:
             differs = SAME_REASON + ", ".join(preconditions)
-        scores_differ = for_all
-        if not for_all and "evaluation" in failed:
+        scores_differ = no_run
+        if not no_run and "evaluation" in failed:
             scores_differ = SAME_REASON + "evaluation"
-        processes = counted(other, "process")
-        return [
-            Check(f"gradients, {max(two, other)} processes", self.gradients, differs),
-            Check("resume after a kill", self.resume, for_all),
-            Check(f"resume on {processes}", self.other_number, differs),
-            Check(f"evaluation, {processes}", self.evaluation, scores_differ),
-        ]
+        self._check(f"gradients, {max(two, other)} processes", self.gradients, differs)
+        self._check("resume after a kill", self.resume, no_run)
+        self._check(f"resume on {processes}", self.other_number, differs)
+        self._check(f"evaluation, {processes}", self.evaluation, scores_differ)
+
+    def _check(self, name: str, function: Callable[[], Finding], reason: str) -> None:
+        """Make one check. reason: why it is skipped; empty if it is made."""
+        if reason:
+            finding = skipped(reason).named(name)
+        else:
+            finding = self.progress.check(name, function)
+            if finding.detail != LATE:
+                self.progress.print(f"{name}: {finding.status}")
+        self.examined.findings.append(finding)
 
     def _reason_to_skip_all(self, failed: list[str]) -> str:
         if not self.config.prove.runs:
@@ -117,19 +103,19 @@ class RealRuns:
 
     # --- the checks -------------------------------------------------------------------------------
 
-    def gradients(self, check: str) -> Finding:
-        """Whether DDP leaves the gradients of one process without it after the first step."""
+    def gradients(self) -> Finding:
+        """Compare the gradients of the first step with DDP with those of one process without it."""
         from safetensors.numpy import load_file
 
         processes = max(counts_of(self.config))
         hooks = [f"{HOOKS}.Gradients"]
         outcome = self._run(RealRun("gradients", processes, hooks, max_steps=1))
         if not outcome.completed:
-            return self._failed(check, outcome)
+            return self._failed(outcome)
         if self.facts.get("unfixed"):
-            return skipped(check, "the model draws random numbers that cannot be fixed")
+            return skipped("the model draws random numbers that cannot be fixed")
         if self._has_other_data(outcome.run_dir):
-            return _data_made_anew(check)
+            return _data_made_anew()
         probe = outcome.run_dir / "probe"
         ranks_differ = json.loads((probe / "model.json").read_text())["ranks_differ"]
         one = load_file(self.runner.folder / GRADIENTS)
@@ -140,7 +126,7 @@ class RealRuns:
         numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
         is_close = relative <= allowed
         if is_close and not ranks_differ and one.keys() == many.keys():
-            return ok(check, f"{counted(len(many), 'parameter')} over gloo", **numbers)
+            return ok(f"{counted(len(many), 'parameter')} over gloo", **numbers)
         where = [*ranks_differ[:1], *(difference.name for difference in differences[:1]), ""]
         detail = f"real processes compute other gradients than one does in turns: {where[0]}"
         warned = [finding.check for finding in self.examined.findings if finding.status == WARNING]
@@ -150,35 +136,36 @@ class RealRuns:
             "look for what depends on the process: its rank, number, host name, files that another"
             " writes"
         )
-        return failure(check, detail, remedy, cause="process", **numbers)
+        return failure(detail, remedy, cause="process", **numbers)
 
-    def resume(self, check: str) -> Finding:
-        """Whether a run that is killed and resumed leaves the same bytes as one without a break."""
+    def resume(self) -> Finding:
+        """Kill and resume a run, and compare the bytes that it leaves with those of one without a
+        break."""
         processes = counts_of(self.config)[0]
         steps = self.config.prove.steps
         last_step = max(EVERY_STEPS + 1, steps // 2)
         whole = self._run(RealRun("whole", processes))
         if not whole.completed:
-            return self._failed(check, whole)
+            return self._failed(whole)
         kill = {"_target_": f"{HOOKS}.KillAt", "step": last_step}
         self._run(RealRun("killed", processes, [kill]))
         checkpoints = places(self.runner.folder / "killed")
         if not checkpoints:
             detail = "the run that was killed left no checkpoint"
-            return failure(check, detail, self._see_log, cause="run")
+            return failure(detail, self._see_log, cause="run")
         self.checkpoint_of_killed = checkpoints[0]
         resumed = self._run(RealRun("killed", processes, in_new_processes=True))
         if not resumed.completed:
             if any(text in resumed.reason for text in OTHER_DATA):
-                return _data_made_anew(check)
-            return self._failed(check, resumed)
+                return _data_made_anew()
+            return self._failed(resumed)
         step = int(checkpoints[0].name.partition("_")[2])
         if _weight_digests(whole.run_dir) == _weight_digests(resumed.run_dir):
             detail = (
                 f"killed after step {last_step} of {steps}, resumed from step {step}: the same"
                 " bytes"
             )
-            return ok(check, detail, found=0, allowed=0)
+            return ok(detail, found=0, allowed=0)
         relative, name = _weight_difference(whole.run_dir, resumed.run_dir)
         detail = (
             f"killed after step {last_step}, resumed from step {step}: other weights at the end"
@@ -188,18 +175,18 @@ class RealRuns:
             "keep what decides a result where checkpoints have it: in parameters, buffers, the"
             " state_dict() of a hook; draw random numbers with torch in a model or loss"
         )
-        return failure(check, detail, remedy, cause="state", found=relative, allowed=0)
+        return failure(detail, remedy, cause="state", found=relative, allowed=0)
 
-    def other_number(self, check: str) -> Finding:
-        """Whether the killed run ends with the same weights on another number of processes.
+    def other_number(self) -> Finding:
+        """Resume the killed run on another number of processes, and compare the weights at the end.
 
         Draws of dropout belong to a process, so both continue without them.
         """
         two, other = counts_of(self.config)
         if self.checkpoint_of_killed is None:
-            return skipped(check, "there is no checkpoint of a run that was killed")
+            return skipped("there is no checkpoint of a run that was killed")
         if self.facts.get("unfixed"):
-            return skipped(check, "the model draws random numbers that cannot be fixed")
+            return skipped("the model draws random numbers that cannot be fixed")
         checkpoint = str(self.checkpoint_of_killed)
         reference = self.runner.folder / "whole"
         draws = self.facts.get("draws")
@@ -210,34 +197,34 @@ class RealRuns:
             fixed = f"; fixed: {', '.join(draws)}"
             same = self._run(RealRun("fixed", two, hooks, resume=checkpoint))
             if not same.completed:
-                return self._failed(check, same)
+                return self._failed(same)
             reference = same.run_dir
         moved = self._run(RealRun("other", other, hooks, resume=checkpoint))
         if not moved.completed:
-            return self._failed(check, moved)
+            return self._failed(moved)
         relative, name = _weight_difference(reference, moved.run_dir)
         allowed = WEIGHTS_ALLOWED[self.facts["precision"]]
         numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
         if relative <= allowed:
             steps = self.config.prove.steps
             detail = f"weights after {steps} steps, {two} processes before{fixed}"
-            return ok(check, detail, **numbers)
+            return ok(detail, **numbers)
         detail = f"resumed on {counted(other, 'process')} the run ends with other weights ({name})"
         remedy = "look for what is not in a checkpoint, or depends on the number of processes"
-        return failure(check, detail, remedy, cause="process", **numbers)
+        return failure(detail, remedy, cause="process", **numbers)
 
-    def evaluation(self, check: str) -> Finding:
-        """Whether the weights at the end have the same scores on two numbers of processes."""
+    def evaluation(self) -> Finding:
+        """Compare the scores of the weights at the end on two numbers of processes."""
         checkpoints = places(self.runner.folder / "whole")
         if not checkpoints:
-            return skipped(check, "there is no run whose weights could be scored")
+            return skipped("there is no run whose weights could be scored")
         checkpoint = str(checkpoints[0])
         scores: list[dict[str, Any]] = []
         for processes in counts_of(self.config):
             name = f"evaluation_{processes}"
             outcome = self._run(RealRun(name, processes, resume=checkpoint, mode="evaluate"))
             if not outcome.completed:
-                return self._failed(check, outcome)
+                return self._failed(outcome)
             scores.append(outcome.summary["test"])
         before, after = scores
         worst = 0.0
@@ -249,10 +236,10 @@ class RealRuns:
         allowed = SCORES_ALLOWED[self.facts["precision"]]
         numbers: dict[str, Any] = {"found": worst, "allowed": allowed}
         if worst <= allowed:
-            return ok(check, f"{before.get('samples')} samples", **numbers)
+            return ok(f"{before.get('samples')} samples", **numbers)
         detail = f"{metric} is another one than on two processes"
         remedy = "compute the score of a batch from that batch and the weights alone"
-        return failure(check, detail, remedy, cause="process", **numbers)
+        return failure(detail, remedy, cause="process", **numbers)
 
     # --- what they need ---------------------------------------------------------------------------
 
@@ -263,13 +250,13 @@ class RealRuns:
     def _see_log(self) -> str:
         return f"see {self.runner.folder / LOG}"
 
-    def _failed(self, check: str, outcome: Outcome) -> Finding:
+    def _failed(self, outcome: Outcome) -> Finding:
         code = outcome.exit_code or LaunchError.exit_code
         detail = f"the run failed: {outcome.reason}"
-        return failure(check, detail, self._see_log, code, cause="run")
+        return failure(detail, self._see_log, code, cause="run")
 
     def _has_other_data(self, run_dir: Path) -> bool:
-        """Whether the run had other samples than the checks of one process."""
+        """Compare the samples of a run with those of the checks of one process."""
         digests = self.facts.get("data_digests")
         checkpoints = places(run_dir)
         if not digests or not checkpoints:
@@ -278,8 +265,8 @@ class RealRuns:
         return any(of_run.get(name, digest) != digest for name, digest in digests.items())
 
 
-def _data_made_anew(check: str) -> Finding:
-    return failure(check, DATA_MADE_ANEW, MAKE_THEM_ALIKE, DataError.exit_code, cause="randomness")
+def _data_made_anew() -> Finding:
+    return failure(DATA_MADE_ANEW, MAKE_THEM_ALIKE, DataError.exit_code, cause="randomness")
 
 
 def _weight_digests(run_dir: Path) -> dict[str, str]:

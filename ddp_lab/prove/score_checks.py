@@ -42,7 +42,7 @@ class ScoreCheck:
             changed_state = changed(before, state_of(self._parts()))
             asked = unseeded(lambda: self._scores(1))
             cause = causes.of_evaluation(metric, generator, asked, changed_state)
-            return causes.finding(CHECK, cause, worst, allowed)
+            return causes.finding(cause, worst, allowed)
         batches = f"batches of {self.batch_size}"
         if by_size:
             broken = self._broken_by_size(scores[0])
@@ -51,7 +51,7 @@ class ScoreCheck:
             batches += " and of others"
         names = ", ".join(scores[0])
         detail = f"{names} of {len(self.source)} samples of the {self.set_name} set in {batches}"
-        return ok(CHECK, detail, found=worst, allowed=allowed)
+        return ok(detail, found=worst, allowed=allowed)
 
     def _broken_by_size(self, scores: Scores) -> Finding | None:
         """What is wrong if batches of another size give another score.
@@ -75,7 +75,7 @@ class ScoreCheck:
             f"{metric} is {scores[metric]:.6g} with batches of {self.batch_size} samples, and"
             f" {others[metric]:.6g} with {size}"
         )
-        return causes.finding(CHECK, causes.of_batch_size(text), differences[metric], allowed)
+        return causes.finding(causes.of_batch_size(text), differences[metric], allowed)
 
     def _scores(self, processes: int) -> Scores:
         return self.bench.scores(self.source, self.batch_size, processes)

@@ -24,7 +24,7 @@ COMMANDS = {
     "rank": "ddp_train.commands.run:run_rank",
     # examinations that a config asks for
     "doctor of this host": "ddp_lab.doctor.main:check_this_host",
-    "doctor of all hosts": "ddp_lab.doctor.main:check_all_hosts",
+    "doctor of all hosts": "ddp_lab.doctor.all_hosts:check_all_hosts",
 }
 """Where the function of each command is: module and name."""
 OF_FOLDERS = ("init", "resize", "compare", "watch")

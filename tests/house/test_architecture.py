@@ -54,7 +54,12 @@ WITH_TORCH = [
         for name in ("loader", "process", "run", "session_checkpoints", "steps")
     ),
     "ddp_train.sessions.wrapped",
-    *("ddp_lab.doctor.collective_test", "ddp_lab.doctor.multihost_checks"),
+    *(
+        "ddp_lab.doctor.collective_test",
+        "ddp_lab.doctor.all_hosts",
+        "ddp_lab.doctor.peers",
+        "ddp_lab.doctor.multihost_checks",
+    ),
     *(f"ddp_lab.study.{name}" for name in ("dry_plan", "step_times", "gradient_probe")),
     *(f"ddp_lab.prove.{name}" for name in ("bench", "causes", "data_checks", "division")),
     *(f"ddp_lab.prove.{name}" for name in ("examine", "gradient_checks", "score_checks")),

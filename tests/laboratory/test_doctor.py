@@ -32,6 +32,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_lab.doctor import (
+    all_hosts,
     collective_checks,
     collective_runner,
     collective_stages,
@@ -42,9 +43,13 @@ from ddp_lab.doctor import (
     isolated_check,
     main,
     multihost_checks,
+    nvml,
 )
+from ddp_lab.doctor.all_hosts import HostDoctor
 from ddp_lab.doctor.findings import FAILURE, OK, SKIPPED, WARNING, Finding
 from ddp_lab.doctor.isolated_check import IsolatedCheck, NoAnswerError
+from ddp_lab.doctor.multihost_checks import HostComparison
+from ddp_lab.doctor.peers import Peers
 from ddp_train.config.prepare import prepare
 from ddp_train.distributed.environment import EXIT_CODE_FILE
 from ddp_train.distributed.world import World
@@ -139,9 +144,9 @@ def test_the_exit_code_is_that_of_the_first_failure_and_a_broken_check_hides_no_
     broken = findings.run_check("cores", breaks)
     assert broken.status == FAILURE and "KeyError: 'no such file in /proc'" in broken.detail
     found = [
-        findings.ok("a", "fine"),
-        findings.warning("b", "slow", "faster"),
-        findings.failure("c", "not there", "put it there", 65),
+        findings.ok("fine"),
+        findings.warning("slow", "faster"),
+        findings.failure("not there", "put it there", 65),
         broken,
     ]
     assert findings.exit_code(found[:2]) == 0
@@ -154,10 +159,9 @@ def test_the_exit_code_is_that_of_the_first_failure_and_a_broken_check_hides_no_
 
 def test_hosts_that_found_the_same_share_a_row() -> None:
     same = [
-        dataclasses.replace(findings.warning("cores", "too few", "more"), host=name)
-        for name in ("a", "b")
+        dataclasses.replace(findings.warning("too few", "more"), host=name) for name in ("a", "b")
     ]
-    other = dataclasses.replace(findings.warning("cores", "far too few", "more"), host="c")
+    other = dataclasses.replace(findings.warning("far too few", "more"), host="c")
     made = findings.table([*same, other], ["a", "b", "c"])
     assert list(made.columns[1].cells) == ["a, b", "c"]
 
@@ -207,7 +211,7 @@ def test_a_disk_that_gives_no_answer_is_a_finding(tmp_path: Path) -> None:
             began = time.monotonic()
             _, found = main.check_at_rest(on_it, several=False, under_torchrun=False)
             code = findings.report(found, ["here"], dead / "run", began)
-        return findings.ok("all", "", code=code, found=[asdict(finding) for finding in found])
+        return findings.ok("", code=code, found=[asdict(finding) for finding in found])
 
     said = apart(silent_disk(dead), look)
     assert said.status == OK, said
@@ -223,12 +227,12 @@ def test_a_probe_that_does_not_die_is_named_and_left_behind(tmp_path: Path) -> N
 
     def look() -> Finding:
         process = subprocess.Popen(["cat", str(dead / "file")], stdout=subprocess.PIPE)
-        probe = collective_runner._TestProcess(
+        probe = collective_runner.RankProcess(
             process, collective_runner.RankResult(1, "node1", process.pid), tmp_path / "errors"
         )
         wait_until((tmp_path / "dead.asked").exists, "request")
         with mock.patch.object(collective_runner, "END_SECONDS", 0.2):
-            collective_runner._kill([probe])
+            collective_runner.kill_all([probe])
         return collective_checks.exchange([answers(1)[0], probe.result], "gloo")
 
     is_failure(
@@ -568,9 +572,8 @@ class Nvml:
 def gpus(*cards: dict[str, Any], visible: str | None = None, wanted: int = 2) -> dict[str, Finding]:
     """Every finding about some GPUs, by its check."""
     with Nvml(*cards):
-        found = gpu_checks.read_gpus(visible)
-    made = [look(*arguments) for _, look, arguments in gpu_checks.all_checks(found, wanted)]
-    return {finding.check: finding for finding in made}
+        found = nvml.read_gpus(visible)
+    return {finding.check: finding for finding in gpu_checks.check_gpus(found, wanted)}
 
 
 def test_healthy_gpus_are_left_in_peace() -> None:
@@ -696,8 +699,8 @@ def test_nvlink_is_seen_between_the_gpus_that_are_visible() -> None:
 def test_a_driver_that_does_not_count_its_gpus_has_none() -> None:
     with Nvml():
         assert detect_hardware(None).gpus == 0
-        with pytest.raises(gpu_checks.NoDriverError, match="Not Supported"):
-            gpu_checks.read_gpus(None)
+        with pytest.raises(nvml.NoDriverError, match="Not Supported"):
+            nvml.read_gpus(None)
 
 
 def test_a_gpu_without_a_driver_is_a_failure_and_no_gpu_is_none(tmp_path: Path) -> None:
@@ -706,9 +709,9 @@ def test_a_gpu_without_a_driver_is_a_failure_and_no_gpu_is_none(tmp_path: Path) 
 
     with (
         mock.patch.object(pynvml, "nvmlInit", dead),
-        pytest.raises(gpu_checks.NoDriverError) as caught,
+        pytest.raises(nvml.NoDriverError) as caught,
     ):
-        gpu_checks.read_gpus(None)
+        nvml.read_gpus(None)
     assert gpu_checks.no_driver(caught.value, tmp_path).status == SKIPPED
     card = tmp_path / "0000:01:00.0"
     card.mkdir()
@@ -725,7 +728,7 @@ def test_a_gpu_without_a_driver_is_a_failure_and_no_gpu_is_none(tmp_path: Path) 
 
 def test_clocks_under_load_are_compared() -> None:
     with Nvml({}, {"clock": 1200}, {"clock": 1300, "reasons": 0x20}, {}):
-        loads = {f"rank {number}": gpu_checks.read_load(str(number)) for number in range(4)}
+        loads = {f"rank {number}": nvml.read_load(str(number)) for number in range(4)}
     finding = gpu_checks.clocks(loads)
     is_warning(
         finding, "rank 2: too hot (driver)", "rank 1: 1200 MHz, the others 1600", "nvidia-smi"
@@ -927,11 +930,11 @@ def test_a_probe_stands_still_when_it_says_nothing_for_longer_than_its_stage_tak
     process = subprocess.Popen(
         [sys.executable, "-c", TALKER, json.dumps(stages_and_seconds)], stdout=subprocess.PIPE
     )
-    probe = collective_runner._TestProcess(
+    probe = collective_runner.RankProcess(
         process, collective_runner.RankResult(0, "here", process.pid), tmp_path / "errors"
     )
-    collective_runner._watch([probe], limits)
-    collective_runner._kill([probe])
+    collective_runner.watch([probe], limits)
+    collective_runner.kill_all([probe])
     assert (probe.result.code, probe.result.stage) == (
         (0, collective_stages.Stage.DONE) if ends else (None, stages_and_seconds[0][0])
     )
@@ -1039,29 +1042,21 @@ def facts(count: int = 3, **changes: Any) -> dict[int, dict[str, Any]]:
 
 
 def test_hosts_that_differ_are_named_with_both_values() -> None:
-    differ = multihost_checks.same_versions(
-        facts(version={"torch": "2.15.0", "driver": "550.2"}), 3
-    )
+    versions = facts(version={"torch": "2.15.0", "driver": "550.2"})
+    differ = HostComparison(versions, 3).versions()
     is_failure(differ, 69, "torch: node0 2.11.0, node1 2.11.0, node2 2.15.0", "driver: node0 575.1")
-    words = multihost_checks.same_overrides(facts(argv=["seed=2"]), 3)
-    is_failure(words, 2, "seed=1 on rank 0 (node0), seed=2 on rank 2 (node2)")
-    is_failure(
-        multihost_checks.same_data(facts(data="xyz"), 3, "mnist"), 65, "node1 abc, node2 xyz"
-    )
-    is_failure(
-        multihost_checks.same_data(facts(data=""), 3, "image_folder"), 65, "node1 abc, node2 none"
-    )
+    overrides = HostComparison(facts(argv=["seed=2"]), 3).overrides()
+    is_failure(overrides, 2, "seed=1 on rank 0 (node0), seed=2 on rank 2 (node2)")
+    other_data = HostComparison(facts(data="xyz"), 3).data("mnist")
+    is_failure(other_data, 65, "node1 abc, node2 xyz")
+    no_data = HostComparison(facts(data=""), 3).data("image_folder")
+    is_failure(no_data, 65, "node1 abc, node2 none")
 
 
 def compared(everybody: dict[int, dict[str, Any]], count: int) -> list[Finding]:
-    """All that is said of hosts which do not differ, and tell the time."""
+    """The findings about hosts that do not differ, and whose clocks agree."""
     offsets = {number: 0.0 for number in everybody if number}
-    return [
-        multihost_checks.clocks(offsets, everybody, count),
-        multihost_checks.same_overrides(everybody, count),
-        multihost_checks.same_versions(everybody, count),
-        multihost_checks.same_data(everybody, count, "mnist"),
-    ]
+    return HostComparison(everybody, count).findings(offsets, "mnist")
 
 
 def test_hosts_are_alike_only_as_far_as_they_answer() -> None:
@@ -1080,19 +1075,16 @@ def test_data_of_which_nothing_was_compared_are_not_the_same() -> None:
         everybody = facts(3)
         for number in everybody:
             everybody[number]["data"] = host_checks.data_digest(one)
-        finding = multihost_checks.same_data(everybody, 3, one.data.name)
+        finding = HostComparison(everybody, 3).data(one.data.name)
         assert finding.status == SKIPPED and why in finding.detail, finding
 
 
 def test_clocks_that_are_off_are_named() -> None:
-    is_failure(
-        multihost_checks.clocks({1: 0.1, 2: -60.0}, facts(), 3), 69, "node2 -60.0 s", "chrony"
-    )
-    is_warning(multihost_checks.clocks({1: 0.1, 2: 2.0}, facts(), 3), "node2 +2.0 s")
-    is_warning(
-        multihost_checks.clocks({1: 0.1}, facts(), 3), "no answer about the clock from node2"
-    )
-    assert multihost_checks.clocks({1: 0.1, 2: -0.2}, facts(), 3).status == OK
+    hosts = HostComparison(facts(), 3)
+    is_failure(hosts.clocks({1: 0.1, 2: -60.0}), 69, "node2 -60.0 s", "chrony")
+    is_warning(hosts.clocks({1: 0.1, 2: 2.0}), "node2 +2.0 s")
+    is_warning(hosts.clocks({1: 0.1}), "no answer about the clock from node2")
+    assert hosts.clocks({1: 0.1, 2: -0.2}).status == OK
 
 
 def test_a_host_that_cannot_be_reached_is_named() -> None:
@@ -1134,11 +1126,11 @@ def test_hosts_that_drop_packets_are_tried_at_the_same_time() -> None:
 def test_all_clocks_are_asked_at_the_same_time() -> None:
     """Four hosts say nothing, one is there."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    there = multihost_checks.Peers(dist.TCPStore("127.0.0.1", store.port, is_master=False), 5, 6, 0)
+    there = Peers(dist.TCPStore("127.0.0.1", store.port, is_master=False), 5, 6, 0)
     answering = threading.Thread(target=there.answer_clock, args=(30.0,))
     answering.start()
     began = time.monotonic()
-    offsets = multihost_checks.Peers(store, 0, 6, 0).clock_offsets([1, 2, 3, 4, 5], 1.0)
+    offsets = Peers(store, 0, 6, 0).clock_offsets([1, 2, 3, 4, 5], 1.0)
     assert 1.0 <= time.monotonic() - began < 3.0
     assert list(offsets) == [5] and abs(offsets[5]) < 0.5
     answering.join()
@@ -1146,25 +1138,27 @@ def test_all_clocks_are_asked_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("size", [3, 512])
 def test_other_hosts_wait_longer_for_host_0_than_it_waits_for_them(size: int) -> None:
-    few = World(0, size, 0, 1)
+    store = dist.HashStore()
+    doctor = HostDoctor(Peers(store, 0, size, 0), World(0, size, 0, 1), [], config(), ROOT)
     limits = collective_runner.silence_limits(config(), size, several=True)
     waits = (
-        main.FACTS_SECONDS
-        + main.CLOCK_SECONDS
+        all_hosts.FACTS_SECONDS
+        + all_hosts.CLOCK_SECONDS
         + collective_runner.longest_seconds(limits)
         + max(limits.values())
     )
-    assert main.longest_seconds(config(), few) > waits
+    assert doctor.longest_seconds() > waits
 
 
 def test_host_0_speaks_although_the_other_host_is_silent(tmp_path: Path) -> None:
     """It says nothing of what it could not compare."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    leader = multihost_checks.Peers(store, 0, 2, 0)
+    leader = Peers(store, 0, 2, 0)
     run_dir = tmp_path / "run"
     alone = dataclasses.replace(config(), run_dir=str(run_dir))
-    with mock.patch.object(main, "FACTS_SECONDS", 0.5):
-        assert main._check_as_leader(leader, World(0, 2, 0, 1), [], alone, ROOT) == 69
+    doctor = HostDoctor(leader, World(0, 2, 0, 1), [], alone, ROOT)
+    with mock.patch.object(all_hosts, "FACTS_SECONDS", 0.5):
+        assert doctor.lead() == 69
     found = {
         finding["check"]: Finding(**finding) for finding in read(run_dir, "doctor.json")["findings"]
     }
@@ -1175,14 +1169,14 @@ def test_host_0_speaks_although_the_other_host_is_silent(tmp_path: Path) -> None
 
 def stopped_peer(port: int) -> None:
     """Host 1 of 2: it says where it is, and is stopped before it can be asked for the time."""
-    peer = multihost_checks.Peers(dist.TCPStore("127.0.0.1", port, is_master=False), 1, 2, 0)
+    peer = Peers(dist.TCPStore("127.0.0.1", port, is_master=False), 1, 2, 0)
     peer.gather("facts", {"host": "node1", "pid": os.getpid()}, 0)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_a_doctor_that_is_stopped_is_not_waited_for() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    leader = multihost_checks.Peers(store, 0, 2, 0)
+    leader = Peers(store, 0, 2, 0)
     # Forked: the tests' fork server would import torch for this one process alone.
     other = multiprocessing.get_context("fork").Process(target=stopped_peer, args=(store.port,))
     other.start()
@@ -1199,7 +1193,7 @@ def test_a_doctor_that_is_stopped_is_not_waited_for() -> None:
             "host 1 of 2 did not answer",
             "present: node0",
         )
-        peer = multihost_checks.Peers(store, 1, 2, 0)
+        peer = Peers(store, 1, 2, 0)
         with pytest.raises(PeerError, match="no message from host 0"):
             peer.wait_for("verdict", 0.2)
     finally:
