@@ -1,5 +1,4 @@
-"""The built-in tasks of inputs and targets, tensors [n, ...]. A model takes the inputs and returns
-its outputs."""
+"""The built-in tasks of inputs and targets, tensors [n, ...], between which a model stands."""
 
 from __future__ import annotations
 
@@ -11,19 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_train.data.corpus.windows import IGNORED
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.supervised import (
-    IGNORED,
-    FactorsOfOutputs,
+    OutputFactors,
     Supervised,
     TargetForm,
+    at_least_float32,
     first_numbers,
     form_of,
-    of_torchvision,
-    one_tensor,
+    logits_of_any_model,
     refuse,
     refuse_targets,
-    wide_of,
 )
 from ddp_train.tasks.task import ScoreSums
 
@@ -56,7 +54,8 @@ class Classification(Supervised):
         label_smoothing: float = 0.0,
         class_weights: Any = None,
     ) -> None:
-        """
+        """Set up the loss.
+
         classes: their number; 0 if the data set does not say.
         class_weights: a factor on the loss of each class; the mean is over samples all the same,
             not over weights as in torch's `reduction="mean"`.
@@ -64,7 +63,7 @@ class Classification(Supervised):
         self.classes = classes
         self.loss_name = loss
         self.label_smoothing = label_smoothing
-        self.class_weights = FactorsOfOutputs("class_weights", class_weights)
+        self.class_weights = OutputFactors("class_weights", class_weights)
         if class_weights and classes and len(class_weights) != classes:
             counts = f"has {len(class_weights)} numbers; the data have {classes} classes"
             raise ConfigError([f"task.class_weights: {counts}"])
@@ -74,10 +73,10 @@ class Classification(Supervised):
         if outputs.shape[-1] < self.classes:
             refuse(outputs, f"the data have {self.classes} classes")
         try:
-            wide = wide_of(outputs)
+            wide = at_least_float32(outputs)
             return functional.cross_entropy(
                 wide,
-                _padded_soft_labels(targets, wide.shape[1]),
+                _pad_soft_labels(targets, wide.shape[1]),
                 reduction="sum",
                 ignore_index=NO_LABEL,
                 label_smoothing=self.label_smoothing,
@@ -112,13 +111,16 @@ class Classification(Supervised):
         return scores
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return wide_of(outputs).log_softmax(-1), _hard_labels(targets)
+        return at_least_float32(outputs).log_softmax(-1), _hard_labels(targets)
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"prediction": outputs.argmax(-1), "probability": wide_of(outputs).softmax(-1)}
+        return {
+            "prediction": outputs.argmax(-1),
+            "probability": at_least_float32(outputs).softmax(-1),
+        }
 
 
-def _padded_soft_labels(targets: Tensor, outputs: int) -> Tensor:
+def _pad_soft_labels(targets: Tensor, outputs: int) -> Tensor:
     """Soft labels for a model that has more outputs than there are classes; others as they are."""
     if targets.ndim != 2 or targets.shape[1] >= outputs:
         return targets
@@ -126,8 +128,10 @@ def _padded_soft_labels(targets: Tensor, outputs: int) -> Tensor:
 
 
 def _hard_labels(targets: Tensor) -> Tensor:
-    """Class labels [n]; of soft labels the class with the largest part."""
-    return targets.argmax(-1) if targets.ndim == 2 else targets
+    """Class labels [n]; for soft labels the class with the largest part."""
+    if targets.ndim == 2:
+        return targets.argmax(-1)
+    return targets
 
 
 class Multilabel(Supervised):
@@ -141,12 +145,12 @@ class Multilabel(Supervised):
     needed_targets = "0 or 1 in [n, labels], or numbers 0 or 1 in [n]"
 
     def __init__(self, loss: str = "bce", pos_weight: Any = None) -> None:
-        """
-        loss: of a sample the mean over its labels.
+        """Set up the loss, which is for a sample the mean over its labels.
+
         pos_weight: a factor on the loss of a label that applies, one number or one per label.
         """
         self.loss_name = loss
-        self.pos_weight = FactorsOfOutputs("pos_weight", pos_weight)
+        self.pos_weight = OutputFactors("pos_weight", pos_weight)
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Outputs and targets [n, k]; targets [n], of one label, become [n, 1]."""
@@ -166,7 +170,7 @@ class Multilabel(Supervised):
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.shape != targets.shape:
             refuse(outputs, f"the targets are of shape {list(targets.shape)}")
-        wide = wide_of(outputs)
+        wide = at_least_float32(outputs)
         losses = functional.binary_cross_entropy_with_logits(
             wide, targets.to(wide.dtype), reduction="sum", pos_weight=self.pos_weight.like(wide)
         )
@@ -185,10 +189,10 @@ class Multilabel(Supervised):
         }
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return wide_of(outputs).sigmoid(), (targets > 0.5).long()
+        return at_least_float32(outputs).sigmoid(), (targets > 0.5).long()
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
-        return {"prediction": outputs > 0, "probability": wide_of(outputs).sigmoid()}
+        return {"prediction": outputs > 0, "probability": at_least_float32(outputs).sigmoid()}
 
 
 class Regression(Supervised):
@@ -201,9 +205,7 @@ class Regression(Supervised):
     needed_targets = "numbers [n] or [n, k]"
 
     def __init__(self, loss: str = "mse") -> None:
-        """
-        loss: mse, mae, huber or smooth_l1; of a sample the mean over its k numbers.
-        """
+        """Set up the loss: mse, mae, huber or smooth_l1, for a sample the mean over its numbers."""
         self.loss_name = loss
 
     @classmethod
@@ -234,12 +236,12 @@ class Regression(Supervised):
         }
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return wide_of(outputs), targets
+        return at_least_float32(outputs), targets
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
         if outputs.ndim == 2:
             outputs = outputs.squeeze(-1)
-        return {"prediction": wide_of(outputs)}
+        return {"prediction": at_least_float32(outputs)}
 
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         return {"rmse": math.sqrt(scores["mse"])}
@@ -264,7 +266,8 @@ class Segmentation(Supervised):
         ignore_index: int = IGNORED,
         class_weights: Any = None,
     ) -> None:
-        """
+        """Set up the loss.
+
         classes: their number; 0 if the data set does not say.
         ignore_index: pixels of this class are not units.
         class_weights: a factor on the loss of each class.
@@ -272,7 +275,7 @@ class Segmentation(Supervised):
         self.classes = classes
         self.loss_name = loss
         self.ignore_index = ignore_index
-        self.class_weights = FactorsOfOutputs("class_weights", class_weights)
+        self.class_weights = OutputFactors("class_weights", class_weights)
 
     def check_targets(self, targets: Tensor) -> None:
         valid = targets[targets != self.ignore_index]
@@ -284,7 +287,7 @@ class Segmentation(Supervised):
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         inputs, targets = self.pair(batch)
-        outputs = one_tensor(of_torchvision(model(inputs)))
+        outputs = logits_of_any_model(model(inputs))
         if outputs.ndim != 4 or outputs.shape[2:] != targets.shape[1:]:
             shape = f"the targets are of shape {list(targets.shape)}"
             refuse(outputs, f"{shape}; [n, classes, h, w] is needed")
@@ -295,7 +298,7 @@ class Segmentation(Supervised):
         return self.sum_of_losses(outputs, targets), (targets != self.ignore_index).sum()
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        wide = wide_of(outputs)
+        wide = at_least_float32(outputs)
         weight = self.class_weights.like(wide)
         # On GPUs torch's kernel for images is refused then.
         if torch.are_deterministic_algorithms_enabled():
@@ -327,7 +330,7 @@ class Segmentation(Supervised):
         }
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return wide_of(outputs).log_softmax(1), targets
+        return at_least_float32(outputs).log_softmax(1), targets
 
     def columns(self, outputs: Tensor) -> dict[str, Tensor]:
         """The class of each pixel; its logits would take classes times four bytes."""
@@ -343,5 +346,7 @@ def _out_of_range(valid: Tensor, expected: str) -> tuple[str, str]:
     low = int(valid.min())
     high = int(valid.max())
     stray = low if low < 0 else high
-    problem = f"the pixels of the first targets go from {low} to {high}, {expected}"
-    return problem, f"if {stray} marks what is to be left out, use task.ignore_index={stray}"
+    return (
+        f"the pixels of the first targets go from {low} to {high}, {expected}",
+        f"if {stray} marks what is to be left out, use task.ignore_index={stray}",
+    )

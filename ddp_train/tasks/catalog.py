@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ddp_train.data.sample_tensors import is_pair
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.language_model.task import LanguageModel
@@ -13,7 +14,7 @@ from ddp_train.tasks.supervised import (
     BuiltIn,
     Supervised,
     TargetForm,
-    described_targets,
+    describe_targets,
     form_of,
 )
 
@@ -48,32 +49,41 @@ def choose(name: str, batch: Any) -> str:
     targets = _targets_of(name, batch)
     if name == "auto":
         return _automatic_choice(targets)
-    task = TASKS[name]
-    if not task.misfit(batch):
+    misfit = TASKS[name].misfit(batch)
+    if not misfit:
         return name
-    fitting = [other for other, task in TASKS.items() if _accepts(task, batch)]
+    supervised = {other: task for other, task in TASKS.items() if issubclass(task, Supervised)}
+    fitting = [other for other, task in supervised.items() if not task.misfit(batch)]
     remedy = "use task._target_=your_module.YourTask"
     if fitting:
         remedy = f"use task={' or '.join(fitting)}"
-    advice = task.advice(targets) if issubclass(task, Supervised) else ""
+    advice = supervised[name].advice(targets)
     if advice:
         remedy = f"{advice}; or {remedy}"
-    raise ConfigError([f"task={name}: {task.misfit(batch)}; {remedy}"])
+    raise ConfigError([f"task={name}: {misfit}; {remedy}"])
 
 
-def _accepts(task: type[BuiltIn], batch: Any) -> bool:
-    return issubclass(task, Supervised) and not task.misfit(batch)
+def check_numbers(batch: Any) -> None:
+    """Raise ConfigError if all targets are 0 or 1: `auto` may be wrong to choose regression."""
+    targets = batch[1]
+    if not isinstance(targets, Tensor) or set(targets.flatten().tolist()) != {0.0, 1.0}:
+        return
+    raise ConfigError(
+        [
+            f"task=auto: all {len(targets)} sampled targets are 0 or 1; choose task=multilabel if"
+            " they say yes or no (its loss is bce), or task=regression (mse)"
+        ]
+    )
 
 
 def _targets_of(name: str, batch: Any) -> Tensor:
     """The targets of a pair. Raises ConfigError if the batch is something else."""
-    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
-    if is_pair and isinstance(batch[1], Tensor):
-        return batch[1]
     choices = "task=language_model for tokens, or task._target_=your_module.YourTask"
     sample = "no (input, target)"
-    if is_pair:
+    if is_pair(batch):
         targets = batch[1]
+        if isinstance(targets, Tensor):
+            return targets
         if isinstance(targets, tuple | list) and targets and isinstance(targets[0], str):
             problem = f"a sample is a pair whose target is a text, {targets[0]!r}"
             remedy = "return the number of the class, from 0 on"
@@ -87,30 +97,19 @@ def _targets_of(name: str, batch: Any) -> Tensor:
 
 
 def _automatic_choice(targets: Tensor) -> str:
-    kind, ndim = form_of(targets)
-    has_one_number = ndim == 1 or targets.shape[1:] == (1,)
-    if kind == "integers" and ndim == 1:
+    """Classification or regression. Raises ConfigError if the targets may mean something else."""
+    form = form_of(targets)
+    has_one_number = form.ndim == 1 or targets.shape[1:] == (1,)
+    if form == TargetForm("integers", 1):
         return "classification"
-    if kind == "numbers" and has_one_number:
+    if form.kind == "numbers" and has_one_number:
         return "regression"
-    described = described_targets(targets)
+    described = describe_targets(targets)
     if has_one_number:
         remedy = (
             "for one class return its number, not a list of one; for one label choose"
             " task=multilabel"
         )
         raise ConfigError([f"task=auto: the targets are {described}; {remedy}"])
-    candidates = CANDIDATES.get(form_of(targets), "_target_=your_module.YourTask")
+    candidates = CANDIDATES.get(form, "_target_=your_module.YourTask")
     raise ConfigError([f"task=auto: the targets are {described}; choose task={candidates}"])
-
-
-def check_numbers(batch: Any) -> None:
-    """Raises ConfigError if all targets are 0 or 1, so that `auto` may be wrong to choose
-    regression."""
-    targets = batch[1]
-    if not isinstance(targets, Tensor) or {*targets.flatten().tolist()} != {0.0, 1.0}:
-        return
-    choice = (
-        "choose task=multilabel if they say yes or no (its loss is bce), or task=regression (mse)"
-    )
-    raise ConfigError([f"task=auto: all {len(targets)} sampled targets are 0 or 1; {choice}"])

@@ -1,5 +1,8 @@
-"""Metrics of torchmetrics beside those of a task: those of the whole data set, on any number of
-processes (see `metric_states`). An evaluation that is cut off leaves nothing behind."""
+"""Metrics of torchmetrics beside those of a task, over the whole data set.
+
+They are the same on any number of processes, see `metric_states`. An evaluation that is cut off
+leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from torch import Tensor
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.errors import ConfigError, LaunchError, is_out_of_memory
-from ddp_train.tasks.metric_states import MetricState, StatesOfBatches, from_all_ranks
+from ddp_train.tasks.metric_states import MetricState, StatesOfBatches, states_from_all_ranks
 from ddp_train.tasks.predictions import Predictions, description
 from ddp_train.text import RESERVED, first_line, snake_case
 
@@ -27,9 +30,9 @@ class NamedMetric:
     """A metric of torchmetrics, or a collection of them, as the config names it."""
 
     key: str
-    """With its value, for messages."""
+    """Key and value that name it, for messages."""
     name: str
-    """Of the metric; of a collection, "" or the first part of the names of its metrics."""
+    """Its name; for a collection "" or the first part of the names of its metrics."""
     better: str | None
     """max or min, in place of the metric's own `higher_is_better`."""
     metric: Any
@@ -39,44 +42,42 @@ class FurtherMetrics:
     """The metrics of `metrics=[...]`, each updated with the predictions of a batch."""
 
     def __init__(self, named_metrics: list[NamedMetric], device: str) -> None:
-        """Raises ConfigError if something is not a metric, or if two have one name."""
+        """Move the metrics to a device.
+
+        Raises ConfigError if something is not a metric, or if two have one name.
+        """
         self.device = device
         self.gpus = [torch.device(device).index or 0] if device.startswith("cuda") else []
-        """Those whose random numbers metrics may draw."""
+        """The GPUs whose random numbers metrics may draw."""
         self.metrics: dict[str, Any] = {}
         self.better: dict[str, str | None] = {}
-        """max, min, or None where a metric does not say. Vectors add the names of their numbers
-        when they are computed."""
+        """max or min by name, None where a metric does not say. Vectors add the names of their
+        numbers when they are computed."""
         self.number_names: dict[str, list[str]] = {}
-        """The names of what a metric gave when it was computed last: its own name, or those of a
-        vector."""
+        """For each metric the names of the numbers that it gave last: several for a vector."""
         self.keys: dict[str, str] = {}
         for named in named_metrics:
             for name, metric in _members(named).items():
                 self._add(named, name, metric.to(device))
-        metric_class = _library_class("Metric")
-        self.owners = [
-            inner for metric in self.metrics.values() for inner in _modules(metric, metric_class)
-        ]
-        self.states = [
-            MetricState(owner, name, owner._reductions[name], isinstance(default, list))
-            for owner in self.owners
-            for name, default in owner._defaults.items()
-        ]
+        self.owners: list[Any] = []
+        self.states: list[MetricState] = []
+        for metric in self.metrics.values():
+            self.owners += _modules(metric, "Metric")
+        for owner in self.owners:
+            for name, default in owner._defaults.items():
+                is_list = isinstance(default, list)
+                self.states.append(MetricState(owner, name, owner._reductions[name], is_list))
 
     def _add(self, named: NamedMetric, name: str, metric: Any) -> None:
-        problem = ""
         if name in self.metrics:
-            problem = "two metrics have the name"
-        elif name in RESERVED:
-            problem = "no metric may have the name"
-        if problem:
-            raise ConfigError([f"{named.key}: {problem} {name}; give it another, name: NAME"])
-        for inner in _modules(metric, _library_class("Metric")):
+            _refuse(named.key, f"two metrics have the name {name}; give it another, name: NAME")
+        if name in RESERVED:
+            _refuse(named.key, f"no metric may have the name {name}; give it another, name: NAME")
+        for inner in _modules(metric, "Metric"):
             # It would exchange what is merged already.
             inner.sync_on_compute = False
             inner._to_sync = False
-        for inner in _modules(metric, _library_class("MetricCollection")):
+        for inner in _modules(metric, "MetricCollection"):
             inner._enable_compute_groups = False
         self.metrics[name] = metric
         self.keys[name] = named.key
@@ -110,13 +111,16 @@ class FurtherMetrics:
         All processes have the same states, but what GPUs compute of them may differ in the last
         bit, and a decision with it: the numbers of rank 0 count for all.
         """
-        return from_leader(self._computed(from_all_ranks(states, self.device)), self.device)
+        metrics = self._compute(states_from_all_ranks(states, self.device))
+        return from_leader(metrics, self.device)
 
-    def _computed(self, states: StatesOfBatches) -> dict[str, float]:
+    def _compute(self, states: StatesOfBatches) -> dict[str, float]:
         """The metrics of all batches; NaN if there is no batch, and so no unit in the set."""
         if not any(states):
-            names = [self.number_names.get(name, [name]) for name in self.metrics]
-            return {number: math.nan for numbers in names for number in numbers}
+            values: dict[str, float] = {}
+            for name in self.metrics:
+                values |= dict.fromkeys(self.number_names.get(name, [name]), math.nan)
+            return values
         with self._isolated(-1):
             for state, batches in zip(self.states, states, strict=True):
                 state.merge(batches)
@@ -134,7 +138,7 @@ class FurtherMetrics:
             for number in numbers:
                 if number in values:
                     problem = f"two metrics have the name {number}; give it another, name: NAME"
-                    raise ConfigError([f"{key}: {problem}"])
+                    _refuse(key, problem)
             values |= numbers
             self.number_names[name] = list(numbers)
             self.better |= dict.fromkeys(numbers, self.better[name])
@@ -143,12 +147,13 @@ class FurtherMetrics:
     def try_out(self, predictions: Predictions, task_metrics: list[str]) -> list[str]:
         """The names of all numbers, found with one batch, which is forgotten.
 
+        What is computed from the states of the batch after an update with a part of it must be
+        what is computed at once. Not to the bit, for sums on a GPU may differ.
+
         task_metrics: names of the task's own metrics.
 
         Raises ConfigError if a metric does not accept the batch, has the name of another, or keeps
-        numbers outside of its states, which cannot be merged: what is computed from the states of
-        the batch after an update with a part of it must be what is computed at once. Not to the
-        bit, for sums on a GPU may differ.
+        numbers outside of its states, which cannot be merged.
         """
         states = self.new_states()
         with warnings.catch_warnings():
@@ -156,7 +161,7 @@ class FurtherMetrics:
             self.update(states, 0, predictions)
             with self._isolated(1):
                 self._update_metrics(predictions.second_half())
-            values = self._computed(states)
+            values = self._compute(states)
             with self._isolated(0) as seed:
                 self._update_metrics(predictions)
                 seed(-1)
@@ -168,23 +173,28 @@ class FurtherMetrics:
     def _check_number(
         self, name: str, value: float, direct: float, task_metrics: list[str]
     ) -> None:
-        """value, direct: computed from states, and without taking them out."""
-        key = next(
-            self.keys[metric] for metric, names in self.number_names.items() if name in names
-        )
+        """Raise ConfigError if a number has a reserved name, or is not a function of the states.
+
+        value: computed from the states of a batch.
+        direct: computed without taking the states out.
+        """
+        owners = [metric for metric, names in self.number_names.items() if name in names]
+        key = self.keys[owners[0]]
         if name in task_metrics or name in RESERVED:
             problem = f"the task has a metric {name} itself; give this one another, name: NAME"
-            raise ConfigError([f"{key}: {problem}"])
+            _refuse(key, problem)
         if math.isnan(direct) and math.isnan(value):
             return
         if not math.isclose(direct, value, rel_tol=1e-4, abs_tol=1e-6):
-            remedy = "keep them in states, by add_state"
-            problem = f"{name} keeps numbers that are no states, and cannot be merged; {remedy}"
-            raise ConfigError([f"{key}: {problem}"])
+            _refuse(
+                key,
+                f"{name} keeps numbers that are no states, and cannot be merged; keep them in"
+                " states, by add_state",
+            )
 
     @contextlib.contextmanager
     def _naming_errors(self, name: str, action: str) -> Iterator[None]:
-        """Turns an error of a metric into one that names it."""
+        """Turn an error of a metric into one that names it."""
         try:
             yield
         except LaunchError:
@@ -197,10 +207,10 @@ class FurtherMetrics:
 
     @contextlib.contextmanager
     def _isolated(self, batch: int) -> Iterator[Callable[[int], None]]:
-        """Inside, the metrics start empty, and nothing of them is left at the end.
+        """Start with empty metrics, and leave nothing of them at the end.
 
         Those that draw random numbers (of torch, numpy or Python) draw the same for the same batch,
-        and do not disturb others. Yields what seeds for another batch.
+        and do not disturb others. Yields a function that seeds for another batch.
         """
         with torch.random.fork_rng(self.gpus), keyed_generators() as seed_host, torch.no_grad():
 
@@ -223,39 +233,32 @@ class FurtherMetrics:
 
 
 def _members(named: NamedMetric) -> dict[str, Any]:
-    """Metrics by name. Those of a collection stand alone: members of a group share states, which
-    are taken out here."""
-    if isinstance(named.metric, _library_class("MetricCollection")):
+    """Metrics by name. Those of a collection stand alone: members of a group would share states."""
+    library = import_module("torchmetrics")
+    if isinstance(named.metric, library.MetricCollection):
         members = named.metric.items()
         return {_joined(named.name, snake_case(name)): metric for name, metric in members}
-    if isinstance(named.metric, _library_class("Metric")):
-        return {named.name: named.metric}
-    kind = type(named.metric).__name__
-    raise ConfigError(
-        [
-            f"{named.key}: made an object of {kind}, which is no torchmetrics.Metric or"
-            " MetricCollection"
-        ]
-    )
+    if not isinstance(named.metric, library.Metric):
+        kind = type(named.metric).__name__
+        _refuse(
+            named.key,
+            f"made an object of {kind}, which is no torchmetrics.Metric or MetricCollection",
+        )
+    return {named.name: named.metric}
 
 
-def _library_class(name: str) -> type:
-    return getattr(import_module("torchmetrics"), name)
-
-
-def _modules(metric: Any, kind: type) -> list[Any]:
+def _modules(metric: Any, class_name: str) -> list[Any]:
+    """A metric and what it consists of, where that is of a class of torchmetrics."""
+    kind = getattr(import_module("torchmetrics"), class_name)
     return [inner for inner in metric.modules() if isinstance(inner, kind)]
 
 
 def _direction(metric: Any) -> str | None:
-    higher: bool | None = metric.higher_is_better
-    if higher is None:
-        return None
-    return "max" if higher else "min"
+    return {True: "max", False: "min", None: None}[metric.higher_is_better]
 
 
 def _numbers(name: str, value: Any, key: str) -> Iterator[tuple[str, float]]:
-    """A number under its name, a vector as NAME_0, NAME_1 ..., a dict as NAME_KEY."""
+    """The numbers of a value: NAME, for a vector NAME_0, NAME_1 ..., for a dict NAME_KEY."""
     if isinstance(value, Tensor) and value.numel() == 1:
         yield name, value.item()
     elif isinstance(value, Tensor) and value.ndim == 1:
@@ -267,14 +270,18 @@ def _numbers(name: str, value: Any, key: str) -> Iterator[tuple[str, float]]:
     elif isinstance(value, int | float):
         yield name, float(value)
     else:
-        kind = f"a {type(value).__name__}"
+        kind = type(value).__name__
         if isinstance(value, Tensor):
-            kind = f"a tensor {list(value.shape)}"
-        remedy = (
-            "name one that gives a number, a vector or a dict of them, or a class of your own"
-            " that does"
+            kind = f"tensor {list(value.shape)}"
+        _refuse(
+            key,
+            f"{name} gives a {kind}, which is no number; name one that gives a number, a vector or"
+            " a dict of them, or a class of your own that does",
         )
-        raise ConfigError([f"{key}: {name} gives {kind}, which is no number; {remedy}"])
+
+
+def _refuse(key: str, problem: str) -> NoReturn:
+    raise ConfigError([f"{key}: {problem}"])
 
 
 def _joined(first: str, second: str) -> str:

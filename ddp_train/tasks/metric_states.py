@@ -18,7 +18,7 @@ from torch import Tensor
 from ddp_train.distributed.exchange import tensors_from_all_ranks
 
 StateOfBatches = dict[int, list[Tensor]]
-"""Number of a batch -> what one state was after that batch alone."""
+"""Number of a batch -> the value of one state after that batch alone."""
 StatesOfBatches = list[StateOfBatches]
 """One for each state of all metrics."""
 
@@ -34,7 +34,7 @@ class MetricState:
     is_list: bool
 
     def tensors(self) -> list[Tensor]:
-        """Its present value: the tensors of a list, or one."""
+        """The present value: the tensors of a list, or one."""
         value = getattr(self.owner, self.name)
         # Copies: a compiled model with CUDA graphs of its own writes its next outputs where the
         # last ones are.
@@ -76,7 +76,7 @@ class MetricState:
         return self.reduction(torch.stack(parts))
 
     def _merges_in_any_order(self, tensors: list[Tensor]) -> bool:
-        """Whether the order of its reduction does not matter, not even for the last bit."""
+        """True if the order of the reduction does not matter, not even for the last bit."""
         if self.is_list:
             return False
         if self._reduction_name in ("dim_zero_max", "dim_zero_min"):
@@ -90,7 +90,7 @@ class MetricState:
         return getattr(self.reduction, "__name__", "")
 
 
-def from_all_ranks(states: StatesOfBatches, device: str) -> StatesOfBatches:
+def states_from_all_ranks(states: StatesOfBatches, device: str) -> StatesOfBatches:
     """The states of the batches of all processes. A collective."""
     tensors = [part for batches in states for parts in batches.values() for part in parts]
     layout = [[[batch, len(parts)] for batch, parts in batches.items()] for batches in states]

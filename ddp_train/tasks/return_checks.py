@@ -1,4 +1,4 @@
-"""Checks of what the methods of a user's task return, in the words of the task's author."""
+"""Checks of what the methods of a user's task return, in the words of its author."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBERS = "each a number or a tensor: a scalar, or one number per class, [k]"
 
 
 def checked_loss(returned: Any, task: object) -> tuple[Tensor, Tensor | float]:
-    """What `Task.loss` returned. Raises TaskError if it is not a sum and a number of units."""
+    """The result of `Task.loss`. Raises TaskError if it is not a sum and a number of units."""
     if isinstance(returned, tuple) and len(returned) == 2:
         loss, units = returned
         if _is_loss(loss) and _is_number_of_units(units):
@@ -40,7 +40,7 @@ def _is_number_of_units(units: Any) -> bool:
 def checked_scores(
     returned: Any, task: object
 ) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
-    """What `Task.score` returned. Raises TaskError if it is not a sum and a weight per metric."""
+    """The result of `Task.score`. Raises TaskError if it is not a sum and a weight per metric."""
     if not isinstance(returned, Mapping):
         raise _error("score", returned, task, f"return {{name: (sum, weight)}}, {NUMBERS}")
     for name, pair in returned.items():
@@ -58,7 +58,7 @@ def _is_sum_and_weight(pair: Any) -> bool:
 
 
 def checked_predictions(returned: Any, task: object) -> Predictions:
-    """What `Task.predict` returned. Raises TaskError if it is not outputs and targets."""
+    """The result of `Task.predict`. Raises TaskError if it is not outputs and targets."""
     if isinstance(returned, tuple) and len(returned) == 2 and is_tree_of_tensors(returned):
         return Predictions(*returned)
     remedy = "return (outputs, targets): tensors, or lists and dicts of tensors"
@@ -66,24 +66,23 @@ def checked_predictions(returned: Any, task: object) -> Predictions:
 
 
 def _classes(part: Any) -> int | None:
-    """Classes of a sum or weight: 0 for a scalar, [1] too; None if it is not a number or [k]."""
+    """The number of classes of a sum or weight: 0 for a scalar or [1]; None if it is not [k]."""
     if isinstance(part, Real):  # numpy's too
         return 0
     if not isinstance(part, Tensor) or part.ndim > 1:
         return None
-    return 0 if part.numel() == 1 else part.numel()
+    count = part.numel()
+    return 0 if count == 1 else count
 
 
 def _error(method: str, returned: Any, task: object, remedy: str, where: str = "") -> TaskError:
     name = type(task).__name__
-    return TaskError(
-        f"{method}() of the task {name} returned {_described(returned)}{where}", remedy
-    )
+    return TaskError(f"{method}() of the task {name} returned {_describe(returned)}{where}", remedy)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"({', '.join(map(_described, value))})"
+        return f"({', '.join(map(_describe, value))})"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     return type(value).__name__

@@ -13,15 +13,13 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.tasks.task import ScoreSums, Task
 from ddp_train.text import counted
 
-IGNORED = -100
-"""torch's own: a target of this value is not a unit."""
 PAIR = (tuple, list)
 """As `tuple | list`, which is made anew in each step."""
-SHOWN_NUMBERS = 5
+NUMBERS_IN_MESSAGE = 5
 
 
 class TargetForm(NamedTuple):
-    """What the targets of a batch are."""
+    """Kind and dimensions of the targets of a batch."""
 
     kind: str
     """integers or numbers."""
@@ -35,7 +33,7 @@ def form_of(targets: Tensor) -> TargetForm:
     return TargetForm(kind, targets.ndim)
 
 
-def described_targets(targets: Tensor) -> str:
+def describe_targets(targets: Tensor) -> str:
     """Kind and shape of the targets of a batch, for a message."""
     shape = ", ".join(["n", *map(str, targets.shape[1:])])
     return f"{form_of(targets).kind} of shape [{shape}]"
@@ -46,11 +44,11 @@ class BuiltIn(Task, ABC):
 
     @classmethod
     def misfit(cls, batch: Any) -> str:
-        """Why a batch does not fit the task, whatever the model; "" if it does."""
+        """The reason why a batch does not fit the task, whatever the model; "" if it does."""
         return ""
 
     def check(self, batch: Any) -> None:
-        """Raises ConfigError if the targets of some samples cannot be right, whatever the model."""
+        """Raise ConfigError if the targets of a batch cannot be right, whatever the model."""
 
     @abstractmethod
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -92,11 +90,11 @@ class Supervised(BuiltIn):
         targets = batch[1]
         if form_of(targets) in cls.target_forms:
             return ""
-        return f"needs targets that are {cls.needed_targets}, not {described_targets(targets)}"
+        return f"needs targets that are {cls.needed_targets}, not {describe_targets(targets)}"
 
     @classmethod
     def advice(cls, targets: Tensor) -> str:
-        """How targets that do not fit can be made to; "" if they cannot."""
+        """A way to make targets fit that do not; "" if there is none."""
         return ""
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -112,7 +110,7 @@ class Supervised(BuiltIn):
             # Integers of other widths, and truth values, as numpy has them, are labels too.
             return inputs, targets.long()
         kind = type(batch).__name__
-        if isinstance(batch, tuple | list):
+        if isinstance(batch, PAIR):
             kind = f"{kind} of {len(batch)}"
         remedy = "return (input, target) for each sample, or write a task of your own"
         raise DataError(f"a batch is a {kind}", remedy)
@@ -122,7 +120,7 @@ class Supervised(BuiltIn):
         self.check_targets(targets)
 
     def check_targets(self, targets: Tensor) -> None:
-        """Raises ConfigError if these targets cannot be right; see `BuiltIn.check`."""
+        """Raise ConfigError if these targets cannot be right; see `BuiltIn.check`."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         outputs, targets = self.outputs_and_targets(model, batch)
@@ -134,11 +132,11 @@ class Supervised(BuiltIn):
         """The sum over all units of the batch, a scalar."""
 
     def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """The columns of a batch; of one of inputs alone, too: data may have no targets."""
+        """The columns of a batch, or of inputs alone: data may have no targets."""
         if isinstance(batch, Tensor):
-            return self.columns(one_tensor(of_torchvision(model(batch))))
+            return self.columns(logits_of_any_model(model(batch)))
         inputs, targets = self.pair(batch)
-        outputs = one_tensor(of_torchvision(model(inputs)))
+        outputs = logits_of_any_model(model(inputs))
         return {**self.columns(outputs), "target": targets}
 
     @abstractmethod
@@ -146,18 +144,18 @@ class Supervised(BuiltIn):
         """The columns of mode=predict that follow from outputs alone, a row per sample."""
 
 
-class FactorsOfOutputs:
+class OutputFactors:
     """Numbers of the config, one for each output of the model, as a tensor on its device."""
 
     def __init__(self, key: str, numbers: Any) -> None:
-        """key: of the task, without its section."""
+        """Keep the numbers. key: that of the task, without its section."""
         self.key = key
         self.numbers = numbers
         self.tensors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         """One for each GPU: the threads of DataParallel share this object."""
 
     def like(self, outputs: Tensor) -> Tensor | None:
-        """The numbers beside outputs [n, k, ...]; None if the config gives none.
+        """The numbers for outputs [n, k, ...]; None if the config gives none.
 
         Raises DataError if there are not k numbers.
         """
@@ -172,15 +170,12 @@ class FactorsOfOutputs:
             )
         place = (outputs.device, outputs.dtype)
         if place not in self.tensors:
-            self.tensors[place] = torch.tensor(
-                self.numbers, device=outputs.device, dtype=outputs.dtype
-            )
+            self.tensors[place] = outputs.new_tensor(self.numbers)
         return self.tensors[place]
 
 
-def wide_of(outputs: Tensor) -> Tensor:
-    """Outputs as float32 at least, as autocast computes losses: weights of classes would be rounded
-    too."""
+def at_least_float32(outputs: Tensor) -> Tensor:
+    """Outputs as autocast computes losses of them; weights of classes would be rounded too."""
     if outputs.dtype in (torch.bfloat16, torch.float16):
         return outputs.float()
     return outputs
@@ -203,22 +198,23 @@ def one_tensor(outputs: Any) -> Tensor:
     )
 
 
-def of_torchvision(outputs: Any) -> Any:
-    """The logits of torchvision's segmentation models, which return {"out": logits, ...}."""
+def logits_of_any_model(outputs: Any) -> Tensor:
+    """As `one_tensor`, and of torchvision's segmentation models, which return {"out": logits}."""
     if isinstance(outputs, Mapping) and "out" in outputs:
-        return outputs["out"]
-    return outputs
+        outputs = outputs["out"]
+    return one_tensor(outputs)
 
 
 def first_numbers(numbers: Tensor) -> str:
     """The first numbers of a tensor, for a message."""
-    shown = ", ".join(f"{number:g}" for number in numbers.flatten()[:SHOWN_NUMBERS].tolist())
-    rest = ", ..." if numbers.numel() > SHOWN_NUMBERS else ""
-    return f"[{shown}{rest}]"
+    first = [f"{number:g}" for number in numbers.flatten()[:NUMBERS_IN_MESSAGE].tolist()]
+    if numbers.numel() > NUMBERS_IN_MESSAGE:
+        first.append("...")
+    return f"[{', '.join(first)}]"
 
 
 def refuse(outputs: Tensor, expected: str) -> NoReturn:
-    """Raises DataError for outputs that do not fit."""
+    """Raise DataError for outputs that do not fit."""
     raise DataError(
         f"the model's outputs are of shape {list(outputs.shape)}, {expected}",
         "correct the model's last layer, or the targets, or choose another task=",
@@ -226,5 +222,5 @@ def refuse(outputs: Tensor, expected: str) -> NoReturn:
 
 
 def refuse_targets(task: str, problem: str, remedy: str) -> NoReturn:
-    """Raises ConfigError for targets that cannot be right."""
+    """Raise ConfigError for targets that cannot be right."""
     raise ConfigError([f"task={task}: {problem}; {remedy}"])

@@ -10,43 +10,48 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_train.data.corpus.windows import IGNORED
 from ddp_train.errors import ConfigError
-from ddp_train.tasks.supervised import IGNORED, BuiltIn, one_tensor, refuse, wide_of
+from ddp_train.tasks.supervised import (
+    BuiltIn,
+    at_least_float32,
+    one_tensor,
+    refuse,
+)
 from ddp_train.tasks.task import ScoreSums
 
 
 class LanguageModel(BuiltIn):
-    """The next token: ids, int64 [n, t]; the targets are the ids shifted by one, or given. Outputs:
-    logits [n, t, v].
+    """The next token: the targets of ids, int64 [n, t], are the ids shifted by one, or given.
 
-    A batch is a tensor of ids, (ids, targets), or a dict with `input_ids` and perhaps `labels`,
-    whose other entries are passed to the model by name. Given targets stand beside the position
-    that predicts them; `labels` stand beside their own token, as in transformers. A target of -100
-    is no unit.
+    Outputs: logits [n, t, v]. A batch is a tensor of ids, (ids, targets), or a dict with
+    `input_ids` and perhaps `labels`, whose other entries are passed to the model by name. Given
+    targets stand beside the position that predicts them; `labels` stand beside their own token, as
+    in transformers. A target of -100 is not a unit.
     """
 
     unit = "token"
 
     def __init__(self, loss: str = "cross_entropy", bytes_per_token: float | None = None) -> None:
-        """bytes_per_token: on average over the data, for `bits_per_byte`."""
+        """Set up the loss. bytes_per_token: average over the data, for `bits_per_byte`."""
         self.loss_name = loss
         self.bytes_per_token = bytes_per_token
         self.cross_entropy_sum: Callable[[Tensor, Tensor], Tensor] = functools.partial(
             functional.cross_entropy, reduction="sum"
         )
-        """Of logits [n, v] and targets [n]; tuning.triton_kernels puts a faster one here."""
+        """A function of logits [n, v] and targets [n]; tuning.triton_kernels puts a faster one
+        here."""
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """[n, v] and [n]."""
+        """Logits [n, v] and targets [n] of all tokens."""
         logits, targets = self.by_sequence(model, batch)
         return logits.flatten(0, 1), targets.flatten()
 
     def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """How well each sequence is predicted: the mean loss of its tokens, in nats, and their
-        number."""
+        """The mean loss of the tokens of each sequence, in nats, and their number."""
         logits, targets = self.by_sequence(model, batch)
         losses = functional.cross_entropy(
-            wide_of(logits).transpose(1, 2), targets, reduction="none"
+            at_least_float32(logits).transpose(1, 2), targets, reduction="none"
         )
         tokens = (targets != IGNORED).sum(1)
         return {"loss": losses.sum(1) / tokens, "tokens": tokens}
@@ -85,7 +90,7 @@ class LanguageModel(BuiltIn):
         return self.sum_of_losses(*self.outputs_and_targets(model, batch))
 
     def sum_of_losses(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Over valid tokens, and their number."""
+        """The sum of the losses of valid tokens, and their number."""
         try:
             return self.cross_entropy_sum(logits, targets), (targets != IGNORED).sum()
         except IndexError:
@@ -97,11 +102,15 @@ class LanguageModel(BuiltIn):
             targets = batch.get("labels")
         else:
             targets = batch[1] if isinstance(batch, tuple | list) else None
-        negative = [] if targets is None else sorted({*targets[targets < 0].tolist()} - {IGNORED})
+        if targets is None:
+            return
+        negative = set(targets[targets < 0].tolist()) - {IGNORED}
         if negative:
-            problem = f"a target of the first sample is {negative[-1]}"
             raise ConfigError(
-                [f"task=language_model: {problem}; those that are to be left out must be {IGNORED}"]
+                [
+                    f"task=language_model: a target of the first sample is {max(negative)}; those"
+                    f" that are to be left out must be {IGNORED}"
+                ]
             )
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
@@ -109,28 +118,30 @@ class LanguageModel(BuiltIn):
 
     def predictions_of(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         valid = targets != IGNORED
-        return wide_of(outputs[valid]).log_softmax(-1), targets[valid]
+        return at_least_float32(outputs[valid]).log_softmax(-1), targets[valid]
 
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
         loss = scores["loss"]
-        found = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        metrics = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
         if self.bytes_per_token:
-            found["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
-        return found
+            metrics["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        return metrics
 
     def units_per_sample(self, batch: Any) -> float:
         return ids_of(batch).shape[-1]
 
 
 def ids_of(batch: Any) -> Tensor:
-    """The numbers of the tokens, [n, t]."""
+    """The ids of a batch, [n, t]."""
     if isinstance(batch, Mapping):
         return batch["input_ids"]
-    return batch if isinstance(batch, Tensor) else batch[0]
+    if isinstance(batch, Tensor):
+        return batch
+    return batch[0]
 
 
 def _padding_ignored(batch: Mapping[str, Tensor]) -> Tensor:
-    """The ids as labels; those that the attention mask leaves out are no units."""
+    """The ids as labels; those that the attention mask leaves out are not units."""
     ids = batch["input_ids"]
     if "attention_mask" not in batch:
         return ids
