@@ -69,10 +69,11 @@ def run_rank(program: Program, world: World, argv: list[str], text: str | None) 
     """
     from ddp_train.config.freeze import load_frozen
     from ddp_train.runs import worker
+    from ddp_train.runs.worker_process import leave
 
     store, text = worker.receive_config(world, text)
     config = load_frozen(text)
     if config.mode == "doctor":
         check_all_hosts = load("doctor of all hosts")
-        worker.leave(check_all_hosts(store, world, argv, config, program.import_path))
+        leave(check_all_hosts(store, world, argv, config, program.import_path))
     worker.run_under_torchrun(store, world, argv, config, text)

@@ -1,13 +1,13 @@
-"""The report of a worker that fails: on the terminal, in failure.json, to torchrun; once, by the
+"""The report of a worker that fails: on the terminal, in failure.json and to torchrun, once, by the
 rank at fault."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from ddp_train.checkpoints.layout import places, step_of
@@ -17,99 +17,135 @@ from ddp_train.distributed.environment import (
     write_torchrun_error_file,
 )
 from ddp_train.distributed.process_group import Store
-from ddp_train.distributed.world import World
-from ddp_train.errors import LaunchError
+from ddp_train.errors import LaunchError, NonFiniteLossError
 from ddp_train.performance.memory_snapshot import VIEWER, snapshot_file
 from ddp_train.resilience import failure_report, lost_hosts, peer_check
-from ddp_train.resilience.failure import failure_from, is_peer_error
-from ddp_train.resilience.heartbeat import SAVED, RankStatus, StatusBoard
+from ddp_train.resilience.failure import Failure, failure_from, is_peer_error
+from ddp_train.resilience.heartbeat import SAVED
 from ddp_train.resilience.stdio import TolerantStream
+from ddp_train.runs.worker_process import WorkerProcess
 
 PEER_ERROR_GRACE_SECONDS = 3.0
-"""Grace period in which a worker with a peer error lets the failing rank report first."""
+"""Time that a worker with a peer error gives the failing rank to report first."""
 HOST_GRACE_SECONDS = 1.0
-"""The same where others go on once this one has ended."""
+"""The same where other hosts continue once this one has ended."""
+log = logging.getLogger(__name__)
 
 
 class FailureReporter:
-    """Reports why this worker failed, where the user reads. To be made before standard error is
-    redirected."""
+    """Reports why this worker failed, where the user reads."""
 
     def __init__(
         self,
-        run_dir: Path,
+        worker: WorkerProcess,
         run_facts: dict[str, Any],
-        world: World,
-        status: RankStatus,
-        board: StatusBoard | None,
-        words: Callable[[str], str] = str,
+        translate: Callable[[str], str] = str,
+        hosts_may_leave: bool = False,
     ) -> None:
-        """run_facts: for summary.json. board: of our own launcher; None under torchrun. words: a
-        message, with the keys of the config as the user knows them."""
-        self.world = world
-        self.status = status
-        self.board = board
-        self.run_dir = run_dir
-        self.words = words
-        self.log_file = self.run_dir / "logs" / f"rank_{world.rank}.log"
-        self.run_facts = run_facts
-        self.hosts_may_leave = False
-        """Whether torchrun's agents go on without a lost host, which the processes that fail with
-        it delay."""
-        self.terminal = TolerantStream(
-            os.fdopen(os.dup(2), "w")
-        )  # standard error may become this rank's log file
+        """Keep the terminal, before standard error may become this rank's log file.
 
-    def report(self, error: BaseException, store: Store | None) -> int:
-        """Reports an error, unless it only follows from another rank's, which then reports first.
-        Returns the exit code."""
-        rank = self.world.rank
-        board = self.board
-        status = self.status
-        peer_error = is_peer_error(error)
-        patience = HOST_GRACE_SECONDS if self.hosts_may_leave else PEER_ERROR_GRACE_SECONDS
-        if peer_error and store and not board and not peer_check.respond(store, self.world, status):
-            # with the store, rank 0's host is gone: torchrun's agent here will end all this soon
-            patience = 0.0
-        secondary = peer_error or getattr(error, "rank", None) not in (None, rank)
-        told = board.reported_code if board else int
-        if secondary and patience and failure_report.wait_for_report(self.run_dir, patience, told):
+        run_facts: entries of summary.json.
+        translate: replaces the keys of the config in a message by what the user knows.
+        hosts_may_leave: torchrun's agents continue without a lost host. The processes that fail
+            with it delay them.
+        """
+        self.worker = worker
+        self.run_dir = worker.run_dir
+        self.world = worker.world
+        self.board = worker.board
+        self.status = worker.status
+        self.run_facts = run_facts
+        self.translate = translate
+        self.hosts_may_leave = hosts_may_leave
+        self.terminal = TolerantStream(os.fdopen(os.dup(2), "w"))
+
+    def log_and_report(self, error: BaseException, grace_seconds: float) -> int:
+        """Log and report an error, and wait until no checkpoint is being written.
+
+        grace_seconds: the longest wait.
+
+        Returns the exit code, which the launcher knows by then.
+        """
+        step = self.status.step
+        if isinstance(error, NonFiniteLossError):
+            step = error.step
+        log.error("failed in step %d, %s", step, self.status.phase, exc_info=error)
+        code = self.report(error)
+        self.status.wait_until_saved(grace_seconds)
+        return self.status.leaving(code)
+
+    def report(self, error: BaseException) -> int:
+        """Report an error, unless it only follows from another rank's, which then reports first.
+
+        Returns the exit code.
+        """
+        of_peer = is_peer_error(error)
+        # Through the store the ranks find out which of them is missing, if no launcher knows.
+        store = None
+        if of_peer and not self.board:
+            store = self.worker.store
+        if self._is_reported_by_another(error, of_peer, store):
             return LaunchError.exit_code
-        if board:
-            sizes = board.sizes()
-        else:
-            sizes = f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
-        failure = failure_from(error, rank, status, self.log_file, sizes)
-        snapshot = snapshot_file(self.run_dir, rank)
-        if failure.kind == "oom" and snapshot.exists():
-            failure = replace(
-                failure,
-                detail=f"{failure.detail}; the GPU's memory then: {snapshot} (see {VIEWER})",
-            )
-        if peer_error and store and not board:
+        failure = self._failure_of(error)
+        if store:
             failure = peer_check.attribute_failure(failure, error, store, self.world)
-        failure = replace(
-            failure, detail=self.words(failure.detail), remedy=self.words(failure.remedy)
-        )
-        trace = "" if peer_error else failure_report.traceback_of(error)
-        with board.locked() if board else contextlib.nullcontext():
-            if told():  # by a rank that could write no file, or this one would not tell either
-                return failure.exit_code
-            goes_on = self.hosts_may_leave and status.recovery.state == SAVED and restarts_left()
-            if failure_report.record(self.run_dir, failure, self.run_facts):
-                report = failure_report.Report(failure, trace)
-                report.print(is_fatal=not goes_on, stream=self.terminal)
-                status.reported_code = failure.exit_code
-                write_reported(failure.exit_code)
-                write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
-                if self.hosts_may_leave and peer_error:
-                    self._note_rank(failure.rank)
+        detail = self.translate(failure.detail)
+        remedy = self.translate(failure.remedy)
+        failure = replace(failure, detail=detail, remedy=remedy)
+        lock = self.board.locked() if self.board else contextlib.nullcontext()
+        with lock:
+            # A rank may have reported without a file, where none can be written.
+            is_reported = self._reported_code() != 0
+            if not is_reported and failure_report.record(self.run_dir, failure, self.run_facts):
+                trace = "" if of_peer else failure_report.traceback_of(error)
+                self._publish(failure, trace, of_peer)
         return failure.exit_code
 
-    def _note_rank(self, rank: int | None) -> None:
-        with lost_hosts.one_at_a_time(self.run_dir):
-            lost_hosts.note(self.run_dir, rank=rank)
-        if self.status.recovery.state == SAVED:
-            step = max((step_of(place) for place in places(self.run_dir)), default=0)
-            self.terminal.write(f"step {step} is saved: a surviving rank had it\n")
-            self.terminal.flush()
+    def _is_reported_by_another(
+        self, error: BaseException, of_peer: bool, store: Store | None
+    ) -> bool:
+        """Wait for the report of the rank at fault, if this error only follows from that."""
+        if store and not peer_check.respond(store, self.world, self.status):
+            # With the store rank 0's host is gone: torchrun's agent here will end all this soon.
+            return False
+        rank_at_fault = getattr(error, "rank", None)
+        if not of_peer and rank_at_fault in (None, self.world.rank):
+            return False
+        patience_seconds = PEER_ERROR_GRACE_SECONDS
+        if self.hosts_may_leave:
+            patience_seconds = HOST_GRACE_SECONDS
+        return failure_report.wait_for_report(self.run_dir, patience_seconds, self._reported_code)
+
+    def _reported_code(self) -> int:
+        """The exit code of a failure that a rank of this host has reported; 0 if none is known."""
+        return self.board.reported_code() if self.board else 0
+
+    def _failure_of(self, error: BaseException) -> Failure:
+        rank = self.world.rank
+        if self.board:
+            sizes = self.board.sizes()
+        else:
+            sizes = f"rank {rank} {self.status.resident_bytes / 2**30:.2f} GiB"
+        failure = failure_from(error, rank, self.status, self.worker.log_file, sizes)
+        snapshot = snapshot_file(self.run_dir, rank)
+        if failure.kind == "oom" and snapshot.exists():
+            detail = f"{failure.detail}; the GPU's memory then: {snapshot} (see {VIEWER})"
+            return replace(failure, detail=detail)
+        return failure
+
+    def _publish(self, failure: Failure, trace: str, of_peer: bool) -> None:
+        """Tell the user, the launcher and torchrun's agent."""
+        is_saved = self.status.recovery.state == SAVED
+        run_continues = self.hosts_may_leave and is_saved and restarts_left()
+        report = failure_report.Report(failure, trace)
+        report.print(is_fatal=not run_continues, stream=self.terminal)
+        self.status.reported_code = failure.exit_code
+        write_reported(failure.exit_code)
+        write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
+        if self.hosts_may_leave and of_peer:
+            with lost_hosts.one_at_a_time(self.run_dir):
+                lost_hosts.note(self.run_dir, rank=failure.rank)
+            if is_saved:
+                step = max((step_of(place) for place in places(self.run_dir)), default=0)
+                self.terminal.write(f"step {step} is saved: a surviving rank had it\n")
+                self.terminal.flush()

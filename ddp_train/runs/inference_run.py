@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_train.assembly import checkpoint_model, metrics
 from ddp_train.assembly.data_sets import common_digests
@@ -25,6 +25,7 @@ from ddp_train.inference.export import export_model
 from ddp_train.inference.predictions import predict_batches, write_predictions
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.runs.context import RunContext
+from ddp_train.runs.summary import summary_of_model, summary_of_scores
 
 
 @dataclass(frozen=True)
@@ -53,18 +54,12 @@ class InferenceRun:
             metrics.check_metrics(config, module, sources, run.scored_batches, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
         evaluation = builder.build_evaluation(sources.test)
-        description = reader.described(checkpoint)
-        run.display.checkpoint(description)
+        description = self._describe(checkpoint)
         began = time.perf_counter()
         score = score_checkpoint(checkpoint, evaluation)
         evaluation.close()
-        return run.summaries.of(
-            score and {"test": score},
-            module,
-            steps=description["step"],
-            seconds=time.perf_counter() - began,
-            evaluated=description,
-        )
+        scores = {"test": score} if score else None
+        return summary_of_scores(run, scores, module) | _use_of(description, began)
 
     def predict(self, sources: Splits) -> dict[str, Any]:
         """Write what a checkpoint's model predicts for each sample of a split.
@@ -83,38 +78,33 @@ class InferenceRun:
         common_digests(sources, source, run.device)
         strategy = build_strategy(config, run.world, run.device)
         module = checkpoint_model.module_of(config, manifest, strategy, run.device)
-        weights_file = reader.weights_file(checkpoint, config.checkpoint.average)
-        reader.load_model(checkpoint, module.model, weights_file)
+        self._load_weights(checkpoint, module.model)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
         evaluation = builder.build_evaluation(source)
-        description = reader.described(checkpoint)
-        run.display.checkpoint(description)
-        file = run.run_dir / f"predictions.{config.predict.format}"
+        description = self._describe(checkpoint)
         began = time.perf_counter()
-        batches = -(-len(source) // config.train.evaluate_batch_size)
-        rows = predict_batches(evaluation, batches, run.device)
-        sample_numbers = sources.numbers.get(split, np.arange(len(source)))[: len(source)]
+        batch_count = -(-len(source) // config.train.evaluate_batch_size)
+        rows = predict_batches(evaluation, batch_count, run.device)
+        file = run.run_dir / f"predictions.{config.predict.format}"
+        columns = {}
         if run.world.is_leader:
-            columns = write_predictions(
-                rows,
-                file,
-                sample_numbers,
-                getattr(source, "paths", None),
-                manifest.get("classes"),
-            )
+            numbers = sources.numbers.get(split, np.arange(len(source)))[: len(source)]
+            paths = getattr(source, "paths", None)
+            columns = write_predictions(rows, file, numbers, paths, manifest.get("classes"))
         else:
-            columns = {}
-            for batch_columns in rows:  # takes part in the exchange
-                columns |= {name: [] for name in batch_columns}
+            for _ in rows:  # takes part in the exchange
+                pass
         evaluation.close()
-        seconds = time.perf_counter() - began
-        predictions = {
-            "file": str(file),
-            "split": split,
-            "samples": len(source),
-            "columns": columns,
+        return {
+            **summary_of_model(run, "completed", module.model),
+            **_use_of(description, began),
+            "predictions": {
+                "file": str(file),
+                "split": split,
+                "samples": len(source),
+                "columns": columns,
+            },
         }
-        return run.summaries.of_use(module.model, description, seconds, predictions=predictions)
 
     def export(self) -> dict[str, Any]:
         """Write a checkpoint's model in other forms, each compared with the model.
@@ -122,23 +112,42 @@ class InferenceRun:
         Raises ConfigError, DataError and WriteError.
         """
         run = self.run
-        config = run.config
         checkpoint = self.find_checkpoint()
         manifest = reader.read_manifest(checkpoint)
-        description = reader.described(checkpoint)
         # As it is: nothing is tuned.
-        model = checkpoint_model.model_of(config, manifest, str(checkpoint))
-        weights_file = reader.weights_file(checkpoint, config.checkpoint.average)
-        reader.load_model(checkpoint, model, weights_file)
-        run.display.checkpoint(description)
+        model = checkpoint_model.model_of(run.config, manifest, str(checkpoint))
+        self._load_weights(checkpoint, model)
+        description = self._describe(checkpoint)
         began = time.perf_counter()
-        exports = export_model(model, manifest, run.run_dir, config.export.formats)
-        seconds = time.perf_counter() - began
-        return run.summaries.of_use(model, description, seconds, export=exports)
+        exports = export_model(model, manifest, run.run_dir, run.config.export.formats)
+        return {
+            **summary_of_model(run, "completed", model),
+            **_use_of(description, began),
+            "export": exports,
+        }
+
+    def _load_weights(self, checkpoint: Path, model: nn.Module) -> None:
+        weights_file = reader.weights_file(checkpoint, self.run.config.checkpoint.average)
+        reader.load_model(checkpoint, model, weights_file)
+
+    def _describe(self, checkpoint: Path) -> dict[str, Any]:
+        """Show which checkpoint is used. Returns what is known of it."""
+        description = reader.described(checkpoint)
+        self.run.display.checkpoint(description)
+        return description
 
     def _check_data(self, source: BatchSource, manifest: dict[str, Any]) -> None:
         is_own = isinstance(self.run.config.data, CustomDataConfig)
         refuse_other_data(source, manifest, is_own)
+
+
+def _use_of(description: dict[str, Any], began: float) -> dict[str, Any]:
+    """Entries of summary.json for a run that used a checkpoint.
+
+    began: clock reading before it was used.
+    """
+    seconds = time.perf_counter() - began
+    return {"steps": description["step"], "seconds": seconds, "evaluated": description}
 
 
 def refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: bool) -> None:

@@ -1,8 +1,7 @@
-"""What summary.json says of a run."""
+"""The content of summary.json, in which a run is summed up."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,18 @@ from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import WriteError
 from ddp_train.models.zoo import parameter_counts
-from ddp_train.options.schema import Config
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_json
+from ddp_train.runs.context import RunContext
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 
 Scores = dict[str, Score]
-"""By the name of the split."""
+"""Scores by the name of the split."""
 
 
 def write(run_dir: Path, summary: dict[str, Any]) -> None:
-    """Writes summary.json. Raises WriteError."""
+    """Write summary.json. Raises WriteError."""
     try:
         write_json(run_dir / SUMMARY, summary)
     except OSError as error:
@@ -42,99 +41,112 @@ def write(run_dir: Path, summary: dict[str, Any]) -> None:
         raise WriteError(f"{run_dir}: summary.json cannot be written: {error}", remedy) from error
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Makes the content of summary.json. All processes call it alike: some of it is exchanged."""
+def summary_of_training(
+    run: RunContext,
+    job: Job,
+    metrics_hook: MetricsHook,
+    selection_hook: SelectionHook,
+    scores: Scores | None,
+    test_evaluation: Evaluation,
+) -> dict[str, Any]:
+    """The content of summary.json for a run that trained. A collective.
 
-    config: Config
-    run_dir: Path
-    device: str
+    scores: of the final weights; None if the run was stopped.
+    test_evaluation: scores the test set, for the best checkpoint.
+    """
+    samples_seen = job.plan.samples_seen(job.step)
+    seconds = metrics_hook.seconds
+    training_seconds = seconds
+    if scores:
+        training_seconds = sum(metrics_hook.epoch_seconds)
+    speeds = metrics_hook.rates.of(samples_seen, metrics_hook.units, training_seconds)
+    resizes = []
+    for line in metrics_hook.resizes:
+        resizes.append({name: value for name, value in line.items() if name != "kind"})
+    best = None
+    if scores:
+        best = _best(run, job, selection_hook, scores, test_evaluation)
+    return summary_of_scores(run, scores, job.module) | {
+        "steps": job.step,
+        "stopped_early": selection_hook.stopped_early,
+        "train": {"loss": metrics_hook.last_epoch_loss},
+        "best": best,
+        "checkpoint": reader.existing(run.run_dir, job.step),
+        "seconds": seconds,
+        "samples_seen": samples_seen,
+        "epoch_seconds": metrics_hook.epoch_seconds,
+        "samples_per_second": None,
+        **speeds,
+        "samples_per_second_with_evaluation": samples_seen / seconds if seconds else None,
+        "figures": metrics_hook.hardware.summary(),
+        "recoveries": metrics_hook.recoveries,
+        "resizes": resizes,
+        "steps_redone": sum(recovery["steps_redone"] for recovery in metrics_hook.recoveries),
+    }
 
-    def of_training(
-        self,
-        job: Job,
-        record: MetricsHook,
-        select: SelectionHook,
-        scores: Scores | None,
-        test: Evaluation,
-    ) -> dict[str, Any]:
-        """Of a run that trained."""
-        samples_seen = job.plan.samples_seen(job.step)
-        seconds = record.seconds
-        trained = sum(record.epoch_seconds) if scores else seconds
-        return self.of(
-            scores,
-            job.module,
-            steps=job.step,
-            stopped_early=select.stopped_early,
-            train={"loss": record.last_epoch_loss},
-            best=scores and self.best_of(job, select, scores, test),
-            checkpoint=reader.existing(self.run_dir, job.step),
-            seconds=seconds,
-            samples_seen=samples_seen,
-            epoch_seconds=record.epoch_seconds,
-            **(
-                record.rates.of(samples_seen, record.units, trained) or {"samples_per_second": None}
-            ),
-            samples_per_second_with_evaluation=samples_seen / seconds if seconds else None,
-            figures=record.hardware.summary(),
-            recoveries=record.recoveries,
-            resizes=[{name: one[name] for name in one if name != "kind"} for one in record.resizes],
-            steps_redone=sum(one["steps_redone"] for one in record.recoveries),
-        )
 
-    def best_of(
-        self, job: Job, select: SelectionHook, scores: Scores, test: Evaluation
-    ) -> dict[str, Any] | None:
-        """The best evaluation, and its checkpoint if that is kept: with the score of the test set,
-        if the best was found by another one."""
-        best = select.best.as_dict()
-        if best is None:
-            return None
-        # From rank 0: a file server may show it to the others later.
-        place = from_leader(reader.existing(self.run_dir, best["step"]), self.device)
-        found: dict[str, Any] = {**best, "checkpoint": place}
-        if "validation" in scores and self.config.checkpoint.best:
-            if best["step"] == job.step:
-                found["test"] = scores["test"].as_dict()
-            elif place:
-                found["test"] = (tested := score_checkpoint(Path(place), test)) and tested.as_dict()
-        return found
+def _best(
+    run: RunContext,
+    job: Job,
+    selection_hook: SelectionHook,
+    scores: Scores,
+    test_evaluation: Evaluation,
+) -> dict[str, Any] | None:
+    """The best evaluation, and its checkpoint if that is kept.
 
-    def of_use(
-        self, model: nn.Module, used: dict[str, Any], seconds: float, **written: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Of predictions or an export. used: the checkpoint. written: what was made with it."""
-        return (
-            self.facts("completed", model)
-            | {"steps": used["step"], "seconds": seconds, "evaluated": used}
-            | written
-        )
+    With the score of the test set, if another set has found the best.
+    """
+    best = selection_hook.best.as_dict()
+    if best is None:
+        return None
+    # From rank 0: a file server may show it to the others later.
+    checkpoint = from_leader(reader.existing(run.run_dir, best["step"]), run.device)
+    best["checkpoint"] = checkpoint
+    if "validation" in scores and run.config.checkpoint.best:
+        test_score = None
+        if best["step"] == job.step:
+            test_score = scores["test"]
+        elif checkpoint:
+            test_score = score_checkpoint(Path(checkpoint), test_evaluation)
+        best["test"] = test_score.as_dict() if test_score else None
+    return best
 
-    def of(self, scores: Scores | None, module: ModelWithTask, **numbers: Any) -> dict[str, Any]:
-        """Of a run that scores. scores: None if it was stopped. numbers: further entries."""
-        better = metrics.directions(module)
-        return {
-            **self.facts("completed" if scores else "preempted", module.model),
-            **numbers,
-            "better": {
-                name: better.get(name, "min") for name in (scores["test"].metrics if scores else ())
-            },
-            "validation": (
-                scores["validation"].as_dict() if scores and "validation" in scores else None
-            ),
-            "test": scores["test"].as_dict() if scores else None,
-        }
 
-    def facts(self, status: str, model: nn.Module) -> dict[str, Any]:
-        """Of any run."""
-        return {
-            "status": status,
-            **described(self.config),
-            **facts_of_start(self.run_dir),
-            "parameters": parameter_counts(model),
-            "device_name": (
-                torch.cuda.get_device_name(self.device) if self.config.device == "cuda" else "cpu"
-            ),
-            "torch": torch.__version__,
-        }
+def summary_of_scores(
+    run: RunContext, scores: Scores | None, module: ModelWithTask
+) -> dict[str, Any]:
+    """The content of summary.json that all runs have which score a model.
+
+    scores: None if the run was stopped.
+    """
+    if scores is None:
+        status = "preempted"
+        scores = {}
+    else:
+        status = "completed"
+    by_split = {split: score.as_dict() for split, score in scores.items()}
+    better = {}
+    if scores:
+        directions = metrics.directions(module)
+        better = {name: directions.get(name, "min") for name in scores["test"].metrics}
+    return {
+        **summary_of_model(run, status, module.model),
+        "better": better,
+        "validation": by_split.get("validation"),
+        "test": by_split.get("test"),
+    }
+
+
+def summary_of_model(run: RunContext, status: str, model: nn.Module) -> dict[str, Any]:
+    """The content of summary.json that all runs have."""
+    device_name = "cpu"
+    if run.config.device == "cuda":
+        device_name = torch.cuda.get_device_name(run.device)
+    return {
+        "status": status,
+        **described(run.config),
+        **facts_of_start(run.run_dir),
+        "parameters": parameter_counts(model),
+        "device_name": device_name,
+        "torch": torch.__version__,
+    }

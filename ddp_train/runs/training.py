@@ -61,7 +61,7 @@ from ddp_train.resilience import lost_hosts
 from ddp_train.runs import display_facts, mirror_run
 from ddp_train.runs.context import RunContext
 from ddp_train.runs.plan_report import PlanFacts, plan_rows, selects_by_test
-from ddp_train.runs.summary import Scores
+from ddp_train.runs.summary import Scores, summary_of_training
 from ddp_train.telemetry.hardware_monitor import hardware_monitor_for
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.trackers.scalars import plain_values
@@ -108,11 +108,9 @@ class Training:
     job: Job
     test_evaluation: Evaluation
     """Scores the test set; that of `job` scores the validation set if there is one."""
-    metrics_file: MetricsFile
     metrics_hook: MetricsHook
     selection_hook: SelectionHook
     user_hooks: UserHooks
-    unfreezing: list[Hook]
     origin: Origin | None
     """The weights that training begins with; None for drawn or resumed ones."""
     data_digests: dict[str, str]
@@ -130,34 +128,16 @@ class Training:
         if start.checkpoint is None:
             origin = load_named_weights(config, module.model, run.world, run.device)
         try_user_task(config, module, sources.train, run.device)
-        metrics.check_metrics(
-            config, module, sources, run.scored_batches, config.train.ema_decay is not None
-        )
+        has_average = config.train.ema_decay is not None
+        metrics.check_metrics(config, module, sources, run.scored_batches, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
         job = builder.build_job(sources, start.step)
         if config.host_range:
             job.stop.others_follow = hosts_follow
-        # The hooks of a step that is owed write its lines again.
-        metrics_file = MetricsFile(
-            run.run_dir, run.world.is_leader, start.step - int(start.owes_hooks)
-        )
-        metrics_hook = MetricsHook(
-            run.display,
-            metrics_file,
-            hardware_monitor_for(run.device, all_gpus=config.strategy.spreads_over_gpus),
-            epochs=config.train.epochs,
-            log_every_steps=config.train.log_every_steps,
-            evaluate_every_epochs=config.train.evaluate_every_epochs,
-            split=sources.scored[0],
-            rates=display_facts.build_rates(config, run.world, run.device, job, sources.train),
-        )
-        selection_hook = metrics.build_selection(
-            config, metrics.directions(module), sources, metrics_hook
-        )
+        metrics_hook = build_metrics_hook(run, sources, start, job)
+        better = metrics.directions(module)
+        selection_hook = metrics.build_selection(config, better, sources, metrics_hook)
         data_digests |= plan_digests(job.plan, run.device)
-        context = HookContext(job, run.run_dir, run.world)
-        hooks = build_hooks(config.hooks, context, run.run_dir, run.world)
-        hook_paths = [hook.target for hook in hooks_named_by(config.hooks).values()]
         test_evaluation = job.evaluation
         if sources.validation is not None:
             test_evaluation = builder.build_evaluation(sources.test)
@@ -169,11 +149,9 @@ class Training:
             start=start,
             job=job,
             test_evaluation=test_evaluation,
-            metrics_file=metrics_file,
             metrics_hook=metrics_hook,
             selection_hook=selection_hook,
-            user_hooks=UserHooks(hooks, hook_paths, context),
-            unfreezing=list(job.hooks),
+            user_hooks=build_user_hooks(run, job),
             origin=origin,
             data_digests=data_digests,
         )
@@ -210,7 +188,7 @@ class Training:
     def attach_hooks(self, tracking: Tracking) -> None:
         """Build the checkpoint hook, start the trackers, and give the job all of its hooks."""
         self.checkpoint_hook = build_checkpoint_hook(self)
-        start_trackers(self.run, tracking, self.metrics_file, self.start.step)
+        start_trackers(self.run, tracking, self.metrics_hook.metrics, self.start.step)
         self.job.hooks = hooks_of(self, tracking)
 
     def announce(self) -> None:
@@ -273,26 +251,26 @@ class Training:
                 scores = None
                 if job.step >= job.plan.steps:
                     scores = self._final_scores()
-                writer = self.checkpoint_hook.writer
-                is_over = mirror_run.finish(
-                    writer and writer.mirroring,
-                    self.run.config,
-                    job.stop,
-                    self.run.status,
-                    self.run.device,
-                )
-                return scores if is_over else None
+                return scores if self._is_mirrored() else None
         finally:
             self.run.display.stop()
+
+    def _is_mirrored(self) -> bool:
+        """Wait for the copy of the last checkpoint. False if a later start has to continue it."""
+        run = self.run
+        writer = self.checkpoint_hook.writer
+        mirroring = writer.mirroring if writer else None
+        return mirror_run.finish(mirroring, run.config, self.job.stop, run.status, run.device)
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
         """Inside, stop requests are heard, user hooks are entered, and lost peers are survived."""
         run = self.run
-        connection = run.store.clone() if run.store else None
+        worker = run.worker
+        connection = worker.store.clone() if worker.store else None
         patience = run.config.launch.grace_seconds / 2
         with (
-            self.job.stop.listening(run.status, run.world, connection, patience, run.leave),
+            self.job.stop.listening(run.status, run.world, connection, patience, worker.leave),
             self.user_hooks.entered(),
         ):
             with self._recovery():
@@ -308,7 +286,7 @@ class Training:
             run.run_dir,
             run.world,
             run.status,
-            run.board,
+            run.worker.board,
             run.config.host_range,
         )
         if saver is None:
@@ -337,13 +315,47 @@ class Training:
 
     def summary(self, scores: Scores | None) -> dict[str, Any]:
         """The content of summary.json. Closes what keeps batches coming."""
-        summary = self.run.summaries.of_training(
-            self.job, self.metrics_hook, self.selection_hook, scores, self.test_evaluation
+        summary = summary_of_training(
+            self.run,
+            self.job,
+            self.metrics_hook,
+            self.selection_hook,
+            scores,
+            self.test_evaluation,
         )
         self.job.evaluation.close()
         self.test_evaluation.close()
         self.job.stepper.close()
         return summary
+
+
+def build_metrics_hook(
+    run: RunContext, sources: Splits, start: StartingPoint, job: Job
+) -> MetricsHook:
+    """Records losses, speeds and scores, on the display and in metrics.jsonl."""
+    config = run.config
+    first_step = start.step
+    if start.owes_hooks:
+        first_step -= 1  # they write the lines of that step again
+    return MetricsHook(
+        run.display,
+        MetricsFile(run.run_dir, run.world.is_leader, first_step),
+        hardware_monitor_for(run.device, all_gpus=config.strategy.spreads_over_gpus),
+        epochs=config.train.epochs,
+        log_every_steps=config.train.log_every_steps,
+        evaluate_every_epochs=config.train.evaluate_every_epochs,
+        split=sources.scored[0],
+        rates=display_facts.build_rates(config, run.world, run.device, job, sources.train),
+    )
+
+
+def build_user_hooks(run: RunContext, job: Job) -> UserHooks:
+    """The hooks that the config names."""
+    items = run.config.hooks
+    paths = [hook.target for hook in hooks_named_by(items).values()]
+    context = HookContext(job, run.run_dir, run.world)
+    hooks = build_hooks(items, context, run.run_dir, run.world)
+    return UserHooks(hooks, paths, context)
 
 
 def start_trackers(
@@ -360,11 +372,14 @@ def start_trackers(
 
 
 def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
-    """What happens between two steps, in this order."""
+    """What happens between two steps, in this order.
+
+    The job has the hooks that belong to its model: those that unfreeze it.
+    """
     status = training.run.status
     lost = _lost_rank(training.run)
     user_hooks = [ReportedHook(hook, status, "hook") for hook in training.user_hooks.acting]
-    unfreezing = [ReportedHook(hook, status, "unfreeze") for hook in training.unfreezing]
+    unfreezing = [ReportedHook(hook, status, "unfreeze") for hook in training.job.hooks]
     hooks: list[Hook | None] = [
         # First: its line in metrics.jsonl is of an earlier step than those of the others.
         _resize_hook(training, lost),
@@ -372,7 +387,7 @@ def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
         ReportedHook(training.metrics_hook, status, "record"),
         # Needs the score, and may end the plan: the others then act as at the end of a run.
         ReportedHook(training.selection_hook, status, "record"),
-        # Before their state is reader.
+        # Before their state is saved.
         *user_hooks,
         # Saves all of the above.
         ReportedHook(training.checkpoint_hook, status, "checkpoint"),

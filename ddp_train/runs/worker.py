@@ -1,55 +1,45 @@
-"""A worker process: joins the others, runs, reports its failure, and leaves with the right exit
-code."""
+"""The entry of a worker: one process that joins the others, runs, reports its failure, and leaves
+with the right exit code."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import multiprocessing
-import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-import torch
-
 from ddp_train.config.auto import described
 from ddp_train.config.freeze import FILE, load_frozen, not_default
 from ddp_train.config.program import import_from_working_folder
-from ddp_train.distributed import flight_record
-from ddp_train.distributed.environment import launcher_pid, world_from_environment, write_exit_code
+from ddp_train.distributed.environment import world_from_environment
 from ddp_train.distributed.preflight import agree
-from ddp_train.distributed.process_group import Store, open_store, session, share_config
+from ddp_train.distributed.process_group import Store, open_store, share_config
 from ddp_train.distributed.world import World
-from ddp_train.errors import LaunchError, NonFiniteLossError, PeerError, WriteError
-from ddp_train.linux import end_with_parent
+from ddp_train.errors import PeerError, WriteError
 from ddp_train.options.schema import Config
-from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
-from ddp_train.resilience import collectives, heartbeat, peer_check, stacks
-from ddp_train.resilience.heartbeat import status_on_board
+from ddp_train.resilience import heartbeat, stacks
 from ddp_train.resilience.preemption import SAVED
 from ddp_train.resilience.stdio import tolerate_closed_streams
-from ddp_train.resilience.whole_files import write_bytes
 from ddp_train.runs.failure_reporter import FailureReporter
 from ddp_train.runs.training_run import TrainingRun
+from ddp_train.runs.worker_process import (
+    JOIN_SECONDS,
+    WorkerProcess,
+    die_with_parent,
+    leave,
+    prepare_gpu,
+    writable_logs,
+)
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.log_files import start_logging
 from ddp_train.telemetry.pages.live import LivePage
 
-WATCHED_SECONDS = 20 * 24 * 3600.0
-"""Of collectives, where our own launcher watches: it ends a run that hangs, and knows the culprit.
-Their clock goes on while a job is suspended (`scontrol suspend`), so that a shorter limit would end
-the job when it is resumed. As milliseconds it fits into 32 bits, in which a library may count."""
-JOIN_SECONDS = 600.0
-"""The longest that ranks under torchrun wait for rank 0's config."""
-log = logging.getLogger(__name__)
-
 
 def main() -> NoReturn:
-    """A worker of our own launcher, `python -m ddp_train.runs.worker RUN_DIR`: the config is
-    frozen already."""
+    """A worker of our own launcher, `python -m ddp_train.runs.worker RUN_DIR`.
+
+    The config is frozen already.
+    """
     tolerate_closed_streams()
     die_with_parent()
     import_from_working_folder()
@@ -59,20 +49,19 @@ def main() -> NoReturn:
     try:
         config = load_frozen(file.read_text())
     except OSError as error:
-        board, status = status_on_board(world)
         remedy = "start the same command again, and leave the run directory alone while it runs"
         gone = WriteError(f"{file} cannot be read as a process starts: {error.strerror}", remedy)
-        leave(
-            status.leaving(
-                FailureReporter(file.parent, {}, world, status, board).report(gone, None)
-            )
-        )
+        worker = WorkerProcess(file.parent, world)
+        code = FailureReporter(worker, {}).report(gone)
+        worker.leave(code)
     leave(run(config, world, lambda: open_store(world, config.launch.join_timeout_seconds)))
 
 
 def receive_config(world: World, text: str | None) -> tuple[Store, str]:
-    """A rank under torchrun: rank 0 brings the frozen config, the others wait for it. Leaves if
-    there is none."""
+    """Send the frozen config from rank 0 of torchrun to the others, or leave if there is none.
+
+    text: the config on rank 0; None on the others, which wait for it.
+    """
     try:
         store = open_store(world, JOIN_SECONDS)
         text = share_config(store, world, text)
@@ -87,109 +76,49 @@ def receive_config(world: World, text: str | None) -> tuple[Store, str]:
 def run_under_torchrun(
     store: Store, world: World, argv: list[str], config: Config, text: str
 ) -> NoReturn:
-    """Runs once all ranks of all hosts agree on command line, versions and config. text: the frozen
-    config."""
+    """Run once all ranks of all hosts agree on command line, versions and config.
+
+    text: the frozen config.
+    """
+    run_dir = Path(str(config.run_dir))
 
     def store_after_preflight() -> Store:
-        agree(
-            store,
-            world,
-            argv,
-            Path(str(config.run_dir), FILE),
-            text,
-            config.launch.join_timeout_seconds,
-        )
+        agree(store, world, argv, run_dir / FILE, text, config.launch.join_timeout_seconds)
         return store
 
     code = run(config, world, store_after_preflight)
-    if (
-        world.is_leader and config.mode == "train" and config.launch.page
-    ):  # there is no launcher of ours to do it
-        LivePage(Path(str(config.run_dir)), not_default(config)).write()
+    # There is no launcher of ours to do it.
+    if world.is_leader and config.mode == "train" and config.launch.page:
+        LivePage(run_dir, not_default(config)).write()
     leave(code)
 
 
 def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
-    """Trains or evaluates. Returns the exit code; reports what went wrong. get_store: may raise
-    LaunchError."""
+    """Do what the config's mode asks for, and report what goes wrong. Returns the exit code.
+
+    get_store: joins the other processes; may raise LaunchError.
+    """
     run_dir = Path(str(config.run_dir))
-    board, status = status_on_board(world)
-    reporter = FailureReporter(run_dir, described(config), world, status, board)
-    reporter.hosts_may_leave = config.host_range is not None
-    store = None
-
-    def leave_by_itself(code: int) -> NoReturn:
-        leave(status.leaving(code))
-
+    worker = WorkerProcess(run_dir, world)
+    hosts_may_leave = config.host_range is not None
+    reporter = FailureReporter(worker, described(config), hosts_may_leave=hosts_may_leave)
+    launch = config.launch
     try:
-        open_logs(run_dir, reporter.log_file, world)
-        status.keep_beating()
+        with writable_logs(worker.log_file):
+            start_logging(worker.log_file, world.rank, to_terminal=world.is_leader)
+            stacks.show_stacks(run_dir, world.rank)
+        worker.status.keep_beating()
         device = world.device(config.device)
         if config.device == "cuda":
             prepare_gpu(config.train.memory_history, run_dir, world.rank, device)
-        if config.strategy.has_process_group:
-            store = get_store()
-            peer_check.register(store, world)
-        timeout = WATCHED_SECONDS if board else config.launch.timeout_seconds
-        backend = config.launch.backend
-        with session(world, device, backend, store, timeout) if store else contextlib.nullcontext():
-            record = collectives.record_file(run_dir, world.rank)
-            status.on_hang = lambda: write_bytes(record, flight_record.dump())
+        store = get_store() if config.strategy.has_process_group else None
+        with worker.group(store, device, launch.backend, launch.timeout_seconds):
             display = Display(world.is_leader)
-            completed = TrainingRun(
-                config, world, device, status, display, store, leave_by_itself, board
-            ).execute()
-            status.phase = heartbeat.END
-        stacks.remove_empty_stacks(run_dir, world.rank)
-        return status.leaving(0 if completed else SAVED)
-    except BaseException as error:
-        step = error.step if isinstance(error, NonFiniteLossError) else status.step
-        log.error("failed in step %d, %s", step, status.phase, exc_info=error)
-        return status.leaving(reporter.report(error, store))
-    finally:
-        status.wait_until_saved(config.launch.grace_seconds)
-
-
-def open_logs(run_dir: Path, log_file: Path, world: World) -> None:
-    """Raises WriteError if there can be none: then there will be no checkpoints either."""
-    try:
-        start_logging(log_file, world.rank, to_terminal=world.is_leader)
-        stacks.show_stacks(run_dir, world.rank)
-    except OSError as error:
-        logging.getLogger().addHandler(logging.NullHandler())  # the report says it all
-        remedy = "free space, or give permission to write there, and start the same command again"
-        raise WriteError(
-            f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy
-        ) from error
-
-
-def prepare_gpu(memory_history: bool, run_dir: Path, rank: int, device: str) -> None:
-    torch.cuda.set_device(device)
-    take_when_out_of_memory(snapshot_file(run_dir, rank), memory_history)
-
-
-def die_with_parent() -> None:
-    """Linux ends this process when the one that started it dies, even by SIGKILL: no worker is left
-    behind."""
-    expected = launcher_pid()
-    end_with_parent()
-    if expected is not None and os.getppid() != expected:  # it died before we could ask
-        os._exit(LaunchError.exit_code)
-    signal.signal(
-        signal.SIGINT, signal.SIG_DFL
-    )  # no traceback per rank when torchrun hands Ctrl-C on
-
-
-def leave(code: int) -> NoReturn:
-    """Ends this process at once. After a failure a process group is still open, and tearing torch
-    down takes 0.7 s."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    write_exit_code(code)
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+            is_complete = TrainingRun(config, worker, device, display).execute()
+            worker.status.phase = heartbeat.END
+        return worker.status.leaving(0 if is_complete else SAVED)
+    except BaseException as error:  # noqa: BLE001  whatever it is, it is reported
+        return reporter.log_and_report(error, launch.grace_seconds)
 
 
 if __name__ == "__main__":

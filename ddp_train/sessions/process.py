@@ -1,5 +1,5 @@
-"""One process of a session, from the beginning of the `with` to its end: joins the others, reports,
-leaves."""
+"""One process of a session, from the beginning of the `with` to its end: it joins the others,
+reports, and leaves."""
 
 from __future__ import annotations
 
@@ -9,27 +9,17 @@ import multiprocessing
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import NoReturn
 
 import numpy as np
 import torch
 
-from ddp_train.distributed import flight_record, process_group
 from ddp_train.distributed.environment import threads_asked
+from ddp_train.distributed.process_group import open_store
 from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
-from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
-from ddp_train.resilience import (
-    collectives,
-    failure_report,
-    heartbeat,
-    peer_check,
-    run_lock,
-    stacks,
-)
-from ddp_train.resilience.heartbeat import RankStatus, status_on_board
+from ddp_train.resilience import failure_report, heartbeat, stacks
 from ddp_train.resilience.preemption import (
     INTERRUPTED,
     SAVED,
@@ -38,198 +28,193 @@ from ddp_train.resilience.preemption import (
     stop_signals,
 )
 from ddp_train.resilience.stdio import tolerate_closed_streams
-from ddp_train.resilience.whole_files import write_bytes
 from ddp_train.runs.failure_reporter import FailureReporter
-from ddp_train.runs.worker import JOIN_SECONDS, WATCHED_SECONDS, die_with_parent, leave
+from ddp_train.runs.worker_process import (
+    JOIN_SECONDS,
+    WorkerProcess,
+    die_with_parent,
+    prepare_gpu,
+    writable_logs,
+)
 from ddp_train.sessions.run import Run
-from ddp_train.sessions.settings import Settings, in_words, is_interactive
+from ddp_train.sessions.settings import Settings, in_words, is_interactive, lock_run_dir
 from ddp_train.sessions.steps import Steps, StoppedError
-from ddp_train.telemetry.log_files import LogFile, redirect_streams
+from ddp_train.telemetry.log_files import log_handlers, redirect_streams
 from ddp_train.text import counted
-
-log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
-    """Inside, this process is one of the run. alone: the only one, started by nobody else; it ends
-    by SystemExit, and the others at once, since a process group may be broken."""
+    """Inside, this process is one of the run.
+
+    alone: it is the only one, and nobody else started it: it ends by SystemExit. The others end at
+        once, since a process group may be broken.
+    """
     if not alone:
         tolerate_closed_streams()
         die_with_parent()
-    board, status = status_on_board(world)
-    facts = settings.facts(world.size)
-    reporter = FailureReporter(settings.run_dir, facts, world, status, board, in_words)
-    store = None
-
-    def end(code: int) -> None:
-        if alone:
-            raise SystemExit(code)
-        leave(status.leaving(code))
-
-    with contextlib.ExitStack() as stack:
+    process = SessionProcess(settings, world, alone)
+    # In a notebook this process lives on: nothing of the session may stay, after a failure either.
+    with contextlib.ExitStack() as leftovers:
         try:
-            if board is None and world.is_leader:
-                stack.callback(_locked(settings.run_dir).release)
-                (settings.run_dir / failure_report.FILE).unlink(missing_ok=True)
-            _open_logs(reporter.log_file, world, stack)
-            if not alone:
-                stacks.show_stacks(settings.run_dir, world.rank)
-                status.keep_beating()
-            device = world.device(settings.device)
-            _prepare(settings, world, device, is_ours=board is not None)
-            group = contextlib.nullcontext()
-            if world.size > 1:
-                store = process_group.open_store(world, JOIN_SECONDS)
-                peer_check.register(store, world)
-                timeout = WATCHED_SECONDS if board else settings.timeout_seconds
-                backend = str(facts["backend"])
-                group = process_group.session(world, device, backend, store, timeout)
-            stop = StopController()
-            steps = Steps(settings, world, device, status, stop)
-            stack.callback(
-                stop.close
-            )  # after a failure too, where the process lives on: in a notebook
-            stack.callback(steps.close)
-            run = Run(steps)
-            status.phase = "build"
-            group.__enter__()
-            record = collectives.record_file(settings.run_dir, world.rank)
-            status.on_hang = lambda: write_bytes(record, flight_record.dump())
-            is_stopped = False
-            with _same_handlers_after():
-                clone = store.clone() if store else None
-                with stop.listening(
-                    status, world, clone, settings.grace_seconds / 2, _leave_by_itself(status)
-                ):
-                    try:
-                        yield run
-                        steps.end()
-                    except StoppedError:
-                        is_stopped = True
-                    if steps.checkpoints:
-                        steps.checkpoints.finish()
-            run._is_over = True
-            steps.close()
-            stop.close()
-            group.__exit__(None, None, None)
-            stacks.remove_empty_stacks(settings.run_dir, world.rank)
-            _conclude(settings, world, steps, facts, is_stopped)
+            steps = process.prepare(leftovers)
+            with process.training(steps) as run:
+                yield run
+            process.write_summary(steps)
         except BaseException as error:
             if alone and is_interactive():
                 raise
-            log.error("failed in step %d, %s", status.step, status.phase, exc_info=error)
-            code = reporter.report(error, store)
-            status.wait_until_saved(settings.grace_seconds)
-            if not alone:
-                leave(status.leaving(code))
-            for child in multiprocessing.active_children():
-                if (
-                    child.daemon
-                ):  # a loader process, for which the interpreter would wait: it ignores SIGTERM
-                    child.kill()
-            raise SystemExit(code) from None
-    status.phase = heartbeat.END
-    status.is_done = 1
-    if is_stopped:
-        stopped_at_terminal = alone and exit_code(stop.signal_number) == INTERRUPTED
-        end(INTERRUPTED if stopped_at_terminal else SAVED)
-    status.leaving(0)
+            process.end_by_failure(error)
+    process.end()
 
 
-def _leave_by_itself(status: RankStatus) -> Callable[[int], Any]:
-    """For a stop on which the ranks cannot agree. From a thread, where SystemExit would end the
-    thread alone."""
-    return lambda code: leave(status.leaving(code))
+class SessionProcess:
+    """This process of a session."""
 
+    def __init__(self, settings: Settings, world: World, alone: bool) -> None:
+        """alone: see `joined`."""
+        self.settings = settings
+        self.world = world
+        self.alone = alone
+        self.facts = settings.facts(world.size)
+        self.worker = WorkerProcess(settings.run_dir, world)
+        self.reporter = FailureReporter(self.worker, self.facts, in_words)
+        self.stop = StopController()
+        self.is_stopped = False
 
-def _locked(run_dir: Path) -> run_lock.Lock:
-    """Under torchrun, and alone: where the launcher has not done it."""
-    try:
-        return run_lock.acquire(run_dir / run_lock.FILE)
-    except run_lock.LockHeldError as error:
-        raise WriteError(
-            f"another run is in {run_dir}, {error}", "wait for it, stop it, or name another run_dir"
-        ) from None
-    except OSError as error:
-        raise WriteError(
-            f"{run_dir} cannot be written: {error.strerror}", "name a folder that can"
-        ) from error
+    def prepare(self, leftovers: contextlib.ExitStack) -> Steps:
+        """Take the run directory, open the logs, set up device and seeds.
 
+        leftovers: undoes it.
+        """
+        settings = self.settings
+        worker = self.worker
+        launched_by_us = worker.board is not None
+        if self.world.is_leader and not launched_by_us:
+            leftovers.enter_context(lock_run_dir(settings.run_dir, WriteError))
+            (settings.run_dir / failure_report.FILE).unlink(missing_ok=True)
+        self._open_logs(leftovers)
+        if not self.alone:
+            worker.status.keep_beating()
+        device = self.world.device(settings.device)
+        threads = threads_asked()
+        if launched_by_us and threads:
+            torch.set_num_threads(threads)  # a forked process has imported torch with one
+        if device.startswith("cuda"):
+            prepare_gpu(False, settings.run_dir, self.world.rank, device)
+        torch.manual_seed(settings.seed)
+        np.random.seed(settings.seed & 0xFFFFFFFF)
+        random.seed(settings.seed)
+        steps = Steps(settings, self.world, device, worker.status, self.stop)
+        leftovers.callback(self.stop.close)
+        leftovers.callback(steps.close)
+        return steps
 
-def _open_logs(log_file: Path, world: World, stack: contextlib.ExitStack) -> None:
-    """What this package and Python's warnings say goes to the log, beside whatever logging the user
-    has set up; what other processes than rank 0 print, too."""
-    try:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        handler = LogFile(log_file)
-    except OSError as error:
-        remedy = "free space, or give permission to write there, and start the same command again"
-        raise WriteError(
-            f"the logs in {log_file.parent} cannot be written: {error.strerror}", remedy
-        ) from error
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s rank {world.rank} %(levelname)s %(message)s")
-    )
-    root = logging.getLogger()
-    ours = logging.getLogger("ddp_train")
-    root.addHandler(handler)
-    stack.callback(handler.close)
-    stack.callback(root.removeHandler, handler)
-    ours.setLevel(logging.INFO)
-    logging.captureWarnings(True)
-    if world.is_leader:
-        seen = logging.StreamHandler()
-        seen.setLevel(logging.WARNING)
-        seen.addFilter(
-            lambda record: record.levelno == logging.WARNING
-        )  # failures have their own report
-        seen.setFormatter(logging.Formatter("warning: %(message)s"))
-        ours.addHandler(seen)
-        stack.callback(ours.removeHandler, seen)
-    else:
-        redirect_streams(log_file)
+    def _open_logs(self, leftovers: contextlib.ExitStack) -> None:
+        """Send what this package and Python's warnings say to the log.
 
+        It goes there beside whatever logging the user has set up. What other processes than rank 0
+        print goes there too.
+        """
+        log_file = self.worker.log_file
+        with writable_logs(log_file):
+            handlers = log_handlers(log_file, self.world.rank, self.world.is_leader)
+            if not self.alone:
+                stacks.show_stacks(self.settings.run_dir, self.world.rank)
+        root = logging.getLogger()
+        for handler in handlers:
+            root.addHandler(handler)
+            leftovers.callback(handler.close)
+            leftovers.callback(root.removeHandler, handler)
+        logging.getLogger("ddp_train").setLevel(logging.INFO)
+        logging.captureWarnings(True)
+        if not self.world.is_leader:
+            redirect_streams(log_file)
 
-def _prepare(settings: Settings, world: World, device: str, is_ours: bool) -> None:
-    """Threads, device and seeds. is_ours: started by our launcher, which decides the number of
-    threads."""
-    if is_ours and (threads := threads_asked()):
-        torch.set_num_threads(threads)  # a forked process has imported torch with one
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-        take_when_out_of_memory(snapshot_file(settings.run_dir, world.rank), history=False)
-    torch.manual_seed(settings.seed)
-    np.random.seed(settings.seed & 0xFFFFFFFF)
-    random.seed(settings.seed)
+    @contextlib.contextmanager
+    def training(self, steps: Steps) -> Iterator[Run]:
+        """Inside, the process group is open and stop requests are heard. A stop ends the body."""
+        settings = self.settings
+        worker = self.worker
+        store = None
+        if self.world.size > 1:
+            store = open_store(self.world, JOIN_SECONDS)
+        worker.status.phase = "build"
+        backend = str(self.facts["backend"])
+        with worker.group(store, steps.device, backend, settings.timeout_seconds):
+            connection = store.clone() if store else None
+            patience_seconds = settings.grace_seconds / 2
+            with (
+                _same_handlers_after(),
+                self.stop.listening(
+                    worker.status, self.world, connection, patience_seconds, worker.leave
+                ),
+            ):
+                try:
+                    yield Run(steps)
+                    steps.end()
+                except StoppedError:
+                    self.is_stopped = True
+                if steps.checkpoints:
+                    steps.checkpoints.finish()
+            steps.close()
+            self.stop.close()
+
+    def write_summary(self, steps: Steps) -> None:
+        """Write summary.json, and say where a stopped run resumes, on rank 0."""
+        if not self.world.is_leader:
+            return
+        position = steps.position
+        summary = {
+            "status": "preempted" if self.is_stopped else "completed",
+            **self.facts,
+            "steps": position.step,
+            "epochs": position.epoch,
+        }
+        failure_report.write_json(self.settings.run_dir / failure_report.SUMMARY, summary)
+        if not self.is_stopped:
+            return
+        place = f"epoch {position.epoch}"
+        if position.batch:
+            place += f", {counted(position.batch, 'step')} of it"
+        print(
+            f"stopped after step {position.step} ({place}) and saved; the same command resumes"
+            " there",
+            file=sys.stderr,
+        )
+
+    def end_by_failure(self, error: BaseException) -> NoReturn:
+        """Report a failure, and end this process with its exit code."""
+        code = self.reporter.log_and_report(error, self.settings.grace_seconds)
+        if not self.alone:
+            self.worker.leave(code)
+        for child in multiprocessing.active_children():
+            # The interpreter would wait for a loader process, which ignores SIGTERM.
+            if child.daemon:
+                child.kill()
+        raise SystemExit(code) from None
+
+    def end(self) -> None:
+        """End this process if the run was stopped; else it continues behind the session."""
+        status = self.worker.status
+        status.phase = heartbeat.END
+        status.is_done = 1
+        if not self.is_stopped:
+            status.leaving(0)
+        elif not self.alone:
+            self.worker.leave(SAVED)
+        elif exit_code(self.stop.signal_number) == INTERRUPTED:
+            raise SystemExit(INTERRUPTED)
+        else:
+            raise SystemExit(SAVED)
 
 
 @contextlib.contextmanager
 def _same_handlers_after() -> Iterator[None]:
-    """The script may continue after the session, and Ctrl-C must end it then."""
+    """Restore the handlers of stop signals: Ctrl-C must end a script that continues."""
     before = {number: signal.getsignal(number) for number in stop_signals()}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _conclude(
-    settings: Settings, world: World, steps: Steps, facts: dict[str, Any], is_stopped: bool
-) -> None:
-    if not world.is_leader:
-        return
-    position = steps.position
-    status = "preempted" if is_stopped else "completed"
-    done = {"status": status, **facts, "steps": position.step, "epochs": position.epoch}
-    failure_report.write_json(settings.run_dir / failure_report.SUMMARY, done)
-    if is_stopped:
-        after = f"epoch {position.epoch}" + (
-            f", {counted(position.batch, 'step')} of it" if position.batch else ""
-        )
-        text = (
-            f"stopped after step {position.step} ({after}) and saved; the same command resumes"
-            " there"
-        )
-        print(text, file=sys.stderr)

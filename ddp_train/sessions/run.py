@@ -30,7 +30,6 @@ class Run:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._is_over = False
         self._has_loader = False
 
     @property
@@ -216,5 +215,5 @@ class Run:
         return torch.cat([part for _, (part,) in parts])
 
     def _check(self, what: str) -> None:
-        if self._is_over:
+        if self._steps.is_over:
             raise UsageError(f"{what} was called after the session", "call it inside of the `with`")

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import is_foreign
 
 _WORDS = (
@@ -61,6 +63,24 @@ def is_interactive() -> bool:
     that."""
     ipython = sys.modules.get("IPython")
     return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
+
+
+def lock_run_dir(run_dir: Path, refusal: Callable[[str, str], LaunchError]) -> run_lock.Lock:
+    """The lock of a run directory for this process.
+
+    refusal: makes the error of what happened and of a remedy.
+
+    Raises it if another run is there, or if the folder cannot be written.
+    """
+    try:
+        return run_lock.acquire(run_dir / run_lock.FILE)
+    except run_lock.LockHeldError as error:
+        raise refusal(
+            f"another run is in {run_dir}, {error}", "wait for it, stop it, or name another run_dir"
+        ) from None
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise refusal(f"{run_dir} cannot be written: {reason}", "name a folder that can") from None
 
 
 def in_words(text: str) -> str:

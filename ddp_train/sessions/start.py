@@ -33,8 +33,7 @@ from ddp_train.launcher.workload import Workload
 from ddp_train.linux import keep_exit_codes
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig
-from ddp_train.resilience import run_lock
-from ddp_train.sessions.settings import Settings, UsageError, in_words, is_interactive
+from ddp_train.sessions.settings import Settings, UsageError, in_words, is_interactive, lock_run_dir
 
 if TYPE_CHECKING:
     from ddp_train.sessions.run import Run
@@ -153,7 +152,7 @@ def _note_what_torchrun_decides(world: World, processes: int | None, max_restart
 def _start(settings: Settings) -> int:
     """Runs this script again in each process. Returns the exit code of the run."""
     program, arguments = _this_command()
-    lock = _locked(settings.run_dir)
+    lock = lock_run_dir(settings.run_dir, _usage_error)
     cores = detect_hardware("").cpus
     threads = threads_asked() or max(1, cores // settings.processes)
     own = LaunchConfig(
@@ -205,16 +204,5 @@ def _this_command() -> tuple[list[str], list[str]]:
     return program, arguments
 
 
-def _locked(run_dir: Path) -> run_lock.Lock:
-    try:
-        return run_lock.acquire(run_dir / run_lock.FILE)
-    except run_lock.LockHeldError as error:
-        raise UsageError(
-            f"ddp_train.session: another run is in {run_dir}, {error}",
-            "wait for it, stop it, or name another run_dir",
-        ) from None
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise UsageError(
-            f"ddp_train.session: {run_dir} cannot be written: {why}", "name a folder that can"
-        ) from None
+def _usage_error(detail: str, remedy: str) -> UsageError:
+    return UsageError(f"ddp_train.session: {detail}", remedy)

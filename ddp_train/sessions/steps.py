@@ -75,10 +75,12 @@ class Steps:
         the last sum."""
         self.steps_seeds = StepSeed(settings.seed, world.rank, device)
         self.has_warned = False
+        self.is_over = False
         self._handle = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
     def close(self) -> None:
-        """Nothing of the user's is held or watched any more."""
+        """End the session: nothing of the user's is held or watched any more."""
+        self.is_over = True
         self._handle.remove()
         for loader in self.loaders:
             loader.close()

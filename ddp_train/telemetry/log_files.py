@@ -26,13 +26,7 @@ class LogFile(logging.FileHandler):
 
 def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
     """Send this process's log to a file, and what it prints too unless it may use the terminal."""
-    log_file.parent.mkdir(parents=True, exist_ok=True)
-    file_handler = LogFile(log_file)
-    file_format = f"%(asctime)s rank {rank} %(levelname)s %(message)s"
-    file_handler.setFormatter(logging.Formatter(file_format))
-    handlers: list[logging.Handler] = [file_handler]
-    if to_terminal:
-        handlers.append(_terminal_handler())
+    handlers = log_handlers(log_file, rank, to_terminal)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
     # The first convolution of grey images, [n, 1, 3, 3]: a stride in a dimension of size 1 means
@@ -42,6 +36,17 @@ def start_logging(log_file: Path, rank: int, to_terminal: bool) -> None:
     )
     if not to_terminal:
         redirect_streams(log_file)
+
+
+def log_handlers(log_file: Path, rank: int, to_terminal: bool) -> list[logging.Handler]:
+    """The handlers for a process's log file and, if it may use that, for the terminal."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    file_handler = LogFile(log_file)
+    file_format = f"%(asctime)s rank {rank} %(levelname)s %(message)s"
+    file_handler.setFormatter(logging.Formatter(file_format))
+    if to_terminal:
+        return [file_handler, _terminal_handler()]
+    return [file_handler]
 
 
 def _terminal_handler() -> logging.Handler:

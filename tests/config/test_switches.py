@@ -80,6 +80,7 @@ from ddp_train.runs.display_facts import advice, text_writer
 from ddp_train.runs.plan_report import tuning_rows
 from ddp_train.runs.training import Training, start_trackers
 from ddp_train.runs.training_run import TrainingRun
+from ddp_train.runs.worker_process import WorkerProcess
 from ddp_train.sweeps.baseline import Baseline
 from ddp_train.sweeps.outcomes import completed_outcome
 from ddp_train.sweeps.pool import pool_of
@@ -310,9 +311,8 @@ def alone(case: Case) -> Config:
 def run_of(config: Config) -> TrainingRun:
     """A run in this process, on the CPU, without a process group."""
     config = dataclasses.replace(config, strategy=OPTIONS["strategy"]["single"]())
-    return TrainingRun(
-        config, World(), "cpu", RankStatus(), Display(active=True), None, mock.Mock()
-    )
+    worker = WorkerProcess(Path(str(config.run_dir)), World())
+    return TrainingRun(config, worker, "cpu", Display(active=True))
 
 
 def evaluation_of(case: Case, train: BatchSource, test: BatchSource) -> Evaluation:

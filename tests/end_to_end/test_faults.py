@@ -17,13 +17,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddp_train.distributed.world import World
 from ddp_train.errors import WriteError
 from ddp_train.resilience.failure import Failure
 from ddp_train.resilience.failure_report import Report, record, traceback_of
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
-from ddp_train.runs.worker import open_logs
+from ddp_train.runs.worker_process import writable_logs
 from ddp_train.telemetry.console import Display
+from ddp_train.telemetry.log_files import start_logging
 from tests.checkpoints.test_checkpoint import small_disk
 from tests.support.commands import (
     LAUNCH,
@@ -175,10 +175,14 @@ def test_a_log_that_cannot_be_written_is_named(
 ) -> None:
     """Of a disk that becomes read-only while the processes start: then there are no checkpoints
     either."""
-    monkeypatch.setattr(logging.root, "handlers", list(logging.root.handlers))
+    monkeypatch.setattr(logging.getLogger("ddp_train"), "handlers", [])
     (tmp_path / "logs").write_text("no folder")
-    with pytest.raises(WriteError, match=r"the logs in .*logs cannot be written: File exists"):
-        open_logs(tmp_path, tmp_path / "logs/rank_0.log", World(0, 1, 0, 1))
+    log_file = tmp_path / "logs/rank_0.log"
+    with (
+        pytest.raises(WriteError, match=r"the logs in .*logs cannot be written: File exists"),
+        writable_logs(log_file),
+    ):
+        start_logging(log_file, 0, to_terminal=True)
 
 
 def test_what_costs_nothing_is_not_fatal() -> None:

@@ -31,8 +31,8 @@ from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.stepper import Stepper, UpdateRules
 from ddp_train.options.schema import Config
 from ddp_train.performance.cuda_graph import GraphedStepper
-from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.runs.training_run import TrainingRun
+from ddp_train.runs.worker_process import WorkerProcess
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.score_lines import headline
 from tests.support.jobs import config_of, job_of, largest_difference, table
@@ -253,7 +253,7 @@ def run(world: World, folder: str, **sections: Any) -> dict[str, Any]:
         display = mock.Mock(wraps=Display(active=False))
     else:
         display = Display(active=False)
-    TrainingRun(config, world, "cpu", RankStatus(), display, None, lambda _: None).execute()
+    TrainingRun(config, WorkerProcess(Path(folder), world), "cpu", display).execute()
     if not world.is_leader:
         return {}
     said = [call.args[0] for call in display.line.call_args_list]
