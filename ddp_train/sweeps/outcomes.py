@@ -20,11 +20,9 @@ from hydra_plugins.ddp_train_pool import Pruned
 
 
 class TrialValue(float):
-    """The value that a trial returns, with its row: the results file may have had no room for
-    it."""
+    """The value that a trial in another process returns, with its row."""
 
     row: dict[str, Any]
-    is_written: bool
 
 
 def value_of(row: dict[str, Any]) -> float:

@@ -57,15 +57,11 @@ class PoolListener(SweepListener):
         value: Any = returned._return_value
         self.page.running.pop(number, None)
         row = getattr(value, "row", None)
-        is_written = getattr(value, "is_written", True)
-        if row is None:  # it was killed, perhaps after it had written its row
-            row = self._written_row(number)
-        if row is None:
-            outcome = pruning.pruned_outcome(self.sweep_dir / str(number))
+        if row is None:  # its launcher was killed, or has failed
             row = self._new_row(number, overrides)
-            row |= outcome or dead_outcome(exit_code, value)
-            is_written = False
-        self.table.results.add(*([] if is_written else [row]))
+            pruned = pruning.pruned_outcome(self.sweep_dir / str(number))
+            row |= pruned or dead_outcome(exit_code, value)
+        self.table.results.add(row)
         if isinstance(value, BaseException) or row["status"] == "pruned":
             returned.status = JobStatus.COMPLETED
             returned.return_value = value_of(row)
@@ -110,10 +106,3 @@ class PoolListener(SweepListener):
     def _new_row(self, number: int, overrides: list[str]) -> dict[str, Any]:
         run_dir = (self.sweep_dir / str(number)).absolute()
         return self.table.new_row(number, trial_overrides(overrides), run_dir)
-
-    def _written_row(self, number: int) -> dict[str, Any] | None:
-        """The row that a trial of this start has written itself."""
-        for row in reversed(read_rows(self.sweep_dir, self.table.results_begin)):
-            if row["trial"] == number:
-                return row
-        return None

@@ -24,8 +24,8 @@ class ResultsWriter:
         self.waiting: list[dict[str, Any]] = []
         self.was_warned = False
 
-    def add(self, *rows: dict[str, Any]) -> bool:
-        """Adds rows, and those that wait. Returns whether all are in the file."""
+    def add(self, *rows: dict[str, Any]) -> None:
+        """Adds rows, and those that wait."""
         self.waiting += rows
         try:
             while self.waiting:
@@ -39,7 +39,6 @@ class ResultsWriter:
                     " trial",
                     file=sys.stderr,
                 )
-        return not self.waiting
 
 
 def append_row(sweep_dir: Path, row: dict[str, Any]) -> None:

@@ -68,8 +68,11 @@ class TrialRunner:
             self.preloaded = preload(self.program.import_path)
 
     def run(self, _: DictConfig) -> float:
-        """Runs one trial. Returns its objective; NaN if it has none or has failed, so that the
-        sweep continues."""
+        """Runs one trial. Returns its objective.
+
+        NaN if it has none or has failed, so that the sweep continues. With a pool the process of
+        the sweep gets the row with it. Raises SystemExit to end the sweep.
+        """
         trial = self._asked_trial()
         in_this_process = not self.plan.pool and not self.plan.job_launcher
         if not self.plan.pool:
@@ -85,8 +88,11 @@ class TrialRunner:
         if in_this_process:
             workload = Workload(page=SweepPageOfTrial(self.page.look))
         row |= self._outcome(trial, row.get("at_once", 1), stop, workload)
-        self.table.rows.append(row)
-        return self._returned(row, stop)
+        value = TrialValue(value_of(row))
+        value.row = row
+        if not self.plan.pool:
+            self._add(row, stop)
+        return value
 
     def _asked_trial(self) -> Trial:
         """The trial that Hydra asks for, with the number that its overrides have."""
@@ -141,25 +147,18 @@ class TrialRunner:
         pruned = pruned_outcome(trial.run_dir)
         return {"exit_code": code, **(pruned or failed_outcome(trial.run_dir))}
 
-    def _returned(self, row: dict[str, Any], stop: StopRequests) -> float:
-        """The value of a trial, with its row. Raises SystemExit, with both, to end the sweep."""
-        value = TrialValue(value_of(row))
-        value.row = row
-        value.is_written = self.table.results.add(row)
+    def _add(self, row: dict[str, Any], stop: StopRequests) -> None:
+        """Takes in the row of a trial. Raises SystemExit if the sweep ends with it."""
+        self.table.rows.append(row)
+        self.table.results.add(row)
         contradiction = self.table.learn(row)
-        code = 0
         if contradiction:
             print(contradiction, file=sys.stderr)
-            code = ConfigError.exit_code
-        elif row["exit_code"] in (SAVED, UNSAVED):
-            code = row["exit_code"]
-        elif stop.received and not self.plan.job_launcher:
-            code = row["exit_code"] or stop.exit_code(UNSAVED)
-        if code:
-            end = SystemExit(code)
-            vars(end).update(vars(value))
-            raise end
-        return value
+            raise SystemExit(ConfigError.exit_code)
+        if row["exit_code"] in (SAVED, UNSAVED):
+            raise SystemExit(row["exit_code"])
+        if stop.received and not self.plan.job_launcher:
+            raise SystemExit(row["exit_code"] or stop.exit_code(UNSAVED))
 
 
 @contextlib.contextmanager

@@ -175,7 +175,9 @@ def hydra_problems(program: Program, arguments: list[str]) -> list[str]:
         arguments = [f"{LAUNCHER}={pool.POOL}", *arguments]
     try:
         with hydra.initialize_config_dir(str(program.presets), version_base="1.3"):
-            composed = GlobalHydra.instance().hydra.compose_config(
+            application = GlobalHydra.instance().hydra
+            assert application is not None
+            composed = application.compose_config(
                 "config",
                 arguments,
                 run_mode=RunMode.MULTIRUN,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,13 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_train.sweeps.outcomes import TrialValue
 from ddp_train.sweeps.plan import SweepPlan
-from ddp_train.sweeps.pool import (
-    TrialPool,
-)
+from ddp_train.sweeps.pool import TrialPool
 from ddp_train.sweeps.pool_listener import PoolListener
-from ddp_train.sweeps.results import (
-    append_row,
-    read_rows,
-)
+from ddp_train.sweeps.results import read_rows
 from ddp_train.sweeps.runner import TrialRunner
 from ddp_train.sweeps.table import SweepTable
-from tests.support.commands import (
-    PROGRAM,
-)
+from hydra_plugins.ddp_train_pool._jobs import JobFailedError
+from tests.support.commands import PROGRAM
 
 ROW = {"trial": 0, "status": "failed", "exit_code": 70, "reason": "", "overrides": []}
 
@@ -45,28 +40,21 @@ def listener(tmp_path: Path) -> PoolListener:
     return PoolListener(TrialRunner(PROGRAM, SweepTable(plan), None))
 
 
-def test_the_row_of_a_trial_that_ended_at_once_is_found(listener: PoolListener) -> None:
-    """It may be there before the process that started the trial has done anything else."""
-    append_row(listener.sweep_dir, ROW | {"mine": True})
-    assert ended(listener, 0.5).get("mine")
-    assert len(read_rows(listener.sweep_dir)) == 1
-
-
-def test_a_row_that_could_not_be_written_comes_with_the_result(listener: PoolListener) -> None:
+def test_row_of_a_trial_comes_with_its_result(listener: PoolListener) -> None:
     value = TrialValue(0.5)
     value.row = ROW
-    value.is_written = False
-    assert (
-        ended(listener, pickle.loads(pickle.dumps(value)))
-        == value.row
-        == read_rows(listener.sweep_dir)[0]
-    )
+    received = pickle.loads(pickle.dumps(value))
+    assert ended(listener, received) == ROW
+    assert read_rows(listener.sweep_dir) == [ROW]
+
+
+def test_trial_that_was_killed_has_a_row(listener: PoolListener) -> None:
+    ended(listener, JobFailedError("killed"), -signal.SIGKILL)
+    (row,) = read_rows(listener.sweep_dir)
+    assert (row["kind"], row["reason"]) == ("died", "its launcher was killed by SIGKILL")
 
 
 def test_a_trial_that_fails_in_our_own_code_says_how(listener: PoolListener) -> None:
     row = ended(listener, ValueError("what nobody thought of"), 1)
-    assert (row["kind"], row["exit_code"], row["reason"]) == (
-        "died",
-        70,
-        "ValueError: what nobody thought of",
-    )
+    assert (row["kind"], row["exit_code"]) == ("died", 70)
+    assert row["reason"] == "ValueError: what nobody thought of"

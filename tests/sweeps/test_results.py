@@ -19,29 +19,29 @@ from ddp_train.sweeps.results import (
 from ddp_train.sweeps.trial_numbers import TrialNumbers
 
 
-def test_a_disk_that_is_full_ends_no_sweep(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_full_disk_ends_no_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / RESULTS
     rows = [{"trial": number, "status": "completed"} for number in (5, 6, 7)]
     writer = ResultsWriter(tmp_path)
     numbers = TrialNumbers(tmp_path, 3, "one")
-    assert writer.add(rows[0])
+    writer.add(rows[0])
+    assert read_rows(tmp_path) == rows[:1]
+
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (results.stat().st_size + 10, before[1]))
     try:
-        assert not writer.add(rows[1])
+        writer.add(rows[1])
         assert [numbers.number_of(0, ["a=1"]), numbers.number_of(1, ["a=1"])] == [0, 1]
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert results.read_text().count("\n") == 1 and results.read_text().endswith("\n"), (
-        "no half of a row is left"
-    )
-    assert writer.add(rows[2]) and read_rows(tmp_path) == rows, "nothing is lost"
-    told = capsys.readouterr().err
-    assert (
-        told.count("note: ") == 1 and "File too large; it is tried again after each trial" in told
-    )
+    content = results.read_text()
+    assert content.count("\n") == 1 and content.endswith("\n"), "no half of a row is left"
+
+    writer.add(rows[2])
+    assert read_rows(tmp_path) == rows, "nothing is lost"
+    notes = capsys.readouterr().err
+    assert notes.count("note: ") == 1
+    assert "File too large; it is tried again after each trial" in notes
 
 
 def test_a_row_after_a_torn_one_is_found(tmp_path: Path) -> None:
