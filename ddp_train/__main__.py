@@ -17,13 +17,8 @@ from typing import NoReturn
 from ddp_train.commands.packages import require_packages
 from ddp_train.commands.table import CHECK, OF_FOLDERS, command_of_run, has_flags, load
 from ddp_train.config.program import started
-from ddp_train.distributed.agent import end_with_agent
-from ddp_train.distributed.environment import (
-    restart_in_utf8,
-    world_from_environment,
-    write_begun,
-    write_torchrun_error_file,
-)
+from ddp_train.distributed.agent import end_with_agent, write_begun, write_torchrun_error_file
+from ddp_train.distributed.environment import restart_in_utf8, world_from_environment
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.linux import keep_exit_codes

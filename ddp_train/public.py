@@ -18,7 +18,9 @@ MODULES = {
     "ddp_train.testing": "mode=prove as an assertion, which the pytest fixture offers",
     "ddp_train.text": "counts, first lines and proposals in messages",
     # processes
-    "ddp_train.distributed.environment": "variables that processes are started with",
+    "ddp_train.distributed.agent": "what torchrun says, and what it is told",
+    "ddp_train.distributed.child_environments": "variables that processes are started with",
+    "ddp_train.distributed.environment": "variables of this process",
     "ddp_train.distributed.preflight": "what hosts compare before they train together",
     "ddp_train.distributed.process_group": "store, process group and exchanges",
     "ddp_train.distributed.training_step": "what collectives in a loss ask of the current step",

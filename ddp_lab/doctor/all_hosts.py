@@ -37,7 +37,7 @@ from ddp_lab.doctor.main import (
 from ddp_lab.doctor.multihost_checks import Facts, HostComparison
 from ddp_lab.doctor.nvml import Gpus
 from ddp_lab.doctor.peers import Peers
-from ddp_train.distributed.environment import host_number, hosts_started, write_reported
+from ddp_train.distributed.agent import host_number, hosts_started, write_reported
 from ddp_train.distributed.preflight import acknowledge, versions_here
 from ddp_train.distributed.process_group import Store
 from ddp_train.distributed.world import World

@@ -21,7 +21,8 @@ from ddp_lab.doctor.collective_stages import (
     Stage,
 )
 from ddp_lab.doctor.isolated_check import END_SECONDS
-from ddp_train.distributed.environment import LISTEN_SOCKET, probe_environment, worker_environment
+from ddp_train.distributed.child_environments import probe_environment, worker_environment
+from ddp_train.distributed.environment import LISTEN_SOCKET
 from ddp_train.distributed.world import World
 from ddp_train.linux import end_with_parent, state_of
 from ddp_train.options.schema import Config

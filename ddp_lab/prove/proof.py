@@ -22,7 +22,7 @@ from ddp_lab.prove.real_runs import RealRuns
 from ddp_lab.prove.runner import LOG, Runner, StoppedError, printing_to
 from ddp_train.config.freeze import freeze
 from ddp_train.config.program import Program
-from ddp_train.distributed.environment import preload_environment
+from ddp_train.distributed.child_environments import preload_environment
 from ddp_train.launcher.fork_server import MODULE, ForkServer
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.schema import Config

@@ -28,7 +28,7 @@ from ddp_lab.study.cost_model import (
 from ddp_lab.study.provenance import provenance
 from ddp_lab.study.request import Request, bind_settings
 from ddp_lab.study.trials import lock_run_dir
-from ddp_train.distributed.environment import environment
+from ddp_train.distributed.child_environments import environment
 from ddp_train.errors import ConfigError
 from ddp_train.linux import end_with_parent
 from ddp_train.options.key import key

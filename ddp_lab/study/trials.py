@@ -19,7 +19,7 @@ from ddp_lab.study.provenance import conditions
 from ddp_lab.study.request import Request
 from ddp_train.config.program import Program
 from ddp_train.config.run_directory import unwritten
-from ddp_train.distributed.environment import environment
+from ddp_train.distributed.child_environments import environment
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.linux import adopting_orphans, end_with_parent

@@ -8,7 +8,8 @@ import math
 from typing import Any
 
 from ddp_train.config.processes import counts_of, first_count, hosts_at_start
-from ddp_train.distributed.environment import new_run_id, range_of_hosts
+from ddp_train.distributed.agent import range_of_hosts
+from ddp_train.distributed.environment import new_run_id
 from ddp_train.distributed.world import World
 from ddp_train.hardware import Hardware, why_no_triton
 from ddp_train.options.key import range_of

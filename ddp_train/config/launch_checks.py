@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from ddp_train.config.processes import HOSTS, KEY, counts_of, hosts_at_start
-from ddp_train.distributed.environment import hosts_requested, srun_tasks
+from ddp_train.distributed.agent import hosts_requested
+from ddp_train.distributed.environment import srun_tasks
 from ddp_train.options.key import Range, range_of
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun

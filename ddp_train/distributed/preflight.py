@@ -20,7 +20,8 @@ import torch
 from torch.cuda import nccl
 from torch.distributed import DistError, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_train.distributed.environment import gloo_interface, hosts_requested, hosts_started
+from ddp_train.distributed.agent import hosts_requested, hosts_started
+from ddp_train.distributed.environment import gloo_interface
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.linux import wait_until

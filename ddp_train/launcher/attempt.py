@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_train.distributed.environment import (
+from ddp_train.distributed.child_environments import (
     continuation_environment,
     worker_descriptors,
     worker_environment,

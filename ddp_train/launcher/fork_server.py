@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ddp_train.distributed.environment import (
+from ddp_train.distributed.child_environments import (
     environment,
     preload_environment,
     preloading,

@@ -23,7 +23,8 @@ from pathlib import Path
 
 from ddp_train.config.auto import described
 from ddp_train.config.program import Program
-from ddp_train.distributed.environment import agent_environment, stopping_file
+from ddp_train.distributed.agent import stopping_file
+from ddp_train.distributed.child_environments import agent_environment
 from ddp_train.errors import LaunchError, PeerError
 from ddp_train.launcher import meeting_point
 from ddp_train.launcher.decide import FINAL

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_train.distributed.environment import BEGUN, REPORTED
+from ddp_train.distributed.agent import BEGUN, REPORTED
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class WorkerExits:
 
 
 def read_exits(exit_code_file: Path) -> WorkerExits:
-    """Reads the file that workers append to, see `environment.write_exit_code`."""
+    """Reads the file that workers append to, see `agent.write_exit_code`."""
     restarts = 0
     entries: dict[str, list[str]] = {}
     """The entries of each local rank since it was started last."""

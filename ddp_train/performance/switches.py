@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddp_train.distributed.environment import set_cublas_workspace
+from ddp_train.distributed.environment import set_default_variables
 from ddp_train.kernels import interface
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.tasks.language_model.task import LanguageModel
@@ -24,7 +24,8 @@ def set_process_flags(threads: int, deterministic: bool, cudnn_benchmark: bool, 
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     if deterministic:
-        set_cublas_workspace()
+        # Before CUDA starts (cuBLAS manual, reproducibility).
+        set_default_variables({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
 

@@ -11,11 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddp_train.checkpoints.layout import places, step_of
-from ddp_train.distributed.environment import (
-    restarts_left,
-    write_reported,
-    write_torchrun_error_file,
-)
+from ddp_train.distributed.agent import restarts_left, write_reported, write_torchrun_error_file
 from ddp_train.distributed.process_group import Store
 from ddp_train.errors import LaunchError, NonFiniteLossError
 from ddp_train.performance.memory_snapshot import VIEWER, snapshot_file

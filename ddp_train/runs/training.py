@@ -39,7 +39,8 @@ from ddp_train.config.freeze import to_values
 from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import check_same_data
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.environment import changes_of_number, hosts_follow, lost_rank
+from ddp_train.distributed.agent import hosts_follow
+from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.engine.hook_context import HookContext

@@ -15,7 +15,8 @@ from typing import NoReturn
 import torch
 
 from ddp_train.distributed import flight_record, process_group
-from ddp_train.distributed.environment import launcher_pid, write_exit_code
+from ddp_train.distributed.agent import write_exit_code
+from ddp_train.distributed.environment import launcher_pid
 from ddp_train.distributed.process_group import Store
 from ddp_train.distributed.world import World
 from ddp_train.errors import LaunchError, WriteError

@@ -51,7 +51,7 @@ from ddp_lab.doctor.isolated_check import IsolatedCheck, NoAnswerError
 from ddp_lab.doctor.multihost_checks import HostComparison
 from ddp_lab.doctor.peers import Peers
 from ddp_train.config.prepare import prepare
-from ddp_train.distributed.environment import EXIT_CODE_FILE
+from ddp_train.distributed.agent import EXIT_CODE_FILE
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.hardware import Hardware, detect_hardware

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from ddp_train.distributed.environment import write_torchrun_error_file
+from ddp_train.distributed.agent import write_torchrun_error_file
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.resilience import collectives, hang_detector, peer_check
