@@ -16,10 +16,10 @@ from rich.text import Text
 from ddp_train.commands.compare import find_runs
 from ddp_train.config.program import typed
 from ddp_train.errors import ConfigError
-from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, TRAIN, RunFiles, glance
-from ddp_train.telemetry.pages.run_page import FIRST_SCORES, duration
+from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, RunFiles, glance, main_metric
+from ddp_train.telemetry.pages.run_page import duration
 from ddp_train.telemetry.pages.tables import Table, fitted, show, width_of
-from ddp_train.telemetry.score_lines import PERCENT
+from ddp_train.telemetry.score_lines import column_of, in_column
 from ddp_train.text import counted
 
 WATCH = "watch"
@@ -112,45 +112,23 @@ def _beginning_of(text: str, letters: int) -> str:
 
 def table_of(folder: Path, runs: list[RunFiles]) -> Table:
     """A row for each run, the newest last, beside the prompt."""
-    metric = _shown_metric(runs)
+    metric = main_metric({name for run in runs for name in run.scores})
     splits = dict.fromkeys(run.split for run in runs if metric in run.scores)
-    score = f"{'/'.join(splits)}.{metric}".lstrip(".")
-    if metric in PERCENT:
-        score += " %"
-    columns = [
-        "run",
-        "state",
-        "step",
-        "epoch",
-        "training loss",
-        score,
-        "samples/s",
-        "last line",
-        "what",
-    ]
+    score = column_of(f"{'/'.join(splits)}.{metric}".lstrip("."))
+    columns = ["run", "state", "step", "epoch", "training loss", score]
+    columns += ["samples/s", "last line", "what"]
     rows = [_row(folder, run, metric) for run in runs]
     return Table(str(folder), columns, rows, kept=("state", "what", score))
-
-
-def _shown_metric(runs: list[RunFiles]) -> str:
-    """The first of the usual metrics that a run has."""
-    for name in FIRST_SCORES:
-        if any(name in run.scores for run in runs):
-            return name
-    return "loss"
 
 
 def _row(folder: Path, run: RunFiles, metric: str) -> list[object]:
     name = run.run_dir.name
     if run.run_dir != folder:
         name = str(run.run_dir.relative_to(folder))
-    trained = _last(run.of(TRAIN))
-    score = _last(run.of(run.split)).get(metric)
-    if score and metric in PERCENT:
-        score = 100 * score
+    interval = _last(run.intervals)
     last = _last(run.metrics)
     age = None
-    if run.state == RUNNING and "time" in last:
+    if run.state == RUNNING and last:
         age = f"{duration(max(0.0, time.time() - last['time']))} ago"
     reason = ""
     if run.state == FAILED and run.failure:
@@ -160,9 +138,9 @@ def _row(folder: Path, run: RunFiles, metric: str) -> list[object]:
         run.state,
         last.get("step"),
         last.get("epoch"),
-        trained.get("loss"),
-        score,
-        trained.get("samples_per_second"),
+        interval.get("loss"),
+        in_column(metric, _last(run.evaluations).get(metric)),
+        interval.get("samples_per_second"),
         age,
         _beginning_of(" ".join(reason.split()), LONGEST_REASON),
     ]

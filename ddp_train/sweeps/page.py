@@ -119,7 +119,7 @@ class SweepPage:
     def _write_now(self, is_running: bool) -> Path:
         from ddp_train.telemetry.pages.page import write
         from ddp_train.telemetry.pages.run_files import RUNNING
-        from ddp_train.telemetry.pages.sweep_page import sweep_page
+        from ddp_train.telemetry.pages.sweep_page import Sweep, sweep_page
 
         table = self.table
         plan = table.plan
@@ -134,15 +134,15 @@ class SweepPage:
             "Hardware": hardware_description(detect_hardware(visible_devices())),
             "Versions": ", ".join(known),
         }
-        page = sweep_page(
+        sweep = Sweep(
             plan.sweep_dir,
             [*rows.values()],
             table.objective,
             table.better,
             plan.command,
-            facts,
-            math.ceil(self.interval_seconds) if is_running else 0,
-            plan.total,
-            table.baseline.text(table.rows),
+            total=plan.total,
+            note=table.baseline.text(table.rows),
+            facts=facts,
         )
-        return write(page, plan.sweep_dir)
+        refresh_seconds = math.ceil(self.interval_seconds) if is_running else 0
+        return write(sweep_page(sweep, refresh_seconds), plan.sweep_dir)

@@ -67,3 +67,22 @@ def shown_metric(name: str, value: float) -> str:
     if abs(value) >= 1_000:
         return f"{value:,.1f}"
     return f"{value:.4f}"
+
+
+def is_percent(name: str) -> bool:
+    """Whether a metric, or an objective such as `test.accuracy`, is read as a percentage."""
+    return name.rpartition(".")[2] in PERCENT
+
+
+def column_of(name: str) -> str:
+    """The name of a metric's column: `accuracy %`, `test.loss`."""
+    if is_percent(name):
+        return f"{name} %"
+    return name
+
+
+def in_column(name: str, value: Any) -> Any:
+    """The value of a metric in its column; None stays None."""
+    if value is not None and is_percent(name):
+        return 100 * value
+    return value

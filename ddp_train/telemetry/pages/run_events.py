@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
 import datetime
+import math
 from dataclasses import dataclass
 
 from ddp_train.telemetry.pages.run_files import RunFiles
@@ -24,47 +24,37 @@ class Event:
 
 def events_of(run: RunFiles) -> list[Event]:
     """The events of a run, in order."""
-    steps = _Steps(run)
-    events = [*_starts(run, steps)]
+    events = _starts(run)
     for event in run.timeline.get("events", []):
         step = event.get("step")
         if step is None:
-            step = steps.at(event["time"])
+            step = _step_at(run, event["time"])
         events.append(Event(event["time"], step, event["text"]))
-    for line in run.of("resize"):
-        text = f"{line.get('from', '?')} to {line.get('to', '?')} processes"
-        events.append(Event(line.get("time", 0.0), line["step"], text))
+    for line in run.lines("resize"):
+        text = f"{line['from']} to {line['to']} processes"
+        events.append(Event(line["time"], line["step"], text))
     return sorted(events, key=lambda event: event.time)
 
 
-class _Steps:
-    """The step that a run had reached at a time."""
-
-    def __init__(self, run: RunFiles) -> None:
-        timed = [line for line in run.metrics if isinstance(line.get("time"), int | float)]
-        self.times = [line["time"] for line in timed]
-        self.steps = [line["step"] for line in timed]
-
-    def at(self, moment: float) -> int | None:
-        place = bisect.bisect(self.times, moment)
-        if place == 0:
-            return None
-        return self.steps[place - 1]
-
-
-def _starts(run: RunFiles, steps: _Steps) -> list[Event]:
+def _starts(run: RunFiles) -> list[Event]:
+    times = [line["started"] for line in run.commands if line.get("started")]
     starts = []
-    for number, line in enumerate(run.commands):
-        try:
-            started = datetime.datetime.fromisoformat(str(line.get("started")))
-        except ValueError:
-            continue
-        moment = started.timestamp()
-        if number == 0:
-            starts.append(Event(moment, 0, START))
+    for text in times:
+        moment = datetime.datetime.fromisoformat(text).timestamp()
+        if starts:
+            starts.append(Event(moment, _step_at(run, moment), RESUMED))
         else:
-            starts.append(Event(moment, steps.at(moment), RESUMED))
+            starts.append(Event(moment, 0, START))
     return starts
+
+
+def _step_at(run: RunFiles, moment: float) -> int | None:
+    """The step that a run had reached at a time; None before its first line."""
+    step = None
+    for line in run.metrics:
+        if line.get("time", math.inf) <= moment:
+            step = line["step"]
+    return step
 
 
 def clock(moment: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ SPLITS = ("validation", "test")
 """Kinds of lines of metrics.jsonl: a logging interval of training, and evaluations."""
 TAIL_BYTES = 2**16
 NOT_METRICS = ("kind", "step", "epoch", "time", "correct", "samples")
-"""Fields of the line of an evaluation that are no metric."""
+"""Other fields of the line of an evaluation."""
+FIRST_METRICS = ("accuracy", "mean_iou", "perplexity", "bits_per_byte", "rmse")
+"""The metric of most interest in an evaluation, beside the loss: the first that is known."""
 RUNNING = "running"
 COMPLETED = "completed"
 FAILED = "failed"
@@ -62,23 +64,33 @@ class RunFiles:
             return STOPPED
         return ENDED
 
-    def of(self, kind: str) -> list[Line]:
+    def lines(self, kind: str) -> list[Line]:
         """The lines of metrics.jsonl of one kind."""
         return [line for line in self.metrics if line["kind"] == kind]
+
+    @property
+    def intervals(self) -> list[Line]:
+        """The logging intervals of training."""
+        return self.lines(TRAIN)
 
     @property
     def split(self) -> str:
         """The split that was evaluated during training: validation, or test without one."""
         for split in SPLITS:
-            if self.of(split):
+            if self.lines(split):
                 return split
         return SPLITS[-1]
+
+    @property
+    def evaluations(self) -> list[Line]:
+        """The evaluations of `split`."""
+        return self.lines(self.split)
 
     @property
     def scores(self) -> list[str]:
         """Names of the metrics of the evaluations."""
         names: dict[str, None] = {}
-        for line in self.of(self.split):
+        for line in self.evaluations:
             for name, value in line.items():
                 if name not in NOT_METRICS and isinstance(value, int | float):
                     names[name] = None
@@ -92,6 +104,16 @@ class RunFiles:
         if metric.startswith(("accuracy", "top5")):
             return "max"
         return "min"
+
+    def best_by(self, metric: str) -> Line | None:
+        """The evaluation with the best value of a metric."""
+        known = []
+        for line in self.evaluations:
+            value = line.get(metric)
+            if isinstance(value, int | float) and math.isfinite(value):
+                known.append(line)
+        choose = max if self.better(metric) == "max" else min
+        return choose(known, key=lambda line: line[metric], default=None)
 
     @property
     def last_start(self) -> dict[str, Any]:
@@ -193,18 +215,6 @@ def as_typed(config: dict[str, Any]) -> dict[str, Any]:
     return typed
 
 
-def best(lines: Sequence[Line], metric: str, better: str) -> Line | None:
-    """The line with the best value of a metric.
-
-    better: max or min.
-    """
-    known = []
-    for line in lines:
-        value = line.get(metric)
-        if isinstance(value, int | float) and math.isfinite(value):
-            known.append(line)
-    if not known:
-        return None
-    if better == "max":
-        return max(known, key=lambda line: line[metric])
-    return min(known, key=lambda line: line[metric])
+def main_metric(names: Collection[str]) -> str:
+    """The metric of most interest among some."""
+    return next((name for name in FIRST_METRICS if name in names), "loss")

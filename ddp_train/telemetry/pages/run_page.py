@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -11,23 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.telemetry.pages.findings import findings
-from ddp_train.telemetry.pages.report import Lines, Plot, Report
+from ddp_train.telemetry.pages.report import Lines, Report, Section
 from ddp_train.telemetry.pages.run_events import Event, clock, events_of
 from ddp_train.telemetry.pages.run_files import (
     COMPLETED,
     RUNNING,
-    TRAIN,
     RunFiles,
     as_typed,
-    best,
+    main_metric,
 )
 from ddp_train.telemetry.pages.run_plots import run_plots
 from ddp_train.telemetry.pages.tables import Table
-from ddp_train.telemetry.score_lines import PERCENT, shown_metric
+from ddp_train.telemetry.score_lines import column_of, in_column, shown_metric
 from ddp_train.text import shown, word
-
-FIRST_SCORES = ("accuracy", "mean_iou", "perplexity", "bits_per_byte", "rmse")
-"""The metric of most interest in an evaluation, beside the loss: the first that is known."""
 
 
 def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> Report:
@@ -37,17 +32,12 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
     refresh_seconds: time between two pages, while the run is not over.
     """
     events = events_of(run)
-    sections: list[Table | Plot | Lines] = [*run_plots(run, events)]
-    if run.of(run.split):
+    sections: list[Section] = [*run_plots(run, events)]
+    if run.evaluations:
         sections.append(_evaluations(run))
     if len(events) > 1:
         sections.append(_event_table(events))
-    sections += _config_sections(run, typed)
-    if run.commands:
-        commands = [str(line.get("command")) for line in run.commands]
-        sections.append(Lines("Commands", commands))
-    if run.state == COMPLETED:
-        sections.append(Lines("What to do with it", uses(run)))
+    sections += _texts(run, typed)
     return Report(
         f"{run.config.get('name', 'run')}: {run.run_dir.name}",
         "",
@@ -60,20 +50,22 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
     )
 
 
-def _config_sections(run: RunFiles, typed: dict[str, Any]) -> list[Lines]:
-    sections = []
-    chosen = _chosen(run, typed)
-    if chosen:
-        lines = [f"{key}={value}" for key, value in chosen.items()]
-        sections.append(Lines("Settings that are not the default", lines))
-    if run.config:
-        lines = [f"{key}={shown(value)}" for key, value in as_typed(run.config).items()]
-        sections.append(Lines("Config, all of it", lines, folded=True))
-    return sections
+def _texts(run: RunFiles, typed: dict[str, Any]) -> list[Lines]:
+    """What the run was, and what can be done with it."""
+    config = [f"{key}={shown(value)}" for key, value in as_typed(run.config).items()]
+    commands = [str(line.get("command")) for line in run.commands]
+    sections = [
+        Lines("Settings that are not the default", _chosen(run, typed)),
+        Lines("Config, all of it", config, folded=True),
+        Lines("Commands", commands),
+    ]
+    if run.state == COMPLETED:
+        sections.append(Lines("What to do with it", uses(run)))
+    return [section for section in sections if section.lines]
 
 
-def _chosen(run: RunFiles, typed: dict[str, Any]) -> dict[str, str]:
-    """Settings by their keys, as they are typed."""
+def _chosen(run: RunFiles, typed: dict[str, Any]) -> list[str]:
+    """Settings that were typed, or differ from the default, as they are typed."""
     chosen = {}
     for key, value in as_typed(typed).items():
         if value != "custom":
@@ -83,7 +75,7 @@ def _chosen(run: RunFiles, typed: dict[str, Any]) -> dict[str, str]:
         # `auto` might have chosen the same.
         if equals and "." in key and key not in chosen and key != "checkpoint.resume":
             chosen[key] = value
-    return chosen
+    return [f"{key}={value}" for key, value in chosen.items()]
 
 
 def uses(run: RunFiles) -> list[str]:
@@ -123,7 +115,7 @@ def near(path: Path) -> Path:
 def _state(run: RunFiles) -> str:
     state = run.state
     step = run.metrics[-1]["step"] if run.metrics else run.summary.get("steps")
-    if isinstance(step, int) and run.state != COMPLETED:
+    if step is not None and state != COMPLETED:
         state += f", step {step:,}"
     if run.state == RUNNING:
         state += f", as of {clock(time.time())}"
@@ -136,8 +128,7 @@ def numbers(run: RunFiles) -> dict[str, str]:
     test = run.summary.get("test") or {}
     if run.split != "test" and "accuracy" in test:
         tiles["test accuracy"] = shown_metric("accuracy", test["accuracy"])
-    lines = run.of(TRAIN)
-    last = lines[-1] if lines else {}
+    last = run.intervals[-1] if run.intervals else {}
     if last.get("loss") is not None:
         tiles["training loss"] = f"{last['loss']:.4f}"
     speed = run.summary.get("samples_per_second") or last.get("samples_per_second")
@@ -153,17 +144,13 @@ def numbers(run: RunFiles) -> dict[str, str]:
 
 def _score_numbers(run: RunFiles) -> dict[str, str]:
     """The metric of most interest, at the end and at its best."""
-    scores = run.of(run.split)
-    known = [name for name in FIRST_SCORES if name in run.scores][:1]
-    if "loss" in run.scores:
-        known.append("loss")
-    for name in known:
-        top = best(scores, name, run.better(name))
-        if top:
-            last = scores[-1].get(name, top[name])
+    for name in (main_metric(run.scores), "loss"):
+        best = run.best_by(name)
+        if best:
+            last = run.evaluations[-1].get(name, best[name])
             return {
                 f"{run.split} {name}, last": shown_metric(name, last),
-                f"best, step {top['step']:,}": shown_metric(name, top[name]),
+                f"best, step {best['step']:,}": shown_metric(name, best[name]),
             }
     return {}
 
@@ -176,29 +163,21 @@ def duration(seconds: float) -> str:
 
 
 def _evaluations(run: RunFiles) -> Table:
-    lines = run.of(run.split)
+    lines = run.evaluations
     names = [name for name in run.scores if name != "loss"]
-    headings = [f"{name} %" if name in PERCENT else name for name in names]
     rows = []
     for line in lines:
-        values = [as_percent(name, line.get(name)) for name in names]
+        values = [in_column(name, line.get(name)) for name in names]
         rows.append([line.get("epoch"), line["step"], *values, line.get("loss")])
-    metric = next((name for name in FIRST_SCORES if name in names), "loss")
-    top = best(lines, metric, run.better(metric))
+    metric = main_metric(names)
+    best = run.best_by(metric)
     return Table(
         f"Evaluations of the {run.split} set",
-        ["epoch", "step", *headings, "loss"],
+        ["epoch", "step", *map(column_of, names), "loss"],
         rows,
         f"The best by {metric} stands out; by another metric it may be another line.",
-        best=lines.index(top) if top else None,
+        best=lines.index(best) if best else None,
     )
-
-
-def as_percent(metric: str, value: Any) -> Any:
-    """The value of a metric as it stands in a table."""
-    if metric in PERCENT and isinstance(value, int | float):
-        return 100 * value
-    return value
 
 
 def _event_table(events: Sequence[Event]) -> Table:
@@ -209,24 +188,16 @@ def _event_table(events: Sequence[Event]) -> Table:
 def _facts(run: RunFiles) -> dict[str, str]:
     """Hardware, versions and other provenance, as far as they are known."""
     last = run.last_start
-    summary = run.summary
-    hardware = str(last.get("hardware") or summary.get("device_name") or "")
     versions = last.get("versions") or {}
+    parameters = run.summary.get("parameters")
     facts = {
         "Run directory": run.run_dir,
-        "Hardware": re.sub(r"\b1 cores\b", "1 core", hardware),
+        "Hardware": last.get("hardware") or run.summary.get("device_name"),
         "Host": last.get("host"),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "Parameters": _parameters(summary),
-        "Checkpoint": summary.get("checkpoint"),
+        "Parameters": parameters and "{all:,}, of which {trained:,} trained".format(**parameters),
+        "Checkpoint": run.summary.get("checkpoint"),
         "Code": last.get("git_revision"),
         "Started": last.get("started"),
     }
     return {name: str(value) for name, value in facts.items() if value}
-
-
-def _parameters(summary: dict[str, Any]) -> str:
-    parameters = summary.get("parameters")
-    if not parameters:
-        return ""
-    return f"{parameters['all']:,}, of which {parameters.get('trained', 0):,} trained"

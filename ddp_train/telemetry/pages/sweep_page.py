@@ -5,213 +5,215 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ddp_train.telemetry.metrics_log import METRICS, read_thinned
-from ddp_train.telemetry.pages.charts import Axis, Chart, Curve, Point, curves, parallel, scatter
-from ddp_train.telemetry.pages.report import Lines, Plot, Report
+from ddp_train.telemetry.pages.charts import Axis, Curve, Point, curves, parallel, scatter
+from ddp_train.telemetry.pages.report import Lines, Plot, Report, Section
 from ddp_train.telemetry.pages.run_events import clock
-from ddp_train.telemetry.pages.run_files import (
-    FAILED,
-    RUNNING,
-    STOPPED,
-    TRAIN,
-    read_run,
-)
+from ddp_train.telemetry.pages.run_files import RUNNING, STOPPED, TRAIN, read_run
 from ddp_train.telemetry.pages.run_page import near, uses
-from ddp_train.telemetry.pages.seeds import Row, SeedGroups
+from ddp_train.telemetry.pages.seeds import SeedGroups
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.pages.trials import (
+    Row,
+    count_running,
     has_failed,
     is_stopped,
+    number_or_text,
+    overrides_of,
     parameters,
     ranked,
     state_of,
     trials_table,
-    values_of,
 )
-from ddp_train.telemetry.score_lines import PERCENT, shown_metric
+from ddp_train.telemetry.score_lines import is_percent, shown_metric
 from ddp_train.text import word
 
 FEWEST_AXES = 3
 """Parameters from which parallel axes show more than a plot for each."""
-LOG_RATIO = 10.0
-"""Of the largest to the smallest value of a parameter, from which its axis is logarithmic."""
-MOST_TICKS = 8
-"""Values of a parameter up to which its axis names these and no others."""
 POINTS = 30_000
-"""Of all curves of a plot together: 0.6 MB."""
+"""Most points of all curves of a plot together: 0.6 MB."""
 MOST_CURVES = 300
+MOST_NAMED_CURVES = 6
+"""Trials up to which each curve has a colour and a name."""
 
 
-def sweep_page(
-    sweep_dir: Path,
-    rows: Sequence[Row],
-    objective: str,
-    better: str | None,
-    command: str,
-    facts: dict[str, str],
-    refresh_seconds: int = 0,
-    total: int = 0,
-    note: str = "",
-) -> Report:
-    """rows: of results.jsonl, so far, and of the trials that are running. total: of trials, if that
-    is known. Reads the run directories of the trials."""
-    order = ranked(rows, better)
+@dataclass
+class Sweep:
+    """What a page is made from. The run directories of the trials are read too."""
+
+    sweep_dir: Path
+    rows: Sequence[Row]
+    """Of results.jsonl, so far, and of the trials that are running."""
+    objective: str
+    """`test.accuracy`."""
+    better: str | None
+    """max or min; None if that is not known yet."""
+    command: str
+    """The command that started it."""
+    total: int = 0
+    """Number of trials; 0: unknown."""
+    note: str = ""
+    """Under the table of trials."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """Hardware and versions."""
+
+    def run_dir(self, row: Row) -> Path:
+        return Path(row.get("run_dir") or self.sweep_dir / str(row["trial"]))
+
+
+def sweep_page(sweep: Sweep, refresh_seconds: int = 0) -> Report:
+    """The page of a sweep.
+
+    refresh_seconds: time between two pages; 0: the sweep has ended.
+    """
+    order = ranked(sweep.rows, sweep.better)
     scored = [row for row in order if row.get("objective") is not None]
-    failed = [row for row in rows if has_failed(row)]
-    table = trials_table(order, objective, rows[0].get("at_once", 1) if rows else 1, note)
+    seeds = SeedGroups(order, sweep.objective, sweep.better)
+    at_once = sweep.rows[0].get("at_once", 1) if sweep.rows else 1
+    table = trials_table(order, sweep.objective, at_once, sweep.note)
     table.title = table.title.capitalize()
-    table.best = 0 if scored else None
-    sections: list[Table | Plot | Lines] = []
+    sections: list[Section] = []
     if scored:
-        commands = uses(read_run(_run_dir(sweep_dir, scored[0])))
-        sections += [Lines(f"The best: trial {scored[0]['trial']}", commands)] if commands else []
-    seeds = SeedGroups(order, objective, better)
-    sections += [_curves(sweep_dir, order, objective), *_against(scored, objective), table]
+        table.best = 0
+        sections += _best(sweep, scored[0])
+    sections += [_curves(sweep, order), *_against_parameters(scored, sweep.objective), table]
     if seeds.repeated:
         sections.append(seeds.table())
-    if failed:
-        reasons = [
-            [row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))] for row in failed
-        ]
-        sections.append(Table("Failed", ["trial", "overrides", "reason"], reasons))
-    state = state_of(rows, total)
-    now = sum(row["status"] == RUNNING for row in rows)
+    sections += _failures(sweep.rows)
+    state = state_of(sweep.rows, sweep.total)
     if refresh_seconds:
-        of = f" of {total}" if total else ""
-        state = (
-            f"{RUNNING}: {now} now, {len(rows) - now}{of} trials ended, as of {clock(time.time())}"
-        )
+        state = _state_of_running(sweep)
     elif state.startswith(STOPPED):
-        sections.append(Lines("To go on", [goes_on(command, sweep_dir)]))
+        sections.append(Lines("To go on", [goes_on(sweep.command, sweep.sweep_dir)]))
+    intro = f"Each trial is a run in new processes; the sweep optimizes {sweep.objective}"
+    if sweep.better:
+        better = "higher" if sweep.better == "max" else "lower"
+        intro += f", {better} is better"
     return Report(
         "Sweep",
-        f"Each trial is a run in new processes; the sweep optimizes {objective}"
-        + (f", {'higher' if better == 'max' else 'lower'} is better." if better else "."),
+        f"{intro}.",
         sections,
-        facts,
-        [command],
+        sweep.facts,
+        [sweep.command],
         state=state,
-        numbers=_numbers(rows, scored, objective),
+        numbers=_numbers(sweep, scored),
         findings=seeds.findings(),
         refresh_seconds=refresh_seconds,
     )
 
 
 def goes_on(command: str, sweep_dir: Path) -> str:
-    """The command that goes on with a sweep. command: that of its start, which need not name the
-    directory."""
-    words = [one for one in shlex.split(command) if not one.startswith("run_dir=")]
-    return shlex.join([*words, word("run_dir", near(sweep_dir))])
+    """The command that continues a sweep.
+
+    command: that of its start, which need not name the directory.
+    """
+    argv = [argument for argument in shlex.split(command) if not argument.startswith("run_dir=")]
+    return shlex.join([*argv, word("run_dir", near(sweep_dir))])
 
 
-def _run_dir(sweep_dir: Path, row: Row) -> Path:
-    if row.get("run_dir"):
-        return Path(row["run_dir"])
-    return sweep_dir / str(row["trial"])
+def _best(sweep: Sweep, row: Row) -> list[Lines]:
+    commands = uses(read_run(sweep.run_dir(row)))
+    if not commands:
+        return []
+    return [Lines(f"The best: trial {row['trial']}", commands)]
 
 
-def _numbers(rows: Sequence[Row], scored: Sequence[Row], objective: str) -> dict[str, str]:
-    found = {}
+def _failures(rows: Sequence[Row]) -> list[Table]:
+    failures = []
+    for row in filter(has_failed, rows):
+        failures.append([row["trial"], " ".join(row["overrides"]), str(row.get("reason", ""))])
+    if not failures:
+        return []
+    return [Table("Failed", ["trial", "overrides", "reason"], failures)]
+
+
+def _state_of_running(sweep: Sweep) -> str:
+    running = count_running(sweep.rows)
+    ended = str(len(sweep.rows) - running)
+    if sweep.total:
+        ended += f" of {sweep.total}"
+    return f"{RUNNING}: {running} now, {ended} trials ended, as of {clock(time.time())}"
+
+
+def _numbers(sweep: Sweep, scored: Sequence[Row]) -> dict[str, str]:
+    numbers = {}
     if scored:
-        metric = objective.rpartition(".")[2]
-        found[f"{objective}, the best"] = shown_metric(metric, scored[0]["objective"])
-        found |= {"with": " ".join(scored[0]["overrides"])} if scored[0]["overrides"] else {}
-    counts = {"trials": len(rows), "running": sum(row["status"] == RUNNING for row in rows)}
-    counts["stopped"] = sum(map(is_stopped, rows))
-    counts["failed"] = sum(row["status"] == FAILED for row in rows) - counts["stopped"]
-    return found | {
-        name: str(number)
-        for name, number in counts.items()
-        if number or name in ("trials", "failed")
-    }
+        best = scored[0]
+        metric = sweep.objective.rpartition(".")[2]
+        numbers[f"{sweep.objective}, the best"] = shown_metric(metric, best["objective"])
+        if best["overrides"]:
+            numbers["with"] = " ".join(best["overrides"])
+    numbers["trials"] = str(len(sweep.rows))
+    running = count_running(sweep.rows)
+    if running:
+        numbers["running"] = str(running)
+    stopped = sum(map(is_stopped, sweep.rows))
+    if stopped:
+        numbers["stopped"] = str(stopped)
+    numbers["failed"] = str(sum(map(has_failed, sweep.rows)))
+    return numbers
 
 
-def _curves(sweep_dir: Path, order: Sequence[Row], objective: str) -> Plot:
-    """The objective of all trials while they train, or their training loss if it is known at the
-    end only. The best is drawn on top of the others."""
-    split, _, metric = objective.rpartition(".")
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def _curves(sweep: Sweep, order: Sequence[Row]) -> Plot:
+    """The objective of all trials while they train; the best is drawn on top of the others.
+
+    Their training loss, if the objective is known at the end only.
+    """
+    split, _, metric = sweep.objective.rpartition(".")
     order = order[:MOST_CURVES]
-    paths = [_run_dir(sweep_dir, row) / METRICS for row in order]
+    paths = [sweep.run_dir(row) / METRICS for row in order]
     most = POINTS // max(1, len(order))
-    read = [read_thinned(path, split, most) for path in paths] if split else []
-    kind = split if any(len(lines) > 1 for lines in read) else TRAIN
-    if kind != split:
-        read = [read_thinned(path, TRAIN, most) for path in paths]
-    key = metric if kind == split else "loss"
+    lines_of_trials = [read_thinned(path, split, most) for path in paths]
+    caption = f"{split.capitalize()} {metric} of all trials"
+    if not any(len(lines) > 1 for lines in lines_of_trials):
+        metric = "loss"
+        lines_of_trials = [read_thinned(path, TRAIN, most) for path in paths]
+        caption = "Training loss of all trials"
     drawn = []
-    for place, (row, lines) in enumerate(zip(order, read, strict=True)):
+    for row, lines in zip(order, lines_of_trials, strict=True):
+        steps = [line["step"] for line in lines]
         name = " ".join(row["overrides"]) or f"trial {row['trial']}"
-        is_best = not place and row.get("objective") is not None
-        if is_best:
+        level = -1 if len(order) > MOST_NAMED_CURVES else 0
+        if row is order[0] and row.get("objective") is not None:
             level = 1
-        else:
-            level = -1 if len(order) > 6 else 0
-        drawn.append(
-            Curve(
-                name,
-                [line["step"] for line in lines],
-                [line.get(key) for line in lines],
-                level=level,
-            )
-        )
-    values = [value for curve in drawn for value in curve.y if value is not None]
-    is_log = key == "loss" and bool(values) and min(values) > 0 and max(values) > 20 * min(values)
-    caption = f"{f'{split.capitalize()} {key}' if kind == split else 'Training loss'} of all trials"
-    caption += (
-        "; the best one is thick."
-        if any(row.get("objective") is not None for row in order)
-        else "."
-    )
-    axis = Axis(key, log=is_log, percent=key in PERCENT)
+            caption += "; the best one is thick"
+        drawn.append(Curve(name, steps, [line.get(metric) for line in lines], level=level))
     if all(len({*curve.x}) < 2 for curve in drawn):  # a point says no more than the table
         return Plot("Curves", None)
-    return Plot("Curves", curves(drawn, Axis("optimizer step"), axis), caption, full=True)
+    axis = Axis(metric, log=metric == "loss", percent=is_percent(metric))
+    return Plot("Curves", curves(drawn, Axis("optimizer step"), axis), f"{caption}.", full=True)
 
 
-def _axis(key: str, values: Sequence[Any]) -> Axis:
-    numbers = [value for value in values if isinstance(value, int | float)]
-    is_log = (
-        len(numbers) == len(values) > 0
-        and min(numbers) > 0
-        and max(numbers) >= LOG_RATIO * min(numbers)
-    )
-    tried = sorted({*numbers})
-    return Axis(key, log=is_log, ticks=tried if len(tried) <= MOST_TICKS else ())
-
-
-def _against(scored: Sequence[Row], objective: str) -> list[Plot]:
-    """The objective against each parameter."""
-    keys = [
-        key
-        for key in parameters(scored)
-        if len({str(values_of(row).get(key)) for row in scored}) > 1
-    ]
-    y = Axis(objective, percent=objective.rpartition(".")[2] in PERCENT)
+def _against_parameters(scored: Sequence[Row], objective: str) -> list[Plot]:
+    """The objective against the parameters that vary: a plot for each of few, one of many."""
+    columns = {}
+    for key in parameters(scored):
+        texts = [overrides_of(row).get(key) for row in scored]
+        if len({*texts}) > 1:
+            columns[key] = [text if text is None else number_or_text(text) for text in texts]
     names = [" ".join(row["overrides"]) for row in scored]
-    if len(keys) < FEWEST_AXES:
-        return [Plot(f"{objective} by {key}", _dots(scored, key, names, y)) for key in keys]
-    columns = {key: [values_of(row).get(key) for row in scored] for key in keys}
-    points = [
-        Point(name, [*(columns[key][at] for key in keys), row["objective"]], strong=not at)
-        for at, (name, row) in enumerate(zip(names, scored, strict=True))
-    ]
-    axes = [*(_axis(key, columns[key]) for key in keys), y]
-    return [
-        Plot(
-            "Parameters",
-            parallel(points, axes),
-            "A line is a trial; the best one is thick.",
-            full=True,
-        )
-    ]
+    goal = Axis(objective, percent=is_percent(objective))
+    goals = [row["objective"] for row in scored]
+    plots = []
+    if len(columns) < FEWEST_AXES:
+        for key, values in columns.items():
+            points = _points(names, [values, goals])
+            plots.append(Plot(f"{objective} by {key}", scatter(points, Axis(key), goal)))
+        return plots
+    points = _points(names, [*columns.values(), goals])
+    chart = parallel(points, [*map(Axis, columns), goal])
+    return [Plot("Parameters", chart, "A line is a trial; the best one is thick.", full=True)]
 
 
-def _dots(scored: Sequence[Row], key: str, names: Sequence[str], y: Axis) -> Chart | None:
-    points = [
-        Point(name, [values_of(row).get(key), row["objective"]], strong=not at)
-        for at, (name, row) in enumerate(zip(names, scored, strict=True))
-    ]
-    return scatter(points, _axis(key, [point.values[0] for point in points]), y)
+def _points(names: Sequence[str], columns: Sequence[Sequence[object]]) -> list[Point]:
+    """A point for each trial, the first of which is the best."""
+    points = []
+    for number, (name, *values) in enumerate(zip(names, *columns, strict=True)):
+        points.append(Point(name, values, strong=number == 0))
+    return points

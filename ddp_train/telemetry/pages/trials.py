@@ -7,41 +7,37 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED
-from ddp_train.telemetry.pages.seeds import Row
 from ddp_train.telemetry.pages.tables import Table
-from ddp_train.telemetry.score_lines import PERCENT
+from ddp_train.telemetry.score_lines import column_of, in_column
 from ddp_train.text import counted
 
 MOST_COLUMNS = 10
-"""Of a table, beyond which a page shows those of the sweep, and the others on demand."""
+"""Most columns of a table; of more, a page shows those of the sweep, the others on demand."""
 OTHER_COLUMNS = {
     "accuracy": "test.accuracy %",
     "loss": "test.loss",
     "seconds": "seconds",
     "samples_per_second": "samples/s",
 }
-"""Columns beside the objective and the parameters."""
+"""Columns beside the objective and the parameters, by the fields of a row."""
+Row = dict[str, Any]
+"""A line of results.jsonl."""
+
+
+def overrides_of(row: Row) -> dict[str, str]:
+    """The values of a trial by their keys, as they were typed."""
+    return dict(override.split("=", 1) for override in row["overrides"])
 
 
 def parameters(rows: Sequence[Row]) -> list[str]:
     """The keys that the sweep varies."""
     keys: dict[str, None] = {}
     for row in rows:
-        keys |= dict.fromkeys(_texts_of(row))
+        keys |= dict.fromkeys(overrides_of(row))
     return list(keys)
 
 
-def _texts_of(row: Row) -> dict[str, str]:
-    """The values of a trial by their keys, as they were typed."""
-    return dict(override.split("=", 1) for override in row["overrides"])
-
-
-def values_of(row: Row) -> dict[str, Any]:
-    """The values of a trial by their keys, numbers as such."""
-    return {key: _number(text) for key, text in _texts_of(row).items()}
-
-
-def _number(text: str) -> Any:
+def number_or_text(text: str) -> int | float | str:
     """A finite number; any other text stays as it is."""
     try:
         return int(text)
@@ -75,48 +71,38 @@ def trials_table(
     at_once: number of trials that ran at the same time.
     digits: of a value that was drawn.
     """
-    metric = objective.rpartition(".")[2]
     others = _other_columns(rows, objective)
     keys = parameters(rows)
-    table = []
+    lines = []
     for row in rows:
-        texts = _texts_of(row)
-        shown = [_rounded(texts[key], digits) if key in texts else None for key in keys]
-        value = _scaled(metric, row.get("objective"))
-        measured = [_scaled(name, row.get(name)) for name in others]
-        table.append([row["trial"], value, *shown, _status(row), *measured])
+        texts = overrides_of(row)
+        values = [_rounded(texts[key], digits) if key in texts else None for key in keys]
+        measured = [in_column(name, row.get(name)) for name in others]
+        score = in_column(objective, row.get("objective"))
+        lines.append([row["trial"], score, *values, _status(row), *measured])
     title = "trials"
     if at_once > 1:
         title += f", {at_once} at a time on one host"
-    name = f"{objective} %" if metric in PERCENT else objective
-    columns = ["trial", name, *keys, "status", *others.values()]
-    first: Sequence[str] = ()
-    if len(columns) > MOST_COLUMNS and others:
-        first = columns[: -len(others)]
-    return Table(title, columns, table, note, first, kept=(name, "status"))
+    name = column_of(objective)
+    columns = ["trial", name, *keys, "status"]
+    first = columns if len(columns) + len(others) > MOST_COLUMNS else ()
+    columns = [*columns, *others.values()]
+    return Table(title, columns, lines, note, first, kept=(name, "status"))
 
 
 def _other_columns(rows: Sequence[Row], objective: str) -> dict[str, str]:
     """The further columns that have a value, without the objective."""
-    split, _, metric = objective.rpartition(".")
     columns = {}
     for name, label in OTHER_COLUMNS.items():
-        is_objective = name == metric and split in ("test", "")
         is_known = any(row.get(name) is not None for row in rows)
-        if is_known and not is_objective:
+        if is_known and objective not in (name, f"test.{name}"):
             columns[name] = label
     return columns
 
 
-def _scaled(metric: str, value: float | None) -> float | None:
-    if value is not None and metric in PERCENT:
-        return 100.0 * value
-    return value
-
-
 def _rounded(text: str, digits: int) -> str:
     """A number with at most so many digits; any other text stays as it is."""
-    value = _number(text)
+    value = number_or_text(text)
     typed_digits = text.strip("-0.").replace(".", "")
     if isinstance(value, float) and len(typed_digits) > digits:
         return f"{value:.{digits}g}"
@@ -124,13 +110,14 @@ def _rounded(text: str, digits: int) -> str:
 
 
 def _status(row: Row) -> str:
-    if row["status"] in (COMPLETED, RUNNING):
-        return str(row["status"])
-    if row["status"] == "pruned":
+    status = row["status"]
+    if status == "pruned":
         return f"pruned after {counted(row['evaluations'], 'evaluation')}"
     if is_stopped(row):
         return f"stopped ({row['exit_code']})"
-    return f"failed ({row['exit_code']}): {row.get('kind')}"
+    if status == FAILED:
+        return f"failed ({row['exit_code']}): {row.get('kind')}"
+    return status
 
 
 def is_stopped(row: Row) -> bool:
@@ -140,6 +127,10 @@ def is_stopped(row: Row) -> bool:
 
 def has_failed(row: Row) -> bool:
     return row["status"] == FAILED and not is_stopped(row)
+
+
+def count_running(rows: Sequence[Row]) -> int:
+    return sum(row["status"] == RUNNING for row in rows)
 
 
 def state_of(rows: Sequence[Row], total: int) -> str:
