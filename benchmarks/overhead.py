@@ -64,10 +64,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
-from ddp_train.data.catalog import build_datasets
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed
+from ddp_train.data.small_datasets import open_digits
 from ddp_train.engine.loop import Evaluation, Job, fit
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches, ReportedHook
@@ -144,7 +144,7 @@ class Scene:
         self.steps = steps
         self.folder = folder
         self.runs = 0
-        self.source, self.test_source = build_datasets("digits", SEED, augment=False)
+        self.source, self.test_source = open_digits(augment=False, seed=SEED)
 
     def new_model(self) -> nn.Module:
         """The same weights on each call."""

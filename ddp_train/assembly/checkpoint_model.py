@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ddp_train.assembly.arguments import arguments_of
-from ddp_train.assembly.model import BESIDE_MODEL, assemble_module, build_user_model
+from ddp_train.assembly.model import assemble_module, build_built_in_model, build_user_model
 from ddp_train.checkpoints import reader
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.datasets import BatchSource
@@ -19,7 +18,6 @@ from ddp_train.data.sample_facts import class_names
 from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, TaskError
-from ddp_train.models.zoo import build_model
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
@@ -79,8 +77,7 @@ def model_of(config: Config, manifest: dict[str, Any], where: str) -> nn.Module:
         model = build_user_model(section)
     elif "input_shape" in manifest:
         shape = torch.Size(manifest["input_shape"])
-        arguments = arguments_of(section, *BESIDE_MODEL)
-        model = build_model(section.name, shape, manifest["outputs"], **arguments)
+        model = build_built_in_model(section, shape, manifest["outputs"])
     else:
         raise DataError(
             f"{where} does not say what its model takes",

@@ -20,7 +20,6 @@ from ddp_train.config.user_code import (
 )
 from ddp_train.data.augmentation import Erasing
 from ddp_train.data.batch_plan import BatchPlan
-from ddp_train.data.catalog import build_datasets
 from ddp_train.data.datasets import ArraySource, BatchSource, digests
 from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.rng import hash_key, keyed_generators
@@ -30,6 +29,7 @@ from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.options.custom import NOT_TELLING, CustomDataConfig
+from ddp_train.options.registry import implementation_of
 from ddp_train.options.schema import Config
 from ddp_train.text import first_line, shown
 
@@ -78,7 +78,8 @@ def open_datasets(config: Config, downloads: bool = True) -> Splits:
 def _built_in(data: Any, seed: int) -> tuple[Splits, int]:
     """And the number of samples of the training set, before it is parted or limited."""
     arguments = {name: value for name, value in vars(data).items() if name not in LAUNCHERS_OWN}
-    train, test = build_datasets(data.name, seed, **arguments)
+    open_splits = implementation_of(data.implementation)
+    train, test = open_splits(seed=seed, **arguments)
     if data.random_erasing:
         assert isinstance(train, ArraySource | FolderSource), "only images have the key"
         train.erasing = Erasing(data.random_erasing, seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -21,8 +22,8 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
-from ddp_train.models.zoo import build_model
 from ddp_train.options.custom import CustomOption
+from ddp_train.options.registry import implementation_of
 from ddp_train.options.schema import Config, ModelConfig
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.performance import switches
@@ -48,9 +49,7 @@ def build_module(
         model = build_user_model(config.model)
     else:
         shape = _input_shape(sample, config.model.name)
-        model = build_model(
-            config.model.name, shape, source.outputs, **arguments_of(config.model, *BESIDE_MODEL)
-        )
+        model = build_built_in_model(config.model, shape, source.outputs)
     return assemble_module(config, model, task, strategy, device)
 
 
@@ -125,6 +124,17 @@ def _input_shape(sample: Any, model: str) -> torch.Size:
             " model._target_"
         ]
     )
+
+
+def build_built_in_model(section: ModelConfig, shape: Sequence[int], outputs: int) -> nn.Module:
+    """The network that a section of the config names, for samples of this shape.
+
+    outputs: classes, or the numbers of a regression.
+
+    Raises ConfigError if it cannot take such samples.
+    """
+    build = implementation_of(section.implementation)
+    return build(tuple(shape), outputs, **arguments_of(section, *BESIDE_MODEL))
 
 
 def build_user_model(model: Any) -> nn.Module:

@@ -47,6 +47,7 @@ class DigitsConfig(LabelledImagesConfig):
     download."""
 
     name: str = "digits"
+    implementation: ClassVar[str] = "ddp_train.data.small_datasets:open_digits"
     augment: bool = key(True, "shift each image by up to one pixel")
 
     images: ClassVar[tuple[int, int, int] | None] = (1797, 1, 8)
@@ -94,6 +95,7 @@ class MnistConfig(TorchvisionDataConfig):
     """60,000 + 10,000 handwritten digits, 28x28."""
 
     name: str = "mnist"
+    implementation: ClassVar[str] = "ddp_train.data.torchvision_images:open_mnist"
     files: ClassVar[tuple[str, ...]] = tuple(f"MNIST/{name}" for name in _IDX_FILES)
     images: ClassVar[tuple[int, int, int] | None] = (70_000, 1, 28)
 
@@ -103,6 +105,7 @@ class FashionMnistConfig(MnistConfig):
     """60,000 + 10,000 pieces of clothing, 28x28."""
 
     name: str = "fashion_mnist"
+    implementation: ClassVar[str] = "ddp_train.data.torchvision_images:open_fashion_mnist"
     files: ClassVar[tuple[str, ...]] = tuple(f"FashionMNIST/{name}" for name in _IDX_FILES)
 
 
@@ -111,6 +114,7 @@ class Cifar10Config(TorchvisionDataConfig):
     """50,000 + 10,000 colour photographs, 32x32."""
 
     name: str = "cifar10"
+    implementation: ClassVar[str] = "ddp_train.data.torchvision_images:open_cifar10"
     files: ClassVar[tuple[str, ...]] = tuple(
         f"cifar-10-batches-py/{name}"
         for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
@@ -123,6 +127,7 @@ class SyntheticConfig(LabelledImagesConfig):
     """Random images with a class-dependent pattern, made on the fly: for benchmarks."""
 
     name: str = "synthetic"
+    implementation: ClassVar[str] = "ddp_train.data.small_datasets:make_synthetic"
     samples: int = key(4096, "samples in the training set", at_least=1)
     test_samples: int = key(1024, "samples in the test set", at_least=1)
     channels: int = key(3, "channels of an image", at_least=1)
@@ -141,6 +146,7 @@ class LinearRegressionDataConfig(BuiltInDataConfig):
     """A generated table: y = w x + b + noise."""
 
     name: str = "linear_regression"
+    implementation: ClassVar[str] = "ddp_train.data.small_datasets:make_linear_regression"
     is_regression: ClassVar[bool | None] = True
     samples: int = key(2048, "samples in the training set", at_least=1)
     test_samples: int = key(512, "samples in the test set", at_least=1)

@@ -68,15 +68,15 @@ class TorchvisionImages:
         return split
 
 
-MNIST = TorchvisionImages("mnist", "MNIST", (0.1307,), (0.3081,), shift=2)
-FASHION_MNIST = TorchvisionImages(
+open_mnist = TorchvisionImages("mnist", "MNIST", (0.1307,), (0.3081,), shift=2).open
+open_fashion_mnist = TorchvisionImages(
     "fashion_mnist", "FashionMNIST", (0.2860,), (0.3530,), shift=2, flips=True
-)
-CIFAR10 = TorchvisionImages(
+).open
+open_cifar10 = TorchvisionImages(
     "cifar10",
     "CIFAR10",
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
     shift=4,
     flips=True,
-)
+).open

@@ -1,4 +1,4 @@
-"""The networks of the zoo."""
+"""The options model=cnn, mlp, linear_regression and gelu_mlp."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class CnnConfig(ModelConfig):
     """Two convolutions per scale, then one linear layer."""
 
     name: str = "cnn"
+    implementation: ClassVar[str] = "ddp_train.models.networks:build_cnn"
     takes_tokens: ClassVar[bool | None] = False
     takes_images: ClassVar[bool | None] = True
     smallest_side: ClassVar[int] = 2
@@ -51,6 +52,7 @@ class MlpConfig(_DenseConfig):
     """Linear layers with ReLU."""
 
     name: str = "mlp"
+    implementation: ClassVar[str] = "ddp_train.models.networks:build_mlp"
     hidden: int = key(128, "features of each hidden layer", at_least=1)
     layers: int = key(2, "number of hidden layers", at_least=1)
     dropout: float = key(0.0, "dropout after each hidden layer", at_least=0, below=1)
@@ -61,6 +63,7 @@ class LinearRegressionConfig(_DenseConfig):
     """One linear layer."""
 
     name: str = "linear_regression"
+    implementation: ClassVar[str] = "ddp_train.models.networks:build_linear_regression"
 
 
 @dataclass
@@ -69,6 +72,7 @@ class GeluMlpConfig(_DenseConfig):
     operations."""
 
     name: str = "gelu_mlp"
+    implementation: ClassVar[str] = "ddp_train.models.networks:build_gelu_mlp"
     hidden: int = key(1024, "features of each hidden layer", at_least=1)
     layers: int = key(2, "number of hidden layers", at_least=1)
     fused: bool = key(False, "fuse the pointwise operations with torch.compile")

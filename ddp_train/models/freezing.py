@@ -56,6 +56,15 @@ class Frozen:
         return any(not parameter.requires_grad for parameter in self.parameters.values())
 
 
+def parameter_counts(model: nn.Module) -> dict[str, int]:
+    """The numbers that a model consists of: `all`, and those that are `trained`."""
+    parameters = list(model.parameters())
+    return {
+        "all": sum(parameter.numel() for parameter in parameters),
+        "trained": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+    }
+
+
 def _layers_at_rest(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
     """Layers with statistics of their own, all of whose own parameters are frozen."""
     layers = []

@@ -25,7 +25,7 @@ from ddp_train.text import counted, first_line, matching, unmatched
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
 """Where files of whole training runs keep the weights (Lightning: state_dict)."""
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
-"""Further outputs of GoogLeNet and Inception, which `zoo` leaves out."""
+"""Further outputs of GoogLeNet and Inception, which `torchvision_networks` leaves out."""
 NAMES_IN_MESSAGE = 6
 """The most names of each kind in a message."""
 PREFIX_DOTS = 3

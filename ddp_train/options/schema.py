@@ -106,6 +106,9 @@ class ModelConfig:
         at_least=1,
     )
     name: str = "cnn"
+    implementation: ClassVar[str] = ""
+    """The function of the shape of a sample, the outputs and its keys that builds it,
+    `module:function`."""
     is_custom: ClassVar[bool] = False
     """Whether it is a class of your own."""
     takes_images: ClassVar[bool | None] = None
@@ -239,6 +242,9 @@ class DataConfig:
     """Which samples."""
 
     name: str = "digits"
+    implementation: ClassVar[str] = ""
+    """The function of its keys and the seed that opens the training and the test split,
+    `module:function`."""
     is_custom: ClassVar[bool] = False
     """Whether it is a class of your own."""
     is_regression: ClassVar[bool | None] = None

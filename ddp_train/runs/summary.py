@@ -18,7 +18,7 @@ from ddp_train.engine.loop import Evaluation, Job
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import WriteError
-from ddp_train.models.zoo import parameter_counts
+from ddp_train.models.freezing import parameter_counts
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.runs.context import RunContext

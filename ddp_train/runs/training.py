@@ -53,8 +53,8 @@ from ddp_train.engine.scoring import score_with_average
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.engine.step_observers import ReportedHook
 from ddp_train.engine.user_hooks import UserHooks
+from ddp_train.models.freezing import parameter_counts
 from ddp_train.models.initial_weights import Origin, describe_origin
-from ddp_train.models.zoo import parameter_counts
 from ddp_train.options.custom import hooks_of as hooks_named_by
 from ddp_train.recovery.just_in_time import RecoveryHook
 from ddp_train.recovery.lost_host import saver_of

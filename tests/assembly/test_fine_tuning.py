@@ -30,7 +30,7 @@ from ddp_train.models.initial_weights import (
 )
 from ddp_train.models.torchvision.config import classifiers as torchvision_classifiers
 from ddp_train.models.torchvision.config import names_of_weights
-from ddp_train.models.zoo import build_model
+from ddp_train.models.torchvision_networks import build_torchvision
 from ddp_train.options.schema import Config, RequestedRun
 from tests.campaigns.lost_ranks import Kill, differences, outcome
 from tests.support.commands import ONE, SMALL, THREE, checkpoints, fatal_lines, read, run
@@ -272,9 +272,7 @@ def test_weights_of_torchvision_leave_a_head_of_other_classes_as_drawn(
     monkeypatch.setattr(torch.hub, "download_url_to_file", download)
     config = config_of(World(), model={"name": "torchvision", "arch": ARCH, "weights": "DEFAULT"})
     for _ in range(2):
-        network = build_model(
-            "torchvision", (channels, 32, 32), classes, arch=ARCH, weights="DEFAULT"
-        )
+        network = build_torchvision((channels, 32, 32), classes, arch=ARCH, weights="DEFAULT")
         origin = load_named_weights(config, network, World(), "cpu")
     assert asked == ["f707e7126e"] and (tmp_path / "hub/checkpoints" / FILE).exists(), (
         "downloaded once, and checked"

@@ -19,16 +19,15 @@ from torch.nn import functional
 from ddp_train.assembly.plan import build_plan
 from ddp_train.config.bind import bind
 from ddp_train.config.validate import check
-from ddp_train.data.catalog import build_datasets
 from ddp_train.data.corpus.documents import standard_library
+from ddp_train.data.corpus.sources import open_text, open_tokens
 from ddp_train.data.corpus.windows import IGNORED, TokenSource
 from ddp_train.data.datasets import check_same_data, digests
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import evaluate
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.hardware import Hardware
-from ddp_train.models.gpt.network import Gpt
-from ddp_train.models.zoo import build_model
+from ddp_train.models.gpt.network import Gpt, build_gpt
 from ddp_train.options.schema import RequestedRun
 from ddp_train.tasks.sampling import write_tokens
 from tests.support.commands import read, run, weights
@@ -251,7 +250,7 @@ def test_a_resident_corpus_gives_the_same_batches() -> None:
 
 def text_of(path: Path | None, **keys: object) -> tuple[TokenSource, TokenSource]:
     defaults = {"glob": None, "length": LENGTH, "test_part": 0.2, "tokenizer": None}
-    train, test = build_datasets("text", 0, path=path and str(path), **{**defaults, **keys})
+    train, test = open_text(seed=0, path=path and str(path), **{**defaults, **keys})
     assert isinstance(train, TokenSource) and isinstance(test, TokenSource)
     return train, test
 
@@ -342,7 +341,7 @@ def tokens_of(path: Path, **keys: object) -> tuple[TokenSource, TokenSource]:
         "tokenizer": None,
         "bytes_per_token": None,
     }
-    train, test = build_datasets("tokens", 0, path=str(path), **{**defaults, **keys})
+    train, test = open_tokens(seed=0, path=str(path), **{**defaults, **keys})
     assert isinstance(train, TokenSource) and isinstance(test, TokenSource)
     return train, test
 
@@ -518,8 +517,8 @@ def test_gpt2_has_its_124_million_parameters() -> None:
 
 def test_gpt_looks_at_no_later_token_and_begins_at_chance() -> None:
     torch.manual_seed(0)
-    model = build_model(
-        "gpt", (LENGTH,), 100, layers=3, heads=2, width=32, dropout=0.0, vocabulary_multiple=1
+    model = build_gpt(
+        (LENGTH,), 100, layers=3, heads=2, width=32, dropout=0.0, vocabulary_multiple=1
     )
     ids = torch.randint(0, 100, (4, LENGTH))
     before = model(ids)
@@ -537,9 +536,7 @@ def test_gpt_looks_at_no_later_token_and_begins_at_chance() -> None:
     with pytest.raises(DataError, match="16 positions, and a sample has 17 tokens"):
         model(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(ConfigError, match=r"takes tokens, \[n, t\]"):
-        build_model(
-            "gpt", (1, 8, 8), 10, layers=1, heads=1, width=8, dropout=0.0, vocabulary_multiple=1
-        )
+        build_gpt((1, 8, 8), 10, layers=1, heads=1, width=8, dropout=0.0, vocabulary_multiple=1)
 
 
 def test_what_the_model_writes_is_keyed_by_the_seed() -> None:

@@ -16,7 +16,7 @@ from ddp_train.assembly.arguments import arguments_of
 from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.job import JobBuilder
-from ddp_train.assembly.model import BESIDE_MODEL, build_module
+from ddp_train.assembly.model import build_built_in_model, build_module
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
@@ -28,7 +28,6 @@ from ddp_train.data.splits import Splits
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
 from ddp_train.hardware import Hardware
-from ddp_train.models.zoo import build_model
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules.factors import Factor, build_schedule
 from ddp_train.options.registry import implementation_of
@@ -63,7 +62,7 @@ def datasets_of(section: Any, seed: int = 0) -> tuple[BatchSource, BatchSource]:
 
 def model_of(section: Any, shape: Sequence[int], outputs: int) -> nn.Module:
     """The network that a model section of the config names."""
-    return build_model(section.name, shape, outputs, **arguments_of(section, *BESIDE_MODEL))
+    return build_built_in_model(section, shape, outputs)
 
 
 def optimizer_of(

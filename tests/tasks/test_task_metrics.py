@@ -713,7 +713,11 @@ def test_the_metrics_of_a_checkpoint_are_not_trusted_beyond_torchmetrics(
 ) -> None:
     monkeypatch.setattr(code_checks, "has_metrics", lambda: True)
     assert asked(F1) == []
-    for target in ("torchmetrics.text.BERTScore", "os.system", "ddp_train.models.zoo.build_model"):
+    for target in (
+        "torchmetrics.text.BERTScore",
+        "os.system",
+        "ddp_train.models.networks.build_cnn",
+    ):
         assert "add trusted_modules=[" in asked({"_target_": target})[0], target
     assert asked({"_target_": "json.loads"}, trusted_modules=["json"]) == []
 

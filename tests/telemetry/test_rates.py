@@ -14,7 +14,7 @@ from torch import nn
 
 from ddp_train.data.datasets import ArraySource
 from ddp_train.data.rng import global_states
-from ddp_train.models.zoo import build_model
+from ddp_train.models.gpt.network import build_gpt
 from ddp_train.performance.activation_checkpointing import checkpoint_blocks
 from ddp_train.performance.flops import flops_of, flops_of_samples, one_sample, peak_flops
 from ddp_train.tasks.builtin import Classification
@@ -30,8 +30,7 @@ LENGTH = 32
 
 
 def gpt() -> nn.Module:
-    return build_model(
-        "gpt",
+    return build_gpt(
         (LENGTH,),
         100,
         layers=LAYERS,

@@ -74,6 +74,7 @@ class TextConfig(CorpusConfig):
     without a download."""
 
     name: str = "text"
+    implementation: ClassVar[str] = "ddp_train.data.corpus.sources:open_text"
     pattern: ClassVar[str] = "*.txt"
     path: str | None = key(
         None, "file or folder; null: the .py files of Python's standard library", is_path=True
@@ -120,6 +121,7 @@ class TokensConfig(CorpusConfig):
     them."""
 
     name: str = "tokens"
+    implementation: ClassVar[str] = "ddp_train.data.corpus.sources:open_tokens"
     pattern: ClassVar[str] = "*.bin"
     path: str | None = key(
         None,

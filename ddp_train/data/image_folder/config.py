@@ -18,6 +18,7 @@ class ImageFolderConfig(LabelledImagesConfig):
     """One folder per class under ROOT/train and ROOT/val: the layout of ImageNet."""
 
     name: str = "image_folder"
+    implementation: ClassVar[str] = "ddp_train.data.image_folder.source:open_image_folder"
     class_folders: ClassVar[tuple[str, ...]] = ("train", "val")
     root: str = key("data/imagenet", "folder that holds train/ and val/", is_path=True)
     image_size: int = key(224, "height and width after the crop, in pixels", at_least=1)

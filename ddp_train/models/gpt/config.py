@@ -26,6 +26,7 @@ class GptConfig(ModelConfig):
     data."""
 
     name: str = "gpt"
+    implementation: ClassVar[str] = "ddp_train.models.gpt.network:build_gpt"
     takes_images: ClassVar[bool | None] = False
     takes_tokens: ClassVar[bool | None] = True
     layers: int = key(4, "number of blocks", at_least=1)

@@ -5,12 +5,13 @@ GELU, one matrix for embedding and head."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_train.errors import DataError
+from ddp_train.errors import ConfigError, DataError
 
 INITIAL_STD = 0.02
 """Standard deviation of all weights and embeddings, from GPT-2's code."""
@@ -119,3 +120,14 @@ class Gpt(nn.Module):
         embedded = self.tokens(ids) + self.positions(places)
         stream = self.blocks(self.dropout(embedded))
         return functional.linear(self.norm(stream), self.tokens.weight)
+
+
+def build_gpt(shape: tuple[int, ...], outputs: int, **arguments: Any) -> Gpt:
+    """A Gpt whose context is the length of a sample, and whose vocabulary is that of the data.
+
+    Raises ConfigError if the samples are not rows of tokens.
+    """
+    if len(shape) != 1:
+        problem = f"model=gpt: takes tokens, [n, t], and an input has the shape {['n', *shape]}"
+        raise ConfigError([problem])
+    return Gpt(outputs, shape[0], **arguments)

@@ -20,6 +20,7 @@ class TorchvisionConfig(ModelConfig):
     """Any classifier of torchvision, from scratch or with its weights."""
 
     name: str = "torchvision"
+    implementation: ClassVar[str] = "ddp_train.models.torchvision_networks:build_torchvision"
     takes_tokens: ClassVar[bool | None] = False
     takes_images: ClassVar[bool | None] = True
     channels_taken: ClassVar[tuple[int, ...]] = (1, 3)
