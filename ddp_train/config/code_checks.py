@@ -16,7 +16,7 @@ from ddp_train.config.values import is_secret, leaves
 from ddp_train.options.custom import CustomOption, hooks_of, tracker_key, trackers_of
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
-from ddp_train.text import shown
+from ddp_train.text import did_you_mean, shown
 
 TRUSTED_MODULES = (
     "ddp_train.data.shards",
@@ -40,9 +40,12 @@ HOOK_RULE = (
     "must be a class with a method act, or __enter__ and __exit__, called as Class(job, run_dir,"
     " world)"
 )
+HOOK_METHODS = ({"act"}, {"__enter__", "__exit__"})
+"""Methods of a hook: all of one of the sets."""
 TRACKER_RULE = (
     "must be a class derived from ddp_train.Tracker, with the methods open, write and close"
 )
+TRACKER_METHODS = ({"open", "write", "close"},)
 TRUSTED_TRACKERS = ("ddp_train.telemetry.trackers",)
 _DOTTED_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 
@@ -65,10 +68,13 @@ def code_named(config: Config) -> Iterator[Problem]:
         )
     for found, hook in hooks_of(config.hooks).items():
         wrong = list(loading_problems(found, hook.target, TRUSTED_HOOKS, config.trusted_modules))
-        yield from wrong or _no_hook(found, hook.target)
+        yield from wrong or _wrong_class(found, hook.target, HOOK_RULE, HOOK_METHODS)
     for name, tracker in trackers_of(config.tracker.classes).items():
         found = f"{tracker_key(name)}._target_={tracker.target}"
-        yield from loading_problems(found, tracker.target, TRUSTED_TRACKERS, config.trusted_modules)
+        wrong = list(
+            loading_problems(found, tracker.target, TRUSTED_TRACKERS, config.trusted_modules)
+        )
+        yield from wrong or _wrong_class(found, tracker.target, TRACKER_RULE, TRACKER_METHODS)
 
 
 def _problems_of_option(
@@ -187,15 +193,27 @@ def _in_this_folder(package: str) -> Path | None:
     return None
 
 
-def _no_hook(found: str, path: str) -> Iterator[Problem]:
-    """Why a dotted path does not name a hook, by the source of its module.
+def _wrong_class(
+    found: str, path: str, rule: str, interfaces: Sequence[set[str]]
+) -> Iterator[Problem]:
+    """Why a dotted path does not name a class with certain methods, by the source of its module.
 
-    `user_code.build_hooks` finds in the workers what that does not show: names that are imported,
-    base classes, decorators. found: its key and value, for the message.
+    `user_code` finds in the workers what that does not show: names that are imported, base classes,
+    decorators.
+
+    found: its key and value, for the message.
+    rule: what the class must be.
+    interfaces: sets of methods, one of which it must have.
     """
-    what = _kind_without_hook(_statements_of(path), path.rpartition(".")[2])
-    if what:
-        yield Problem(found, f"{HOOK_RULE}, and is {what}")
+    module, _, name = path.rpartition(".")
+    statements = _statements_of(path)
+    names = _names_in(statements)
+    if names and name not in names:
+        yield Problem(found, f"{module} has no {name}{did_you_mean(name, sorted(names))}")
+        return
+    kind = _wrong_kind(statements, name, interfaces)
+    if kind:
+        yield Problem(found, f"{rule}, and is {kind}")
 
 
 def _statements_of(path: str) -> list[ast.stmt]:
@@ -217,8 +235,26 @@ def _statements_of(path: str) -> list[ast.stmt]:
         return []
 
 
-def _kind_without_hook(statements: list[ast.stmt], name: str) -> str:
-    """What a name is, where its last binding shows that it is not a hook; else ""."""
+def _names_in(statements: list[ast.stmt]) -> set[str]:
+    """All names in the source of a module; none if it may have others."""
+    names = set()
+    for node in ast.walk(ast.Module(statements, [])):
+        match node:
+            case ast.alias(name="*") | ast.FunctionDef(name="__getattr__"):
+                return set()
+            case ast.Name(id="globals" | "setattr" | "exec"):
+                return set()
+            case ast.alias(name=module, asname=None):
+                names.add(module.partition(".")[0])
+            case ast.alias(asname=str(name)) | ast.Name(id=name):
+                names.add(name)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+    return names
+
+
+def _wrong_kind(statements: list[ast.stmt], name: str, interfaces: Sequence[set[str]]) -> str:
+    """What a name is, where its last binding shows that it is not such a class; else ""."""
     bindings = [statement for statement in statements if name in _bound([statement])]
     match bindings[-1:]:
         case [ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Lambda())]:
@@ -227,7 +263,7 @@ def _kind_without_hook(statements: list[ast.stmt], name: str) -> str:
             return "a value"
         case [ast.ClassDef(bases=[], keywords=[], decorator_list=[], body=body)]:
             methods = _bound(body)
-            if "act" not in methods and not {"__enter__", "__exit__"} <= methods:
+            if not any(needed <= methods for needed in interfaces):
                 return "a class without them"
     return ""
 

@@ -811,6 +811,36 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
 # --- a run that is continued ----------------------------------------------------------------------
 
 
+HOOKS = """
+import contextlib
+from elsewhere import Other
+raise AssertionError("imported")
+
+def watch(job, run_dir, world): pass
+
+@contextlib.contextmanager
+def managed(*_): yield
+
+short = lambda *_: None
+SIZE = 3
+
+class Closed:
+    def close(self): pass
+
+class Acts:
+    def act(self, job): pass
+
+class Whole:
+    def __enter__(self): pass
+    def __exit__(self, *_): pass
+
+class Derived(Other): pass
+
+def Assigned(): pass
+Assigned = Other
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [
@@ -824,25 +854,13 @@ def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
         ("Derived", ""),  # what the source alone does not show is left to the workers
         ("Assigned", ""),
         ("Other", ""),
-        ("nosuch", ""),
     ],
 )
 @pytest.mark.parametrize("module", ["my_hooks", "my_tools.parts.hooks"])
 def test_what_is_no_hook_is_refused_before_it_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, found: str
 ) -> None:
-    source = tmp_path / f"{module.replace('.', '/')}.py"
-    source.parent.mkdir(parents=True, exist_ok=True)
-    if source.parent != tmp_path:
-        (tmp_path / "my_tools/__init__.py").write_text("raise AssertionError('imported')\n")
-    methods = "    def __enter__(self): pass\n    def __exit__(self, *_): pass\n"
-    source.write_text(
-        "import contextlib\nfrom elsewhere import Other\nraise AssertionError('imported')\ndef"
-        " watch(job, run_dir, world): pass\n@contextlib.contextmanager\ndef managed(*_):"
-        " yield\nshort = lambda *_: None\nSIZE = 3\nclass Closed:\n    def close(self):"
-        f" pass\nclass Acts:\n    def act(self, job): pass\nclass Whole:\n{methods}class"
-        " Derived(Other): pass\ndef Assigned(): pass\nAssigned = Other\n"
-    )
+    write_source(tmp_path, module, HOOKS)
     monkeypatch.syspath_prepend(str(tmp_path))
     words = [f"hooks=[{module}.{name}]", "run_dir=run"]
     if not found:
@@ -853,6 +871,60 @@ def test_what_is_no_hook_is_refused_before_it_is_imported(
         " run_dir, world)"
     )
     assert problems_of(*words) == [f"hooks=[{module}.{name}]: {rule}, and is {found}"]
+
+
+def write_source(folder: Path, module: str, source: str) -> None:
+    """Writes a module, in a package that cannot be imported if it is in one."""
+    path = folder / f"{module.replace('.', '/')}.py"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.parent != folder:
+        package = folder / module.partition(".")[0]
+        (package / "__init__.py").write_text("raise AssertionError('imported')\n")
+    path.write_text(source)
+
+
+TRACKERS = """
+from ddp_train import Tracker
+raise AssertionError("imported")
+
+class Mine(Tracker):
+    pass
+
+class Closed:
+    def close(self): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("Mien", "{module} has no Mien; did you mean Mine?"),
+        (
+            "Closed",
+            "must be a class derived from ddp_train.Tracker, with the methods open, write and close,"
+            " and is a class without them",
+        ),
+    ],
+)
+@pytest.mark.parametrize("module", ["my_trackers", "my_tools.parts.trackers"])
+def test_wrong_tracker_is_refused_before_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, problem: str
+) -> None:
+    write_source(tmp_path, module, TRACKERS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    trusted = f"trusted_modules=[{module.partition('.')[0]}]"
+    target = f"tracker.classes.mine._target_={module}.{name}"
+    problems = problems_of(f"+{target}", trusted, "run_dir=run")
+    assert problems == [f"{target}: {problem.format(module=module)}"]
+
+
+def test_mistyped_hook_is_answered_with_a_likely_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_source(tmp_path, "my_hooks", HOOKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = "hooks=[my_hooks.Actts]"
+    assert problems_of(target) == [f"{target}: my_hooks has no Actts; did you mean Acts?"]
 
 
 def test_a_hook_whose_source_does_not_show_it_is_refused_by_the_workers() -> None:
