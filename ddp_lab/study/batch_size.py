@@ -8,16 +8,13 @@ import math
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ddp_lab.study.provenance import load_at_start, provenance
-from ddp_lab.study.request import Request, bind_settings, resolve_run, this_hardware
+from ddp_lab.study.request import Request, bind_settings, raise_problems
 from ddp_lab.study.results import interval_samples_per_second
 from ddp_lab.study.trials import TRAIN_ONLY, Outcome, Trial, recorded_outcome, run, trial_session
-from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.hardware import Hardware
 from ddp_train.options.key import key
-from ddp_train.options.schema import Config
-from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.telemetry.pages.charts import Axis, Curve, curves
 from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.tables import Table
@@ -50,32 +47,29 @@ class BatchSizeConfig:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """largest: the largest batch that fits, 0 if none does. limited: a larger batch did not fit."""
+    """The end of a search."""
 
     largest: int
+    """The largest batch that fits, 0 if none does."""
     limited: bool
+    """A larger batch did not fit."""
 
 
 def search_largest(
     fits: Callable[[int], bool | None], start: int, most: int, resolution: float
 ) -> SearchResult:
-    """Doubles a batch until it does not fit, then bisects.
+    """Double a batch until it does not fit, then bisect.
 
-    fits: whether a batch fits; None: it fits, and a larger one is pointless (it holds the whole
-    data set).
+    fits: tries a batch. True if it fits, None if it fits and a larger one is pointless, since it
+        holds the whole data set.
     """
     good = 0
-    bad = 0
-    size = min(start, most)
-    while True:
-        answer = fits(size)
-        if answer is False:
-            bad = size
-            break
-        good = size
-        if answer is None or size == most:
+    bad = min(start, most)
+    while (answer := fits(bad)) is not False:
+        good = bad
+        if answer is None or good == most:
             return SearchResult(good, limited=False)
-        size = min(2 * size, most)
+        bad = min(2 * good, most)
     while bad - good > max(1, math.floor(resolution * good)):
         middle = (good + bad) // 2
         if middle >= 64:
@@ -89,71 +83,24 @@ def search_largest(
 
 
 def is_conclusive(outcome: Outcome) -> bool:
-    """Whether a run shows that its batch fits, or that it does not."""
+    """Tell whether a run shows that its batch fits, or that it does not."""
     return outcome.completed or outcome.reason.startswith(OUT_OF_MEMORY)
 
 
 def epoch_is_one_step(outcome: Outcome) -> bool:
-    """Whether the global batch of a completed run is at least as large as its data set."""
-    last = [line for line in outcome.metrics if line["kind"] == "train"][-1]
+    """Tell whether the global batch of a completed run is at least as large as its data set."""
+    last = outcome.train_lines[-1]
     return last["epoch"] == last["step"]
-
-
-def study(request: Request) -> tuple[Report, int]:
-    """Runs the search. Returns the report and the exit code. Raises ConfigError before anything
-    runs."""
-    config: BatchSizeConfig = bind_settings(BatchSizeConfig, request.settings)
-    machine = this_hardware()
-    load = load_at_start()
-    base = _check(request, config, machine)
-    outcomes: dict[int, Outcome] = {}
-
-    def fits(size: int) -> bool | None:
-        trial = _trial(request, config, base, size)
-        outcome = recorded_outcome(trial)
-        if not (outcome and is_conclusive(outcome)):  # other failures may not repeat
-            outcome = run(trial, request.program, request.stop)
-        if outcome is None:
-            raise _StoppedError
-        outcomes[size] = outcome
-        if outcome.completed:
-            result = f"{interval_samples_per_second(outcome):,.0f} samples/s"
-        else:
-            result = outcome.reason
-        print(f"{size} samples per process: {result}", flush=True)
-        if not outcome.completed:
-            if not is_conclusive(outcome):
-                raise _OtherFailureError
-            return False
-        return None if epoch_is_one_step(outcome) else True
-
-    found = None
-    code = 0
-    with trial_session(request), limited_memory(config.memory_gb):
-        try:
-            found = search_largest(fits, config.start, config.most, config.resolution)
-        except _StoppedError:
-            code = request.stop.exit_code(UNSAVED)
-        except _OtherFailureError:
-            code = LaunchError.exit_code
-    if found and not found.largest:
-        code = LaunchError.exit_code
-    return _report(request, config, base, outcomes, found, load), code
-
-
-class _StoppedError(Exception):
-    """The study was asked to stop."""
-
-
-class _OtherFailureError(Exception):
-    """A run failed for another reason than memory, so it is unknown whether its batch fits."""
 
 
 @contextlib.contextmanager
 def limited_memory(gigabytes: float | None) -> Iterator[None]:
-    """Limits the private memory of each process that is started inside (RLIMIT_DATA: heaps and
+    """Inside, limit the private memory of each process that is started (RLIMIT_DATA: heaps and
     stacks, not the code of libraries). An allocation beyond it fails as on a machine without more
-    memory. None: no limit."""
+    memory.
+
+    gigabytes: None for no limit.
+    """
     if gigabytes is None:
         yield
         return
@@ -165,97 +112,141 @@ def limited_memory(gigabytes: float | None) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
-def _check(request: Request, config: BatchSizeConfig, machine: Hardware) -> Config:
-    base_run = resolve_run(request.program, request.overrides, machine)
-    base = base_run.config
-    problems = base_run.problems
-    if base.device == "cpu" and config.memory_gb is None:
-        problems.append(
-            "study.memory_gb=null: without GPUs the limit would be the memory of the whole host;"
-            " give a limit for each process, for example study.memory_gb=2"
+def study(request: Request) -> tuple[Report, int]:
+    """Run the search. Returns the report and the exit code. Raises ConfigError before anything
+    runs."""
+    search = Search(request, bind_settings(BatchSizeConfig, request.settings))
+    load = load_at_start()
+    search.run()
+    found = search.result
+    return search.report(load), request.exit_code(found is not None and found.largest > 0)
+
+
+class _UnknownFitError(Exception):
+    """The study was stopped, or a run failed for another reason than memory."""
+
+
+class Search:
+    """Runs of batches of different sizes, in samples per process, and what they show."""
+
+    def __init__(self, request: Request, config: BatchSizeConfig) -> None:
+        """Raises ConfigError."""
+        self.request = request
+        self.config = config
+        self.outcomes: dict[int, Outcome] = {}
+        self.result: SearchResult | None = None
+        """None as long as the search is not complete."""
+        run = request.resolve(request.overrides)
+        self.base = run.config
+        problems = run.problems
+        if self.base.device == "cpu" and config.memory_gb is None:
+            problems.append(
+                "study.memory_gb=null: without GPUs the limit would be the memory of the whole"
+                " host; give a limit for each process, for example study.memory_gb=2"
+            )
+        if self.base.strategy.name == "ordered":
+            problems.append(
+                "strategy=ordered: its micro-batches are virtual shards; use strategy=ddp"
+            )
+        raise_problems(problems or request.resolve(self.trial(config.start).overrides).problems)
+
+    def global_batch(self, size: int) -> int:
+        micro_batches = self.base.train.accumulation_steps * int(self.base.launch.nproc_per_node)
+        return size * micro_batches
+
+    def trial(self, size: int) -> Trial:
+        """The run with batches of a size."""
+        overrides = [
+            *self.request.overrides,
+            f"train.global_batch_size={self.global_batch(size)}",
+            f"train.max_steps={self.config.steps}",
+            f"train.log_every_steps={max(1, self.config.steps // 10)}",
+            *TRAIN_ONLY,
+        ]
+        folder = f"{size}_samples"
+        if self.config.memory_gb:  # a batch may fit with another limit
+            folder += f"_in_{self.config.memory_gb:g}_gb"
+        return Trial(overrides, self.request.run_dir / "trials" / folder / "0")
+
+    def run(self) -> None:
+        """Search until the end, a stop or a failure for another reason than memory."""
+        config = self.config
+        with (
+            trial_session(self.request),
+            limited_memory(config.memory_gb),
+            contextlib.suppress(_UnknownFitError),
+        ):
+            self.result = search_largest(self.fits, config.start, config.most, config.resolution)
+
+    def fits(self, size: int) -> bool | None:
+        """Try a batch, for `search_largest`. Raises _UnknownFitError."""
+        trial = self.trial(size)
+        outcome = recorded_outcome(trial)
+        if not (outcome and is_conclusive(outcome)):  # other failures may not repeat
+            outcome = run(trial, self.request.program, self.request.stop)
+        if outcome is None:
+            raise _UnknownFitError
+        self.outcomes[size] = outcome
+        result = outcome.reason or f"{interval_samples_per_second(outcome):,.0f} samples/s"
+        print(f"{size} samples per process: {result}", flush=True)
+        if not is_conclusive(outcome):
+            raise _UnknownFitError
+        if not outcome.completed:
+            return False
+        return None if epoch_is_one_step(outcome) else True
+
+    def report(self, load: float) -> Report:
+        """load: load average before the first run."""
+        outcomes = dict(sorted(self.outcomes.items()))
+        speeds = {
+            size: interval_samples_per_second(outcome)
+            for size, outcome in outcomes.items()
+            if outcome.completed
+        }
+        fastest = max(speeds, key=lambda size: speeds[size], default=None)
+        rows: list[list[Any]] = []
+        for size, outcome in outcomes.items():
+            verdict = self._verdict(size, outcome, fastest)
+            batch = self.global_batch(size)
+            speed = speeds.get(size)
+            rows.append([size, batch, speed, 1e3 * batch / speed if speed else None, verdict])
+        columns = ["micro-batch", "global batch", "samples/s", "step, ms", "verdict"]
+        overrides = self.trial(fastest or self.config.start).overrides
+        line = Curve("samples/s", list(speeds), list(speeds.values()))
+        plot = curves([line], Axis("micro-batch", log=True), Axis("samples/s"))
+        return Report(
+            "Batch size",
+            "The largest batch that fits, found by doubling and bisection, and the fastest of those"
+            " tried.",
+            [Table("Batches", columns, rows, self._note()), Plot("Speed", plot)],
+            provenance(load),
+            [self.request.command, self.request.program.command(overrides)],
         )
-    if base.strategy.name == "ordered":
-        problems.append("strategy=ordered: its micro-batches are virtual shards; use strategy=ddp")
-    if not problems:
-        problems = resolve_run(
-            request.program, _trial(request, config, base, config.start).overrides, machine
-        ).problems
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return base
 
-
-def _global_batch(base: Config, size: int) -> int:
-    return size * int(base.launch.nproc_per_node) * base.train.accumulation_steps
-
-
-def _trial(request: Request, config: BatchSizeConfig, base: Config, size: int) -> Trial:
-    overrides = [*request.overrides, f"train.global_batch_size={_global_batch(base, size)}"]
-    overrides += [
-        f"train.max_steps={config.steps}",
-        f"train.log_every_steps={max(1, config.steps // 10)}",
-        *TRAIN_ONLY,
-    ]
-    within = (
-        f"_in_{config.memory_gb:g}_gb" if config.memory_gb else ""
-    )  # a batch may fit with another limit
-    return Trial(overrides, request.run_dir / "trials" / f"{size}_samples{within}" / "0")
-
-
-def _report(
-    request: Request,
-    config: BatchSizeConfig,
-    base: Config,
-    outcomes: dict[int, Outcome],
-    found: SearchResult | None,
-    load: float,
-) -> Report:
-    rows = []
-    speeds = {
-        size: interval_samples_per_second(outcome)
-        for size, outcome in sorted(outcomes.items())
-        if outcome.completed
-    }
-    fastest = max(speeds, key=lambda size: speeds[size], default=None)
-    for size, outcome in sorted(outcomes.items()):
-        verdict = "fits" if outcome.completed else outcome.reason
-        if outcome.reason.startswith(OUT_OF_MEMORY):
+    def _verdict(self, size: int, outcome: Outcome, fastest: int | None) -> str:
+        verdict = outcome.reason or "fits"
+        if verdict.startswith(OUT_OF_MEMORY):
             verdict = "out of memory"
-        marks = ["fastest" if found else "fastest so far"] * (size == fastest)
-        marks += ["largest"] * (found is not None and size == found.largest)
-        verdict = ", ".join([verdict, *marks])
-        rate = speeds.get(size)
-        step = 1e3 * _global_batch(base, size) / rate if rate else None
-        rows.append([size, _global_batch(base, size), rate, step, verdict])
-    columns = ["micro-batch", "global batch", "samples/s", "step, ms", "verdict"]
-    if config.memory_gb:
-        limit = f"{config.memory_gb:g} GB of private memory per process"
-    else:
+        if size == fastest:
+            verdict += ", fastest" if self.result else ", fastest so far"
+        if self.result and size == self.result.largest:
+            verdict += ", largest"
+        return verdict
+
+    def _note(self) -> str:
         limit = "the memory of the GPUs"
-    note = (
-        f"{config.steps} steps each, in new processes. micro-batch: samples per process and pass."
-        " The limit is "
-    )
-    note += (
-        f"{limit}; one rank that exceeds it ends a run. The learning rate stays the same for all"
-        " batches unless "
-    )
-    note += "optimizer.lr_scaling is set."
-    if not found:
-        note += " The search is not complete: run the same command again to continue it."
-    elif not found.limited:
-        note += (
-            " The search ended before memory ran out: at study.most, or at the size of the data"
-            " set."
+        if self.config.memory_gb:
+            limit = f"{self.config.memory_gb:g} GB of private memory per process"
+        note = (
+            f"{self.config.steps} steps each, in new processes. micro-batch: samples per process"
+            f" and pass. The limit is {limit}; one rank that exceeds it ends a run. The learning"
+            " rate stays the same for all batches unless optimizer.lr_scaling is set."
         )
-    overrides = _trial(request, config, base, fastest or config.start).overrides
-    line = Curve("samples/s", list(speeds), list(speeds.values()))
-    plot = curves([line], Axis("micro-batch", log=True), Axis("samples/s"))
-    return Report(
-        "Batch size",
-        "The largest batch that fits, found by doubling and bisection, and the fastest of those"
-        " tried.",
-        [Table("Batches", columns, rows, note), Plot("Speed", plot)],
-        provenance(load),
-        [request.command, request.program.command(overrides)],
-    )
+        if not self.result:
+            note += " The search is not complete: run the same command again to continue it."
+        elif not self.result.limited:
+            note += (
+                " The search ended before memory ran out: at study.most, or at the size of the data"
+                " set."
+            )
+        return note

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,11 +37,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal hosts with equal GPUs. `between`: the part of its host's network that each GPU has."""
+    """Equal hosts with equal GPUs."""
 
     gpus_per_host: int
     inside: Link
     between: Link
+    """The part of its host's network that each GPU has."""
     call_seconds: float = 0.0
     """Fixed cost of one collective call."""
 
@@ -66,9 +67,9 @@ class Prediction:
     exchange: float
     """All-reduce of all buckets, overlapped or not."""
     exposed: float
-    """The part of it that does not overlap with the backward pass."""
+    """The part of the exchange that does not overlap with the backward pass."""
     waiting: float
-    """For the slowest of N ranks."""
+    """Waiting for the slowest of N ranks."""
 
 
 def ring(size: float, ranks: int, link: Link) -> float:
@@ -144,23 +145,10 @@ def predict(
     """
     sizes = buckets(step.gradient_bytes) if sizes is None else sizes
     backward = step.seconds * step.backward_share
-    forward = (
-        step.seconds - backward
-    ) / 2  # the other half of the rest: optimizer and data, after the exchange
-    exposed = max(0.0, exchange_end(sizes, gpus, cluster, forward, backward) - forward - backward)
+    # the other half of the rest: optimizer and data, after the exchange
+    forward = (step.seconds - backward) / 2
+    end = exchange_end(sizes, gpus, cluster, forward, backward)
+    exposed = max(0.0, end - forward - backward)
     waiting = expected_wait(step.deviation_seconds, gpus)
     exchange = sum(all_reduce(size, gpus, cluster) for size in sizes)
     return Prediction(gpus, step.seconds + exposed + waiting, exchange, exposed, waiting)
-
-
-def single_gpu_seconds(
-    seconds: float, step: Step, gpus: int, cluster: Cluster, sizes: Sequence[float] | None = None
-) -> float:
-    """The step time of one GPU for which `predict` gives `seconds` on `gpus` GPUs (fixed-point
-    iteration).
-
-    step: its seconds do not count."""
-    own = seconds
-    for _ in range(50):
-        own += seconds - predict(replace(step, seconds=own), gpus, cluster, sizes).seconds
-    return own

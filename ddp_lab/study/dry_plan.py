@@ -55,18 +55,16 @@ def measure(ranks: int) -> list[Cost]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     world = World(0, ranks, 0, min(ranks, 8))
-    plan = BatchPlan(
-        SAMPLES, BATCH * ranks, 1, STEPS, seed=0, rank=world.rank, world_size=world.size
-    )
+    plan = BatchPlan(SAMPLES, BATCH * ranks, 1, STEPS, seed=0, rank=0, world_size=ranks)
     with session(world, "cpu", "fake", FakeStore(), 60.0):
         return [
             _cost("order of an epoch, once in each", lambda: _fresh_order(plan)),
-            _cost("micro-batches of a step", lambda: list(plan.micro_batches()), per=STEPS),
+            _cost("micro-batches of a step", lambda: list(plan.micro_batches()), operations=STEPS),
             _cost(
                 "micro-batches of an evaluation",
-                lambda: evaluation_batches(TEST_SAMPLES, 200, world.rank, ranks),
+                lambda: evaluation_batches(TEST_SAMPLES, 200, 0, ranks),
             ),
-            _cost("mean loss at a logging interval", lambda: _mean_loss(plan)),
+            _cost("mean loss at a logging interval", _mean_loss),
             _cost(
                 "buffers of a checkpoint, group norm", lambda: _gathered(nn.GroupNorm(8, CHANNELS))
             ),
@@ -76,24 +74,24 @@ def measure(ranks: int) -> list[Cost]:
         ]
 
 
-def _cost(what: str, work: Callable[[], Any], per: int = 1) -> Cost:
-    """The minimum of REPEATS runs, since other work on the machine only adds time. per: operations
-    in one run."""
+def _cost(what: str, work: Callable[[], Any], operations: int = 1) -> Cost:
+    """The minimum of REPEATS runs, since other work on the machine only adds time.
+
+    operations: number of them in one run.
+    """
     seconds = []
     result = None
     for _ in range(REPEATS):
         began = time.perf_counter()
         result = work()
         seconds.append(time.perf_counter() - began)
-    return Cost(what, min(seconds) / per, _bytes(result) // per)
+    return Cost(what, min(seconds) / operations, _bytes(result) // operations)
 
 
 def _bytes(result: Any) -> int:
     if isinstance(result, list):
         return sum(micro_batch.indices.nbytes for micro_batch in result)
-    if isinstance(result, np.ndarray | torch.Tensor):
-        return result.nbytes
-    return 0
+    return getattr(result, "nbytes", 0)
 
 
 def _fresh_order(plan: BatchPlan) -> np.ndarray:
@@ -101,7 +99,7 @@ def _fresh_order(plan: BatchPlan) -> np.ndarray:
     return epoch_order(plan.seed, 0, plan.samples)
 
 
-def _mean_loss(plan: BatchPlan) -> float:
+def _mean_loss() -> float:
     running = RunningLoss()
     for step in range(LOG_EVERY_STEPS):
         running.add(1.0, BATCH, MicroBatch(0, step, np.arange(BATCH), BATCH, 1.0, True))
@@ -109,7 +107,7 @@ def _mean_loss(plan: BatchPlan) -> float:
 
 
 def _gathered(module: nn.Module) -> torch.Tensor:
-    """The averaged buffers that `hooks.Save` holds on every rank while it saves."""
+    """The averaged buffers that every rank holds while a checkpoint is saved."""
     with averaged_buffers(module) as buffers:
         return buffers
 

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Union
 
 from ddp_lab.study.gradients_report import Comparison, GradientsReport
-from ddp_lab.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
+from ddp_lab.study.request import Request, bind_settings, key_of, raise_problems
 from ddp_lab.study.trials import Outcome, Trial, run_or_load, trial_session
-from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.hardware import Hardware
 from ddp_train.options.key import AUTO, key
 from ddp_train.options.schema import Config
-from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.telemetry.pages.report import Report
 from ddp_train.text import counted
 
@@ -26,7 +24,7 @@ a missing exchange, or samples that are counted twice, change gradients by 1 / (
 or more.
 """
 DEFAULT_PROCESSES = 3
-"""Without GPUs."""
+"""Number of processes without GPUs."""
 
 TrialKey = tuple[str, int]
 """Precision, and number of processes."""
@@ -44,6 +42,11 @@ class GradientsConfig:
         **AUTO,
     )
 
+    def process_count(self, hardware: Hardware) -> int:
+        if self.processes == "auto":
+            return hardware.gpus or DEFAULT_PROCESSES
+        return int(self.processes)
+
 
 def study(request: Request) -> tuple[Report, int]:
     """Run the comparisons.
@@ -51,16 +54,18 @@ def study(request: Request) -> tuple[Report, int]:
     Returns the report and the exit code. Raises ConfigError before anything runs.
     """
     config: GradientsConfig = bind_settings(GradientsConfig, request.settings)
-    hardware = this_hardware()
-    processes = _process_count(config, hardware)
-    base = _base_config(request, processes, hardware)
+    processes = config.process_count(request.hardware)
+    base = _base_config(request, processes)
     precisions = list(dict.fromkeys(["fp64", str(base.tuning.precision)]))
     trials = {
         (precision, count): _trial(request, base, precision, count)
         for precision in precisions
         for count in (1, processes)
     }
-    _check(request, list(trials.values()), hardware)
+    problems = []
+    for trial in trials.values():
+        problems += request.resolve(trial.overrides).problems
+    raise_problems(problems)
     outcomes = _run(request, trials)
     report = GradientsReport(request, base, processes)
     for precision in precisions:
@@ -68,43 +73,20 @@ def study(request: Request) -> tuple[Report, int]:
         one = outcomes[precision, 1]
         many = outcomes[precision, processes]
         report.add(Comparison(precision, tolerance, one, many))
-    if request.stop.received:
-        code = request.stop.exit_code(UNSAVED)
-    elif report.all_agree:
-        code = 0
-    else:
-        code = LaunchError.exit_code
-    return report.build(), code
+    return report.build(), request.exit_code(report.all_agree)
 
 
-def _process_count(config: GradientsConfig, hardware: Hardware) -> int:
-    if config.processes == "auto":
-        return hardware.gpus or DEFAULT_PROCESSES
-    return int(config.processes)
-
-
-def _base_config(request: Request, processes: int, hardware: Hardware) -> Config:
+def _base_config(request: Request, processes: int) -> Config:
     """The config of the command on several processes. Raises ConfigError."""
-    overrides = [*request.overrides, f"launch.nproc_per_node={processes}"]
-    run = resolve_run(request.program, overrides, hardware)
+    run = request.resolve([*request.overrides, f"launch.nproc_per_node={processes}"])
     problems = run.problems
     strategy = run.config.strategy
     if not strategy.has_process_group:
         problems.append(
             f"strategy={strategy.name}: runs in one process; study=gradients needs strategy=ddp"
         )
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
+    raise_problems(problems)
     return run.config
-
-
-def _check(request: Request, trials: Sequence[Trial], hardware: Hardware) -> None:
-    """Raises ConfigError if one of the trials cannot run here."""
-    problems = []
-    for trial in trials:
-        problems += resolve_run(request.program, trial.overrides, hardware).problems
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
 
 
 def _run(request: Request, trials: dict[TrialKey, Trial]) -> dict[TrialKey, Outcome | None]:
@@ -146,7 +128,7 @@ def _trial(request: Request, base: Config, precision: str, processes: int) -> Tr
 
 
 def _is_of(override: str, keys: Sequence[str]) -> bool:
-    """Whether an override sets one of the keys, or a key below it."""
+    """Tell whether an override sets one of the keys, or a key below it."""
     name = key_of(override)
     return any(name == key or name.startswith(f"{key}.") for key in keys)
 

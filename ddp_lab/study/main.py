@@ -16,8 +16,7 @@ from ddp_lab.study.variants import plan
 from ddp_train.config.program import Program
 from ddp_train.config.run_directory import unwritten
 from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, LaunchError
-from ddp_train.resilience.preemption import UNSAVED
+from ddp_train.errors import ConfigError
 from ddp_train.telemetry.pages.page import write
 from ddp_train.telemetry.pages.report import Report, show
 
@@ -89,10 +88,5 @@ def study_variants(request: Request) -> tuple[Report, int]:
     with trial_session(request):
         trials = VariantTrials(request, planned)
         trials.run()
-    if request.stop.received:
-        code = request.stop.exit_code(UNSAVED)
-    elif trials.is_comparison:
-        code = 0
-    else:
-        code = LaunchError.exit_code
-    return variants_report.build_report(request, planned, trials.outcomes, load), code
+    report = variants_report.build_report(request, planned, trials.outcomes, load)
+    return report, request.exit_code(trials.is_comparison)

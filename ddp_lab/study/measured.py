@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_lab.study.cost_model import Cluster, Link, Step, buckets, predict, single_gpu_seconds
+from ddp_lab.study.cost_model import Cluster, Link, Step, buckets, predict
 
 RESNET50 = 25_557_032
 """Parameters of torchvision.models.resnet50."""
@@ -55,13 +55,13 @@ FP32 = 4.0
 
 @dataclass(frozen=True)
 class Point:
-    """A measured throughput. blocks: equal parts in which the gradients are exchanged; 0 for DDP's
-    buckets."""
+    """A measured throughput."""
 
     gpus: int
     global_batch_size: int
     samples_per_second: float
     blocks: int = 0
+    """Equal parts in which the gradients are exchanged; 0 for DDP's buckets."""
 
     @property
     def batch(self) -> float:
@@ -71,6 +71,14 @@ class Point:
     @property
     def step_seconds(self) -> float:
         return self.global_batch_size / self.samples_per_second
+
+    @property
+    def speed_per_gpu(self) -> float:
+        return self.samples_per_second / self.gpus
+
+    def error(self, predicted: float) -> float:
+        """The relative error of predicted seconds; above 0 the model is too pessimistic."""
+        return predicted / self.step_seconds - 1
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,16 @@ class Series:
 
     def seconds(self, own: float, point: Point) -> float:
         """The predicted step, if that of one GPU takes `own` seconds."""
-        return predict(
-            Step(own, self.gradient_bytes), point.gpus, self.cluster, self.sizes(point)
-        ).seconds
+        step = Step(own, self.gradient_bytes)
+        return predict(step, point.gpus, self.cluster, self.sizes(point)).seconds
 
     def own_seconds(self, point: Point) -> float:
-        """The step of one GPU by which `seconds` gives the measured one."""
-        step = Step(0.0, self.gradient_bytes)
-        return single_gpu_seconds(
-            point.step_seconds, step, point.gpus, self.cluster, self.sizes(point)
-        )
+        """The step of one GPU for which `seconds` gives the measured one (fixed-point
+        iteration)."""
+        own = point.step_seconds
+        for _ in range(50):
+            own += point.step_seconds - self.seconds(own, point)
+        return own
 
 
 DGX_H100 = Cluster(
@@ -108,17 +116,16 @@ DGX_H100 = Cluster(
     # same NVLink. 3.4, 14 and 8.4 us: NCCL's own figures for rings over NVLink, rings over a
     # network, and a call (src/graph/tuning.cc of NCCL 2.2x, protocol Simple).
     inside=Link(3.4e-6, 332e9),
-    between=Link(
-        14e-6, 50e9
-    ),  # 8 x 400 Gb/s InfiniBand: NVIDIA/systems/*.json of v3.0 and v4.0, Oracle's of v5.0
+    # 8 x 400 Gb/s InfiniBand: NVIDIA/systems/*.json of v3.0 and v4.0, Oracle's of v5.0
+    between=Link(14e-6, 50e9),
     call_seconds=8.4e-6,
 )
 NVL72 = Cluster(
     gpus_per_host=72,  # joined by NVLink, whatever hosts they are in
-    inside=Link(
-        3.4e-6, 664e9
-    ),  # twice that of H100: 1,800 GB/s of NVLink instead of 900 (NVIDIA/systems/tyche*.json)
-    between=Link(14e-6, 50e9),  # 4 x 400 Gb/s InfiniBand for 4 GPUs: the same file
+    # twice that of H100: 1,800 GB/s of NVLink instead of 900 (NVIDIA/systems/tyche*.json)
+    inside=Link(3.4e-6, 664e9),
+    # 4 x 400 Gb/s InfiniBand for 4 GPUs: the same file
+    between=Link(14e-6, 50e9),
     call_seconds=8.4e-6,
 )
 
@@ -226,45 +233,32 @@ OUR_NOTE = (
 @dataclass(frozen=True)
 class Check:
     """A measured point and its predictions, in seconds; None where the point itself was used for
-    it.
-
-    proportional: one GPU's step is that of the first point, times the ratio of the batches per GPU.
-    with_fixed: fixed seconds and seconds per sample are a line through the first two points.
-    """
+    it."""
 
     series: Series
     point: Point
     proportional: float | None = None
+    """One GPU's step is that of the first point, times the ratio of the batches per GPU."""
     with_fixed: float | None = None
+    """Fixed seconds and seconds per sample are a line through the first two points."""
 
     @property
     def efficiency(self) -> float:
-        """Samples per second and GPU, of those of the first point."""
-        first = self.series.points[0]
-        return (
-            self.point.samples_per_second
-            / self.point.gpus
-            / (first.samples_per_second / first.gpus)
-        )
-
-    def error(self, predicted: float | None) -> float | None:
-        """Relative error of predicted seconds; above 0 the model is too pessimistic."""
-        if predicted is None:
-            return None
-        return predicted / self.point.step_seconds - 1
+        """Samples per second and GPU, as a fraction of those of the first point."""
+        return self.point.speed_per_gpu / self.series.points[0].speed_per_gpu
 
 
 def checks(series: Series) -> list[Check]:
-    """All points; of two points none is left to test a line."""
-    first, second, *rest = series.points
+    """The checks of all points. If there are only two points, none is left to test a line."""
+    first, second, *_ = series.points
     own = series.own_seconds(first)
     found = [Check(series, first)]
-    found += [
-        Check(series, p, series.seconds(own * p.batch / first.batch, p)) for p in (second, *rest)
-    ]
-    if rest:
-        per_sample = (own - series.own_seconds(second)) / (first.batch - second.batch)
-        for number, point in enumerate(rest, start=2):
-            line = series.seconds(own + per_sample * (point.batch - first.batch), point)
-            found[number] = Check(series, point, found[number].proportional, line)
+    for number, point in enumerate(series.points[1:]):
+        proportional = series.seconds(own * point.batch / first.batch, point)
+        with_fixed = None
+        if number:
+            per_sample = (own - series.own_seconds(second)) / (first.batch - second.batch)
+            line = own + per_sample * (point.batch - first.batch)
+            with_fixed = series.seconds(line, point)
+        found.append(Check(series, point, proportional, with_fixed))
     return found

@@ -4,7 +4,9 @@ runs."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ from ddp_train.config.overrides import read_config, read_overrides
 from ddp_train.config.program import Program
 from ddp_train.config.validate import check, check_rules, section_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.hardware import Hardware, detect_hardware
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config, RequestedRun
+from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.text import did_you_mean
 
 PROCESSES = "launch.nproc_per_node"
@@ -32,12 +35,13 @@ SHARED = "{}: all trials would share it; leave it out of a study"
 
 @dataclass(frozen=True)
 class Request:
-    """A study to run. settings: its file with the `study.KEY=VALUE` of the command line applied."""
+    """A study to run."""
 
     name: str
     settings: dict[str, Any]
+    """The file of the study with the `study.KEY=VALUE` of the command line applied."""
     overrides: list[str]
-    """For every run."""
+    """Overrides for every run."""
     run_dir: Path
     program: Program
     argv: list[str]
@@ -49,8 +53,23 @@ class Request:
     @property
     def command(self) -> str:
         """The command that repeats this study, or continues it."""
-        given = [override for override in self.argv if not override.startswith("run_dir=")]
-        return self.program.command([*given, f"run_dir={self.run_dir}"])
+        argv = [override for override in self.argv if not override.startswith("run_dir=")]
+        return self.program.command([*argv, f"run_dir={self.run_dir}"])
+
+    @functools.cached_property
+    def hardware(self) -> Hardware:
+        """The cores and visible GPUs of this host."""
+        return detect_hardware(visible_devices())
+
+    def resolve(self, overrides: list[str]) -> ResolvedRun:
+        """The config of a run on this host."""
+        return resolve_run(self.program, overrides, self.hardware)
+
+    def exit_code(self, has_result: bool) -> int:
+        """The exit code at the end of the study."""
+        if self.stop.received:
+            return self.stop.exit_code(UNSAVED)
+        return 0 if has_result else LaunchError.exit_code
 
 
 def key_of(override: str) -> str:
@@ -58,72 +77,82 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def read_request(program: Program, overrides: list[str]) -> Request:
-    """Parses the command line. Raises ConfigError for every mistake that shows without composing a
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise ConfigError if there are problems, each once."""
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def read_request(program: Program, argv: list[str]) -> Request:
+    """Parse the command line. Raises ConfigError for every mistake that shows without composing a
     run."""
-    names = program.options("study")
-    flags = [
-        f"{override}: mode=study takes no flag but --help; leave it out"
-        for override in overrides
-        if override.startswith("-")
-    ]
-    given: dict[str, str] = {
+    values = {
         key_of(override): override.partition("=")[2]
-        for override in overrides
+        for override in argv
         if not override.startswith("-")
     }
-    name = given.get("study", "")
+    name = values.get("study", "")
+    raise_problems(_problems_of_name(name, argv, program.options("study")))
+    path = program.file("study", name)
+    assert path, "it is one of the options"
+    settings = yaml.safe_load(path.read_text())
+    overrides = []
+    problems = []
+    for override in argv:
+        key = key_of(override)
+        if key.startswith("study."):
+            problems += _apply_override(settings, override)
+        elif key not in STUDY_KEYS:
+            overrides.append(override)
+    problems += read_overrides(program, overrides).problems
+    problems += [
+        SHARED.format(override) for override in overrides if key_of(override) == "checkpoint.mirror"
+    ]
+    settings = _interpolated(settings, settings, problems)
+    raise_problems(problems)
+    folder = (
+        values.get("run_dir") or f"runs/{values.get('name', 'study')}/{name}_{new_run_id(None)}"
+    )
+    return Request(name, settings, overrides, Path(folder), program, argv)
+
+
+def _problems_of_name(name: str, argv: list[str], names: list[str]) -> list[str]:
+    """Problems with the name of the study, and with flags."""
+    problems = [
+        f"{override}: mode=study takes no flag but --help; leave it out"
+        for override in argv
+        if override.startswith("-")
+    ]
     if not name:
-        flags.append(
+        problems.append(
             f"mode=study: needs the name of a study; add study={names[0]}, or one of"
             f" {', '.join(names[1:])}"
         )
     elif name not in names:
-        flags.append(f"study={name}: must be one of {', '.join(names)}{did_you_mean(name, names)}")
-    if flags:
-        raise ConfigError(flags)
-    settings = yaml.safe_load(
-        dict(zip(names, program.files("study"), strict=True))[name].read_text()
-    )
-    changes = [override for override in overrides if key_of(override).startswith("study.")]
-    problems = [problem for override in changes for problem in _apply_override(settings, override)]
-    for_runs = [
-        override
-        for override in overrides
-        if key_of(override) not in STUDY_KEYS and override not in changes
-    ]
-    problems += read_overrides(program, for_runs).problems
-    problems += [
-        SHARED.format(word)
-        for word in for_runs
-        if word.partition("=")[0].lstrip("+") == "checkpoint.mirror"
-    ]
-    settings = _interpolated(settings, settings, problems)
-    if problems:
-        raise ConfigError(problems)
-    folder = given.get("run_dir") or f"runs/{given.get('name', 'study')}/{name}_{new_run_id(None)}"
-    return Request(name, settings, for_runs, Path(folder), program, overrides)
+        problems.append(
+            f"study={name}: must be one of {', '.join(names)}{did_you_mean(name, names)}"
+        )
+    return problems
 
 
 def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
-    """Binds the settings to a dataclass whose fields are made by `options.key.key`. Raises
+    """The settings as a dataclass whose fields are made by `options.key.key`. Raises
     ConfigError."""
     problems: list[str] = []
     bound = bind_fields(schema, "study.", settings, problems)
-    problems = problems or section_rules(bound, "study.")
-    if problems:
-        raise ConfigError(problems)
+    raise_problems(problems or section_rules(bound, "study."))
     return bound
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """The config of a run, resolved for this machine if it is valid. Its problems: invalid keys or
-    values, and what makes a valid config unsuited to this machine."""
+    """The config of a run, resolved for this machine if it is valid."""
 
     config: Config
-    invalid: list[str]
-    unsuited: list[str]
+    invalid: list[str] = field(default_factory=list)
+    """Problems with keys or values."""
+    unsuited: list[str] = field(default_factory=list)
+    """Problems that make a valid config unsuited to this machine."""
 
     @property
     def problems(self) -> list[str]:
@@ -131,34 +160,26 @@ class ResolvedRun:
 
 
 def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> ResolvedRun:
-    """Composes, resolves and checks the config of a run."""
+    """Compose, resolve and check the config of a run."""
     config, invalid = read_config(program, read_overrides(program, overrides))
     invalid = invalid or check_rules(config)
+    processes = config.launch.nproc_per_node
+    mirror = config.checkpoint.mirror
+    if not invalid and (given := range_of(processes)):
+        invalid = [
+            f"{PROCESSES}={processes}: a study compares runs whose numbers stay; use one number,"
+            f" {PROCESSES}={given.low}"
+        ]
+    elif not invalid and mirror:
+        invalid = [SHARED.format(f"checkpoint.mirror={mirror}")]
     if invalid:
-        return ResolvedRun(config, invalid, [])
-    asked = config.launch.nproc_per_node
-    if given := range_of(asked):
-        return ResolvedRun(
-            config,
-            [
-                f"{PROCESSES}={asked}: a study compares runs whose numbers stay; use one number,"
-                f" {PROCESSES}={given.low}"
-            ],
-            [],
-        )
-    if mirror := config.checkpoint.mirror:
-        return ResolvedRun(config, [SHARED.format(f"checkpoint.mirror={mirror}")], [])
+        return ResolvedRun(config, invalid)
     resolved = resolve(config, hardware, None)
-    return ResolvedRun(resolved, [], check(RequestedRun(config, resolved, hardware)))
-
-
-def this_hardware() -> Hardware:
-    """The cores and visible GPUs of this host."""
-    return detect_hardware(visible_devices())
+    return ResolvedRun(resolved, unsuited=check(RequestedRun(config, resolved, hardware)))
 
 
 def _apply_override(settings: dict[str, Any], override: str) -> list[str]:
-    """Applies `study.KEY.KEY=VALUE` to the settings. Returns the problems."""
+    """Apply `study.KEY.KEY=VALUE` to the settings. Returns the problems."""
     try:
         value = yaml.safe_load(override.partition("=")[2])
     except yaml.YAMLError:
@@ -180,7 +201,7 @@ def _apply_override(settings: dict[str, Any], override: str) -> list[str]:
 
 
 def _interpolated(value: Any, settings: dict[str, Any], problems: list[str]) -> Any:
-    """Replaces `${study.KEY}` by that setting in all strings."""
+    """Replace `${study.KEY}` by that setting in all strings."""
     if isinstance(value, dict):
         return {name: _interpolated(item, settings, problems) for name, item in value.items()}
     if isinstance(value, list):

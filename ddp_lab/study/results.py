@@ -71,7 +71,7 @@ def samples_per_second(outcome: Outcome) -> float | None:
 
 def interval_samples_per_second(outcome: Outcome) -> float:
     """Median samples per second of the logging intervals, without the first two (warm-up)."""
-    speeds = [line["samples_per_second"] for line in outcome.metrics if line["kind"] == "train"]
+    speeds = [line["samples_per_second"] for line in outcome.train_lines]
     return statistics.median(speeds[2:] or speeds)
 
 
@@ -148,11 +148,7 @@ def verdict(metric: Metric, base: Sequence[float], mine: Sequence[float]) -> str
 
 def losses(outcome: Outcome) -> dict[int, float]:
     """The training loss by optimizer step, from metrics.jsonl."""
-    return {
-        line["step"]: line["loss"]
-        for line in outcome.metrics
-        if line["kind"] == "train" and line["loss"] is not None
-    }
+    return {line["step"]: line["loss"] for line in outcome.train_lines if line["loss"] is not None}
 
 
 def largest_difference(one: dict[int, float], other: dict[int, float]) -> float | None:

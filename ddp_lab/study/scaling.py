@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import Union
 
 from ddp_lab.study.provenance import load_at_start
-from ddp_lab.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
+from ddp_lab.study.request import Request, bind_settings, key_of, raise_problems
 from ddp_lab.study.results import interval_samples_per_second
 from ddp_lab.study.scaling_report import Cell, Measurements, build_report
 from ddp_lab.study.trials import TRAIN_ONLY, Outcome, Trial, run_or_load, trial_session
-from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.hardware import Hardware
 from ddp_train.options.key import AUTO, key
-from ddp_train.resilience.preemption import UNSAVED
 from ddp_train.telemetry.pages.report import Report
 
 THREADS = "launch.threads_per_process"
@@ -48,33 +46,27 @@ def study(request: Request) -> tuple[Report, int]:
     Returns the report and the exit code. Raises ConfigError before anything runs.
     """
     config: ScalingConfig = bind_settings(ScalingConfig, request.settings)
-    scaling = Scaling(request, config, this_hardware())
+    scaling = Scaling(request, config)
     load = load_at_start()
     cells = scaling.cells()
     measurements = scaling.measure(cells)
-    code = 0
-    if request.stop.received:
-        code = request.stop.exit_code(UNSAVED)
-    if not measurements.any_completed:
-        code = code or LaunchError.exit_code
-    cores = None if measurements.on_gpus else scaling.hardware.cpus
+    cores = None if measurements.on_gpus else request.hardware.cpus
     command = request.program.command(scaling.trial(cells[-1], SPLIT).overrides)
     report = build_report(measurements, cores, config.steps, load, [request.command, command])
-    return report, code
+    return report, request.exit_code(measurements.any_completed)
 
 
 class Scaling:
     """The runs of a study of scaling."""
 
-    def __init__(self, request: Request, config: ScalingConfig, hardware: Hardware) -> None:
+    def __init__(self, request: Request, config: ScalingConfig) -> None:
         self.request = request
         self.config = config
-        self.hardware = hardware
-        self.most_processes = config.most_processes(hardware)
+        self.most_processes = config.most_processes(request.hardware)
 
     def cells(self) -> list[Cell]:
         """The cells to measure. Raises ConfigError with all problems if one of them cannot run."""
-        base = resolve_run(self.request.program, self.request.overrides, self.hardware).config
+        base = self.request.resolve(self.request.overrides).config
         batch = base.train.global_batch_size
         most = self.most_processes
         problems = []
@@ -89,21 +81,13 @@ class Scaling:
                 f"train.global_batch_size={batch}: cannot be split over {most} processes; use"
                 f" train.global_batch_size={divisible}"
             )
+        raise_problems(problems)
         cells = _cells(most, batch)
-        if not problems:
-            problems = self._problems_of(cells)
-        if problems:
-            raise ConfigError(list(dict.fromkeys(problems)))
-        return cells
-
-    def _problems_of(self, cells: list[Cell]) -> list[str]:
-        problems = []
         for cell in cells:
             for name in ("0", SPLIT):
-                overrides = self.trial(cell, name).overrides
-                run = resolve_run(self.request.program, overrides, self.hardware)
-                problems += run.problems
-        return problems
+                problems += self.request.resolve(self.trial(cell, name).overrides).problems
+        raise_problems(problems)
+        return cells
 
     def trial(self, cell: Cell, name: str) -> Trial:
         """One run of a cell. name: its number, or SPLIT."""
@@ -115,9 +99,11 @@ class Scaling:
             f"train.log_every_steps={max(1, self.config.steps // 10)}",
             *TRAIN_ONLY,
         ]
-        if not self.hardware.gpus and not any(key_of(given) == THREADS for given in overrides):
+        if not self.request.hardware.gpus and not any(
+            key_of(given) == THREADS for given in overrides
+        ):
             # as many threads in every run, else one process would use all cores
-            threads = max(1, self.hardware.cpus // self.most_processes)
+            threads = max(1, self.request.hardware.cpus // self.most_processes)
             overrides.append(f"{THREADS}={threads}")
         if name == SPLIT:
             overrides.append(f"hooks=[{STEP_TIMES}]")

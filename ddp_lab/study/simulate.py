@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
-import statistics
-import struct
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,10 +23,10 @@ from ddp_lab.study.cost_model import (
     predict,
 )
 from ddp_lab.study.provenance import provenance
-from ddp_lab.study.request import Request, bind_settings
+from ddp_lab.study.request import Request, bind_settings, raise_problems
+from ddp_lab.study.run_step import measured_step
 from ddp_lab.study.trials import lock_run_dir
 from ddp_train.distributed.child_environments import environment
-from ddp_train.errors import ConfigError
 from ddp_train.linux import end_with_parent
 from ddp_train.options.key import key
 from ddp_train.telemetry.pages.charts import Axis, Curve, curves
@@ -41,8 +38,6 @@ DRY_PLAN = "ddp_lab.study.dry_plan"
 RANKS = (1, 64, 4096)
 LOG_EVERY_STEPS = 50
 """Logging interval in the dry plan."""
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of batch norm, which are stored with the weights of a checkpoint but have no gradient."""
 
 
 @dataclass
@@ -85,9 +80,22 @@ class SimulateConfig:
         between = Link(self.between_microseconds * 1e-6, self.between_gb_per_second * 1e9)
         return Cluster(self.gpus_per_host, inside, between, self.call_microseconds * 1e-6)
 
+    def step(self) -> Step:
+        """The step of one GPU. Raises ConfigError if the run does not show it."""
+        if self.from_run:
+            step = measured_step(Path(self.from_run))
+        else:
+            assert self.step_ms and self.gradient_mb
+            step = Step(
+                seconds=1e-3 * self.step_ms,
+                gradient_bytes=1e6 * self.gradient_mb,
+                deviation_seconds=1e-3 * self.deviation_ms,
+            )
+        return replace(step, backward_share=self.backward_share)
+
 
 def study(request: Request) -> tuple[Report, int]:
-    """Predicts without training. Returns the report and the exit code. Raises ConfigError without a
+    """Predict without training. Returns the report and the exit code. Raises ConfigError without a
     measured step."""
     config: SimulateConfig = bind_settings(SimulateConfig, request.settings)
     problems = [
@@ -101,128 +109,38 @@ def study(request: Request) -> tuple[Report, int]:
         )
     if not config.gpus or min(config.gpus) < 1:
         problems.append(f"study.gpus={config.gpus}: must be numbers of at least 1")
-    if problems:
-        raise ConfigError(problems)
-    if config.from_run:
-        step = replace(measured_step(Path(config.from_run)), backward_share=config.backward_share)
-    else:
-        seconds = 1e-3 * (config.step_ms or 0.0)
-        spread = 1e-3 * config.deviation_ms
-        step = Step(seconds, 1e6 * (config.gradient_mb or 0.0), config.backward_share, spread)
+    raise_problems(problems)
+    step = config.step()
     lock_run_dir(request)
     return report(step, config, request), 0
-
-
-def measured_step(run_dir: Path) -> Step:
-    """The step of a run of one process, from its metrics: the median of its logging intervals
-    without the first one and without those in which an epoch ended with a smaller batch.
-
-    Raises ConfigError if the run had several processes, or too few intervals, or no checkpoint to
-    know the model by.
-    """
-    try:
-        summary = json.loads((run_dir / "summary.json").read_text())
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            [
-                f"study.from_run={run_dir}: not a completed run ({error}); use the run_dir of a"
-                " completed run"
-            ]
-        ) from None
-    if summary["world_size"] != 1:
-        what = f"a run of {summary['world_size']} processes, whose steps include communication"
-        raise ConfigError(
-            [f"study.from_run={run_dir}: {what}; use a run with launch.nproc_per_node=1"]
-        )
-    intervals = whole_intervals(lines, summary["global_batch_size"])
-    if len(intervals) < 3:
-        few = (
-            f"{len(intervals)} logging intervals of whole batches after the first, at least 3 are"
-            " needed"
-        )
-        remedy = "use a longer run, or a lower train.log_every_steps"
-        raise ConfigError([f"study.from_run={run_dir}: {few}; {remedy}"])
-    seconds = statistics.median(mean for _, mean in intervals)
-    return Step(seconds, gradient_bytes(run_dir), deviation_seconds=deviation(intervals))
-
-
-def whole_intervals(lines: Sequence[dict[str, Any]], batch: int) -> list[tuple[int, float]]:
-    """(number of steps, mean seconds of a step) of each logging interval in which all batches were
-    whole, except the first interval.
-
-    lines: of metrics.jsonl. Intervals differ in length, since they also end at the end of an epoch.
-    """
-    train_lines = [line for line in lines if line["kind"] == "train"]
-    found = []
-    for before, line in itertools.pairwise(train_lines):
-        steps = line["step"] - before["step"]
-        if line["samples_seen"] - before["samples_seen"] == steps * batch:
-            found.append((steps, batch / line["samples_per_second"]))
-    return found
-
-
-def deviation(intervals: Sequence[tuple[int, float]]) -> float:
-    """The standard deviation of one step, from means over k steps, whose variance is 1 / k of that
-    of a step."""
-    steps = sum(count for count, _ in intervals)
-    mean = sum(count * seconds for count, seconds in intervals) / steps
-    return math.sqrt(
-        sum(count * (seconds - mean) ** 2 for count, seconds in intervals) / (len(intervals) - 1)
-    )
-
-
-def gradient_bytes(run_dir: Path) -> float:
-    """Bytes of all parameters, from the header of the newest checkpoint (safetensors: its length,
-    then JSON).
-
-    Raises ConfigError if there is no checkpoint.
-    """
-    weights = sorted(run_dir.glob("checkpoints/step_????????/model.safetensors"))
-    if not weights:
-        raise ConfigError(
-            [
-                f"study.from_run={run_dir}: has no checkpoint, which holds the size of the model;"
-                " use a run with one"
-            ]
-        )
-    with weights[-1].open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(length))
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    spans = [
-        e["data_offsets"]
-        for name, e in tensors.items()
-        if name.rpartition(".")[2] not in STATISTICS
-    ]
-    return float(sum(end - start for start, end in spans))
 
 
 def report(step: Step, config: SimulateConfig, request: Request) -> Report:
     """The report: predictions, validation against MLPerf, and the dry plan, which is measured in
     new processes."""
-    sections: list[Table | Plot] = [predictions(step, config), *comparisons()]
+    sizes = buckets(step.gradient_bytes, cap=config.bucket_cap_mb * 2**20)
+    cluster = config.cluster()
+    predictions = [predict(step, count, cluster, sizes) for count in config.gpus]
+    sections: list[Table | Plot] = [
+        prediction_table(step, predictions, config.gpus_per_host),
+        *comparisons(),
+    ]
     if config.dry_plan:
         sections.append(dry_plans(request.program.presets.parents[1]))
+    sections.append(_plot(step, predictions))
     return Report(
         "Predicted scaling",
         f"A step on one GPU takes {1e3 * step.seconds:.4g} ms (standard deviation"
         f" {1e3 * step.deviation_seconds:.2g} ms), its gradients have"
         f" {step.gradient_bytes / 1e6:.4g} MB. Weak scaling: every GPU has the same number of"
         " samples.",
-        [*sections, _plot(step, config)],
+        sections,
         provenance(),
         [request.command],
     )
 
 
-def _predicted(step: Step, config: SimulateConfig) -> list[Prediction]:
-    cluster = config.cluster()
-    sizes = buckets(step.gradient_bytes, cap=config.bucket_cap_mb * 2**20)
-    return [predict(step, count, cluster, sizes) for count in config.gpus]
-
-
-def predictions(step: Step, config: SimulateConfig) -> Table:
+def prediction_table(step: Step, predictions: Sequence[Prediction], gpus_per_host: int) -> Table:
     """The predicted steps, a row for each number of GPUs."""
     columns = [
         "GPUs",
@@ -233,13 +151,18 @@ def predictions(step: Step, config: SimulateConfig) -> Table:
         "exposed, ms",
         "waiting, ms",
     ]
-    rows = []
-    for found in _predicted(step, config):
-        hosts = -(-found.gpus // config.gpus_per_host)
-        parts = [1e3 * part for part in (found.exchange, found.exposed, found.waiting)]
-        rows.append(
-            [found.gpus, hosts, 1e3 * found.seconds, 100 * step.seconds / found.seconds, *parts]
-        )
+    rows: list[list[Any]] = [
+        [
+            predicted.gpus,
+            -(-predicted.gpus // gpus_per_host),
+            1e3 * predicted.seconds,
+            100 * step.seconds / predicted.seconds,
+            1e3 * predicted.exchange,
+            1e3 * predicted.exposed,
+            1e3 * predicted.waiting,
+        ]
+        for predicted in predictions
+    ]
     note = (
         "exchange: all-reduce in DDP's buckets, by a ring inside each host and the faster of ring"
         " and trees between hosts. exposed: the part of it that does not overlap with the backward"
@@ -260,28 +183,27 @@ def comparisons() -> list[Table]:
 
 def compared(title: str, series: Sequence[measured.Series], note: str) -> Table:
     """The cost model compared with measurements, a row for each."""
-    columns = ["network", "GPUs", "batch per GPU", "measured step, ms", "efficiency, %"]
-    columns += [
-        f"{way}, {unit}"
-        for way in ("proportional", "with a fixed part")
-        for unit in ("ms", "error in %")
+    columns = [
+        "network",
+        "GPUs",
+        "batch per GPU",
+        "measured step, ms",
+        "efficiency, %",
+        "proportional, ms",
+        "proportional, error in %",
+        "with a fixed part, ms",
+        "with a fixed part, error in %",
     ]
-    rows = []
+    rows: list[list[Any]] = []
     for check in itertools.chain.from_iterable(map(measured.checks, series)):
-        row = [
-            check.series.name,
-            check.point.gpus,
-            round(check.point.batch),
-            1e3 * check.point.step_seconds,
-        ]
+        point = check.point
+        row = [check.series.name, point.gpus, round(point.batch), 1e3 * point.step_seconds]
         row.append(100 * check.efficiency)
-        for predicted in (check.proportional, check.with_fixed):
-            error = check.error(predicted)
-            row += (
-                [None, None]
-                if predicted is None or error is None
-                else [1e3 * predicted, 100 * error]
-            )
+        for seconds in (check.proportional, check.with_fixed):
+            if seconds is None:
+                row += [None, None]
+            else:
+                row += [1e3 * seconds, 100 * point.error(seconds)]
         rows.append(row)
     if not any(row[-1] for row in rows):
         columns = columns[:-2]
@@ -289,19 +211,29 @@ def compared(title: str, series: Sequence[measured.Series], note: str) -> Table:
     return Table(title, columns, rows, note)
 
 
+DRY_PLAN_COLUMNS: dict[str, tuple[int, str, float]] = {
+    "order of an epoch, ms": (0, "seconds", 1e3),
+    "micro-batches of a step, us": (1, "seconds", 1e6),
+    "of a step, bytes": (1, "bytes", 1),
+    "of an evaluation, us": (2, "seconds", 1e6),
+    "loss at a logging interval, ms": (3, "seconds", 1e3),
+    "checkpoint, group norm, us": (4, "seconds", 1e6),
+    "checkpoint, batch norm, ms": (5, "seconds", 1e3),
+    "checkpoint, batch norm, MB": (5, "bytes", 1e-6),
+}
+"""Columns of the table: place of the cost in `dry_plan.measure`, what of it, and the factor of the
+unit."""
+
+
 def dry_plans(folder: Path, ranks: Sequence[int] = RANKS) -> Table:
-    """Measures the host work of rank 0 for each number of ranks, in new processes. folder: where
-    this package lies."""
-    columns = ["ranks", "order of an epoch, ms", "micro-batches of a step, us", "of a step, bytes"]
-    columns += [
-        "of an evaluation, us",
-        "loss at a logging interval, ms",
-        "checkpoint, group norm, us",
-    ]
-    columns += ["checkpoint, batch norm, ms", "checkpoint, batch norm, MB", "failed"]
+    """Measure the host work of rank 0 for each number of ranks, in new processes.
+
+    folder: where this package lies.
+    """
+    columns = ["ranks", *DRY_PLAN_COLUMNS, "failed"]
     rows: list[list[Any]] = []
     for count in ranks:
-        ran = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", DRY_PLAN, str(count)],
             cwd=folder,
             env=environment(),
@@ -310,24 +242,19 @@ def dry_plans(folder: Path, ranks: Sequence[int] = RANKS) -> Table:
             text=True,
             preexec_fn=end_with_parent,  # safe: this process has one thread
         )
-        if ran.returncode:
-            last_line = ran.stderr.strip().splitlines()[-1:]
-            reason = "; ".join([f"exit code {ran.returncode}", *last_line])
-            rows.append([count, *[None] * (len(columns) - 2), reason])
-            continue
-        order, micro_batches, evaluation, loss, group_norm, batch_norm = json.loads(ran.stdout)
-        rows.append(
-            [count, 1e3 * order["seconds"], 1e6 * micro_batches["seconds"], micro_batches["bytes"]]
-        )
-        rows[-1] += [1e6 * evaluation["seconds"], 1e3 * loss["seconds"]]
-        rows[-1] += [
-            1e6 * group_norm["seconds"],
-            1e3 * batch_norm["seconds"],
-            batch_norm["bytes"] / 1e6,
-            "",
-        ]
+        cells: list[Any] = [None] * len(DRY_PLAN_COLUMNS)
+        failure = ""
+        if process.returncode:
+            last_line = process.stderr.strip().splitlines()[-1:]
+            failure = "; ".join([f"exit code {process.returncode}", *last_line])
+        else:
+            costs = json.loads(process.stdout)
+            cells = [
+                costs[place][name] * factor for place, name, factor in DRY_PLAN_COLUMNS.values()
+            ]
+        rows.append([count, *cells, failure])
     if not any(row[-1] for row in rows):
-        columns = columns[:-1]
+        columns.pop()
         rows = [row[:-1] for row in rows]
     note = (
         "On rank 0: ImageNet, 32 samples per rank and step, torch's fake process group, in which"
@@ -339,11 +266,15 @@ def dry_plans(folder: Path, ranks: Sequence[int] = RANKS) -> Table:
     return Table("Host work of rank 0", columns, rows, note)
 
 
-def _plot(step: Step, config: SimulateConfig) -> Plot:
-    found = _predicted(step, config)
-    lines = [Curve("predicted", config.gpus, [100 * step.seconds / one.seconds for one in found])]
-    if any(one.waiting for one in found):
-        alone = [100 * step.seconds / (one.seconds - one.waiting) for one in found]
-        lines.append(Curve("without waiting for the slowest", config.gpus, alone, dashed=True))
+def _plot(step: Step, predictions: Sequence[Prediction]) -> Plot:
+    gpus = [predicted.gpus for predicted in predictions]
+    percents = [100 * step.seconds / predicted.seconds for predicted in predictions]
+    lines = [Curve("predicted", gpus, percents)]
+    if any(predicted.waiting for predicted in predictions):
+        percents = [
+            100 * step.seconds / (predicted.seconds - predicted.waiting)
+            for predicted in predictions
+        ]
+        lines.append(Curve("without waiting for the slowest", gpus, percents, dashed=True))
     svg = curves(lines, Axis("GPUs", log=True), Axis("efficiency, %"))
     return Plot("Efficiency", svg, "100 %: every GPU is as fast as a single one.")

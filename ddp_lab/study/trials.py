@@ -67,19 +67,26 @@ class Trial:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run. `reason`: why it failed, "" if it completed."""
+    """The result of a run."""
 
     exit_code: int
     seconds: float
     """Wall time of the whole command."""
     summary: dict[str, Any]
     metrics: list[dict[str, Any]] = field(default_factory=list)
+    """The lines of metrics.jsonl."""
     reason: str = ""
+    """Why the run failed; empty if it completed."""
     run_dir: Path = Path()
 
     @property
     def completed(self) -> bool:
         return not self.reason
+
+    @property
+    def train_lines(self) -> list[dict[str, Any]]:
+        """The lines of the logging intervals of training."""
+        return [line for line in self.metrics if line["kind"] == "train"]
 
 
 @contextlib.contextmanager

@@ -8,16 +8,7 @@ from ddp_lab.study.comparison_table import Outcomes
 from ddp_lab.study.request import Request
 from ddp_lab.study.results import METRICS, median
 from ddp_lab.study.trials import Outcome, Trial, completed_outcome, run
-from ddp_lab.study.variants import Study, Variant, merged, trials_folder
-
-
-def trial_of(request: Request, study: Study, variant: Variant, repeat: int) -> Trial:
-    """One run of a variant."""
-    seed = []
-    if study.config.vary_seed:
-        seed.append(f"seed={study.first.seed + repeat}")
-    folder = trials_folder(request.run_dir, variant) / str(repeat)
-    return Trial(merged(variant.overrides, seed), folder)
+from ddp_lab.study.variants import Study, Variant, merged
 
 
 class VariantTrials:
@@ -33,8 +24,15 @@ class VariantTrials:
         self.earlier: dict[tuple[str, int], Outcome | None] = {}
         for variant in self.runnable:
             for repeat in range(study.config.repeats):
-                trial = trial_of(request, study, variant, repeat)
+                trial = self.trial(variant, repeat)
                 self.earlier[variant.name, repeat] = completed_outcome(trial)
+
+    def trial(self, variant: Variant, repeat: int) -> Trial:
+        """One run of a variant."""
+        overrides = variant.overrides
+        if self.study.config.vary_seed:
+            overrides = merged(overrides, [f"seed={self.study.first.seed + repeat}"])
+        return Trial(overrides, self.request.run_dir / "trials" / variant.folder / str(repeat))
 
     @property
     def is_comparison(self) -> bool:
@@ -71,7 +69,7 @@ class VariantTrials:
         if earlier:
             self._print(f"{self._result(earlier)}  (from an earlier run)")
             return earlier
-        trial = trial_of(self.request, self.study, variant, repeat)
+        trial = self.trial(variant, repeat)
         outcome = run(trial, self.request.program, self.request.stop)
         if outcome:
             self._print(f"{self._result(outcome)}  (took {outcome.seconds:.0f} s)")

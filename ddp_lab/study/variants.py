@@ -3,18 +3,15 @@ the first run."""
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import itertools
 import re
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any, Union
 
-from ddp_lab.study.request import Request, bind_settings, key_of, resolve_run, this_hardware
+from ddp_lab.study.request import Request, bind_settings, key_of, raise_problems
 from ddp_lab.study.results import METRICS
-from ddp_train.errors import ConfigError
-from ddp_train.hardware import Hardware
 from ddp_train.options.key import AUTO, key
 from ddp_train.options.schema import Config
 from ddp_train.text import did_you_mean
@@ -76,22 +73,23 @@ class VariantsConfig:
 
 @dataclass(frozen=True)
 class Variant:
-    """One variant. overrides: of its runs, without seed and run_dir. against: the variant it is
-    compared with.
-
-    part: variants, ladder or leave_one_out. adds: the overrides by which it differs in that part.
-    reason: why it is not run, "" if it is. group: its name without the grid. values: its keys and
-    values from the grid.
-    """
+    """One variant."""
 
     name: str
     overrides: list[str]
-    against: str
+    """Overrides of its runs, without seed and run_dir."""
+    against: str = ""
+    """The variant it is compared with."""
     part: str = "variants"
+    """variants, ladder or leave_one_out."""
     reason: str = ""
+    """Why it is not run; empty if it is."""
     adds: list[str] = field(default_factory=list)
+    """The overrides by which it differs from the others in its part."""
     group: str = ""
+    """Its name without the grid."""
     values: dict[str, str] = field(default_factory=dict)
+    """Its keys and values from the grid."""
 
     @property
     def folder(self) -> str:
@@ -101,15 +99,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Study:
-    """A checked study. first: the resolved config of the baseline. data: the chosen entry of
-    `either`."""
+    """A checked study."""
 
     config: VariantsConfig
     variants: list[Variant]
     baseline: str
-    machine: Hardware
     first: Config
+    """The resolved config of the baseline."""
     data: str = ""
+    """Name of the chosen entry of `either`."""
 
     def named(self, name: str) -> Variant:
         """The variant of that name."""
@@ -119,19 +117,14 @@ class Study:
 def plan(request: Request) -> Study:
     """Expand and check a study. Raises ConfigError with every problem, before anything runs."""
     config: VariantsConfig = bind_settings(VariantsConfig, request.settings)
-    problems = _check_shape(config)
-    if problems:
-        raise ConfigError(problems)
-    machine = this_hardware()
-    no_gpu = not machine.gpus or "device=cpu" in request.overrides
-    given = expand(config, no_gpu)
-    kept = [variant for variant in given if _is_chosen(variant, config.only)]
-    problems = _check_names(config, given, kept) + _check_overrides(request, kept)
-    if problems:
-        raise ConfigError(problems)
-    runnable = [variant for variant in kept if not variant.reason]
-    baseline = config.baseline or (runnable or kept)[0].name
-    return _checked_study(request, config, kept, baseline, machine)
+    raise_problems(_check_shape(config))
+    no_gpu = not request.hardware.gpus or "device=cpu" in request.overrides
+    expanded = expand(config, no_gpu)
+    chosen = [variant for variant in expanded if _is_chosen(variant, config.only)]
+    raise_problems(_check_names(config, expanded, chosen) + _check_overrides(request, chosen))
+    runnable = [variant for variant in chosen if not variant.reason]
+    baseline = config.baseline or (runnable or chosen)[0].name
+    return _checked_study(request, config, chosen, baseline)
 
 
 def _is_chosen(variant: Variant, patterns: list[str]) -> bool:
@@ -150,26 +143,25 @@ def _check_overrides(request: Request, variants: list[Variant]) -> list[str]:
 
 
 def _checked_study(
-    request: Request,
-    config: VariantsConfig,
-    variants: list[Variant],
-    baseline: str,
-    machine: Hardware,
+    request: Request, config: VariantsConfig, variants: list[Variant], baseline: str
 ) -> Study:
     """Resolve every variant. Raises ConfigError if one is invalid, or the baseline cannot run."""
     first_variant = next(variant for variant in variants if variant.name == baseline)
-    data, shared = _choose_either(request, config, first_variant, machine)
+    data, shared = _choose_either(request, config, first_variant)
     rung = first_variant.overrides
     below = baseline
     first = Config()
     problems: list[str] = []
     checked = []
     for variant in variants:
+        own = variant.overrides
+        against = variant.against or baseline
         is_rung = variant.part == "ladder"
-        own = merged(rung, variant.overrides) if is_rung else variant.overrides
-        against = below if is_rung else variant.against or baseline
+        if is_rung:
+            own = merged(rung, own)
+            against = below
         overrides = merged(config.common, shared, own, request.overrides)
-        run = resolve_run(request.program, overrides, machine)
+        run = request.resolve(overrides)
         invalid = run.invalid
         reason = variant.reason
         if not invalid and not reason:
@@ -180,53 +172,42 @@ def _checked_study(
             if unsuited:
                 reason = f"cannot run here: {'; '.join(unsuited)}"
         problems += [f"{problem} (study.variants: {variant.name})" for problem in invalid]
-        checked.append(
-            dataclasses.replace(variant, overrides=overrides, reason=reason, against=against)
-        )
+        checked.append(replace(variant, overrides=overrides, reason=reason, against=against))
         if is_rung and not reason:
             below = variant.name
             rung = own
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return Study(config, checked, baseline, machine, first, data)
+    raise_problems(problems)
+    return Study(config, checked, baseline, first, data)
 
 
 def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
     """All variants of the three parts, with the overrides that each adds to all runs, the ladder or
     the reference."""
-    grid = [(line.partition("=")[0], line.partition("=")[2].split(",")) for line in config.grid]
-    found: list[Variant] = []
-    for name, overrides in (config.variants or {"": []}).items():
-        for values in itertools.product(*(values for _, values in grid)):
-            chosen = dict(zip((key for key, _ in grid), values, strict=True))
-            full = ", ".join(
-                filter(
-                    None, [name, *(f"{key.rpartition('.')[2]}={v}" for key, v in chosen.items())]
-                )
-            )
-            own = [*overrides, *(f"{key}={value}" for key, value in chosen.items())]
-            found.append(
-                Variant(
-                    full,
-                    own,
-                    str(config.against.get(full, "")),
-                    adds=own,
-                    group=name,
-                    values=chosen,
-                )
-            )
-    start = next((variant.overrides for variant in found if variant.name == config.reference), [])
-    for part, entries, base in (
-        ("ladder", config.ladder, []),
-        ("leave_one_out", config.leave_one_out, start),
-    ):
-        for name, overrides in entries.items():
-            against = config.reference if part == "leave_one_out" else ""
-            found.append(Variant(name, merged(base, overrides), against, part, adds=overrides))
-    return [
-        dataclasses.replace(variant, reason=_why_not_run(config, variant, no_gpu))
-        for variant in found
-    ]
+    variants = _grid_variants(config)
+    reference = next((one.overrides for one in variants if one.name == config.reference), [])
+    for name, overrides in config.ladder.items():
+        variants.append(Variant(name, overrides, part="ladder", adds=overrides))
+    for name, overrides in config.leave_one_out.items():
+        remaining = merged(reference, overrides)
+        variants.append(Variant(name, remaining, config.reference, "leave_one_out", adds=overrides))
+    return [replace(variant, reason=_why_not_run(config, variant, no_gpu)) for variant in variants]
+
+
+def _grid_variants(config: VariantsConfig) -> list[Variant]:
+    """Every entry of `variants` with every combination of the values of the grid."""
+    keys = [line.partition("=")[0] for line in config.grid]
+    choices = [line.partition("=")[2].split(",") for line in config.grid]
+    variants = []
+    for group, overrides in (config.variants or {"": []}).items():
+        for combination in itertools.product(*choices):
+            values = dict(zip(keys, combination, strict=True))
+            names = [group] if group else []
+            names += [f"{key.rpartition('.')[2]}={value}" for key, value in values.items()]
+            name = ", ".join(names)
+            own = [*overrides, *(f"{key}={value}" for key, value in values.items())]
+            against = str(config.against.get(name, ""))
+            variants.append(Variant(name, own, against, adds=own, group=group, values=values))
+    return variants
 
 
 def merged(*parts: list[str]) -> list[str]:
@@ -239,30 +220,31 @@ def _check_shape(config: VariantsConfig) -> list[str]:
     problems = []
     for name in ("either", "variants", "ladder", "leave_one_out"):
         for variant, overrides in getattr(config, name).items():
-            if not isinstance(overrides, list) or not all(
-                isinstance(override, str) and "=" in override for override in overrides
-            ):
+            if not _is_list_of_overrides(overrides):
                 problems.append(
                     f"study.{name}.{variant}={overrides}: must be a list of overrides,"
                     " [key=value,...]"
                 )
-    problems += [
-        f"study.grid: {line}: must be key=a,b,..."
-        for line in config.grid
-        if not re.match(r"[\w.]+=.", line)
-    ]
-    return problems or (
-        []
-        if config.variants or config.grid
-        else [
+    for line in config.grid:
+        if not re.match(r"[\w.]+=.", line):
+            problems.append(f"study.grid: {line}: must be key=a,b,...")
+    if not problems and not config.variants and not config.grid:
+        problems.append(
             "study.variants={}: needs at least one variant; add study.variants.NAME=[key=value,...]"
-        ]
-    )
+        )
+    return problems
 
 
-def _check_names(config: VariantsConfig, given: list[Variant], kept: list[Variant]) -> list[str]:
+def _is_list_of_overrides(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) and "=" in one for one in value)
+
+
+def _check_names(
+    config: VariantsConfig, expanded: list[Variant], chosen: list[Variant]
+) -> list[str]:
     """Problems with names of variants: unknown, left out by study.only, or used twice."""
-    names = [variant.name for variant in given]
+    names = [variant.name for variant in expanded]
+    kept = [variant.name for variant in chosen]
     problems = []
     mentioned = {
         "baseline": [config.baseline] if config.baseline else [],
@@ -272,54 +254,54 @@ def _check_names(config: VariantsConfig, given: list[Variant], kept: list[Varian
         "against": [*config.against, *config.against.values()],
         "agreement": [*config.agreement, *config.agreement.values()],
     }
-    for name, mentions in mentioned.items():
-        unknown = [one for one in mentions if one not in names]
-        problems += [
-            f"study.{name}={one}: no variant of that name{did_you_mean(str(one), names)}"
-            for one in unknown
-        ]
+    for key_name, mentions in mentioned.items():
+        for name in mentions:
+            if name not in names:
+                problems.append(
+                    f"study.{key_name}={name}: no variant of that"
+                    f" name{did_you_mean(str(name), names)}"
+                )
     for pattern in config.only:
         if not fnmatch.filter(names, pattern):
             problems.append(
                 f"study.only=[{pattern}]: no variant of that name{did_you_mean(pattern, names)}"
             )
-    if config.baseline in names and not any(variant.name == config.baseline for variant in kept):
+    if config.baseline in names and config.baseline not in kept:
         problems.append(f"study.only: leaves out the baseline; add {config.baseline}")
-    there = {variant.name for variant in kept}
-    lost = {
-        v.against: v.name
-        for v in kept
-        if v.part == "variants" and v.against in names and v.against not in there
+    left_out = {
+        variant.against: variant.name
+        for variant in chosen
+        if variant.part == "variants" and variant.against in names and variant.against not in kept
     }
-    problems += [
-        f"study.only: leaves out {one}, the baseline of {name}; add it"
-        for one, name in lost.items()
-    ]
-    folders = [variant.folder for variant in given]
-    doubled = sorted({name for name in folders if folders.count(name) > 1})
-    return problems + [
-        f"study.variants: {name}: two variants have this name; rename one" for name in doubled
-    ]
+    for base, name in left_out.items():
+        problems.append(f"study.only: leaves out {base}, the baseline of {name}; add it")
+    for folder, count in sorted(Counter(variant.folder for variant in expanded).items()):
+        if count > 1:
+            problems.append(f"study.variants: {folder}: two variants have this name; rename one")
+    return problems
 
 
 def _choose_either(
-    request: Request, config: VariantsConfig, variant: Variant, machine: Hardware
+    request: Request, config: VariantsConfig, variant: Variant
 ) -> tuple[str, list[str]]:
     """The first entry of `either` with which this variant can run here, else the last: its name and
     overrides."""
     name = ""
     overrides = []
     for name, overrides in config.either.items():  # noqa: B007  the last one stays
-        merged_overrides = merged(config.common, overrides, variant.overrides, request.overrides)
-        if not resolve_run(request.program, merged_overrides, machine).problems:
+        all_overrides = merged(config.common, overrides, variant.overrides, request.overrides)
+        if not request.resolve(all_overrides).problems:
             break
     return name, overrides
 
 
 def _why_not_run(config: VariantsConfig, variant: Variant, no_gpu: bool) -> str:
-    """Why a variant is not run whatever its config, or ""."""
-    wants_gpu = variant.name in config.needs_gpu or "device=cuda" in variant.overrides
-    return str(config.not_run.get(variant.name, NEEDS_GPU if wants_gpu and no_gpu else ""))
+    """Why a variant is not run whatever its config; empty if it is."""
+    if variant.name in config.not_run:
+        return str(config.not_run[variant.name])
+    if no_gpu and (variant.name in config.needs_gpu or "device=cuda" in variant.overrides):
+        return NEEDS_GPU
+    return ""
 
 
 def _single_host_only(config: Config) -> list[str]:
@@ -330,8 +312,3 @@ def _single_host_only(config: Config) -> list[str]:
         f"launch.nnodes={config.launch.nnodes}: a study runs on one host, and not on several; leave"
         " it out"
     ]
-
-
-def trials_folder(run_dir: Path, variant: Variant) -> Path:
-    """The folder with the runs of a variant, numbered."""
-    return run_dir / "trials" / variant.folder

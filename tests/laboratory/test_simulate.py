@@ -20,7 +20,7 @@ from torchvision.models.detection.backbone_utils import _resnet_fpn_extractor
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from torchvision.ops.misc import FrozenBatchNorm2d
 
-from ddp_lab.study import cost_model, measured, simulate
+from ddp_lab.study import cost_model, measured, run_step, simulate
 from ddp_lab.study.cost_model import Cluster, Link, Step, predict
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
@@ -121,13 +121,14 @@ def test_the_slowest_of_many_is_the_maximum_of_exponential_delays(ranks: int) ->
     )
 
 
-@pytest.mark.parametrize("sizes", [None, [measured.FP16 * measured.RESNET50]])
-def test_a_gpus_own_work_is_found_again_in_a_step_of_many(sizes: list[float] | None) -> None:
-    step = Step(0.01, measured.FP16 * measured.RESNET50)
-    seconds = predict(step, 64, measured.DGX_H100, sizes).seconds
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_a_gpus_own_work_is_found_again_in_a_step_of_many(blocks: int) -> None:
+    gradient_bytes = measured.FP16 * measured.RESNET50
+    series = measured.Series("", gradient_bytes, measured.DGX_H100, ())
+    seconds = series.seconds(0.01, measured.Point(64, 64, 1.0, blocks))
     assert seconds > 0.0102
-    own = cost_model.single_gpu_seconds(seconds, step, 64, measured.DGX_H100, sizes)
-    assert own == pytest.approx(0.01, rel=1e-9)
+    point = measured.Point(64, 64, 64 / seconds, blocks)
+    assert series.own_seconds(point) == pytest.approx(0.01, rel=1e-9)
 
 
 def test_the_models_of_the_measurements_have_their_parameters() -> None:
@@ -157,13 +158,10 @@ def errors(series: tuple[measured.Series, ...], name: str) -> list[tuple[float, 
     one."""
     (found,) = (measured.checks(one) for one in series if one.name.startswith(name))
     assert found[0].proportional is None and found[0].efficiency == 1
+    predictions = [(check.point, (check.proportional, check.with_fixed)) for check in found[1:]]
     return [
-        tuple(
-            100 * error
-            for error in map(check.error, (check.proportional, check.with_fixed))
-            if error is not None
-        )
-        for check in found[1:]
+        tuple(100 * point.error(one) for one in seconds if one is not None)
+        for point, seconds in predictions
     ]
 
 
@@ -261,7 +259,7 @@ def test_the_measured_step_of_a_run(tmp_path: Path) -> None:
         f"run_dir={tmp_path}",
     )
     assert ran.returncode == 0, ran.stderr
-    step = simulate.measured_step(tmp_path)
+    step = run_step.measured_step(tmp_path)
     told = [line for line in metrics(tmp_path) if line["kind"] == "train"]
     seconds = [
         96 / line["samples_per_second"] for line in told if line["step"] % 3 and line["step"] > 1
@@ -273,7 +271,7 @@ def test_the_measured_step_of_a_run(tmp_path: Path) -> None:
     assert step.gradient_bytes == 8 * sum(a * b + b for a, b in [(64, 128), (128, 128), (128, 10)])
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(ConfigError, match="0 logging intervals"):
-        simulate.measured_step(tmp_path)
+        run_step.measured_step(tmp_path)
 
 
 def test_the_deviation_of_a_step_does_not_depend_on_where_intervals_end() -> None:
@@ -294,9 +292,9 @@ def test_the_deviation_of_a_step_does_not_depend_on_where_intervals_end() -> Non
             {"kind": "train", "step": end, "samples_seen": seen, "samples_per_second": rate}
         )
         before = end
-    intervals = simulate.whole_intervals(lines, 96)
+    intervals = run_step.whole_intervals(lines, 96)
     assert {count for count, _ in intervals} == {10, 20, 30, 40, 50}
-    assert simulate.deviation(intervals) == pytest.approx(0.002, rel=0.05)
+    assert run_step.deviation(intervals) == pytest.approx(0.002, rel=0.05)
 
 
 DRY_PLAN = """
@@ -335,7 +333,7 @@ def test_a_run_of_several_processes_is_no_single_step(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
     (tmp_path / "config.yaml").write_text("train: {log_every_steps: 5}")
     with pytest.raises(ConfigError, match="a run of 3 processes"):
-        simulate.measured_step(tmp_path)
+        run_step.measured_step(tmp_path)
 
 
 @pytest.mark.slow
