@@ -1,0 +1,114 @@
+"""The page of a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ddp_train.config.freeze import not_default
+from ddp_train.config.overrides import read_overrides
+from ddp_train.models.config import MlpConfig
+from ddp_train.options.schema import Config
+from ddp_train.resilience.whole_files import write_json
+from ddp_train.telemetry.pages.page import as_page
+from ddp_train.telemetry.pages.run_files import as_typed, read_run
+from ddp_train.telemetry.pages.run_page import run_page, uses
+from ddp_train.telemetry.pages.sweep_page import goes_on
+from tests.support.commands import PROGRAM, SMALL, read, run
+from tests.support.pages import BOUND, leave_run, report_in, section_of
+
+
+def test_only_settings_that_are_not_the_default_are_listed() -> None:
+    config = Config(seed=3, device="cpu", model=MlpConfig(hidden=99))
+    assert not_default(config) == {
+        "seed": 3,
+        "model": "mlp",
+        "model.hidden": 99,
+    }, "device: auto has chosen"
+
+
+def test_page_says_the_state_of_its_run(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    page = as_page(run_page(read_run(folder), {"model": "<mlp>"}, 10))
+    titles = [section["title"] for section in report_in(page)["sections"]]
+    assert {"Memory of a process", "CPU cores in use"} <= {*titles}
+    uses = section_of(page, "What to do with it")["lines"]
+    assert "mode=evaluate checkpoint.resume=" in uses[0] and "train.epochs=8" in uses[2]
+    assert uses[2].startswith("python launch.py run_dir=")
+    assert section_of(page, "Settings that are not the default")["lines"] == ["model=<mlp>"]
+    assert "<mlp>" not in page and 'http-equiv="refresh"' not in page
+    assert len(page.encode()) < BOUND
+    write_json(folder / "summary.json", {"status": "failed"})
+    write_json(
+        folder / "failure.json",
+        {
+            "kind": "oom",
+            "rank": 1,
+            "step": 7,
+            "phase": "forward",
+            "detail": "no memory",
+            "remedy": "less",
+            "log": "l",
+        },
+    )
+    report = run_page(read_run(folder), {})
+    assert (
+        report.state.startswith("failed") and "oom; rank 1, step 7, forward" in report.findings[0]
+    )
+    (folder / "summary.json").write_text("{cut o")
+    (folder / "failure.json").unlink()
+    (folder / "metrics.jsonl").write_bytes(b'{"kind": "tra')
+    report = run_page(read_run(folder), {})
+    assert report.state == "ended" and "run_dir=" in report.findings[0]
+
+
+def test_settings_are_shown_as_they_are_typed(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    command = {"command": "python launch.py ++model.how=oom launch.nproc_per_node=1 run_dir=r"}
+    (folder / "commands.jsonl").write_text(json.dumps(command))
+    typed = {
+        "seed": 3,
+        "model": "custom",
+        "model.target": "net.Net",
+        "model.arguments": {"how": "oom"},
+    }
+    sections = {section.title: section for section in run_page(read_run(folder), typed).sections}
+    lines = sections["Settings that are not the default"].lines  # type: ignore
+    assert lines == ["seed=3", "model._target_=net.Net", "model.how=oom", "launch.nproc_per_node=1"]
+    assert as_typed({"model": {"name": "custom", "target": "a.B", "arguments": {}}}).keys() == {
+        "model.name",
+        "model._target_",
+    }
+
+
+@pytest.mark.parametrize("name", ["lr=1", "a,b", "it's", 'a"b\\', "my runs", "[x]", "{y:1}"])
+def test_printed_commands_are_read_as_they_are_meant(tmp_path: Path, name: str) -> None:
+    folder = leave_run(tmp_path / name)
+    printed = [*uses(read_run(folder)), goes_on("python launch.py -m seed=1,2", folder)]
+    words = [
+        word
+        for line in printed
+        for word in shlex.split(line)
+        if word.startswith(("run_dir", "checkpoint"))
+    ]
+    read_back = [read_overrides(PROGRAM, [word]) for word in words]
+    assert len(words) == 4 and not any(found.problems for found in read_back)
+    assert [*read_back[0].given.values()] == [*read_back[-1].given.values()] == [str(folder)]
+
+
+@pytest.mark.slow
+def test_run_leaves_its_page(tmp_path: Path) -> None:
+    done = run(*SMALL, "train.epochs=3", "run_dir=r", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "r/report.html").read_text()
+    assert report_in(page)["state"] == "completed"
+    assert section_of(page, "Loss")["chart"]["kind"] == "curves"
+    assert {"hardware", "versions", "host"} <= json.loads(
+        (tmp_path / "r/commands.jsonl").read_text()
+    ).keys()
+    assert len(read(tmp_path / "r", "timeline.json")["seconds"]) == 2
+    chosen = section_of(page, "Settings that are not the default")["lines"]
+    assert not any("launch.page" in line for line in chosen)
