@@ -33,7 +33,7 @@ from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
-from ddp_train.engine.metrics_hook import MetricsHook
+from ddp_train.engine.metrics_hook import Intervals, MetricsHook
 from ddp_train.hardware import Hardware
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.telemetry.console import Display
@@ -107,7 +107,9 @@ def job_and_clock(arguments: argparse.Namespace, run_dir: Path) -> tuple[Job, Cl
     job = builder.build_job(sources)
     job.plan.__dict__["steps"] = steps
     metrics = MetricsFile(run_dir, False, 0)
-    record = MetricsHook(Display(False), metrics, HardwareMonitor(), 1, steps + 1, steps + 1)
+    record = MetricsHook(
+        Display(False), metrics, HardwareMonitor(), Intervals(1, steps + 1, steps + 1)
+    )
     writer = Writer(run_dir, keep=2)
     save = CheckpointHook(writer, record, {}, SaveTimes(every_steps=arguments.every))
     clock = Clock(save, writer)

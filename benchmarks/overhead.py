@@ -69,7 +69,7 @@ from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.rng import StepSeed
 from ddp_train.data.small_datasets import open_digits
 from ddp_train.engine.loop import Evaluation, Job, fit
-from ddp_train.engine.metrics_hook import MetricsHook
+from ddp_train.engine.metrics_hook import Intervals, MetricsHook
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches, ReportedHook
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules.factors import build_schedule
@@ -240,9 +240,8 @@ def time_ours(
         )
         never = plan.steps + 1  # but at the end of the run
         metrics = MetricsFile(run_dir, active=True, first_step=0)
-        record = MetricsHook(
-            display, metrics, HardwareMonitor(), 1, LOG_EVERY_STEPS, evaluate_every_epochs=never
-        )
+        intervals = Intervals(1, LOG_EVERY_STEPS, evaluate_every_epochs=never)
+        record = MetricsHook(display, metrics, HardwareMonitor(), intervals)
         save = CheckpointHook(None, record, {})
         job.hooks = [
             ReportedHook(record, status, "record"),

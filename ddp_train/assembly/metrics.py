@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.scoring import names_with_average
 from ddp_train.engine.selection import AUTO, Best, Selection
-from ddp_train.engine.selection_hook import SelectionHook
+from ddp_train.engine.selection_hook import EarlyStopping, SelectionHook, TimeLimit
 from ddp_train.errors import ConfigError
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config, built_in_directions
@@ -29,57 +28,51 @@ from ddp_train.text import OF_AVERAGE, did_you_mean, first_line
 
 DEPENDS = (
     "scoring a batch {}: metrics and predictions depend on the number of processes and on"
-    " train.evaluate_batch_size; let the model draw nothing and write nothing in eval mode, and"
-    " leave it in that"
+    " train.evaluate_batch_size; in eval mode the model must not draw random numbers, change"
+    " buffers or switch to train mode"
 )
 log = logging.getLogger(__name__)
 
 
 def build_further(items: Sequence[FurtherMetric], task: Task, device: str) -> FurtherMetrics | None:
-    """None if the config names none. Raises ConfigError if one cannot be made, or if the task
-    cannot predict."""
+    """The metrics of torchmetrics that the config names; None if it names none.
+
+    Raises ConfigError if one cannot be made, or if the task cannot predict.
+    """
     if not items:
         return None
     if not can_predict(task):
-        problem = (
-            "metrics=[...]: the task has no method predict(model, batch), which returns (outputs,"
-            " targets)"
-        )
-        raise ConfigError([f"{problem}; add one, or use metrics=[]"])
-    named = []
-    for item in items:
-        key = f"{item.key}._target_={item.code.target}"
-        given_name = item.given.get("name")
-        made = _made(key, item)
-        is_collection = type(made).__name__ == "MetricCollection"
-        named.append(
-            NamedMetric(key, given_name or ("" if is_collection else item.name), item.better, made)
-        )
-    return FurtherMetrics(named, device)
+        problem = "the task has no method predict(model, batch), which returns (outputs, targets)"
+        raise ConfigError([f"metrics=[...]: {problem}; add one, or use metrics=[]"])
+    return FurtherMetrics([_named_metric(item) for item in items], device)
 
 
-def _made(key: str, item: FurtherMetric) -> Any:
+def _named_metric(item: FurtherMetric) -> NamedMetric:
+    key = f"{item.key}._target_={item.code.target}"
     try:
-        return instantiate(item.key, item.code)
-    except (
-        ValueError,
-        TypeError,
-        ImportError,
-    ) as error:  # torchmetrics checks its arguments, and names packages
+        metric = instantiate(item.key, item.code)
+    # torchmetrics checks its arguments, and names packages.
+    except (ValueError, TypeError, ImportError) as error:
         raise ConfigError([f"{key}: {type(error).__name__}: {first_line(error)}"]) from error
+    name = item.given.get("name")
+    if not name and type(metric).__name__ != "MetricCollection":
+        name = item.name
+    return NamedMetric(key, name or "", item.better, metric)
 
 
 @torch.no_grad()
 def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
     """The names of all metrics, found by scoring a batch: with further metrics the first that has a
-    unit. Raises ConfigError if one of those does not fit. Warns of scores that depend on the
-    division into batches."""
+    unit. Warns of scores that depend on the division into batches.
+
+    Raises ConfigError if a further metric does not fit.
+    """
     for batch in batches:
-        with undisturbed(module) as done:
+        with undisturbed(module) as effects:
             score = module.score(batch.data)
-        if done:
-            log.warning("%s", DEPENDS.format(" and ".join(done[:2])))
-        names = [*score.sums, *_derived(module.task, score.sums)]
+        if effects:
+            log.warning("%s", DEPENDS.format(" and ".join(effects[:2])))
+        names = [*score.sums, *_derived_names(module.task, score.sums)]
         if module.further_metrics is None or score.predictions is None:
             return names
         if not score.predictions.is_empty:
@@ -91,34 +84,33 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
     raise ConfigError([f"metrics=[...]: {problem}"])
 
 
-def _derived(task: Task, scores: ScoreSums) -> list[str]:
-    """The names of what the task derives from the scores of a batch; none if that fails, of which
-    the log tells."""
-    known = {
-        name: float(torch.as_tensor(total).sum()) / float(torch.as_tensor(weight).sum() or 1)
-        for name, (total, weight) in scores.items()
-    }
+def _derived_names(task: Task, scores: ScoreSums) -> list[str]:
+    """The names of what the task derives from the scores of a batch; none if that fails, which is
+    logged."""
+    means = {}
+    for name, (total, weight) in scores.items():
+        divisor = float(torch.as_tensor(weight).sum()) or 1.0
+        means[name] = float(torch.as_tensor(total).sum()) / divisor
     try:
-        return list(task.derive(known))
+        return list(task.derive(means))
     except Exception as error:  # noqa: BLE001  of one batch, of a model that has not learned anything
-        log.warning(
-            "derive() could not be tried with one batch: %s: %s",
-            type(error).__name__,
-            first_line(error),
-        )
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        log.warning("derive() could not be tried with one batch: %s", cause)
         return []
 
 
 def directions(module: ModelWithTask) -> dict[str, str | None]:
-    """Which direction is better, max or min, for each metric that says so; one of a task of your
-    own may have that of the built-in metric of its name. None for a further metric whose direction
-    nobody knows. That of a metric of the average of the weights is the metric's own."""
-    better = {
-        **built_in_directions(),
-        **module.task.better,
-        **(module.further_metrics.better if module.further_metrics else {}),
-    }
-    return {**{OF_AVERAGE + name: way for name, way in better.items()}, **better}
+    """Which direction is better, max or min, for each metric that says so.
+
+    A metric of a task of your own may have that of the built-in metric of its name; one of the
+    average of the weights has that of the metric itself. None for a further metric whose direction
+    nobody knows.
+    """
+    better: dict[str, str | None] = {**built_in_directions(), **module.task.better}
+    if module.further_metrics:
+        better |= module.further_metrics.better
+    of_average = {OF_AVERAGE + name: direction for name, direction in better.items()}
+    return of_average | better
 
 
 def check_metrics(
@@ -128,43 +120,57 @@ def check_metrics(
     batches: Callable[[BatchSource], Iterable[Batch]],
     averaged: bool,
 ) -> None:
-    """Raises ConfigError if a key names a metric that there is not, or a set that is not scored
-    then, or if a further metric or a task of the user's own does not fit: a batch is scored to see.
-    batches: of an evaluation, on all processes the same. averaged: whether there is an average of
-    the weights, whose metrics must not have the names of others."""
+    """Check what the keys say of metrics by scoring a batch.
+
+    batches: of an evaluation, on all processes the same.
+    averaged: whether there is an average of the weights, whose metrics must not have the names of
+        others.
+
+    Raises ConfigError if a key names a metric that there is not, or a set that is not scored then,
+    or if a further metric or a task of the user's own does not fit.
+    """
     problems = metrics.problems(config, sources.validation is not None)
-    own = config.task.target if isinstance(config.task, CustomOption) else ""
-    if not problems and (module.further_metrics or own or any(metrics.named(config))):
+    target = config.task.target if isinstance(config.task, CustomOption) else ""
+    if not problems and (module.further_metrics or target or any(metrics.named(config))):
         names = metric_names(module, batches(sources.scored[1]))
-        problems = [
-            f"task._target_={own}: better[{name!r}]: there is no metric {name}, but"
-            f" {', '.join(names)}{did_you_mean(name, names)}"
-            for name in module.task.better
-            if own and name not in names and name not in built_in_directions()  # inherited, perhaps
-        ]
+        if target:
+            problems = _unknown_directions(module.task, target, names)
         all_names = names_with_average(names) if averaged else names
         problems += metrics.unusable(config, all_names, directions(module))
     if problems:
         raise ConfigError(problems)
 
 
+def _unknown_directions(task: Task, target: str, names: list[str]) -> list[str]:
+    """A problem for each metric in `better` of a task that is not scored; built-in ones may be
+    inherited."""
+    known = {*names, *built_in_directions()}
+    return [
+        f"task._target_={target}: better[{name!r}]: there is no metric {name}, but"
+        f" {', '.join(names)}{did_you_mean(name, names)}"
+        for name in task.better
+        if name not in known
+    ]
+
+
 def build_selection(
-    config: Config, better: Mapping[str, str | None], sources: Splits, record: MetricsHook
+    config: Config, better: Mapping[str, str | None], sources: Splits, metrics_hook: MetricsHook
 ) -> SelectionHook:
     """What follows from each evaluation. better: see `directions`."""
     split = sources.scored[0]
-    known = {name: way for name, way in better.items() if way}
-    stopping = config.train.early_stopping
+    known = {name: direction for name, direction in better.items() if direction}
 
-    def by(metric: str, auto: str) -> Selection:
-        return Selection(split, auto if metric == metrics.AUTO else metric.partition(".")[2], known)
+    def selection_by(metric: str, auto: str) -> Selection:
+        name = auto if metric == metrics.AUTO else metric.partition(".")[2]
+        return Selection(split, name, known)
 
-    return SelectionHook(
-        record,
-        best=Best(by(config.checkpoint.best_metric, AUTO)),
-        stopping=(
-            Best(by(stopping.metric, "loss"), stopping.min_delta) if stopping.patience else None
-        ),
-        patience=stopping.patience or 0,
-        max_minutes=config.train.max_minutes,
-    )
+    section = config.train.early_stopping
+    early_stopping = None
+    if section.patience:
+        best = Best(selection_by(section.metric, "loss"), section.min_delta)
+        early_stopping = EarlyStopping(best, section.patience)
+    time_limit = None
+    if config.train.max_minutes:
+        time_limit = TimeLimit(config.train.max_minutes, metrics_hook)
+    best = Best(selection_by(config.checkpoint.best_metric, AUTO))
+    return SelectionHook(best, early_stopping, time_limit)

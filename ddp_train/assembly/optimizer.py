@@ -38,7 +38,8 @@ def trained_parameters(config: Config, module: ModelWithTask) -> dict[str, nn.Pa
     }
     if not trained:
         raise ModelError(
-            "no parameter of the model wants a gradient", "train some of them: requires_grad_(True)"
+            "no parameter requires grad: the whole model is frozen",
+            "train some of them: requires_grad_(True)",
         )
     return trained
 

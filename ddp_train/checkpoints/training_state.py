@@ -153,7 +153,7 @@ class TrainingState:
             )
         reader.load_model(path, module.model, reader.AVERAGE)
         _apply_buffers(module, self.average.buffers, rank)
-        average.begin({"updates": self.average.updates})
+        average.begin(self.average.updates)
         return ""
 
 
@@ -207,4 +207,4 @@ def collect_average(
     """
     with average.in_model(), strategy.averaged(module) as buffers:
         weights = copy_of_weights(module.model) if copies else {}
-    return AveragedModel(weights, AverageState(average.state()["updates"], buffers))
+    return AveragedModel(weights, AverageState(average.updates, buffers))

@@ -42,7 +42,6 @@ def names_with_average(names: Sequence[str]) -> list[str]:
     prefixed = [OF_AVERAGE + name for name in names]
     taken = set(names) & set(prefixed)
     if taken:
-        raise ConfigError(
-            [f"train.ema_decay: a metric {min(taken)} is there already; give that one another name"]
-        )
+        problem = f"metric name {min(taken)} is taken by the averaged weights; rename yours"
+        raise ConfigError([f"train.ema_decay: {problem}"])
     return [*names, *prefixed]

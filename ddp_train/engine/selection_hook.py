@@ -1,9 +1,9 @@
-"""What ends training before the plan does: no better evaluation for too long, or the time is over.
-And the best one."""
+"""The best evaluation of a run, and what ends training before the plan does: no better evaluation
+for too long, or the time is over."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,33 +23,60 @@ class TimeLimit:
     other ranks, and so there are few.
     """
 
-    def __init__(self, minutes: float, record: MetricsHook) -> None:
-        self.minutes = minutes
-        self.record = record
+    def __init__(self, minutes: float, metrics_hook: MetricsHook) -> None:
+        """metrics_hook: has the clock."""
+        self.seconds = 60 * minutes
+        self.reason = f"train.max_minutes={minutes:g} are over"
+        self.metrics_hook = metrics_hook
         self.last_look: tuple[int, float] | None = None
         """The step, and the seconds of training then."""
         self.next_look = 0
 
+    @property
+    def was_over(self) -> bool:
+        """Whether it was over before the run resumed."""
+        return self.metrics_hook.seconds_before >= self.seconds
+
     def due(self, job: Job) -> int:
         if self.last_look is None:
-            self.last_look = job.step, self.record.seconds
+            self.last_look = (job.step, self.metrics_hook.seconds)
         return max(self.next_look, job.step + 1)
 
     def is_over(self, job: Job) -> bool:
         """The same on all ranks. A collective, if it is time for a look."""
-        if self.last_look is None or (
-            job.step < self.next_look and not job.plan.ends_epoch(job.step)
-        ):
+        is_time = job.step >= self.next_look or job.plan.ends_epoch(job.step)
+        if self.last_look is None or not is_time:
             return False
-        if job.stepper.device != "cpu":
+        device = job.stepper.device
+        if device != "cpu":
             torch.cuda.synchronize()
-        step, seconds = self.last_look
-        self.last_look = job.step, self.record.seconds
-        left = 60 * self.minutes - self.record.seconds
-        fitting = left * (job.step - step) / max(self.record.seconds - seconds, 1e-9)
-        steps = from_leader(int(fitting) if left > 0 else -1, job.stepper.device)
+        last_step, last_seconds = self.last_look
+        seconds = self.metrics_hook.seconds
+        self.last_look = (job.step, seconds)
+        left = self.seconds - seconds
+        fitting = left * (job.step - last_step) / max(seconds - last_seconds, 1e-9)
+        steps = from_leader(int(fitting) if left > 0 else -1, device)
         self.next_look = job.step + max(1, steps // 2)
         return steps < 0
+
+
+@dataclass
+class EarlyStopping:
+    """Ends training if evaluations have been no better for too long."""
+
+    best: Best
+    patience: int
+    """Number of evaluations that it waits."""
+
+    def reason(self) -> str:
+        """Why training ends now; "" if it goes on."""
+        best = self.best
+        if best.waited < self.patience:
+            return ""
+        than = "not a finite number once"
+        if best.rank:
+            than = f"{best.value:g} after step {best.step:,}"
+        return f"{best}: no improvement on {than} in {counted(best.waited, 'evaluation')}"
 
 
 class SelectionHook:
@@ -62,69 +89,60 @@ class SelectionHook:
 
     def __init__(
         self,
-        record: MetricsHook,
         best: Best,
-        stopping: Best | None = None,
-        patience: int = 0,
-        max_minutes: float | None = None,
+        early_stopping: EarlyStopping | None = None,
+        time_limit: TimeLimit | None = None,
     ) -> None:
-        """record: is asked for the score; to be called after it. best: of the run. stopping: what
-        early stopping compares, and patience the number of evaluations that it waits. max_minutes:
-        of training."""
-        self.record = record
+        """To be called after the metrics hook. best: evaluation of the run."""
         self.best = best
-        self.stopping = stopping
-        self.patience = patience
-        self.limit = TimeLimit(max_minutes, record) if max_minutes else None
+        self.early_stopping = early_stopping
+        self.time_limit = time_limit
         self.stopped_early: dict[str, Any] | None = None
-        """For summary.json: the step and the reason."""
+        """The step and the reason, for summary.json."""
 
     def due(self, job: Job) -> int:
-        ends = job.plan.epoch_end(job.step)
-        return min(ends, self.limit.due(job)) if self.limit else ends
+        end = job.plan.epoch_end(job.step)
+        if self.time_limit:
+            return min(end, self.time_limit.due(job))
+        return end
 
     def act(self, job: Job) -> None:
-        if self.limit and job.step < job.plan.steps and self.limit.is_over(job):
-            last = job.step
-            if job.score is None:  # the metrics hook has acted, without evaluating this step
-                last += 1
-            self._end(job, last, f"train.max_minutes={self.limit.minutes:g} are over")
+        limit = self.time_limit
+        if limit and job.step < job.plan.steps and limit.is_over(job):
+            # The metrics hook has acted, and has not evaluated a step that it did not expect to be
+            # the last.
+            last = job.step if job.score else job.step + 1
+            self._end(job, last, limit.reason)
         if job.score is None:
             return
-        for one in filter(None, (self.best, self.stopping)):
-            one.see(job.step, job.score.metrics)
+        self.best.see(job.step, job.score.metrics)
+        if self.early_stopping:
+            self.early_stopping.best.see(job.step, job.score.metrics)
         self.stop_if_due(job)
 
     def stop_if_due(self, job: Job) -> None:
-        """Ends the plan after `job.step` if the best is too long ago, at an evaluation or where a
-        run resumes, and if the time was over before it resumes."""
-        if (
-            self.limit
-            and job.step < job.plan.steps
-            and self.record.seconds_before >= 60 * self.limit.minutes
-        ):
-            self._end(job, job.step, f"train.max_minutes={self.limit.minutes:g} are over")
-        best = self.stopping
-        if best is None or best.waited < self.patience or job.step >= job.plan.steps:
-            return
-        if best.rank:
-            than = f"{best.value:g} after step {best.step:,}"
-        else:
-            than = "not a finite number once"
-        reason = f"{best}: no improvement on {than} in {counted(best.waited, 'evaluation')}"
-        self._end(job, job.step, reason)
+        """End the plan after `job.step` if the best is too long ago, at an evaluation or where a
+        run resumes, and if the time was over before it resumed."""
+        limit = self.time_limit
+        if limit and job.step < job.plan.steps and limit.was_over:
+            self._end(job, job.step, limit.reason)
+        if self.early_stopping and job.step < job.plan.steps:
+            reason = self.early_stopping.reason()
+            if reason:
+                self._end(job, job.step, reason)
 
     def _end(self, job: Job, step: int, reason: str) -> None:
         self.stopped_early = {"step": step, "reason": reason}
         job.plan = replace(job.plan, steps=step)
 
     def state(self) -> dict[str, Any]:
+        stopping = self.early_stopping
         return {
             "best": self.best.state(),
-            "early_stopping": self.stopping.state() if self.stopping else None,
+            "early_stopping": stopping.best.state() if stopping else None,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.best.load_state(state["best"])
-        if self.stopping and state["early_stopping"]:
-            self.stopping.load_state(state["early_stopping"])
+        if self.early_stopping and state["early_stopping"]:
+            self.early_stopping.best.load_state(state["early_stopping"])

@@ -2,16 +2,17 @@
 
 The formula is that of `torch.optim.swa_utils.AveragedModel` with `use_buffers=True`: after the
 first step the average is a copy of the weights, after each further one decay * average + (1 -
-decay) * weights. Batch norm's running statistics are averaged with the weights. What is no
+decay) * weights. Batch norm's running statistics are averaged with the weights. What is not a
 floating-point number, or is not trained, is the model's own. So is a buffer that holds an infinity
 or NaN at the start, an attention mask for one: infinity minus infinity is NaN.
 """
 
+# pyright: reportPrivateImportUsage=false
+# torch._foreach_*: torch's own average is made of them.
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,73 +32,62 @@ class WeightAverage:
         may_skip: bool = False,
         trained: Iterable[nn.Parameter] | None = None,
     ) -> None:
-        """It begins as the weights are now. warmup: the n-th update, from 1 on, has a decay of at
-        most n / (9 + n), as in TensorFlow's `ExponentialMovingAverage(num_updates)`: a short run's
-        average soon forgets its first weights. may_skip: only the device knows whether a step was
-        taken, as with a GradScaler. trained: the parameters to average; None: those that want
-        gradients now. The average of one that is frozen is the parameter itself.
+        """Begin with the weights as they are now.
+
+        warmup: the n-th update, from 1 on, has a decay of at most n / (9 + n), as in TensorFlow's
+            `ExponentialMovingAverage(num_updates)`: a short run's average soon forgets its first
+            weights.
+        may_skip: only the device knows whether a step was taken, as with a GradScaler.
+        trained: the parameters to average; None: those that want gradients now. The average of one
+            that is frozen is the parameter itself.
 
         Raises ConfigError for parameters of 16 bits: adding a thousandth of a difference would not
         change them.
         """
         if trained is None:
-            self.trained = [p for p in model.parameters() if p.requires_grad]
-        else:
-            self.trained = list(trained)
-        averaged = [
-            path
-            for path, b in model.named_buffers()
-            if b.is_floating_point() and b.isfinite().all()
-        ]
-        paths = [path.rpartition(".") for path in averaged]
-        self.buffers = [(model.get_submodule(owner), name) for owner, _, name in paths]
-        narrow = {
-            str(p.dtype).removeprefix("torch.")
-            for p in self.trained
-            if torch.finfo(p.dtype).bits < 32
-        }
-        if narrow:
-            raise ConfigError(
-                [
-                    f"train.ema_decay={decay:g}: an average of {' and '.join(sorted(narrow))}"
-                    " parameters would not move; keep them in float32, of which"
-                    " tuning.precision=bf16 computes in bfloat16, or leave it out"
-                ]
-            )
+            trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        self.trained = list(trained)
+        _refuse_16_bits(self.trained, decay)
+        self.buffers: list[tuple[nn.Module, str]] = []
+        for path, buffer in model.named_buffers():
+            if buffer.is_floating_point() and buffer.isfinite().all():
+                owner, _, name = path.rpartition(".")
+                self.buffers.append((model.get_submodule(owner), name))
         self.decay = decay
         self.warmup = warmup
         self.average = [tensor.clone() for tensor in self.live()]
         self.updates = torch.zeros((), dtype=torch.float64, device=self.average[0].device)
-        """That were made. On the device, where a captured step counts."""
+        """Number of updates. On the device, where a captured step counts."""
         self.rate_on_device = warmup or may_skip
-        self.begun = False
+        self.has_updates = False
 
     def live(self) -> list[Tensor]:
-        """What is averaged, in the model. Buffers are looked up: a model may put new tensors in
-        their place."""
-        return [p.detach() for p in self.trained] + [
-            getattr(owner, name).detach() for owner, name in self.buffers
-        ]
+        """The tensors of the model that are averaged. Buffers are looked up: a model may put new
+        tensors in their place."""
+        parameters = [parameter.detach() for parameter in self.trained]
+        return parameters + [getattr(owner, name).detach() for owner, name in self.buffers]
 
     @torch.no_grad()
     def update(self, skipped: Tensor | None = None) -> None:
-        """After an optimizer step. skipped: 1 if it was not taken, on the device; None if it was.
-        Waits for nothing."""
+        """Count in the weights after an optimizer step. Waits for nothing.
+
+        skipped: 1 if the step was not taken, on the device; None if it was.
+        """
         live = self.live()
         if self.rate_on_device:
             taken = torch.ones_like(self.updates) if skipped is None else 1 - skipped.double()
             self._move(live, self._rate() * taken, may_skip=skipped is not None)
             self.updates += taken
         else:
-            if self.begun:
-                torch._foreach_lerp_(self.average, live, 1 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
+            if self.has_updates:
+                torch._foreach_lerp_(self.average, live, 1 - self.decay)
             else:
-                torch._foreach_copy_(self.average, live)  # pyright: ignore[reportPrivateImportUsage]
-            self.begun = True
+                torch._foreach_copy_(self.average, live)
+            self.has_updates = True
             self.updates += 1
 
     def _rate(self) -> Tensor:
-        """What the weights count for in the next update: everything in the first."""
+        """Weight of the current parameters in the next update; 1 in the first."""
         rate = torch.full_like(self.updates, 1 - self.decay)
         if self.warmup:
             rate = torch.maximum(rate, 9 / (10 + self.updates))
@@ -105,19 +95,18 @@ class WeightAverage:
 
     def _move(self, live: list[Tensor], rate: Tensor, may_skip: bool) -> None:
         """As `lerp`, for which torch has no call that takes a rate on the device for many tensors.
+
         A rate of 0 changes nothing: a step that is skipped leaves finite weights, but perhaps
         statistics that are not, and 0 * NaN is NaN.
         """
-        difference = list(torch._foreach_sub(live, self.average))  # pyright: ignore[reportPrivateImportUsage]
+        difference = list(torch._foreach_sub(live, self.average))
         for dtype in {tensor.dtype for tensor in live}:
-            of_type = [tensor for tensor in difference if tensor.dtype == dtype]
-            torch._foreach_mul_(of_type, rate.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
+            of_dtype = [tensor for tensor in difference if tensor.dtype == dtype]
+            torch._foreach_mul_(of_dtype, rate.to(dtype))
         if may_skip:
-            place = len(self.trained)
-            difference[place:] = [
-                torch.where(rate == 0, 0, of_buffer) for of_buffer in difference[place:]
-            ]
-        torch._foreach_add_(self.average, difference)  # pyright: ignore[reportPrivateImportUsage]
+            for number in range(len(self.trained), len(live)):
+                difference[number] = torch.where(rate == 0, 0, difference[number])
+        torch._foreach_add_(self.average, difference)
 
     @contextlib.contextmanager
     def in_model(self) -> Iterator[None]:
@@ -136,14 +125,26 @@ class WeightAverage:
             live.copy_(average)
             average.copy_(weights)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the average."""
-        return {"updates": self.updates}
-
     @torch.no_grad()
-    def begin(self, state: dict[str, Any] | None = None) -> None:
-        """Takes what is in the model for the average. state: of the run that it comes from; None
-        begins anew."""
-        torch._foreach_copy_(self.average, self.live())  # pyright: ignore[reportPrivateImportUsage]
-        self.updates.copy_(state["updates"] if state else torch.zeros(()))
-        self.begun = bool(self.updates)
+    def begin(self, updates: Tensor | None = None) -> None:
+        """Take what is in the model for the average.
+
+        updates: their number in the run that it comes from; None begins anew.
+        """
+        torch._foreach_copy_(self.average, self.live())
+        self.updates.zero_()
+        if updates is not None:
+            self.updates.copy_(updates)
+        self.has_updates = bool(self.updates)
+
+
+def _refuse_16_bits(parameters: list[nn.Parameter], decay: float) -> None:
+    dtypes = {parameter.dtype for parameter in parameters}
+    narrow = [str(dtype).removeprefix("torch.") for dtype in dtypes if torch.finfo(dtype).bits < 32]
+    if narrow:
+        problem = (
+            f"train.ema_decay={decay:g}: an average of {' and '.join(sorted(narrow))}"
+            " parameters would not move; keep them in float32, of which"
+            " tuning.precision=bf16 computes in bfloat16, or leave it out"
+        )
+        raise ConfigError([problem])

@@ -45,7 +45,7 @@ from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Evaluation, Hook, Job, fit
-from ddp_train.engine.metrics_hook import MetricsHook
+from ddp_train.engine.metrics_hook import Intervals, MetricsHook
 from ddp_train.engine.profile_hook import profile_hooks
 from ddp_train.engine.rehearsal import rehearse
 from ddp_train.engine.resize_hook import ResizeHook, changes_of_hosts
@@ -342,9 +342,11 @@ def build_metrics_hook(
         run.display,
         MetricsFile(run.run_dir, run.world.is_leader, first_step),
         hardware_monitor_for(run.device, all_gpus=config.strategy.spreads_over_gpus),
-        epochs=config.train.epochs,
-        log_every_steps=config.train.log_every_steps,
-        evaluate_every_epochs=config.train.evaluate_every_epochs,
+        Intervals(
+            config.train.epochs,
+            config.train.log_every_steps,
+            config.train.evaluate_every_epochs,
+        ),
         split=sources.scored[0],
         rates=display_facts.build_rates(config, run.world, run.device, job, sources.train),
     )

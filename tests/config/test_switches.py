@@ -831,8 +831,9 @@ def memory_history(case: Case) -> Any:
 def early_stopping(case: Case) -> Any:
     """What it compares, and how long it waits."""
     hook = build_selection(case.config, {}, open_datasets(case.config), mock.Mock())
-    compared = hook.stopping and (hook.stopping.selection, hook.stopping.min_delta)
-    return compared, hook.patience, hook.limit and hook.limit.minutes
+    stopping = hook.early_stopping
+    compared = stopping and (stopping.best.selection, stopping.best.min_delta, stopping.patience)
+    return compared, hook.time_limit and hook.time_limit.seconds
 
 
 def attempt_of(case: Case, stop: StopRequests, server: Any = None) -> Attempt:

@@ -33,7 +33,7 @@ from ddp_train.data.image_folder.config import ImageFolderConfig
 from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.distributed.world import World
 from ddp_train.engine.selection import Best, Selection
-from ddp_train.engine.selection_hook import SelectionHook
+from ddp_train.engine.selection_hook import SelectionHook, TimeLimit
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.hardware import Hardware
 from ddp_train.options.custom import CustomDataConfig
@@ -667,7 +667,8 @@ def test_a_time_limit_is_kept_with_few_looks(slow: dict[int, float], late: float
     record: Any = SimpleNamespace(seconds=0.0, seconds_before=0.0)
     job: Any = SimpleNamespace(step=0, score=None, stepper=SimpleNamespace(device="cpu"))
     job.plan = BatchPlan(1000, 10, 1, 10_000, 0)
-    hook = SelectionHook(record, Best(Selection("test", "loss", {})), max_minutes=1.0)
+    best = Best(Selection("test", "loss", {}))
+    hook = SelectionHook(best, time_limit=TimeLimit(1.0, record))
     looks = 0
     while job.step < job.plan.steps:
         until = hook.due(job)
@@ -681,7 +682,7 @@ def test_a_time_limit_is_kept_with_few_looks(slow: dict[int, float], late: float
     assert looks < 40, "one at the end of each epoch of 100 steps, and few more"
     record.seconds_before = 59.0
     job.plan = BatchPlan(1000, 10, 1, 10_000, 0)
-    resumed = SelectionHook(record, Best(Selection("test", "loss", {})), max_minutes=1.0)
+    resumed = SelectionHook(best, time_limit=TimeLimit(1.0, record))
     resumed.stop_if_due(job)
     assert resumed.stopped_early is None
     record.seconds_before = 60.0

@@ -231,7 +231,10 @@ def frozen() -> nn.Module:
             "tests.parallel.test_gradient_check.lazy",
             "2 parameters without a shape, of lazy layers: 1.weight, 1.bias",
         ),
-        ("tests.parallel.test_gradient_check.frozen", "no parameter of the model wants a gradient"),
+        (
+            "tests.parallel.test_gradient_check.frozen",
+            "no parameter requires grad: the whole model is frozen",
+        ),
     ],
 )
 def test_a_model_that_several_refuse_one_refuses_too(model: str, error: str) -> None:

@@ -24,7 +24,7 @@ import pytest
 
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, fit
-from ddp_train.engine.metrics_hook import MetricsHook
+from ddp_train.engine.metrics_hook import Intervals, MetricsHook
 from ddp_train.launcher import local
 from ddp_train.launcher.attempt import AttemptEnd, Launch
 from ddp_train.launcher.stop_requests import StopRequests
@@ -299,7 +299,10 @@ def recorded(
 ) -> MetricsHook:
     log = MetricsFile(run_dir, True, job.step)
     record = MetricsHook(
-        display, log, HardwareMonitor(), epochs=2, log_every_steps=100, evaluate_every_epochs=1
+        display,
+        log,
+        HardwareMonitor(),
+        Intervals(epochs=2, log_every_steps=100, evaluate_every_epochs=1),
     )
     if state:
         record.load_state(state)
