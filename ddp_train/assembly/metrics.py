@@ -42,8 +42,12 @@ def build_further(items: Sequence[FurtherMetric], task: Task, device: str) -> Fu
     if not items:
         return None
     if not can_predict(task):
-        problem = "the task has no method predict(model, batch), which returns (outputs, targets)"
-        raise ConfigError([f"metrics=[...]: {problem}; add one, or use metrics=[]"])
+        raise ConfigError(
+            [
+                "metrics=[...]: the task has no method predict(model, batch), which returns"
+                " (outputs, targets); add one, or use metrics=[]"
+            ]
+        )
     return FurtherMetrics([_named_metric(item) for item in items], device)
 
 

@@ -42,6 +42,10 @@ def names_with_average(names: Sequence[str]) -> list[str]:
     prefixed = [OF_AVERAGE + name for name in names]
     taken = set(names) & set(prefixed)
     if taken:
-        problem = f"metric name {min(taken)} is taken by the averaged weights; rename yours"
-        raise ConfigError([f"train.ema_decay: {problem}"])
+        raise ConfigError(
+            [
+                f"train.ema_decay: metric name {min(taken)} is taken by the averaged weights;"
+                " rename yours"
+            ]
+        )
     return [*names, *prefixed]
