@@ -4,7 +4,6 @@ mode=predict."""
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,222 +21,218 @@ from ddp_train.errors import TaskError, WriteError
 from ddp_train.tasks.task import Task, has_own_columns
 
 Columns = Mapping[str, np.ndarray]
-"""A row per sample in each."""
+"""Columns by their names, each with a row per sample."""
 SAMPLE = "sample"
+"""Column: the number of the sample."""
 LABEL = "label"
+"""Column: the name of the class that is predicted."""
 FILE = "file"
+"""Column: the sample's file."""
 CLASSES = "classes"
-"""The number of a sample, the name of the class that is predicted, the sample's file; and the names
-of all classes."""
+"""Entry of a .npz file: the names of all classes."""
 RESERVED = (SAMPLE, LABEL, FILE, CLASSES)
 ROWS_AT_ONCE = 4_096
-"""Of a parquet file, held in memory together."""
+"""Rows of a parquet file that are held in memory together."""
 
 
 @torch.no_grad()
-def predict_batches(evaluation: Evaluation, batches: int, device: str) -> Iterator[Columns]:
-    """The predictions for each batch of a data set, in the order of the batches. A collective:
-    every process must use it up. batches: of all processes together; process r of p has the numbers
-    r, r + p, r + 2 p ..."""
-    evaluation.module.eval()
-    own = iter(evaluation.batches)
-    with evaluation.strategy.averaged(evaluation.module):
-        for _ in range(-(-batches // ranks())):
-            batch = next(own, None)
-            found = {}
+def predict_batches(evaluation: Evaluation, batch_count: int, device: str) -> Iterator[Columns]:
+    """The predictions for each batch of a data set, in the order of the batches.
+
+    A collective: every process must use it up.
+
+    batch_count: number of batches of all processes together. Process r of p has the batches r,
+        r + p, r + 2 p ...
+    """
+    module = evaluation.module
+    module.eval()
+    batches = iter(evaluation.batches)
+    with evaluation.strategy.averaged(module):
+        for _ in range(-(-batch_count // ranks())):
+            batch = next(batches, None)
+            columns = {}
             if batch is not None:
-                columns = evaluation.module.predictions(batch.data)
-                found = checked_columns(columns, batch.micro_batch.num_real, evaluation.module.task)
-            for names, columns in tensors_from_all_ranks(list(found), list(found.values()), device):
+                predictions = module.predictions(batch.data)
+                columns = checked_columns(predictions, batch.micro_batch.num_real, module.task)
+            gathered = tensors_from_all_ranks(list(columns), list(columns.values()), device)
+            for names, tensors in gathered:
                 if names:
-                    yield {
-                        name: column.cpu().numpy()
-                        for name, column in zip(names, columns, strict=True)
-                    }
+                    arrays = [tensor.cpu().numpy() for tensor in tensors]
+                    yield dict(zip(names, arrays, strict=True))
 
 
-def checked_columns(found: Any, rows: int, of: Task) -> dict[str, Tensor]:
-    """What `Task.predictions` returned for a batch, a row per sample. Raises TaskError if it is
-    something else."""
-    task = f"predictions() of the task {type(of).__name__}"
+def checked_columns(predictions: Any, rows: int, task: Task) -> dict[str, Tensor]:
+    """What `Task.predictions` returned for a batch, a row per sample; bfloat16 becomes float32.
+
+    Raises TaskError if it is something else.
+    """
+    task_name = type(task).__name__
+    source = f"predictions() of the task {task_name}"
     remedy = "return tensors with a row per sample: {'prediction': outputs.argmax(1)}"
-    if not has_own_columns(of):
-        task = f"the task {type(of).__name__} has no predictions(), and what its predict() gives"
+    if not has_own_columns(task):
+        source = (
+            f"the task {type(task).__name__} has no predictions(), and what its predict() gives"
+        )
         remedy = (
             "add predictions(model, batch), which may pad or sum up what differs in number, and"
             f" {remedy}"
         )
-    if not isinstance(found, Mapping) or not found:
-        raise TaskError(f"{task} returned a {type(found).__name__}", remedy)
-    for name, value in found.items():
+    if not isinstance(predictions, Mapping) or not predictions:
+        raise TaskError(f"{source} returned a {type(predictions).__name__}", remedy)
+    columns = {}
+    for name, value in predictions.items():
         if not isinstance(value, Tensor) or not value.ndim or len(value) != rows:
+            kind = f"a {type(value).__name__}"
             if isinstance(value, Tensor):
-                shape = f"a tensor {list(value.shape)}"
-            else:
-                shape = f"a {type(value).__name__}"
-            raise TaskError(f"{task} returned {shape} as {name!r}, for {rows} samples", remedy)
+                kind = f"a tensor {list(value.shape)}"
+            raise TaskError(f"{source} returned {kind} as {name!r}, for {rows} samples", remedy)
         if not str(name).isidentifier() or name in RESERVED:
             raise TaskError(
-                f"{task} returned a column {name!r}",
+                f"{source} returned a column {name!r}",
                 f"use a plain name, and none of {', '.join(RESERVED)}",
             )
-    return {
-        name: value.float() if value.dtype == torch.bfloat16 else value
-        for name, value in found.items()
-    }
+        columns[name] = value.float() if value.dtype == torch.bfloat16 else value
+    return columns
 
 
 def labels_of(predictions: Any, classes: Sequence[str] | None) -> list[str] | None:
-    """The name of each class that is predicted, [n]; None if they have no names, or if it is not
-    one class a sample."""
-    if (
-        not classes
-        or predictions is None
-        or predictions.ndim != 1
-        or np.asarray(predictions).dtype.kind != "i"
-    ):
+    """The name of each class that is predicted, [n].
+
+    None if they have no names, or if it is not one class a sample.
+    """
+    if not classes or predictions is None:
         return None
-    return [
-        classes[number] if 0 <= number < len(classes) else str(number)
-        for number in map(int, predictions)
-    ]
+    if predictions.ndim != 1 or np.asarray(predictions).dtype.kind != "i":
+        return None
+    labels = []
+    for number in map(int, predictions):
+        has_name = 0 <= number < len(classes)
+        labels.append(classes[number] if has_name else str(number))
+    return labels
 
 
 def write_predictions(
-    rows: Iterator[Columns],
+    batches: Iterator[Columns],
     path: Path,
     numbers: np.ndarray,
     files: Sequence[str] | None,
     classes: Sequence[str] | None,
 ) -> dict[str, list[int]]:
-    """Writes them to a file, whole or not at all. Returns each column's name with the shape of its
-    rows.
+    """Write predictions to a file, whole or not at all.
 
-    numbers: of the samples. files: of the samples, where each has one. classes: their names, if
-    there are any. Raises TaskError and WriteError.
+    path: its suffix is the format, .npz or .parquet.
+    numbers: those of the samples.
+    files: those of the samples, where each has one.
+    classes: their names, if there are any.
+
+    Returns each column's name with the shape of its rows. Raises TaskError and WriteError.
     """
-    file = PredictionFile(path, len(numbers))
-    with file.opened():
-        file.add({SAMPLE: numbers})
-        for columns in rows:
-            file.add(columns)
-        texts = {
-            FILE: files,
-            LABEL: labels_of(file.column("prediction"), classes),
-            CLASSES: classes,
-        }
-        file.finish({name: np.array(text) for name, text in texts.items() if text is not None})
-    shapes = {name: list(shape) for name, (_, shape) in file.forms.items()}
-    return shapes | {name: [] for name in (FILE, LABEL) if texts[name] is not None}
+    part = path.with_name(f".{path.name}.part")
+    spool = ColumnSpool(path.parent, len(numbers))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        spool.add({SAMPLE: numbers})
+        for columns in batches:
+            spool.add(columns)
+        columns = spool.columns()
+        texts = {FILE: files, LABEL: labels_of(columns.get("prediction"), classes)}
+        columns |= {name: np.array(text) for name, text in texts.items() if text is not None}
+        if path.suffix == ".parquet":
+            _write_parquet(part, columns)
+        else:
+            further = {CLASSES: np.array(classes)} if classes else {}
+            _write_npz(part, {**columns, **further})
+        part.replace(path)
+    except OSError as error:
+        remedy = "free space, or name another run_dir"
+        raise WriteError(f"{path} cannot be written: {error.strerror}", remedy) from error
+    finally:
+        spool.close()
+        with contextlib.suppress(OSError):
+            part.unlink()
+    return {name: list(column.shape[1:]) for name, column in columns.items()}
 
 
-class PredictionFile:
-    """Columns written as they come. There is a file when all rows are in it; until then each column
-    is a file without a name beside it: no column has to fit into memory. A process that is killed
-    leaves nothing, or what it had put together by then, which the next one replaces."""
+class ColumnSpool:
+    """Columns that come a few rows at a time, each in a file without a name.
 
-    def __init__(self, path: Path, samples: int) -> None:
-        """path: its suffix is the format, .npz or .parquet. samples: rows that will come."""
-        self.path = path
+    None has to fit into memory, and a process that is killed leaves nothing.
+    """
+
+    def __init__(self, folder: Path, samples: int) -> None:
+        """
+        folder: on the disk that takes the files.
+        samples: number of rows that will come.
+        """
+        self.folder = folder
         self.samples = samples
-        self.part = path.with_name(f".{path.name}.part")
         self.files: dict[str, IO[bytes]] = {}
-        self.begins: dict[str, int] = {}
-        self.forms: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Raises WriteError, with nothing left behind, if the disk does not take it."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            yield
-        except OSError as error:
-            remedy = "free space, or name another run_dir"
-            raise WriteError(f"{self.path} cannot be written: {error.strerror}", remedy) from error
-        finally:
-            for close in (*(file.close for file in self.files.values()), self.part.unlink):
-                with contextlib.suppress(
-                    OSError
-                ):  # its last bytes do not fit either; what matters was raised
-                    close()
+        self.row_types: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
 
     def add(self, columns: Columns) -> None:
-        """The next rows. Raises TaskError if a column is not of the shape that it began with."""
+        """Append rows. Raises TaskError if a column is not of the shape that it began with."""
         for name, rows in columns.items():
-            form = rows.dtype, rows.shape[1:]
-            if name not in self.forms:
-                self.forms[name] = form
-                file = self.files[name] = tempfile.TemporaryFile(dir=self.path.parent)  # noqa: SIM115  closed in `opened`
-                header = {
-                    "descr": rows.dtype.str,
-                    "fortran_order": False,
-                    "shape": (self.samples, *rows.shape[1:]),
-                }
-                np.lib.format.write_array_header_1_0(file, header)
-                self.begins[name] = file.tell()
-            if form != self.forms[name]:
-                before = f"{list(self.forms[name][1])} of {self.forms[name][0]}"
+            row_type = (rows.dtype, rows.shape[1:])
+            if name not in self.files:
+                self.row_types[name] = row_type
+                self.files[name] = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115  see close
+            if row_type != self.row_types[name]:
+                dtype, shape = self.row_types[name]
                 raise TaskError(
-                    f"{name}: a row is {list(form[1])} of {form[0]} in one batch and {before} in"
-                    " another",
+                    f"{name}: a row is {list(rows.shape[1:])} of {rows.dtype} in one batch and"
+                    f" {list(shape)} of {dtype} in another",
                     "return rows of one shape for all samples, padded for instance",
                 )
             self.files[name].write(np.ascontiguousarray(rows).tobytes())
 
-    def column(self, name: str) -> np.ndarray | None:
-        """What was added; None if there is no such column."""
-        return self._held(name) if name in self.files else None
+    def columns(self) -> dict[str, np.ndarray]:
+        """All columns, once all rows were added; on the disk still."""
+        columns: dict[str, np.ndarray] = {}
+        for name, file in self.files.items():
+            file.flush()
+            dtype, shape = self.row_types[name]
+            columns[name] = np.memmap(file, dtype, "r+", shape=(self.samples, *shape))
+        return columns
 
-    def _held(self, name: str) -> np.ndarray:
-        dtype, shape = self.forms[name]
-        self.files[name].flush()
-        return np.memmap(self.files[name], dtype, "r", self.begins[name], (self.samples, *shape))
+    def close(self) -> None:
+        for file in self.files.values():
+            # On a full disk its last bytes do not fit either; what matters was raised.
+            with contextlib.suppress(OSError):
+                file.close()
 
-    def finish(self, more: Mapping[str, np.ndarray]) -> None:
-        """Makes the file, once all rows were added. more: columns of texts, and in .npz also what
-        is no column."""
-        texts = {name: values for name, values in more.items() if name != CLASSES}
-        if self.path.suffix == ".npz":
-            with zipfile.ZipFile(
-                self.part, "w"
-            ) as packed:  # without times: the same predictions are the same bytes
-                for name, rows in self.files.items():
-                    rows.seek(0)  # and what was written before is flushed
-                    with packed.open(_member(name), "w", force_zip64=True) as file:
-                        shutil.copyfileobj(rows, file)
-                for name, values in more.items():
-                    with packed.open(_member(name), "w") as file:
-                        np.lib.format.write_array(file, values, allow_pickle=False)
-        else:
-            self._write_parquet(texts)
-        self.part.replace(self.path)
 
-    def _write_parquet(self, texts: Mapping[str, np.ndarray]) -> None:
-        """Numbers as columns, [k] as lists, all in pieces."""
-        import pyarrow
-        from pyarrow import parquet
+def _write_npz(path: Path, columns: Columns) -> None:
+    """As numpy.savez, which takes no column of the name `file`.
 
-        held = {name: self._held(name) for name in self.files} | dict(texts)
-        writer = None
-        for first in range(0, self.samples, ROWS_AT_ONCE):
-            rows = {name: column[first : first + ROWS_AT_ONCE] for name, column in held.items()}
-            arrays = {
-                name: pyarrow.array(list(part) if part.ndim > 1 else part)
-                for name, part in _flat(rows).items()
-            }
-            table = pyarrow.table(arrays)
-            writer = writer or parquet.ParquetWriter(self.part, table.schema)
+    There are no times in it: the same predictions are the same bytes.
+    """
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, column in columns.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, column, allow_pickle=False)
+
+
+def _write_parquet(path: Path, columns: Columns) -> None:
+    """Numbers as columns, [k] as lists, in pieces."""
+    from pyarrow import parquet
+
+    tables = _tables(columns)
+    first = next(tables)
+    with parquet.ParquetWriter(path, first.schema) as writer:
+        writer.write_table(first)
+        for table in tables:
             writer.write_table(table)
-        if writer:
-            writer.close()
 
 
-def _member(name: str) -> zipfile.ZipInfo:
-    return zipfile.ZipInfo(f"{name}.npy")
+def _tables(columns: Columns) -> Iterator[Any]:
+    """Arrow tables of the next rows of all columns. [h, w] becomes a list of h * w numbers."""
+    import pyarrow
 
-
-def _flat(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Parquet's lists have one dimension: [n, h, w] becomes [n, h * w]."""
-    return {
-        name: part.reshape(len(part), -1) if part.ndim > 2 else part for name, part in rows.items()
-    }
+    for first in range(0, len(columns[SAMPLE]), ROWS_AT_ONCE):
+        arrays = {}
+        for name, column in columns.items():
+            rows = column[first : first + ROWS_AT_ONCE]
+            if rows.ndim > 1:
+                rows = list(rows.reshape(len(rows), -1))
+            arrays[name] = pyarrow.array(rows)
+        yield pyarrow.table(arrays)

@@ -29,7 +29,7 @@ from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.schema import Config
 from ddp_train.tasks.task import has_own_columns
 
-Predictions = Callable[[nn.Module, Tensor], Mapping[str, Tensor]]
+Predict = Callable[[nn.Module, Tensor], Mapping[str, Tensor]]
 """Model and a batch of inputs -> columns."""
 
 
@@ -42,7 +42,7 @@ class Trained(nn.Module):
         task: str,
         classes: list[str] | None,
         to_input: ToInput,
-        predictions: Predictions,
+        predict: Predict,
     ) -> None:
         super().__init__()
         self.model = model
@@ -53,25 +53,28 @@ class Trained(nn.Module):
         """The names of the classes in the order of the model's outputs; None if the data set had no
         names for them."""
         self._to_input = to_input
-        self._predictions = predictions
+        self._predict = predict
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
 
     def preprocess(self, sample: Any) -> Tensor:
-        """An input of the model, without the dimension of the batch, from a raw sample, as the
-        samples that the run scored were made.
+        """An input of the model for a raw sample, without the dimension of the batch.
 
-        sample: of image data sets a path, an image of PIL, or pixels ([h, w], [h, w, c] or [c, h,
-        w]; uint8, or from 0 to 1); of data=text a text; of your own data set what its
-        `data.test_transform` takes, or a path of an image.
+        It is made as those that the run scored.
+
+        sample: of image data sets a path, an image of PIL, or pixels ([h, w], [h, w, c] or
+            [c, h, w]; uint8, or from 0 to 1); of data=text a text; of your own data set what its
+            `data.test_transform` takes, or a path of an image.
         """
         return self._to_input(sample)
 
     @torch.no_grad()
     def predict(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """The columns of mode=predict for raw samples: for a classification `prediction`,
-        `probability`, and `label`, the names, if there are any. All samples are one batch.
+        """The columns of mode=predict for raw samples, which are one batch.
+
+        For a classification these are `prediction`, `probability`, and `label`, the names, if there
+        are any.
 
         Raises ConfigError for a task without predictions for inputs alone, or whose code is not
         trusted, DataError for samples that cannot be one batch, TaskError if a task of your own
@@ -81,21 +84,23 @@ class Trained(nn.Module):
             raise DataError(
                 f"predict({samples!r}): takes a list of samples", "pass predict([SAMPLE, ...])"
             )
-        own = next(self.model.parameters())
         inputs = [self.preprocess(sample) for sample in samples]
-        shapes = list(dict.fromkeys(tuple(one.shape) for one in inputs))
+        shapes = list(dict.fromkeys(tuple(input.shape) for input in inputs))
         if len(shapes) > 1:
             raise DataError(
                 f"samples become inputs of {' and '.join(map(str, shapes))}",
                 "pass those of one size",
             )
-        batch = torch.stack(inputs).to(own.device)
-        batch = batch.to(own.dtype) if batch.is_floating_point() else batch
-        columns = {
-            name: value.cpu() for name, value in self._predictions(self.model, batch).items()
-        }
+        weight = next(self.model.parameters())
+        batch = torch.stack(inputs).to(weight.device)
+        if batch.is_floating_point():
+            batch = batch.to(weight.dtype)
+        predictions = self._predict(self.model, batch)
+        columns: dict[str, Any] = {name: value.cpu() for name, value in predictions.items()}
         labels = labels_of(columns.get("prediction"), self.classes)
-        return columns if labels is None else {**columns, "label": labels}
+        if labels is not None:
+            columns["label"] = labels
+        return columns
 
 
 def load(
@@ -104,39 +109,46 @@ def load(
     average: bool = False,
     trusted_modules: Sequence[str] = (),
 ) -> Trained:
-    """The model of a run with its trained weights, in eval mode, on the CPU. Neither data nor
-    processes are needed.
+    """The model of a run with its trained weights, in eval mode, on the CPU.
 
-    run: a run directory, or one of its checkpoints. which: of a run's checkpoints the `best`, the
-    `last`, or with auto the best if it is kept. average: the average of the weights
-    (train.ema_decay) in their place. trusted_modules: the packages of your own code, for a model, a
-    task or transforms that are none of ours: what a checkpoint names is not loaded unasked.
+    Neither data nor processes are needed.
+
+    run: a run directory, or one of its checkpoints.
+    which: of a run's checkpoints the `best`, the `last`, or with auto the best if it is kept.
+    average: the average of the weights (train.ema_decay) in their place.
+    trusted_modules: the packages of your own code, for a model, a task or transforms that are not
+        ours: what a checkpoint names is not loaded unasked.
 
     Raises DataError if there is no valid checkpoint or not what is asked for, ConfigError if its
     model's code is not trusted or does not exist.
     """
-    found = reader.find(str(run), Path(run), which)
-    assert found, "it is named, and find raises if it is not valid"
-    manifest = reader.read_manifest(found)
+    checkpoint = reader.find(str(run), Path(run), which)
+    assert checkpoint, "it is named, and find raises if it is not valid"
+    manifest = reader.read_manifest(checkpoint)
     config, problems = bind_frozen(manifest["config"])
     problems += code_problems("model", config.model, trusted_modules)
     if problems:
         raise ConfigError(problems)
-    model = checkpoint_model.model_of(config, manifest, str(found))
-    reader.load_model(found, model, reader.weights_file(found, average))
+    model = checkpoint_model.model_of(config, manifest, str(checkpoint))
+    reader.load_model(checkpoint, model, reader.weights_file(checkpoint, average))
     task = checkpoint_model.task_name(config, manifest) or "custom"
-    to_input = _to_input(config, manifest, trusted_modules)
-    return Trained(
-        model, task, manifest.get("classes"), to_input, _predictions(config, task, trusted_modules)
-    ).eval()
+    to_input = input_maker(config, manifest, trusted_modules)
+    predict = predict_function(config, task, trusted_modules)
+    return Trained(model, task, manifest.get("classes"), to_input, predict).eval()
 
 
-def _predictions(config: Config, name: str, trusted_modules: Sequence[str]) -> Predictions:
-    """What makes columns of a batch of inputs. That of a task that cannot raises ConfigError when
-    called."""
-    problems = code_problems("task", config.task, trusted_modules) if name == "custom" else []
-    task = None if problems else checkpoint_model.task_of(config, name)
-    if name == "language_model":
+def predict_function(config: Config, task_name: str, trusted_modules: Sequence[str]) -> Predict:
+    """Makes columns of a batch of inputs.
+
+    Of a task that cannot, it raises ConfigError when called.
+    """
+    task = None
+    problems = []
+    if task_name == "custom":
+        problems = code_problems("task", config.task, trusted_modules)
+    if not problems:
+        task = checkpoint_model.task_of(config, task_name)
+    if task_name == "language_model":
         problems = [
             "predict: a language model predicts no sample; call the model, or use mode=predict"
         ]
@@ -144,30 +156,36 @@ def _predictions(config: Config, name: str, trusted_modules: Sequence[str]) -> P
         lacks = f"the task {type(task).__name__} has no predictions(self, model, inputs)"
         problems = [f"predict: {lacks}; give it that method, or call the model"]
 
-    def predictions(model: nn.Module, inputs: Tensor) -> Mapping[str, Tensor]:
+    def predict(model: nn.Module, inputs: Tensor) -> Mapping[str, Tensor]:
         if problems or task is None:
             raise ConfigError(problems)
         return checked_columns(task.predictions(model, inputs), len(inputs), task)
 
-    return predictions
+    return predict
 
 
-def _to_input(config: Config, manifest: dict[str, Any], trusted_modules: Sequence[str]) -> ToInput:
-    """What makes inputs of raw samples. That of a data set whose code is not trusted raises
-    ConfigError when called."""
+def input_maker(
+    config: Config, manifest: dict[str, Any], trusted_modules: Sequence[str]
+) -> ToInput:
+    """Makes inputs of raw samples.
+
+    Of a data set whose code is not trusted, it raises ConfigError when called.
+    """
     data = config.data
-    if facts := manifest.get("image"):
-        return ImageInput(**facts)
+    if manifest.get("image"):
+        return ImageInput(**manifest["image"])
     if data.name == "text":
-        return TextInput((Tokenizer(data.tokenizer) if data.tokenizer else Bytes()).encode)
+        codec = Tokenizer(data.tokenizer) if data.tokenizer else Bytes()
+        return TextInput(codec.encode)
     if not isinstance(data, CustomDataConfig):
         return number_input
-    key = "transform" if data.test_transform is None else "test_transform"
-    items = getattr(data, key)
-    if problems := code_problems("data", data, trusted_modules):
+    problems = code_problems("data", data, trusted_modules)
+    if problems:
 
         def refuse(_: Any) -> Tensor:
             raise ConfigError(problems)
 
         return refuse
-    return TransformedInput(build_transforms(f"data.{key}", items))
+    if data.test_transform is None:
+        return TransformedInput(build_transforms("data.transform", data.transform))
+    return TransformedInput(build_transforms("data.test_transform", data.test_transform))

@@ -1,5 +1,4 @@
-"""From the frozen config to what is shown of a run beside its losses: speeds, advice, a text that
-the model writes."""
+"""What is shown of a run beside its losses: speeds, advice, a text that the model writes."""
 
 from __future__ import annotations
 
@@ -24,60 +23,54 @@ from ddp_train.text import counted
 
 
 def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:
-    """What the speeds of a run are derived from. All processes must call it: all count operations,
-    since a model's forward pass may wait for all."""
+    """What the speeds of a run are derived from.
+
+    All processes must call it: all count operations, since a model's forward pass may wait for all.
+    """
     task = job.module.task
-    gpu = config.device == "cuda"
     unit = None if task.units_are_samples else task.unit
-    if (
-        not gpu or is_launch_bound(config) or config.data.batch_by == "tokens"
-    ):  # there samples differ in cost
-        return Rates(
-            unit
-        )  # utilisation says nothing there, and counting calls the model and delays the first step
-    flops = flops_of_samples(job.module, source)
-    peak = peak_flops(
-        torch.cuda.get_device_name(device), config.tuning.precision, bool(config.tuning.tf32)
-    )
-    gpus = torch.cuda.device_count() if config.strategy.spreads_over_gpus else world.size
-    return Rates(unit, flops, peak * gpus if peak else None)
+    # Counting calls the model and delays the first step. It is of no use where utilisation says
+    # nothing, or where samples differ in cost.
+    if config.device != "cuda" or is_launch_bound(config) or config.data.batch_by == "tokens":
+        return Rates(unit)
+    tuning = config.tuning
+    gpu_name = torch.cuda.get_device_name(device)
+    peak = peak_flops(gpu_name, tuning.precision, bool(tuning.tf32))
+    if peak:
+        spreads = config.strategy.spreads_over_gpus
+        peak *= torch.cuda.device_count() if spreads else world.size
+    return Rates(unit, flops_of_samples(job.module, source), peak)
 
 
 def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
-    """From the trained model to a text of `task.sample_tokens` tokens; None if none is asked
-    for."""
+    """From the trained model to a text of `task.sample_tokens` tokens; None if none is wanted."""
     count = config.task.sample_tokens
     if not count:
         return None
     if not isinstance(source, TokenSource):
-        raise ConfigError(
-            [
-                f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read;"
-                " use 0"
-            ]
-        )
+        rule = "only data=text and tokens tell how tokens are read; use 0"
+        raise ConfigError([f"task.sample_tokens={count}: {rule}"])
     prompt = config.task.sample_prompt
-    temperature = config.task.sample_temperature
-    if prompt and not source.codec:
-        raise ConfigError(
-            [f"task.sample_prompt={prompt}: data=tokens needs data.tokenizer to read it; add that"]
-        )
-
-    first = [source.last_token, *(source.codec.encode(prompt) if source.codec else [])]
+    key = f"task.sample_prompt={prompt}"
+    codec = source.codec
+    if prompt and not codec:
+        raise ConfigError([f"{key}: data=tokens needs data.tokenizer to read it; add that"])
+    first = [source.last_token]
+    if codec:
+        first += codec.encode(prompt)
     if max(first) >= source.vocabulary:
-        has = (
-            f"has the token {max(first):,}, and the vocabulary ends with {source.vocabulary - 1:,}"
-        )
-        raise ConfigError(
-            [f"task.sample_prompt={prompt}: {has}; use the tokenizer that the data were made with"]
-        )
+        last = source.vocabulary - 1
+        mismatch = f"has the token {max(first):,}, and the vocabulary ends with {last:,}"
+        remedy = "use the tokenizer that the data were made with"
+        raise ConfigError([f"{key}: {mismatch}; {remedy}"])
 
     def write(model: nn.Module) -> str:
+        temperature = config.task.sample_temperature
         ids = write_tokens(
             model, first, count, source.length, source.vocabulary, temperature, config.seed
         )
-        if source.codec:
-            return prompt + source.codec.decode(ids)
+        if codec:
+            return prompt + codec.decode(ids)
         return " ".join(map(str, ids))
 
     return write
@@ -91,9 +84,11 @@ def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[s
     names = biases_before_norm(module.model, sample[0]) or []
     if not names:
         return []
-    some = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    what = (
-        f"{counted(len(names), 'bias')} directly before a norm layer, which subtracts the mean"
-        " again"
-    )
-    return [f"note: {what}: {some}; build such layers with bias=False"]
+    listed = ", ".join(names[:3])
+    if len(names) > 3:
+        listed += f" and {len(names) - 3} more"
+    biases = counted(len(names), "bias")
+    return [
+        f"note: {biases} directly before a norm layer, which subtracts the mean again: {listed};"
+        " build such layers with bias=False"
+    ]

@@ -1,5 +1,4 @@
-"""Runs from Python, a notebook or a script: `ddp_train.run("experiment=mnist",
-"train.epochs=1")`."""
+"""Runs from a script or a notebook: `ddp_train.run("experiment=mnist", "train.epochs=1")`."""
 
 from __future__ import annotations
 
@@ -27,8 +26,10 @@ if TYPE_CHECKING:
 
 
 class RunFailedError(RuntimeError):
-    """A run that `ddp_train.run` started has failed: its message, `kind` and `remedy` are those of
-    failure.json."""
+    """A run that `ddp_train.run` started has failed.
+
+    Message, `kind` and `remedy` are those of failure.json.
+    """
 
     def __init__(self, exit_code: int, failure: dict[str, Any]) -> None:
         self.exit_code = exit_code
@@ -46,7 +47,7 @@ class Result:
     summary: dict[str, Any] = field(repr=False)
     """The content of summary.json. `status` is completed, or preempted if the run was stopped."""
     trusted_modules: list[str] = field(default_factory=list, repr=False)
-    """Packages of the caller's own code, which the words have named."""
+    """Packages of the caller's own code, which the overrides have named."""
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -55,34 +56,40 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, in order: `pandas.DataFrame(result.metrics)` is a table of
-        them."""
+        """The lines of metrics.jsonl, in order, for `pandas.DataFrame(result.metrics)`."""
         return read_metrics(self.run_dir / METRICS)
 
     @property
     def checkpoint(self) -> Path | None:
         """The last checkpoint; of an evaluation the one that it has scored."""
-        found = self.summary.get("checkpoint") or (self.summary.get("evaluated") or {}).get("path")
-        return Path(found) if found else None
+        evaluated = self.summary.get("evaluated") or {}
+        path = self.summary.get("checkpoint") or evaluated.get("path")
+        return Path(path) if path else None
 
     def model(self, which: str = "auto") -> nn.Module:
-        """The trained model, in eval mode, on the CPU. which: of its checkpoints the best, the
-        last, or with auto the best if it is kept. Raises DataError if there is none."""
+        """The trained model, in eval mode, on the CPU.
+
+        which: of its checkpoints the best, the last, or with auto the best if it is kept.
+
+        Raises DataError if there is none.
+        """
         from ddp_train.inference.trained_model import load
 
-        checkpoint = self.run_dir if self.summary.get("evaluated") is None else self.checkpoint
-        return load(checkpoint or self.run_dir, which=which, trusted_modules=self.trusted_modules)
+        place = self.run_dir
+        if self.summary.get("evaluated") and self.checkpoint:
+            place = self.checkpoint
+        return load(place, which=which, trusted_modules=self.trusted_modules)
 
 
 def run(*overrides: str) -> Result:
-    """One run, as `ddp-train` does it with these words: in processes of its own, which end before
-    this returns.
+    """One run, as `ddp-train` does it with these overrides.
 
-    What it prints goes to the terminal, or into the cell of a notebook. Classes that the words name
-    are imported by the processes from the folder that one stands in, from installed packages or
-    PYTHONPATH: those of a notebook's cell cannot be. A stopped run is a result too.
+    Its processes are its own, and end before this returns. What it prints goes to the terminal, or
+    into the cell of a notebook. Classes that the overrides name are imported by the processes from
+    the folder that one stands in, from installed packages or PYTHONPATH: those of a notebook's cell
+    cannot be. A stopped run is a result too.
 
-    Raises ConfigError, before anything starts, with all that is wrong with the words, and
+    Raises ConfigError, before anything starts, with all that is wrong with the overrides, and
     RunFailedError.
     """
     config, command = _checked(list(overrides))
@@ -100,38 +107,40 @@ def run(*overrides: str) -> Result:
     return Result(run_dir, summary, package_of(getattr(config.model, "target", "")))
 
 
-def _checked(words: list[str]) -> tuple[Config, list[str]]:
-    """The config that these words make, and the command that does them. Raises ConfigError."""
+def _checked(overrides: list[str]) -> tuple[Config, list[str]]:
+    """The resolved config of these overrides, and the command of its run. Raises ConfigError."""
     if world_from_environment():
         raise ConfigError(
             ["ddp_train.run: starts processes itself; under torchrun use `-m ddp_train key=value`"]
         )
-    flags = [word for word in words if word.startswith("-")]
-    if flags:
-        raise ConfigError(
-            [f"ddp_train.run({flags[0]!r}): does one run, and takes no flags; use the command line"]
-        )
-    program, words = started(None, words)
-    config, problems = read_run(program, read_overrides(program, words))
-    resolved, more = resolve_and_check(config, None)
-    if problems or more:
-        raise ConfigError(list(dict.fromkeys(problems + more)))
-    if not (resolved.mode == "train" or resolved.uses_trained) or int(resolved.launch.nnodes) > 1:
-        if resolved.launch.nnodes == 1:
-            asked = f"mode={resolved.mode}"
-        else:
-            asked = f"launch.nnodes={resolved.launch.nnodes}"
-        raise ConfigError(
-            [
-                f"ddp_train.run: trains, evaluates, predicts or exports on one host; for {asked}"
-                " use the command line"
-            ]
-        )
-    if not config.run_dir:
-        suffixes = itertools.chain([""], (f"_{number}" for number in itertools.count(2)))
-        names = (f"{resolved.run_dir}{suffix}" for suffix in suffixes)
-        resolved = replace(
-            resolved, run_dir=next(name for name in names if not Path(name).exists())
-        )
-        words = [*words, f"run_dir={resolved.run_dir}"]  # one process may start many
-    return resolved, replace(program, typed="ddp-train").again(words)
+    for argument in overrides:
+        if argument.startswith("-"):
+            rule = "does one run, and takes no flags; use the command line"
+            raise ConfigError([f"ddp_train.run({argument!r}): {rule}"])
+    program, overrides = started(None, overrides)
+    requested, problems = read_run(program, read_overrides(program, overrides))
+    config, further_problems = resolve_and_check(requested, None)
+    if problems or further_problems:
+        raise ConfigError(list(dict.fromkeys(problems + further_problems)))
+    unsupported = ""
+    if int(config.launch.nnodes) > 1:
+        unsupported = f"launch.nnodes={config.launch.nnodes}"
+    elif config.mode != "train" and not config.uses_trained:
+        unsupported = f"mode={config.mode}"
+    if unsupported:
+        rule = "trains, evaluates, predicts or exports on one host"
+        raise ConfigError([f"ddp_train.run: {rule}; for {unsupported} use the command line"])
+    if not requested.run_dir:  # one process may start many runs in a second
+        config = replace(config, run_dir=_free_name(str(config.run_dir)))
+        overrides = [*overrides, f"run_dir={config.run_dir}"]
+    return config, replace(program, typed="ddp-train").again(overrides)
+
+
+def _free_name(run_dir: str) -> str:
+    """The name of a folder that does not exist: `run_dir`, `run_dir_2` ..."""
+    name = run_dir
+    for number in itertools.count(2):
+        if not Path(name).exists():
+            break
+        name = f"{run_dir}_{number}"
+    return name

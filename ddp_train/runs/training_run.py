@@ -37,31 +37,37 @@ class TrainingRun(RunContext):
             deterministic=bool(self.config.deterministic),
             **keys_taken_by(set_process_flags, self.config.tuning),
         )
-        inference = InferenceRun(self)
-        if self.config.mode == "export":  # it reads no data
-            self.publish(inference.export())
-            return True
-        self.status.phase = "data set"
-        sources = self.open_data()
-        set_garbage_collection(self.config.tuning.gc_freeze)
-        self.status.phase = "build"
-        if self.config.mode == "evaluate":
-            summary = inference.evaluate(sources)
-            self.publish(summary)
-        elif self.config.mode == "predict":
-            summary = inference.predict(sources)
-            self.publish(summary)
+        if self.config.mode == "train":
+            summary = self.train(self.open_data())
         else:
-            summary = self.train(sources)
+            summary = self.use_trained_model()
+            self.publish(summary)
         return summary["status"] == "completed"
 
+    def use_trained_model(self) -> dict[str, Any]:
+        """Evaluate, predict or export. Returns the summary."""
+        inference = InferenceRun(self)
+        if self.config.mode == "export":  # it reads no data
+            return inference.export()
+        sources = self.open_data()
+        if self.config.mode == "evaluate":
+            return inference.evaluate(sources)
+        return inference.predict(sources)
+
     def open_data(self) -> Splits:
-        """One process of each host downloads, or writes an index; the others wait for it."""
+        """The data sets of the run.
+
+        One process of each host downloads, or writes an index; the others wait for it.
+        """
+        self.status.phase = "data set"
         turns = contextlib.nullcontext()
         if self.config.data.writes_files():
             turns = local_leader_first(self.world, self.device)
         with turns:
-            return open_datasets(self.config, downloads=self.world.is_local_leader)
+            sources = open_datasets(self.config, downloads=self.world.is_local_leader)
+        set_garbage_collection(self.config.tuning.gc_freeze)
+        self.status.phase = "build"
+        return sources
 
     def train(self, sources: Splits) -> dict[str, Any]:
         """Train from step 0, or from a checkpoint, to the end or to an agreed stop.

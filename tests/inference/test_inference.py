@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,8 @@ from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.raw_input import ImageInput
 from ddp_train.errors import ConfigError, DataError, TaskError, WriteError
 from ddp_train.inference.export import export_model
-from ddp_train.inference.predictions import (
-    PredictionFile,
-    checked_columns,
-    labels_of,
-    write_predictions,
-)
-from ddp_train.inference.trained_model import _predictions
+from ddp_train.inference.predictions import checked_columns, labels_of, write_predictions
+from ddp_train.inference.trained_model import predict_function
 from ddp_train.options.custom import CustomDataConfig, CustomTaskConfig
 from ddp_train.options.schema import Config
 from ddp_train.runs.inference_run import refuse_other_data
@@ -217,9 +213,9 @@ def test_own_data_without_targets_and_a_task_with_columns_of_its_own(
     for wrong, name in ((ConfigError, "Silent"), (TaskError, "Short")):
         config = Config(task=CustomTaskConfig(target=f"mine.{name}"))
         with pytest.raises(wrong, match=f"the task {name}"):
-            _predictions(config, "custom", ["mine"])(model.model, rows)
+            predict_function(config, "custom", ["mine"])(model.model, rows)
     with pytest.raises(ConfigError, match="if you trust it"):
-        _predictions(config, "custom", [])(model.model, rows)
+        predict_function(config, "custom", [])(model.model, rows)
     silent = [
         "task._target_=mine.Silent",
         f"checkpoint.resume={tmp_path}/task",
@@ -248,16 +244,14 @@ def columns(*names: str, rows: int = 4) -> dict[str, np.ndarray]:
 
 
 def test_rows_of_another_shape_are_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    file = PredictionFile(tmp_path / "predictions.npz", 8)
-    with (
-        pytest.raises(
-            TaskError, match=r"mask: a row is \[3\] of float32 in one batch and \[2\] of float32"
-        ),
-        file.opened(),
-    ):
-        file.add(columns("mask"))
+    def batches() -> Iterator[dict[str, np.ndarray]]:
+        yield columns("mask")
         assert list(tmp_path.iterdir()) == [], "nothing that a killed process could leave"
-        file.add({"mask": np.zeros((4, 3), dtype=np.float32)})
+        yield {"mask": np.zeros((4, 3), dtype=np.float32)}
+
+    message = r"mask: a row is \[3\] of float32 in one batch and \[2\] of float32"
+    with pytest.raises(TaskError, match=message):
+        write_predictions(batches(), tmp_path / "predictions.npz", np.arange(8), None, None)
     assert list(tmp_path.iterdir()) == []
 
 
