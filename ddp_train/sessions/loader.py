@@ -1,5 +1,7 @@
-"""The batches of a session: the global batches are the same for any number of processes, each has
-its share."""
+"""The batches of a session.
+
+The global batches are the same for any number of processes, which share each.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,7 @@ from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 
 Collate = Callable[[list[Any]], Any]
+"""Samples -> a batch."""
 SAME_DATA = (
     "give random_split, and whatever shuffles before the `with`, a generator with a seed, or make"
     " the data set inside of the `with`, where all processes draw the same"
@@ -29,7 +32,7 @@ SAME_DATA = (
 
 
 class Rows:
-    """A TensorDataset: its rows are cut out at once, and nothing is drawn."""
+    """A TensorDataset as a source: its rows are cut out at once, and nothing is drawn."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.tensors = dataset.tensors
@@ -42,24 +45,28 @@ class Rows:
         return [tensor[index] for tensor in self.tensors]
 
 
-def source_of(dataset: Any, seed: int, collate: Collate | None, what: str) -> Any:
-    """What gives samples by their numbers. Raises UsageError for what has no numbers. what: the
-    method that was called."""
+def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> Any:
+    """A data set as a source of batches.
+
+    method: the one that was called, for messages.
+
+    Raises UsageError for a data set whose samples have no numbers.
+    """
+    name = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise UsageError(
-            f"{what}: it was given a DataLoader",
-            f"give it the data set itself: {what}(loader.dataset)",
+            f"{method}: it was given a DataLoader",
+            f"give it the data set itself: {method}(loader.dataset)",
         )
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
+    is_iterable = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
+    if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"{what}: {type(dataset).__name__} is iterable: its samples have no numbers, and cannot"
-            " be shared exactly",
+            f"{method}: {name} is iterable: its samples have no numbers, and cannot be shared"
+            " exactly",
             "give it a map-style data set, with __getitem__ and __len__",
         )
     if not len(dataset):
-        raise UsageError(f"{what}: {type(dataset).__name__} has no samples", "check its arguments")
+        raise UsageError(f"{method}: {name} has no samples", "check its arguments")
     if type(dataset) is TensorDataset and collate is None:
         return Rows(dataset)
     source = UserDataset(dataset, seed, collate=collate or default_collate)
@@ -67,22 +74,25 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, what: str) -> An
     return source
 
 
-def common_digests(source: Any, device: str, what: str) -> dict[str, str]:
-    """What identifies the data. Raises PeerError if it is not the same for all processes."""
-    found = digests(source)
-    same_everywhere(len(source), device, f"{what}: the number of samples", SAME_DATA)
-    drawn = int(digests(source) != found)  # with a generator of its own, other samples each time
-    if drawn:
-        number = 0
+def common_digests(source: Any, device: str, method: str) -> dict[str, str]:
+    """What identifies the data; empty if its samples differ each time that they are read.
+
+    Raises PeerError if the data are not the same for all processes.
+    """
+    first = digests(source)
+    same_everywhere(len(source), device, f"{method}: the number of samples", SAME_DATA)
+    number = 0
+    if digests(source) == first:
+        last_digits = "".join(first.values())[-15:]
+        number = int.from_bytes(last_digits.encode(), "big") % (2**61 - 1)
     else:
-        number = int.from_bytes("".join(found.values()).encode()[-15:], "big") % (2**61 - 1)
-    same_everywhere(number, device, f"{what}: a digest of the samples", SAME_DATA)
-    return {} if drawn else found
+        first = {}  # it draws with a generator of its own
+    same_everywhere(number, device, f"{method}: a digest of the samples", SAME_DATA)
+    return first
 
 
 class TrainingLoader:
-    """Gives each epoch's batches, or what is left of them, once: `for inputs, targets in
-    loader`."""
+    """The batches of each epoch, or what is left of them: `for inputs, targets in loader`."""
 
     def __init__(
         self,
@@ -92,22 +102,21 @@ class TrainingLoader:
         shuffle: bool,
         options: LoaderOptions,
     ) -> None:
+        seed = steps.settings.seed
         world = steps.world
-        kind = BatchPlan if shuffle else _InOrder
-        plan = kind(
-            len(source), global_batch_size, 1, 0, steps.settings.seed, world.rank, world.size
-        )
+        kind = BatchPlan if shuffle else OrderedPlan
+        plan = kind(len(source), global_batch_size, 1, 0, seed, world.rank, world.size)
         self.steps = steps
-        self.shares = _Shares(plan)
         self.facts = {
             "samples": len(source),
             "global_batch_size": global_batch_size,
             "shuffle": shuffle,
-            "seed": steps.settings.seed,
+            "seed": seed,
             "steps_per_epoch": plan.steps_per_epoch,
         }
         self.epoch_used = -1
-        self.batches = _reported(steps, source, self.shares, options)
+        shares = EpochShares(plan, steps)
+        self.batches = reported_batches(steps, source, shares, options)
 
     def __len__(self) -> int:
         """Batches of an epoch: as many on all processes."""
@@ -122,7 +131,6 @@ class TrainingLoader:
                 "use it once in each epoch; score with run.test_loader",
             )
         self.epoch_used = epoch
-        self.shares.begin(epoch, steps.position.batch)
         for batch in self.batches:
             steps.begin_step(batch.micro_batch)
             yield batch.data
@@ -130,7 +138,7 @@ class TrainingLoader:
         steps.status.phase = "hook"
 
 
-class _InOrder(BatchPlan):
+class OrderedPlan(BatchPlan):
     """The samples in the order of the data set, in every epoch."""
 
     def global_batch(self, step: int) -> np.ndarray:
@@ -138,70 +146,69 @@ class _InOrder(BatchPlan):
         return np.arange(start, min(start + self.global_batch_size, self.samples))
 
 
-class _Shares:
-    """This process's share of each global batch that is left of an epoch. Iterated once for each
-    epoch."""
+@dataclasses.dataclass
+class EpochShares:
+    """This process's share of each global batch that is left of the current epoch."""
 
-    def __init__(self, plan: BatchPlan) -> None:
-        self.plan = plan
-        self.first_step = 0
-
-    def begin(self, epoch: int, batch: int) -> None:
-        each = self.plan.steps_per_epoch
-        self.plan = dataclasses.replace(self.plan, steps=(epoch + 1) * each)
-        self.first_step = epoch * each + batch
+    plan: BatchPlan
+    steps: Steps
 
     def __iter__(self) -> Iterator[MicroBatch]:
-        return self.plan.micro_batches(self.first_step)
+        position = self.steps.position
+        steps_per_epoch = self.plan.steps_per_epoch
+        first_of_epoch = position.epoch * steps_per_epoch
+        plan = dataclasses.replace(self.plan, steps=first_of_epoch + steps_per_epoch)
+        return plan.micro_batches(first_of_epoch + position.batch)
 
 
 class TestLoader:
     """Each sample once, on one process, in the order of the data set: process 0 has the first ones.
-    Iterated as often as one likes."""
+
+    Iterated as often as one likes.
+    """
 
     __test__ = False  # no tests, for pytest
 
     def __init__(self, steps: Steps, source: Any, batch_size: int, options: LoaderOptions) -> None:
-        count = len(source)
+        samples = len(source)
         world = steps.world
-        first, last = (count * rank // world.size for rank in (world.rank, world.rank + 1))
-        self.shares = [
-            MicroBatch(None, number, indices, len(indices), 0.0, True)
-            for number, start in enumerate(range(first, last, batch_size))
-            for indices in [np.arange(start, min(start + batch_size, last))]
-        ]
+        first = samples * world.rank // world.size
+        end = samples * (world.rank + 1) // world.size
+        self.shares = []
+        for start in range(first, end, batch_size):
+            indices = np.arange(start, min(start + batch_size, end))
+            number = len(self.shares)
+            self.shares.append(MicroBatch(None, number, indices, len(indices), 0.0, True))
         self.steps = steps
-        self.batches = _reported(steps, source, self.shares, options, "evaluation ")
+        self.batches = reported_batches(steps, source, self.shares, options, "evaluation ")
 
     def __len__(self) -> int:
         """Batches of this process."""
         return len(self.shares)
 
     def __iter__(self) -> Iterator[Any]:
-        """Buffers that differ between processes, batch norm's statistics without synchronising, are
-        their mean meanwhile."""
-        model = self.steps.model
-        with (
-            averaged_buffers(model.module, keep_if_alike=True)
-            if model
-            else contextlib.nullcontext()
-        ):
-            self.steps.is_scoring = True
-            try:
-                for batch in self.batches:
-                    yield batch.data
-            finally:
-                self.steps.is_scoring = False
-        self.steps.status.phase = "hook"
+        """Meanwhile buffers that differ between processes are their mean.
+
+        Batch norm's statistics without synchronising are an example.
+        """
+        steps = self.steps
+        averaged = contextlib.nullcontext()
+        if steps.model:
+            averaged = averaged_buffers(steps.model.module, keep_if_alike=True)
+        with averaged, steps.score_watch.scoring():
+            for batch in self.batches:
+                yield batch.data
+        steps.status.phase = "hook"
 
 
-def _reported(
+def reported_batches(
     steps: Steps,
     source: Any,
     shares: Iterable[MicroBatch],
     options: LoaderOptions,
     prefix: str = "",
 ) -> ReportedBatches:
+    """Batches on the device, whose place is reported to the launcher. prefix: of their phases."""
     loader = Loader(source, shares, steps.device, options)
     steps.loaders.append(loader)
     return ReportedBatches(loader, steps.status, prefix)

@@ -1,4 +1,4 @@
-"""Checkpoints of a session: the launcher's, with any objects that the user names."""
+"""Checkpoints of a session: as those of a run, with any objects that the user names."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ class Position:
     step: int = 0
     """Batches done in all epochs."""
 
+    def end_epoch(self) -> None:
+        self.epoch += 1
+        self.batch = 0
+
     def __str__(self) -> str:
         if not self.batch:
             return f"epoch {self.epoch}"
@@ -62,9 +66,7 @@ class SessionCheckpoints:
         objects: Mapping[str, Stateful],
         status: RankStatus,
     ) -> None:
-        """
-        objects: those beside the model, by the names that `run.resume` got.
-        """
+        """objects: those beside the model, by the names that `run.resume` got."""
         self.settings = settings
         self.world = world
         self.model = model
@@ -78,7 +80,7 @@ class SessionCheckpoints:
         """Facts that identify the batches of the checkpoint that the run resumed from."""
 
     def check_batches(self, batches: dict[str, Any], position: Position) -> None:
-        """Inside an epoch the batches must be those of before; at its beginning others may follow.
+        """Refuse other batches inside an epoch; at its beginning others may follow.
 
         batches: facts that identify them.
 
@@ -87,18 +89,17 @@ class SessionCheckpoints:
         if self.resumed_from is None or not position.batch:
             return
         before = self.earlier_batches
-        differing = [name for name in batches if before.get(name) != batches[name]]
-        if not differing:
-            return
-        name = differing[0]
-        changed = f"{name} was {before.get(name)} and is {batches[name]}"
-        if name == "data":
-            changed = "its samples are others"
-        raise DataError(
-            f"{self.resumed_from} lies inside of epoch {position.epoch}, and run.loader changed"
-            f" since: {changed}",
-            "finish the epoch with what it began with, or start over in another run_dir",
-        )
+        for name, value in batches.items():
+            if before.get(name) == value:
+                continue
+            changed = f"{name} was {before.get(name)} and is {value}"
+            if name == "data":
+                changed = "its samples are others"
+            raise DataError(
+                f"{self.resumed_from} lies inside of epoch {position.epoch}, and run.loader changed"
+                f" since: {changed}",
+                "finish the epoch with what it began with, or start over in another run_dir",
+            )
 
     def restore(self, device: str) -> Position:
         """Load the newest checkpoint that is whole, and return its position.
@@ -145,13 +146,11 @@ class SessionCheckpoints:
         check_same_weights(module)
         with averaged_buffers(module, keep_if_alike=True) as buffers:
             if self.world.is_leader:
-                self._open_writer().submit(partial(self._snapshot, position, batches, buffers))
-
-    def _open_writer(self) -> Writer:
-        if self.writer is None:
-            settings = self.settings
-            self.writer = Writer(settings.run_dir, settings.keep, None, self.status.set_saving)
-        return self.writer
+                if self.writer is None:
+                    keep = self.settings.keep
+                    on_saving = self.status.set_saving
+                    self.writer = Writer(self.settings.run_dir, keep, on_saving=on_saving)
+                self.writer.submit(partial(self._snapshot, position, batches, buffers))
 
     def _snapshot(self, position: Position, batches: dict[str, Any], buffers: Tensor) -> Snapshot:
         module = self.model.module
@@ -188,40 +187,34 @@ def check_objects(objects: dict[str, Any], model: Wrapped | None) -> dict[str, S
         raise UsageError(
             "run.resume: there is no model yet", "call model = run.wrap(model) before it"
         )
-    others = {
-        name: one for name, one in objects.items() if one is not model and one is not model.module
-    }
+    others = {}
+    for name, value in objects.items():
+        if value is not model and value is not model.module:
+            others[name] = value
     if len(others) == len(objects):
         raise UsageError(
             "run.resume: the model of run.wrap is not among its arguments, and would not be saved",
             "run.resume(model=model, optimizer=optimizer)",
         )
-    trained = {id(parameter) for parameter in model.parameters()}
-    for name, one in others.items():
-        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+    for name, value in others.items():
+        if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise UsageError(
-                f"run.resume: {name} is a {type(one).__name__}, without state_dict and"
+                f"run.resume: {name} is a {type(value).__name__}, without state_dict and"
                 " load_state_dict",
                 "give it objects that have both, as models, optimizers and schedulers have",
             )
-        if isinstance(one, torch.optim.Optimizer) and not parameter_ids(one) & trained:
+        if isinstance(value, torch.optim.Optimizer) and not model.is_trained_by(value):
             raise UsageError(
                 f"run.resume: {name} was built on parameters that are not those of the model of"
                 " run.wrap",
                 "build it after model = run.wrap(model), on model.parameters()",
             )
-        _check_plain(name, one)
+        _check_plain(name, value)
     return others
 
 
-def parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The `id` of each parameter that an optimizer updates."""
-    groups = optimizer.param_groups
-    return {id(parameter) for group in groups for parameter in group["params"]}
-
-
 def _check_plain(name: str, holder: Stateful) -> None:
-    """Raises UsageError if no checkpoint could be read with the state of an object."""
+    """Raise UsageError if no checkpoint could be read with the state of an object."""
     content = io.BytesIO()
     torch.save(holder.state_dict(), content)
     content.seek(0)

@@ -1,5 +1,7 @@
-"""What `ddp_train.session` is told, its errors, and the words in which a run of a session is spoken
-of. Torch-free."""
+"""The arguments of `ddp_train.session`, its errors, and its words for messages of a run.
+
+Torch-free.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import is_foreign
 
-_WORDS = (
+_REPLACEMENTS = (
     (
         r"lower train\.global_batch_size or raise train\.accumulation_steps",
         "lower global_batch_size",
@@ -37,8 +39,7 @@ _WORDS = (
 
 
 class UsageError(ConfigError):
-    """A session, or something of it, was called as it must not be. `str(error)` begins with the
-    line that did."""
+    """A session was used as it must not be. `str(error)` begins with the line that did."""
 
     def __init__(self, detail: str, remedy: str) -> None:
         super().__init__([f"{_caller()}{detail}"])
@@ -49,7 +50,7 @@ class UsageError(ConfigError):
 
 
 def _caller() -> str:
-    """`train.py:12: `, the line of the user's that called this package; empty if there is none."""
+    """The user's line that called this package, as `train.py:12: `; empty if there is none."""
     frame = sys._getframe(2)
     while frame and is_foreign(frame.f_code.co_filename):
         frame = frame.f_back
@@ -59,8 +60,10 @@ def _caller() -> str:
 
 
 def is_interactive() -> bool:
-    """Whether this is a notebook or a prompt: there is no script, and ending the process would end
-    that."""
+    """True in a notebook or at a prompt.
+
+    There is no script, and ending the process would end that.
+    """
     ipython = sys.modules.get("IPython")
     return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
@@ -84,10 +87,9 @@ def lock_run_dir(run_dir: Path, refusal: Callable[[str, str], LaunchError]) -> r
 
 
 def in_words(text: str) -> str:
-    """A message of the launcher or a worker, with the arguments of a session in place of the keys
-    of a config."""
-    for pattern, words in _WORDS:
-        text = re.sub(pattern, words, text)
+    """A message of a run, with the arguments of a session in place of the keys of a config."""
+    for pattern, replacement in _REPLACEMENTS:
+        text = re.sub(pattern, replacement, text)
     return text
 
 
@@ -107,14 +109,15 @@ class Settings:
     grace_seconds: float
 
     def __post_init__(self) -> None:
-        rules: tuple[tuple[str, float, float], ...] = (
-            ("processes", self.processes, 1),
-            ("keep", self.keep, 1),
-            ("max_restarts", self.max_restarts, 0),
-            ("timeout_seconds", self.timeout_seconds, 0.001),
-            ("grace_seconds", self.grace_seconds, 0),
-        )
-        for name, value, least in rules:
+        least_values = {
+            "processes": 1,
+            "keep": 1,
+            "max_restarts": 0,
+            "timeout_seconds": 0.001,
+            "grace_seconds": 0,
+        }
+        for name, least in least_values.items():
+            value = getattr(self, name)
             if value < least:
                 raise UsageError(
                     f"ddp_train.session: {name}={value!r} is less than {least:g}",
@@ -126,15 +129,14 @@ class Settings:
             )
 
     def facts(self, processes: int) -> dict[str, Any]:
-        """For summary.json. processes: over all hosts."""
-        if processes == 1:
-            backend = "none"
-        else:
+        """Entries of summary.json. processes: over all hosts."""
+        backend = "none"
+        if processes > 1:
             backend = "nccl" if self.device == "cuda" else "gloo"
-        facts = {
+        return {
             "mode": "session",
             "world_size": processes,
             "device": self.device,
             "backend": backend,
+            "seed": self.seed,
         }
-        return {**facts, "seed": self.seed}

@@ -1,9 +1,8 @@
-"""`ddp_train.session`: joins the processes of a run, or starts them by running this script again in
-each. Torch-free.
+"""`ddp_train.session`: joins the processes of a run, or starts them. Torch-free.
 
-The process that starts them only watches: it has no rank, and ends with the exit code of the run
-where the `with` begins. The launcher does it (`launcher/local.py`), as it does for `python
-launch.py`.
+They are started by running this script again in each. The process that does so only watches: it has
+no rank, and ends with the exit code of the run where the `with` begins. The launcher does it
+(`launcher/local.py`), as it does for `python launch.py`.
 """
 
 from __future__ import annotations
@@ -51,19 +50,23 @@ def session(
     timeout_seconds: float = 600.0,
     grace_seconds: float = 30.0,
 ) -> Iterator[Run]:
-    """One run of a training loop of your own, on any number of processes. docs/own_loop.md shows a
-    whole script.
+    """One run of a training loop of your own, on any number of processes.
 
-    Under torchrun this process joins the others. Started alone it starts them, by running the same
-    command line again in each, watches them, and ends where the `with` begins, with the exit code
-    of the run: what stands before the `with` runs here too, what follows it in the processes alone.
+    docs/own_loop.md shows a whole script. Under torchrun this process joins the others. Started
+    alone it starts them, by running the same command line again in each, watches them, and ends
+    where the `with` begins, with the exit code of the run: what stands before the `with` runs here
+    too, what follows it in the processes alone.
 
     run_dir: the folder of this run: checkpoints, logs, failure.json, summary.json; given again, the
-    run is resumed. processes: None for the number in DDP_TRAIN_PROCESSES, else one per visible GPU,
-    or two on the CPU; 1, without restarts: all happens in this process, without a process group.
-    device: auto, cuda or cpu. seed: of everything that is drawn. keep: the newest checkpoints that
-    are kept. max_restarts: after a failure, from the newest checkpoint; the count starts again at
-    each checkpoint. timeout_seconds: a process without progress for so long is a hang.
+        run is resumed.
+    processes: None for the number in DDP_TRAIN_PROCESSES, else one per visible GPU, or two on the
+        CPU; 1, without restarts: all happens in this process, without a process group.
+    device: auto, cuda or cpu.
+    seed: of everything that is drawn.
+    keep: number of the newest checkpoints that are kept.
+    max_restarts: after a failure, from the newest checkpoint; the count starts again at each
+        checkpoint.
+    timeout_seconds: a process without progress for so long is a hang.
     grace_seconds: from a request to stop until the processes are killed.
 
     Ends the process with the exit codes of docs/failures.md, after one line that says why. In a
@@ -71,15 +74,16 @@ def session(
     """
     try:
         world = world_from_environment()
-        settings = _settings(
-            Path(run_dir).absolute(),
-            processes,
-            device,
-            seed,
-            keep,
-            max_restarts,
-            timeout_seconds,
-            grace_seconds,
+        count, device = _processes_and_device(processes, device)
+        settings = Settings(
+            run_dir=Path(run_dir).absolute(),
+            processes=count,
+            device=device,
+            seed=seed,
+            keep=keep,
+            max_restarts=max_restarts,
+            timeout_seconds=timeout_seconds,
+            grace_seconds=grace_seconds,
         )
         if world is None and (settings.processes > 1 or max_restarts):
             raise SystemExit(_start(settings))
@@ -90,72 +94,58 @@ def session(
             raise
         print(f"{error}\n  remedy: {error.remedy}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    from ddp_train.sessions.process import (
-        joined,
-    )  # it imports torch: the process that only watches does without
+    # It imports torch: the process that only watches does without.
+    from ddp_train.sessions.process import joined
 
     with joined(settings, world or World(), alone=world is None) as run:
         yield run
 
 
-def _settings(
-    run_dir: Path,
-    processes: int | None,
-    device: str,
-    seed: int,
-    keep: int,
-    max_restarts: int,
-    timeout_seconds: float,
-    grace_seconds: float,
-) -> Settings:
+def _processes_and_device(processes: int | None, device: str) -> tuple[int, str]:
+    """How many processes this host starts, and cuda or cpu. Raises UsageError."""
     if device not in ("auto", "cuda", "cpu"):
-        raise UsageError(
-            f"ddp_train.session: device={device!r}",
-            "use auto, cuda or cpu; which GPU is decided by rank",
+        raise _usage_error(
+            f"device={device!r}", "use auto, cuda or cpu; which GPU is decided by rank"
         )
-    asked = processes_asked()
-    if processes is None and asked is not None:
-        if not asked.isdigit():
-            raise UsageError(f"{PROCESSES}={asked} is no number", f"use {PROCESSES}=2, or unset it")
-        processes = int(asked)
+    variable = processes_asked()
+    if processes is None and variable is not None:
+        if not variable.isdigit():
+            raise UsageError(
+                f"{PROCESSES}={variable} is no number", f"use {PROCESSES}=2, or unset it"
+            )
+        processes = int(variable)
     gpus = 0 if device == "cpu" else detect_hardware(visible_devices()).gpus
-    if device == "cuda" and not gpus:
-        raise UsageError(
-            "ddp_train.session: device='cuda', and no GPU is visible", "use device='cpu' or 'auto'"
+    if not gpus:
+        if device == "cuda":
+            raise _usage_error("device='cuda', and no GPU is visible", "use device='cpu' or 'auto'")
+        return (2 if processes is None else processes), "cpu"
+    if processes is None:
+        return gpus, "cuda"
+    if processes > gpus:
+        raise _usage_error(
+            f"processes={processes}, and {gpus} GPUs are visible", f"use {gpus}, or device='cpu'"
         )
-    if gpus and processes and processes > gpus:
-        raise UsageError(
-            f"ddp_train.session: processes={processes}, and {gpus} GPUs are visible",
-            f"use {gpus}, or device='cpu'",
-        )
-    count = processes if processes is not None else gpus or 2
-    kind = "cuda" if gpus else "cpu"
-    return Settings(run_dir, count, kind, seed, keep, max_restarts, timeout_seconds, grace_seconds)
+    return processes, "cuda"
 
 
 def _note_what_torchrun_decides(world: World, processes: int | None, max_restarts: int) -> None:
-    if processes not in (None, world.local_size):
-        started = f"torchrun started {world.local_size}"
-    else:
-        started = ""
-    for name, value, why in (
-        ("processes", processes, started),
-        ("max_restarts", max_restarts, "use torchrun's own"),
-    ):
-        if value and why:
-            print(
-                f"note: ddp_train.session: {name}={value} has no effect here: {why}",
-                file=sys.stderr,
-            )
+    ignored = []
+    if processes and processes != world.local_size:
+        ignored.append((f"processes={processes}", f"torchrun started {world.local_size}"))
+    if max_restarts:
+        ignored.append((f"max_restarts={max_restarts}", "use torchrun's own"))
+    for argument, reason in ignored:
+        note = f"note: ddp_train.session: {argument} has no effect here: {reason}"
+        print(note, file=sys.stderr)
 
 
 def _start(settings: Settings) -> int:
-    """Runs this script again in each process. Returns the exit code of the run."""
+    """Run this script again in each process. Returns the exit code of the run."""
     program, arguments = _this_command()
     lock = lock_run_dir(settings.run_dir, _usage_error)
     cores = detect_hardware("").cpus
     threads = threads_asked() or max(1, cores // settings.processes)
-    own = LaunchConfig(
+    launch_config = LaunchConfig(
         nproc_per_node=settings.processes,
         max_restarts=settings.max_restarts,
         timeout_seconds=settings.timeout_seconds,
@@ -163,7 +153,7 @@ def _start(settings: Settings) -> int:
         threads_per_process=threads,
         backend="nccl" if settings.device == "cuda" else "gloo",
     )
-    config = Config(run_dir=str(settings.run_dir), device=settings.device, launch=own)
+    config = Config(run_dir=str(settings.run_dir), device=settings.device, launch=launch_config)
     workload = Workload(
         program=tuple(program),
         arguments=lambda run_dir, rank: arguments,
@@ -182,23 +172,21 @@ def _start(settings: Settings) -> int:
 
 
 def _this_command() -> tuple[list[str], list[str]]:
-    """What Python runs here, and its arguments: Python's options with the script or module, and
-    sys.argv."""
+    """Python's options with the script or module that runs here, and the script's arguments."""
     if is_interactive():
-        raise UsageError(
-            "ddp_train.session: it starts processes by running the script again, and a notebook or"
-            " a prompt has none",
+        raise _usage_error(
+            "it starts processes by running the script again, and a notebook or a prompt has none",
             "write the loop into a file and run that, use ddp_train.run for a run of ddp-train, or"
             " processes=1",
         )
-    words = sys.orig_argv[1:]
-    count = len(sys.argv) - 1
-    program = words[: len(words) - count]
-    arguments = words[len(words) - count :]
+    argv = sys.orig_argv[1:]
+    first_argument = len(argv) - len(sys.argv) + 1
+    program = argv[:first_argument]
+    arguments = argv[first_argument:]
     if not program or program[-1] == "-" or arguments != sys.argv[1:]:
-        raise UsageError(
-            "ddp_train.session: the command that started this process cannot be given again"
-            f" ({' '.join(sys.orig_argv) or 'it is not known'})",
+        command = " ".join(sys.orig_argv) or "it is not known"
+        raise _usage_error(
+            f"the command that started this process cannot be given again ({command})",
             "start a script that lies in a file: python train.py",
         )
     return program, arguments

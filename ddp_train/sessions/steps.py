@@ -3,6 +3,7 @@ must have done."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import sys
@@ -35,7 +36,7 @@ class StoppedError(BaseException):
 
 
 class Steps:
-    """The counters of one process, and what happens between two steps."""
+    """The position of one process in the user's loop, and what happens between two steps."""
 
     def __init__(
         self,
@@ -55,26 +56,21 @@ class Steps:
         self.checkpoints: SessionCheckpoints | None = None
         self.loader_facts: dict[str, Any] = {}
         self.optimizers: set[int] = set()
-        """Those that run.resume got, by id."""
-        self.foreign: set[int] = set()
-        """Optimizers of other models, by id."""
+        """The `id` of each optimizer that run.resume got."""
+        self.foreign_optimizers: set[int] = set()
+        """The `id` of each optimizer of another model."""
         self.loaders: list[Loader] = []
-        """Whose processes end with the session."""
+        """Their processes end with the session."""
         self.micro_batch: MicroBatch | None = None
-        """Of the current step."""
+        """The share of the current step; None between two steps."""
         self.in_epoch = False
         self.is_save_due = False
-        self.is_whole = True
-        """Whether the optimizer has stepped since the loss that came last: gradients that add up
-        are not saved."""
+        self.gradients_are_used = True
+        """The optimizer has stepped since the last loss: gradients that add up are not saved."""
         self.had_backward = False
-        self.is_scoring = False
-        """While a test loader gives batches."""
-        self.scored_elsewhere = False
-        """Whether the model was given other batches than those of loaders, without gradients, since
-        the last sum."""
-        self.steps_seeds = StepSeed(settings.seed, world.rank, device)
-        self.has_warned = False
+        """The mean loss of this step has gone backward."""
+        self.score_watch = ScoreWatch()
+        self.seed_step = StepSeed(settings.seed, world.rank, device)
         self.is_over = False
         self._handle = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
@@ -84,13 +80,15 @@ class Steps:
         self._handle.remove()
         for loader in self.loaders:
             loader.close()
-        self.micro_batch = CURRENT.step = None
+        self.micro_batch = None
+        CURRENT.step = None
         if self.model:
             self.model.release()
 
     # --- epochs -----------------------------------------------------------------------------------
 
     def epochs(self, count: int, save_every: int) -> Iterator[int]:
+        """See Run.epochs."""
         if self.checkpoints is None:
             raise UsageError(
                 "run.epochs: run.resume was not called: nothing would be saved, and nothing"
@@ -98,40 +96,41 @@ class Steps:
                 "run.resume(model=model, optimizer=optimizer) before it, with whatever has a"
                 " state_dict",
             )
-        self.checkpoints.check_batches(self.loader_facts, self.position)
-        if self.checkpoints.resumed_from and self.position.epoch >= count and self.world.is_leader:
+        position = self.position
+        self.checkpoints.check_batches(self.loader_facts, position)
+        if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
-        while self.position.epoch < count:
+        while position.epoch < count:
             self.in_epoch = True
-            yield self.position.epoch
+            yield position.epoch
             self.in_epoch = False
-            self.position.epoch = self.position.epoch + 1
-            self.position.batch = 0
-            done = self.position.epoch
-            if done % save_every == 0 or done == count or self.is_save_due:
+            position.end_epoch()
+            is_last = position.epoch == count
+            if position.epoch % save_every == 0 or is_last or self.is_save_due:
                 self.save_now()
-            if done < count and not self.stop.allows(self.position.step):
-                self._stop()
+            if not is_last:
+                self._stop_if_agreed()
 
-    def open_epoch(self, what: str) -> int:
-        """The number of the current epoch. Raises UsageError if none is."""
+    def open_epoch(self, method: str) -> int:
+        """The number of the current epoch. Raises UsageError if `method` is used outside of one."""
         if not self.in_epoch:
             raise UsageError(
-                f"{what} was used outside of an epoch", "for epoch in run.epochs(10): ..."
+                f"{method} was used outside of an epoch", "for epoch in run.epochs(10): ..."
             )
         return self.position.epoch
 
     def end(self) -> None:
-        """At the end of the `with`: what a `break` has left unsaved."""
-        if self.in_epoch and self.checkpoints and self.is_whole:
+        """Save what a `break` has left unsaved, at the end of the `with`."""
+        if self.in_epoch and self.checkpoints and self.gradients_are_used:
             if self.position.batch == self.loader_facts.get("steps_per_epoch"):
-                self.position.epoch = self.position.epoch + 1
-                self.position.batch = 0
+                self.position.end_epoch()
             if self.position != self.checkpoints.saved:
                 self.save_now()
         self.in_epoch = False
 
-    def _stop(self) -> None:
+    def _stop_if_agreed(self) -> None:
+        if self.stop.allows(self.position.step):
+            return
         if self.checkpoints and self.checkpoints.saved != self.position:
             self.save_now()
         raise StoppedError
@@ -139,103 +138,89 @@ class Steps:
     def save_now(self) -> None:
         assert self.checkpoints, "epochs() has seen to it"
         self.is_save_due = False
-        before = self.status.phase
+        phase = self.status.phase
         self.status.phase = "checkpoint"
         self.checkpoints.save(self.position, self.loader_facts)
-        self.status.phase = before
+        self.status.phase = phase
 
     # --- steps ------------------------------------------------------------------------------------
 
     def begin_step(self, micro_batch: MicroBatch) -> None:
-        """Before a batch is handed out: whatever the step draws depends on seed, rank and step
-        alone."""
+        """Before a batch is handed out: the step's draws depend on seed, rank and step alone."""
         self.micro_batch = micro_batch
         self.had_backward = False
         CURRENT.step = training_step(micro_batch.num_real > 0)
-        self.steps_seeds(self.position.step)
-        key = hash_key(self.steps_seeds.key, self.position.step)
+        self.seed_step(self.position.step)
+        key = hash_key(self.seed_step.key, self.position.step)
         np.random.seed(key & 0xFFFFFFFF)
         random.seed(key)
 
     def end_step(self, is_last: bool) -> None:
-        """After the user's code is done with a batch. is_last: of its epoch, whose end is not
-        reached yet: what follows the loop over batches belongs to it."""
-        self.micro_batch = CURRENT.step = None
+        """After the user's code is done with a batch.
+
+        is_last: the batch is the last one of its epoch, whose end is not reached yet: what follows
+            the loop over batches belongs to it.
+        """
+        self.micro_batch = None
+        CURRENT.step = None
         self.position.batch += 1
         self.position.step += 1
         self.status.step = self.position.step
-        if is_last or not self.is_whole:
+        if is_last or not self.gradients_are_used:
             return
         if self.is_save_due:
             self.save_now()
-        if self.position.step >= self.stop.limit and not self.stop.allows(self.position.step):
-            self._stop()
+        if self.position.step >= self.stop.limit:
+            self._stop_if_agreed()
 
     def mean(self, losses: Tensor, over: float | Tensor | None) -> Tensor:
         """See Run.mean."""
-        step = self.micro_batch
-        if step is None:
+        share = self.micro_batch
+        if share is None:
             raise UsageError(
                 "run.mean was called outside of a step",
                 "call it inside of: for batch in loader, of loader = run.loader(...)",
             )
         if over is not None:
-            mine = torch.as_tensor(over, dtype=torch.float64, device=self.device).detach().sum() * (
-                step.num_real > 0
-            )
-            everybody = total(mine.clone())
-            factor = torch.where(everybody == 0, 0.0, self.world.size / everybody).to(losses.dtype)
-            loss = losses.sum() * (factor if step.num_real else 0.0)
-        elif losses.shape != (len(step.indices),):
+            loss = losses.sum() * self._part_of_units(over, share).to(losses.dtype)
+        elif losses.shape == (len(share.indices),):
+            loss = losses.sum() * share.scale
+        else:
             raise UsageError(
                 f"run.mean: the losses have the shape {list(losses.shape)}, and the batch"
-                f" {len(step.indices)} samples",
+                f" {len(share.indices)} samples",
                 "give it one loss for each sample, with reduction='none'; of several numbers per"
                 " sample their mean, or say with over=NUMBER how many they are",
             )
-        else:
-            loss = losses.sum() * step.scale
         if loss.requires_grad:
-            self.is_whole = False
+            self.gradients_are_used = False
             loss.register_hook(self._in_backward)
         return loss
 
-    def see_forward(self, *_: object) -> None:
-        """Of the wrapped model."""
-        self.scored_elsewhere |= not (
-            torch.is_grad_enabled() or self.is_scoring or self.micro_batch
-        )
+    def _part_of_units(self, over: float | Tensor, share: MicroBatch) -> Tensor:
+        """The factor on the sum of losses here whose mean over the processes is the mean loss."""
+        counts = share.num_real > 0  # a stand-in for an empty share has no units
+        units = torch.as_tensor(over, dtype=torch.float64, device=self.device).detach().sum()
+        all_units = total(units * counts)
+        factor = self.world.size * counts / all_units
+        return torch.where(all_units == 0, 0.0, factor)
 
-    def warn_of_sum(self) -> None:
-        """Once: what each process computed of all samples must not be added up."""
-        if self.scored_elsewhere and not self.has_warned and self.world.size > 1:
-            self.has_warned = True
-            log.warning(
-                "run.sum: the model was given batches that are not from run.test_loader; if each"
-                " process had all of them, the sum counts them %d times: score with"
-                " run.test_loader(data, batch_size=256)",
-                self.world.size,
-            )
-        self.scored_elsewhere = False
+    def see_forward(self, *_: object) -> None:
+        """Called before each forward pass of the wrapped model."""
+        if not torch.is_grad_enabled() and not self.micro_batch:
+            self.score_watch.see_score()
 
     def _in_backward(self, _: Tensor) -> None:
         self.had_backward = True
         self.status.phase = "backward"
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Of every optimizer in this process."""
-        if self.micro_batch is None or id(optimizer) in self.foreign:
+        """Called before each step of any optimizer in this process."""
+        if self.micro_batch is None or id(optimizer) in self.foreign_optimizers:
             return
         if id(optimizer) not in self.optimizers:
-            if self.model:
-                ours = {id(parameter) for parameter in self.model.parameters()}
-            else:
-                ours = set[int]()
-            held = [
-                id(parameter) for group in optimizer.param_groups for parameter in group["params"]
-            ]
-            if ours.isdisjoint(held):
-                self.foreign.add(id(optimizer))
+            if self.model is None or not self.model.is_trained_by(optimizer):
+                self.foreign_optimizers.add(id(optimizer))
                 return
             raise UsageError(
                 f"an optimizer ({type(optimizer).__name__}) that run.resume did not get makes a"
@@ -249,5 +234,40 @@ class Steps:
                 "loss = run.mean(losses), of one loss for each sample (reduction='none'), then"
                 " loss.backward()",
             )
-        self.is_whole = True
+        self.gradients_are_used = True
         self.status.phase = "optimizer step"
+
+
+class ScoreWatch:
+    """Warns once if what each process computed of all samples is added up."""
+
+    def __init__(self) -> None:
+        self.is_scoring = False
+        """A test loader gives batches."""
+        self.scored_elsewhere = False
+        """The model has scored other batches since the last sum."""
+        self.has_warned = False
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Inside, batches come from a test loader."""
+        self.is_scoring = True
+        try:
+            yield
+        finally:
+            self.is_scoring = False
+
+    def see_score(self) -> None:
+        if not self.is_scoring:
+            self.scored_elsewhere = True
+
+    def see_sum(self, processes: int) -> None:
+        if self.scored_elsewhere and not self.has_warned and processes > 1:
+            self.has_warned = True
+            log.warning(
+                "run.sum: the model was given batches that are not from run.test_loader; if each"
+                " process had all of them, the sum counts them %d times: score with"
+                " run.test_loader(data, batch_size=256)",
+                processes,
+            )
+        self.scored_elsewhere = False

@@ -1,5 +1,4 @@
-"""The user's model while a session lasts: DDP where gradients are taken, the model itself
-everywhere else."""
+"""The user's model while a session lasts."""
 
 from __future__ import annotations
 
@@ -16,13 +15,17 @@ from ddp_train.tensor_tree import tensors
 
 
 class Wrapped(nn.Module):
-    """The model, called, trained and evaluated like any other; what it lacks of attributes is that
-    model's.
+    """The model, called, trained and evaluated like any other: DDP where gradients are taken.
 
-    `state_dict` has the model's own names. Without gradients (`torch.no_grad`) no process waits for
-    another: an evaluation may have another number of batches on each. When the session is over it
-    is the model alone.
+    What it lacks of attributes is that model's, and `state_dict` has the model's own names. Without
+    gradients (`torch.no_grad`) no process waits for another: an evaluation may have another number
+    of batches on each. When the session is over it is the model alone.
     """
+
+    _ddp: NamingDdp | None
+    """None on one process, and after the session."""
+    _is_cold: bool
+    """The buckets of DDP are not laid out yet."""
 
     def __init__(
         self,
@@ -37,43 +40,50 @@ class Wrapped(nn.Module):
         if processes > 1 and sync_batch_norm:
             module = synchronised_on(device, module)
         self.module = module.to(device)
-        ddp = None
+        self._hold(None)
         if processes > 1:
-            ddp = NamingDdp(
-                self.module, **ddp_arguments(device, broadcast_buffers=False, **options)
-            )
+            arguments = ddp_arguments(device, broadcast_buffers=False, **options)
+            self._hold(NamingDdp(self.module, **arguments))
         # At three ranks and more DDP's buckets decide the order of additions: see
         # `warm_up_ddp_buckets`. With find_unused_parameters torch lays them out once.
-        is_cold = processes > 2 and not options.get("find_unused_parameters")
-        vars(self).update(_ddp=ddp, _is_cold=is_cold)  # not as a submodule: it would be there twice
+        self._is_cold = processes > 2 and not options.get("find_unused_parameters")
+
+    def _hold(self, ddp: NamingDdp | None) -> None:
+        """Keep it as a plain attribute: as a submodule the model would be there twice."""
+        object.__setattr__(self, "_ddp", ddp)
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        ddp: NamingDdp | None = vars(self)["_ddp"]
-        if ddp is None or not torch.is_grad_enabled():
+        if self._ddp is None or not torch.is_grad_enabled():
             return self.module(*inputs, **keywords)
-        if vars(self)["_is_cold"]:
-            vars(self)["_is_cold"] = False
-            self._warm_up(ddp, inputs, keywords)
-        return ddp(*inputs, **keywords)
+        if self._is_cold:
+            self._is_cold = False
+            self._warm_up(self._ddp, inputs, keywords)
+        return self._ddp(*inputs, **keywords)
 
     def _warm_up(self, ddp: NamingDdp, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         def loss() -> Tensor:
-            outputs = [one for one in tensors(ddp(*inputs, **keywords)) if one.requires_grad]
-            return torch.stack([one.float().sum() for one in outputs]).sum()
+            outputs = tensors(ddp(*inputs, **keywords))
+            sums = [output.float().sum() for output in outputs if output.requires_grad]
+            return torch.stack(sums).sum()
 
-        before = [parameter.grad for parameter in self.parameters()]
+        gradients = [parameter.grad for parameter in self.parameters()]
         devices = [torch.cuda.current_device()] if next(self.parameters()).is_cuda else []
         with torch.random.fork_rng(devices):
             warm_up_ddp_buckets(ddp, loss)
-        for parameter, gradient in zip(self.parameters(), before, strict=True):
+        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
             parameter.grad = gradient
 
+    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """True if an optimizer updates a parameter of this model."""
+        ours = {id(parameter) for parameter in self.parameters()}
+        groups = optimizer.param_groups
+        return any(id(parameter) in ours for group in groups for parameter in group["params"])
+
     def release(self) -> None:
-        """Lets go of DDP, which must not outlive the process group."""
-        ddp = vars(self).pop("_ddp", None)
-        vars(self)["_ddp"] = None
-        if ddp is not None:
-            ddp._remove_autograd_hooks()
+        """Let go of DDP, which must not outlive the process group."""
+        if self._ddp is not None:
+            self._ddp._remove_autograd_hooks()
+        self._hold(None)
 
     def state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
         return self.module.state_dict(*arguments, **keywords)
@@ -90,9 +100,8 @@ class Wrapped(nn.Module):
         return self.module.named_buffers(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("_") or name == "module"
-        ):  # nn.Module's own; `module` is not there yet while it is made
+        # What begins with `_` is nn.Module's own; `module` is not there yet while it is made.
+        if name.startswith("_") or name == "module":
             return super().__getattr__(name)
         try:
             return super().__getattr__(name)
