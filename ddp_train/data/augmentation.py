@@ -1,5 +1,7 @@
-"""Augmentation of whole batches by counter-based draws: a sample depends on its number, epoch and
-seed alone."""
+"""Augmentation of whole batches by counter-based draws.
+
+An augmented sample depends on its number, epoch and seed alone.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ TALLEST_ERASED_BOX = 3.3
 
 
 def shift(images: Tensor, draws: Tensor, by: int) -> Tensor:
-    """Translates each image by up to `by` pixels in both directions and fills with zeros.
+    """Translate each image by up to `by` pixels in both directions, and fill with zeros.
 
     images: [n, channels, height, width].
     draws: [n, 2], uniform in [0, 1).
@@ -46,7 +48,7 @@ def shift(images: Tensor, draws: Tensor, by: int) -> Tensor:
 
 
 def flip(images: Tensor, draws: Tensor) -> Tensor:
-    """Mirrors each image left to right if its draw ([n], uniform in [0, 1)) is below one half."""
+    """Mirror each image left to right if its draw ([n], uniform in [0, 1)) is below one half."""
     is_mirrored = (draws < 0.5)[:, None, None, None]
     return torch.where(is_mirrored, images.flip(-1), images)
 
@@ -59,8 +61,9 @@ def move(images: Tensor, draws: Tensor, by: int, flips: bool) -> Tensor:
 
 
 def random_crop(width: int, height: int, draws: Sequence[float]) -> tuple[int, int, int, int]:
-    """Top, left, height and width of a random crop: 8 to 100 % of the area, aspect ratio 3/4 to
-    4/3.
+    """Top, left, height and width of a random crop.
+
+    It has 8 to 100 % of the area and an aspect ratio from 3/4 to 4/3.
 
     The distribution is that of "Going deeper with convolutions" (arXiv:1409.4842); the crop is
     clipped to the image.
@@ -84,7 +87,7 @@ class Erasing:
     seed: int
 
     def __call__(self, images: Tensor, numbers: Tensor, epoch: int) -> Tensor:
-        """Erases in place, and returns the images.
+        """Erase in place, and return the images.
 
         images: [n, channels, height, width], normalised.
         numbers: sample numbers, int64 [n], on the device where the draws are to be made.
@@ -96,8 +99,9 @@ class Erasing:
 
 
 def erasing_boxes(draws: Tensor, height: int, width: int, probability: float) -> Tensor:
-    """Top, bottom, left and right of what random erasing takes from each image: int64 [n, 4], empty
-    for most.
+    """The boxes that random erasing takes from images: top, bottom, left, right, int64 [n, 4].
+
+    Most are empty.
 
     In the distribution of arXiv:1708.04896, as torchvision has it: 2 to 33 % of the area, an aspect
     ratio of 0.3 to 3.3. Both are drawn up to ten times, until the box is smaller than the image; if
@@ -123,8 +127,9 @@ def erasing_boxes(draws: Tensor, height: int, width: int, probability: float) ->
 
 
 def erase(images: Tensor, boxes: Tensor) -> Tensor:
-    """Sets a box of each image to zero, in place, and returns the images: torch's own copy would
-    not keep their memory format.
+    """Set a box of each image to zero, in place, and return the images.
+
+    torch's own copy would not keep their memory format.
 
     images: [n, channels, height, width].
     boxes: [n, 4], as `erasing_boxes` gives them.
@@ -142,8 +147,7 @@ def erase(images: Tensor, boxes: Tensor) -> Tensor:
 def normalise(
     images: Tensor, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
 ) -> Tensor:
-    """(x / 255 - mean) / std per channel, as one multiplication and one addition, on the images'
-    own device.
+    """(x / 255 - mean) / std per channel, as one multiplication and one addition.
 
     The two operations are rounded separately: on CPUs the bits of a fused one depend on the
     position of a pixel in the batch.
@@ -163,7 +167,7 @@ def normalise(
 def factor_and_offset(
     mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """What pixels of 0 to 255 are multiplied with, and what is added then: [channels, 1, 1]."""
+    """The factor of pixels from 0 to 255, and what is added then: [channels, 1, 1] each."""
     deviation = torch.tensor(std, dtype=dtype).view(-1, 1, 1)
     offset = -torch.tensor(mean, dtype=dtype).view(-1, 1, 1) / deviation
     factor = 1 / (255 * deviation)

@@ -1,5 +1,7 @@
-"""Which process computes which samples in which step. The global batches are the same for any
-number of processes."""
+"""Which process computes which samples in which step.
+
+The global batches are the same for any number of processes.
+"""
 
 from __future__ import annotations
 
@@ -77,13 +79,13 @@ class BatchPlan:
 
     @property
     def micro_batch_size(self) -> int:
-        """The size of the largest micro-batch, in the unit of the global batch; with lengths
-        about."""
+        """The size of the largest micro-batch in the unit of the global batch; with lengths about
+        that.
+        """
         return -(-self.global_batch_size // (self.accumulation_steps * self.world_size))
 
     def epoch_end(self, step: int) -> int:
-        """The step at which the epoch of optimizer step `step` ends, or the run if that is
-        earlier."""
+        """The step at which the epoch of optimizer step `step` ends, or the run."""
         return min((step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.steps)
 
     def ends_epoch(self, step: int) -> bool:
@@ -91,8 +93,7 @@ class BatchPlan:
         return step % self.steps_per_epoch == 0 or step == self.steps
 
     def is_full(self, step: int) -> bool:
-        """True if the global batch of an optimizer step has its full size, the same in all such
-        steps."""
+        """True if the global batch of an optimizer step has the full size, which most have."""
         if self.lengths:
             return False
         is_last_of_epoch = (step + 1) % self.steps_per_epoch == 0
@@ -142,8 +143,10 @@ class BatchPlan:
         return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
 
     def _split(self, step: int, indices: np.ndarray) -> Iterator[MicroBatch]:
-        """Splits a global batch as evenly as possible. A short last batch has fewer
-        micro-batches."""
+        """Split a global batch as evenly as possible.
+
+        A short last batch has fewer micro-batches.
+        """
         size = len(indices)
         if self.virtual_shards:
             parts = self.virtual_shards
@@ -175,15 +178,16 @@ class BatchPlan:
             )
 
     def _passes(self, size: int) -> int:
-        """The micro-batches of each process in a global batch of so many samples: fewer than usual
-        in a short one."""
+        """The micro-batches of each process in a global batch of so many samples."""
         if self.lengths:
             return min(self.accumulation_steps, -(-size // self.world_size))
         return -(-size // (self.micro_batch_size * self.world_size))
 
     def _cuts(self, indices: np.ndarray, parts: int) -> Callable[[int], int]:
-        """Where each part of a global batch begins: evenly in samples, as np.array_split cuts, or
-        in tokens."""
+        """A function from the number of a part of a global batch to its first place.
+
+        Parts are even in samples, as np.array_split cuts, or in tokens.
+        """
         if self.lengths:
             return even_cuts(self.lengths.lengths[indices], parts).__getitem__
         smaller_size, larger_parts = divmod(len(indices), parts)
@@ -221,8 +225,10 @@ def _length_epoch(lengths: LengthBatches, seed: int, epoch: int) -> LengthEpoch:
 def evaluation_batches(
     samples: int, batch_size: int, rank: int, world_size: int
 ) -> list[MicroBatch]:
-    """The evaluation batches of one rank. Each sample is in one; they are the same batches for any
-    number of ranks."""
+    """The evaluation batches of one rank, the same batches for any number of ranks.
+
+    Each sample is in one.
+    """
     indices = np.arange(samples)
     batches = []
     for start in range(rank * batch_size, samples, world_size * batch_size):

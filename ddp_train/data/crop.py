@@ -1,5 +1,6 @@
-"""Crops and resizes images, uint8 to uint8: one at a time with torch's kernel, or many at once with
-matrix products.
+"""Crops and resizes images, uint8 to uint8: one at a time, or many at once.
+
+One is resized by torch's kernel, many by matrix products.
 
 Both are bilinear with antialiasing, horizontally first, and round to uint8 after each direction, as
 torchvision's resized_crop on uint8 tensors does.
@@ -22,8 +23,11 @@ WEIGHT_SCALE = 2**15
 
 
 class CropBox(NamedTuple):
-    """A box of an image that is resized to rows x columns, and of the result the square that begins
-    at (first_row, first_column)."""
+    """A box of an image, and how it is resized.
+
+    It is resized to rows x columns; of the result a square is taken that begins at (first_row,
+    first_column).
+    """
 
     top: int
     left: int
@@ -52,7 +56,7 @@ def crop_box_for(height: int, width: int, size: int, draws: Sequence[float] | No
 
 
 def resize_crop(image: Tensor, box: CropBox, size: int) -> Tensor:
-    """Crops and resizes one image on the CPU with torch's kernel, which gives torchvision's pixels.
+    """Crop and resize one image on the CPU with torch's kernel, which gives torchvision's pixels.
 
     image: uint8 [3, height, width].
 
@@ -68,7 +72,7 @@ def resize_crop(image: Tensor, box: CropBox, size: int) -> Tensor:
 
 
 def resize_crops(images: Sequence[Tensor], boxes: Sequence[CropBox], size: int) -> Tensor:
-    """Crops and resizes many images of any sizes on one device.
+    """Crop and resize many images of any sizes on one device.
 
     Resizing is linear and separable: a product with a matrix of weights from the left and one from
     the right. That takes about twenty kernels for all images, torch's own resizing several for
@@ -110,8 +114,7 @@ def _cut(image: Tensor, box: CropBox) -> Tensor:
 
 
 def _resize_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Tensor:
-    """The crops of images that fit into memory together. They are padded with zeros to the largest
-    box."""
+    """The crops of images that, padded with zeros to the largest box, fit into memory together."""
     count = len(images)
     device = images[0].device
     height = max(box.height for box in boxes)
@@ -131,8 +134,9 @@ def _resize_group(images: list[Tensor], boxes: list[CropBox], size: int) -> Tens
 
 
 def _weights(lengths: Tensor, resized_to: Tensor, first: Tensor, size: int, length: int) -> Tensor:
-    """Antialiasing weights [n, size, length], each row of which sums to 1: triangles as wide as the
-    source pixels that one target pixel covers.
+    """Antialiasing weights [n, size, length], each row of which sums to 1.
+
+    They are triangles as wide as the source pixels that one target pixel covers.
 
     lengths: [n], source pixels of each image in one direction, at most `length`.
     resized_to: [n], target pixels in that direction.

@@ -1,5 +1,7 @@
-"""What a data set is here. A source answers one question: which inputs and targets are these
-samples, in this epoch?"""
+"""The protocol of data sets, and the data set that is held in memory.
+
+A source answers one question: which inputs and targets are these samples, in this epoch?
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,7 @@ class BatchSource(Protocol):
 
     @property
     def outputs(self) -> int:
-        """What a model must produce for one sample: a number per class, or for each number of a
-        regression."""
+        """The outputs that a model must have for one sample: one per class, or per number."""
         ...
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
@@ -51,8 +52,9 @@ class BatchSource(Protocol):
 
 @runtime_checkable
 class HeldSource(Protocol):
-    """A BatchSource that can be held where it is needed, whole: `data.placement=device`. A batch is
-    (inputs, targets).
+    """A BatchSource that can be held whole where it is needed: `data.placement=device`.
+
+    A batch is (inputs, targets).
 
     `isinstance` looks these attributes up: it must not ask for `outputs`, which your own data set
     may refuse.
@@ -118,7 +120,7 @@ class ArraySource:
         return len(self.inputs)
 
     def image_facts(self) -> dict[str, Any]:
-        """What `data.raw_input.ImageInput` needs; {} if the inputs are not pixels."""
+        """The arguments of `data.raw_input.ImageInput`; {} if the inputs are not pixels."""
         mean, std = self.scaled or (self.mean, self.std)
         if std:
             return {"shape": list(self.inputs.shape[1:]), "mean": mean, "std": std}
@@ -168,8 +170,7 @@ class ArraySource:
 
 
 def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:
-    """What identifies a data set: the number of its samples as `count`, and sha256 of some of them
-    by their number."""
+    """The identity of a data set: `count`, its number of samples, and sha256 of some by number."""
     last = len(source) - 1
     steps = max(samples - 1, 1)
     numbers = dict.fromkeys(place * last // steps for place in range(samples))
@@ -205,7 +206,7 @@ def check_same_data(
 
 
 def _outputs_for(targets: Tensor) -> int:
-    """A number per class, up to the largest label; for a regression the numbers of a target."""
+    """The number of classes, up to the largest label; for a regression the numbers of a target."""
     if not targets.is_floating_point():
         return int(targets.max()) + 1
     return 1 if targets.ndim == 1 else targets[0].numel()

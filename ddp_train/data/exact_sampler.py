@@ -11,9 +11,10 @@ from ddp_train.distributed.process_group import place_among_ranks
 
 
 class ExactSampler(Sampler[int]):
-    """In place of torch's DistributedSampler, with its arguments: it neither repeats samples to
-    fill up nor, unless `drop_last`, leaves any out. Process r of p has every p-th sample of the
-    order, beginning with number r.
+    """A sampler in place of torch's DistributedSampler, with its arguments.
+
+    It neither repeats samples to fill up nor, unless `drop_last`, leaves any out. Process r of p
+    has every p-th sample of the order, beginning with number r.
 
     So the processes' numbers of samples differ by one at most, and an evaluation that adds up sums
     and counts is exact. To train under DDP, which waits for all processes in every step, give all

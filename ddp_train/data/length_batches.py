@@ -28,8 +28,9 @@ class LengthEpoch(NamedTuple):
 
 
 class LengthBatches:
-    """Global batches of samples of about one length, with at most so many tokens, each sample once
-    in an epoch.
+    """Global batches of samples of about one length, each sample once in an epoch.
+
+    A batch has at most so many tokens.
 
     The samples are sorted by length once and divided into buckets, the longest first; a bucket's
     batches all hold as many samples as fit if each were as long as its longest. Each epoch shuffles
@@ -93,16 +94,16 @@ class LengthBatches:
         return LengthEpoch(samples, batches, sizes.cumsum() - sizes)
 
     def batch(self, epoch: LengthEpoch, number: int) -> np.ndarray:
-        """The sample numbers of one global batch of an epoch, the longest sample first: int64
-        [n]."""
+        """The sample numbers of one global batch of an epoch, the longest first: int64 [n]."""
         start, end = self.cuts[epoch.batches[number] :][:2]
         samples = epoch.samples[start:end]
         return samples[np.argsort(-self.lengths[samples], kind="stable")]
 
 
 def even_cuts(lengths: np.ndarray, parts: int) -> list[int]:
-    """Where to cut samples into parts so that the largest part is as small as possible with
-    padding: number of samples x longest sample.
+    """The positions at which to cut samples so that the largest part is as small as possible.
+
+    The size of a part counts padding: number of samples x longest sample.
 
     The smallest limit that is enough is found by bisection. Below the limit, samples are spread
     evenly.
@@ -127,8 +128,10 @@ def even_cuts(lengths: np.ndarray, parts: int) -> list[int]:
 
 
 def _smallest_limit(lengths: list[int], parts: int) -> int:
-    """The size, with padding, that the largest part needs if each takes as many samples as it may,
-    from the longest on."""
+    """The size, with padding, that the largest part needs.
+
+    Each part takes as many samples as it may, from the longest on.
+    """
     low = max(lengths[0], -(-sum(lengths) // parts))
     high = -(-len(lengths) // parts) * lengths[0]
     while low < high:

@@ -14,7 +14,7 @@ from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.mix import Mix
 from ddp_train.data.rows import normalised_rows_by
 from ddp_train.data.streams.batch_stream import BatchReader, BatchStream
-from ddp_train.data.streams.gpu_decoded import GpuDecodedStream, ReadAhead
+from ddp_train.data.streams.gpu_decoded import GpuDecodedStream
 from ddp_train.data.streams.in_process import InProcessStream
 from ddp_train.data.streams.placement import (
     BatchPlacement,
@@ -49,8 +49,9 @@ class LoaderOptions:
 
 
 class Loader:
-    """Batches of the given micro-batches in order: on the device, in the run's precision and memory
-    format, and mixed.
+    """Batches of the given micro-batches in order, on the device and mixed.
+
+    They are in the run's number type and memory format.
 
     Iterated again it starts over. Training makes one pass over the micro-batches of the whole run.
     Iterating raises the DataError of a data set.
@@ -96,16 +97,17 @@ def stream_of(
     device: torch.device,
     options: LoaderOptions,
 ) -> BatchStream:
-    """Where batches come from: the device's memory, its JPEG decoder, loader processes or this
-    process."""
+    """The source of batches: device memory, its JPEG decoder, loader processes or this one."""
     placement = Placement(device, options.dtype, options.channels_last, options.non_blocking)
     if options.resident:
         held = _hold(source, device, options)
         return ResidentStream(held, micro_batches, placement)
     if isinstance(source, FolderSource) and source.decode == "gpu":
-        read_ahead = ReadAhead(max(1, options.num_workers), options.prefetch_factor)
         finished = _finished(placement, source, options)
-        return GpuDecodedStream(source, micro_batches, finished, device, read_ahead)
+        threads = max(1, options.num_workers)
+        return GpuDecodedStream(
+            source, micro_batches, finished, device, threads, options.prefetch_factor
+        )
     on_gpu = device.type == "cuda"
     copies = CopyStream(placement) if options.copy_stream and on_gpu else placement
     finished = _finished(copies, source, options)

@@ -28,7 +28,7 @@ from ddp_train.errors import ConfigError, DataError
 
 
 class Mixture(NamedTuple):
-    """What is drawn for a global batch."""
+    """The draws for a global batch."""
 
     share: float
     """Share of a sample itself; the rest is its partner's. Where a box is cut, before it is clipped
@@ -54,8 +54,7 @@ class Mix:
         self.cutmix = cutmix
 
     def mixture(self, step: int) -> Mixture:
-        """The draws for the global batch of an optimizer step, as in arXiv:1710.09412 and
-        arXiv:1905.04899."""
+        """The draws for the global batch of a step, as in arXiv:1710.09412 and arXiv:1905.04899."""
         # A new generator each time: there is no stream.
         generator = random.Random(hash_key(self.seed, "mix", step))
         coin = generator.random()
@@ -67,8 +66,10 @@ class Mix:
         return Mixture(generator.betavariate(self.mixup, self.mixup), None)
 
     def with_partners(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """What must be fetched: before the samples of each micro-batch the one before them.
-        Iterated again it starts over."""
+        """The micro-batches to fetch: before the samples of each one the sample before them.
+
+        Iterated again it starts over.
+        """
         return _WithPartners(micro_batches)
 
     def __call__(self, data: Any, fetched: MicroBatch) -> tuple[Any, MicroBatch]:
@@ -159,8 +160,7 @@ class _WithPartners:
 
 
 def blend(rows: Tensor, share: float) -> Tensor:
-    """share times each row but the first, and the rest of the one before it. [1 + n, ...] -> [n,
-    ...].
+    """share times each row but the first, and the rest of the one before: [1 + n, ...] -> [n, ...].
 
     The operations are rounded separately, so that the bits of a number do not depend on its place
     in the batch.
@@ -171,8 +171,9 @@ def blend(rows: Tensor, share: float) -> Tensor:
 def cutmix_box(
     share: float, centre: tuple[float, float], height: int, width: int
 ) -> tuple[int, int, int, int]:
-    """Top, bottom, left and right of the box that CutMix takes from the partner: 1 - share of the
-    image, clipped to it.
+    """Top, bottom, left and right of the box that CutMix takes from the partner.
+
+    It has 1 - share of the image, and is clipped to it.
 
     As in Algorithm 1 of arXiv:1905.04899, rounded as by torchvision.
     """

@@ -14,8 +14,7 @@ from ddp_train.errors import DataError
 
 
 def padded(samples: Sequence[Any], padding_id: int = 0) -> dict[str, Tensor]:
-    """A `collate_fn` for `task=language_model`: samples as one batch, each filled up to the longest
-    at its end.
+    """A `collate_fn` for `task=language_model`: samples filled up to the longest at their ends.
 
     samples: the ids of each, whole numbers [t], as a tensor, an array or a list; or a dict of such
         rows of one length, with `input_ids` and perhaps others; `labels` stand beside their own

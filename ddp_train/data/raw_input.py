@@ -1,9 +1,10 @@
-"""Raw samples, photographs for instance, as inputs of a trained model: outside of a run, without
-its data."""
+"""Raw samples, photographs for instance, as inputs of a trained model.
+
+They are used outside of a run, without its data.
+"""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -17,6 +18,7 @@ from torch.nn import functional
 
 from ddp_train.data.augmentation import normalise
 from ddp_train.data.crop import crop_box_for, resize_crop
+from ddp_train.data.image_files import decode_image
 from ddp_train.data.sample_tensors import as_tensors
 from ddp_train.data.sample_transforms import Transform, apply_transform
 from ddp_train.errors import DataError
@@ -29,8 +31,10 @@ PIL_MODES = {1: "L", 3: "RGB"}
 
 @dataclass(frozen=True)
 class ImageInput:
-    """Images as a built-in data set gives them to a model. Its fields are written into
-    checkpoints."""
+    """Images as a built-in data set gives them to a model.
+
+    Its fields are written into checkpoints.
+    """
 
     shape: Sequence[int]
     """[channels, height, width]."""
@@ -148,11 +152,9 @@ def number_input(sample: Any) -> Tensor:
 
 def open_image(path: Path) -> Any:
     """An image of PIL. Raises DataError."""
-    from PIL import Image
-
     try:
-        return Image.open(io.BytesIO(path.read_bytes()))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return decode_image(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read as an image: {error}", "name a file that PIL knows"
         ) from error

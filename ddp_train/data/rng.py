@@ -1,5 +1,6 @@
-"""A counter-based random number generator: a draw is a hash of its key (seed, purpose, epoch) and
-counter (sample).
+"""A counter-based random number generator.
+
+A draw is a hash of its key (seed, purpose, epoch) and its counter (sample).
 
 A draw therefore depends neither on earlier draws nor on the process or loader worker that makes it.
 The hash is SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), in integer arithmetic that is exact on
@@ -36,8 +37,7 @@ def hash_key(*parts: int | str) -> int:
 
 
 def hash_bits(key: int, counters: Tensor) -> Tensor:
-    """A random non-negative int64 for each counter (int64, any shape), on the device of
-    `counters`."""
+    """A random non-negative int64 for each counter (int64, any shape), on their device."""
     state = counters * _signed(_GAMMA) + _signed(hash_key(key))
     state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
     state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
@@ -71,8 +71,9 @@ def _shift(state: Tensor, count: int) -> Tensor:
 
 @contextlib.contextmanager
 def keyed_generators() -> Iterator[Callable[[int], None]]:
-    """Gives a function that seeds the global generators that code of others draws from: torch's on
-    the host, numpy's and Python's.
+    """Yield a function that seeds the global generators that code of others draws from.
+
+    They are torch's on the host, numpy's and Python's.
 
     At the end they are as before, so that training's own draws do not move.
     """
@@ -96,8 +97,7 @@ def _seed_global_generators(key: int) -> None:
 
 
 def global_states() -> tuple[bytes, ...]:
-    """The states of the generators of torch, numpy and Python, in this order, to see whether
-    something draws."""
+    """The states of the generators of torch, numpy and Python, to see whether something draws."""
     # The words change once in 624 draws, the position always.
     _, words, *position = cast("tuple[Any, ...]", np.random.get_state())
     torch_state = torch.get_rng_state().numpy().tobytes()
@@ -107,8 +107,10 @@ def global_states() -> tuple[bytes, ...]:
 
 
 class StepSeed:
-    """Seeds torch's default generators, which dropout uses, before each step: by seed, shard index
-    and step."""
+    """Seeds torch's default generators, which dropout uses, before each step.
+
+    The seed depends on the run's seed, the shard index and the step.
+    """
 
     def __init__(self, seed: int, shard_index: int, device: str) -> None:
         """shard_index: the part of the global batch: a rank, or a virtual shard."""

@@ -61,8 +61,9 @@ def rows(held: Tensor, index: Tensor) -> Tensor:
 
 
 def _rows_of_channels_last(held: Tensor, index: Tensor) -> Tensor:
-    """held[index] of images that are channels_last, as `ArraySource.to` makes them, or of any other
-    tensor."""
+    """held[index] of images that are channels_last, as `ArraySource.to` makes them, or of any
+    tensor.
+    """
     channels_last = held.permute(0, 2, 3, 1) if held.ndim == 4 else held
     if not channels_last.is_contiguous():
         return held[index]

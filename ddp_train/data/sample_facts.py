@@ -1,4 +1,4 @@
-"""What is known of every sample without opening one: its class label, its length, its weight."""
+"""Facts of every sample without opening one: its class label, its length, its weight."""
 
 from __future__ import annotations
 
@@ -115,8 +115,9 @@ def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
 
 
 def _whole_numbers(source: BatchSource, names: tuple[str, ...], key: str) -> np.ndarray | None:
-    """Whole numbers, one for each sample, that a data set has under the first of these names that
-    it has; None if it has none of them.
+    """Whole numbers, one for each sample, under the first of these names that a data set has.
+
+    None if it has none of them.
 
     key: key and value that need them, for messages.
     """

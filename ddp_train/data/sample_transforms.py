@@ -48,8 +48,9 @@ def changes_targets(transform: Any) -> bool:
 
 
 def with_masks_and_boxes(dataset: Any) -> Any:
-    """torchvision's own data sets with masks and boxes as such, so that its transforms change them
-    with the image. Other data sets are returned as they are.
+    """torchvision's own data sets with masks and boxes as such; others as they are.
+
+    So its transforms change these with the image.
 
     Raises ConfigError if torchvision does not support how its data set was called.
     """

@@ -1,4 +1,4 @@
-"""Where each sample lies in a tar file: an index, built once and kept beside it."""
+"""The places of samples in a tar file: an index, built once and kept beside it."""
 
 from __future__ import annotations
 
@@ -32,29 +32,35 @@ SORT = "write it anew with sorted names: tar --sort=name -cf SHARD.tar ..."
 WRITE_AGAIN = "write the shard again, or fetch it again"
 
 
+Stamp = tuple[int, int, int]
+"""Version of the index, size in bytes and time of the last change in ns of a tar file."""
+
+
 @dataclass(frozen=True)
 class ShardIndex:
-    """The index of one tar file. Members are in the order of the file; those of a sample follow
-    each other."""
+    """The index of one tar file.
 
-    stamp: np.ndarray
-    """[version, size in bytes, time of the last change in ns] of the tar file that it was built
-    from."""
-    fields: np.ndarray
-    """The names of fields, str [k]."""
+    Members are in the order of the file; those of a sample follow each other.
+    """
+
+    stamp: Stamp
+    """Of the tar file that it was built from."""
+    fields: list[str]
+    """The names of fields."""
     members: np.ndarray
     """[sample, field, offset of the content, its bytes] for each member, int64 [m, 4]."""
 
 
-def stamp_of(file: BinaryIO) -> tuple[int, int, int]:
-    """Version, size in bytes and time of the last change in ns of an open tar file."""
+def stamp_of(file: BinaryIO) -> Stamp:
+    """The stamp of an open tar file."""
     status = os.fstat(file.fileno())
     return VERSION, status.st_size, status.st_mtime_ns
 
 
 def index_of(path: str) -> ShardIndex:
-    """The index of a tar file: the one beside it, or a new one, which is kept where that can be
-    written.
+    """The index of a tar file: the one beside it, or a new one.
+
+    A new one is kept where that can be written.
 
     Raises DataError if the tar file is damaged.
     """
@@ -63,9 +69,9 @@ def index_of(path: str) -> ShardIndex:
         with Path(path).open("rb") as file:
             stamp = stamp_of(file)
             kept = _load(index_path)
-            if kept is not None and tuple(kept.stamp.tolist()) == stamp:
+            if kept is not None and kept.stamp == stamp:
                 return kept
-            index = _IndexBuilder(path).build(file, stamp)
+            index = _IndexBuilder(path, stamp).build(file)
     except OSError as error:
         raise DataError(
             f"{path}: {error.strerror or error}", "name .tar files that can be read"
@@ -79,19 +85,18 @@ def place_table(path: str, index: ShardIndex, fields: Sequence[str]) -> np.ndarr
 
     Raises DataError if a sample lacks one of them.
     """
-    names = [str(name) for name in index.fields]
     samples = int(index.members[-1, 0]) + 1 if len(index.members) else 0
     table = np.full((samples, len(fields), 2), -1, np.int64)
     for place, field in enumerate(fields):
-        if field in names:
-            is_field = index.members[:, 1] == names.index(field)
+        if field in index.fields:
+            is_field = index.members[:, 1] == index.fields.index(field)
             members = index.members[is_field]
             table[members[:, 0], place] = members[:, 2:]
     lacking = np.argwhere(table[:, :, 0] < 0)
     if len(lacking):
         sample, place = lacking[0].tolist()
         members = index.members[index.members[:, 0] == sample]
-        available = ", ".join(names[field] for field in members[:, 1])
+        available = ", ".join(index.fields[field] for field in members[:, 1])
         offset = int(members[0, 2])
         raise DataError(
             f"{path} at byte {offset} ({member_name(path, offset)}): its sample has {available} and"
@@ -114,8 +119,9 @@ def member_name(path: str, offset: int) -> str:
 class _IndexBuilder:
     """Reads a tar file from its beginning to its end."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, stamp: Stamp) -> None:
         self.path = path
+        self.stamp = stamp
         self.fields: dict[str, int] = {}
         """Names of fields, and their numbers."""
         self.members: list[tuple[int, int, int, int]] = []
@@ -125,12 +131,11 @@ class _IndexBuilder:
         """The key of the last sample."""
         self.fields_of_sample: set[int] = set()
 
-    def build(self, file: BinaryIO, stamp: tuple[int, int, int]) -> ShardIndex:
+    def build(self, file: BinaryIO) -> ShardIndex:
         for member in _members(self.path, file):
             self._add(member)
         table = np.array(self.members, np.int64).reshape(-1, 4)
-        names = np.array(list(self.fields), np.str_)
-        return ShardIndex(np.array(stamp, np.int64), names, table)
+        return ShardIndex(self.stamp, list(self.fields), table)
 
     def _add(self, member: tarfile.TarInfo) -> None:
         folder, _, base = member.name.rpartition("/")
@@ -162,14 +167,17 @@ def _load(path: Path) -> ShardIndex | None:
     """The index in a file; None if there is none, or a damaged one."""
     try:
         with np.load(path, allow_pickle=False) as held:
-            return ShardIndex(held["stamp"], held["fields"], held["members"])
+            version, size, changed_ns = held["stamp"].tolist()
+            return ShardIndex((version, size, changed_ns), held["fields"].tolist(), held["members"])
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
 
 
 def _save(index: ShardIndex, path: Path, shard: Path) -> None:
-    """Writes an index beside its tar file. If the folder cannot be written, it is built at each
-    start."""
+    """Write an index beside its tar file.
+
+    If the folder cannot be written, it is built at each start.
+    """
     part = ""
     try:
         # A new name each time: hosts that share a folder may share numbers of processes too.
@@ -177,7 +185,8 @@ def _save(index: ShardIndex, path: Path, shard: Path) -> None:
         with open(descriptor, "wb") as file:  # noqa: PTH123  a descriptor
             with contextlib.suppress(PermissionError):  # who may read the shard may read its index
                 os.fchmod(descriptor, shard.stat().st_mode & 0o666)
-            np.savez(file, stamp=index.stamp, fields=index.fields, members=index.members)
+            fields = np.array(index.fields, np.str_)
+            np.savez(file, stamp=index.stamp, fields=fields, members=index.members)
         Path(part).replace(path)
     except OSError:
         if part:
@@ -185,8 +194,10 @@ def _save(index: ShardIndex, path: Path, shard: Path) -> None:
 
 
 def _members(path: str, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
-    """The files in a tar file. Raises DataError at the place where it is damaged; tarfile itself
-    would take a header that it cannot read for the end."""
+    """The files in a tar file. Raises DataError at the place where it is damaged.
+
+    tarfile itself would take a header that it cannot read for the end.
+    """
     archive = None
     end = 0
     try:
@@ -209,8 +220,9 @@ def _members(path: str, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
 
 
 def _check_end(path: str, file: BinaryIO, end: int) -> None:
-    """Raises DataError unless two blocks of zeros, and padding, follow: one block alone may be a
-    header that was lost.
+    """Raise DataError unless two blocks of zeros, and padding, follow.
+
+    One block alone may be a header that was lost.
 
     end: where the last member ends.
     """

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ddp_train.data.image_files import decode_image
 from ddp_train.data.shard_index import (
     IMAGE_EXTENSIONS,
     INDEX,
@@ -33,8 +34,10 @@ OPEN_FILES = 128
 
 
 class TarShards:
-    """A map-style data set over .tar files in which the files of a sample follow each other and
-    share the name before the first dot: `0001.jpg`, `0001.cls`.
+    """A map-style data set over .tar files as webdataset writes them.
+
+    The files of a sample follow each other, and share the name before the first dot: `0001.jpg`,
+    `0001.cls`.
 
     A sample is a dict with a field for each extension: `image` for .jpg, .jpeg, .png and .webp
     (uint8 [3, height, width]), an int for .cls, text for .txt, what .json holds, an array for .npy,
@@ -63,9 +66,8 @@ class TarShards:
                 f"TarShards: no file matches path={path}", "name .tar files, 'DIR/train-*.tar'"
             )
         indexes = [index_of(shard) for shard in self.paths]
-        self.stamps = [tuple(index.stamp.tolist()) for index in indexes]
-        all_fields = {str(name) for index in indexes for name in index.fields}
-        self.fields = list(only) or sorted(all_fields)
+        self.stamps = [index.stamp for index in indexes]
+        self.fields = list(only) or sorted({name for index in indexes for name in index.fields})
         tables = [
             place_table(shard, index, self.fields)
             for shard, index in zip(self.paths, indexes, strict=True)
@@ -101,7 +103,7 @@ class TarShards:
         return {**vars(self), "files": OrderedDict()}
 
     def _content(self, shard: int, offset: int, size: int) -> bytes:
-        """What a member holds.
+        """The content of a member.
 
         Raises DataError if the tar file has changed since its index was read, ValueError if it is
         cut off.
@@ -142,8 +144,10 @@ class TarShards:
 
 
 def decode_field(field: str, content: bytes) -> Any:
-    """A field of a sample. Raises ValueError, EOFError or OSError if its content is not what its
-    name says."""
+    """A field of a sample.
+
+    Raises ValueError, EOFError or OSError if its content is not what its name says.
+    """
     kind = field.rpartition(".")[2]
     if field == "image" or kind in IMAGE_EXTENSIONS:
         return _decode_image(content, may_be_mask=field != "image")
@@ -160,26 +164,21 @@ def decode_field(field: str, content: bytes) -> Any:
 
 
 def _decode_image(content: bytes, may_be_mask: bool) -> Any:
-    """uint8 [3, height, width]; or a mask, [1, height, width], of an image with one channel: its
-    numbers as they are, int32 if they have more than 8 bits."""
+    """An image, uint8 [3, height, width], or a mask, [1, height, width].
+
+    A mask has one channel; its numbers stay as they are, int32 if they have more than 8 bits.
+    """
     import torch
-    from PIL import Image
     from torchvision import tv_tensors
 
-    try:
-        image = Image.open(io.BytesIO(content))
-        if may_be_mask and image.mode in MASK_MODES:
-            dtype = np.int32 if image.mode in WIDE_MODES else np.uint8
-            numbers = np.array(image).astype(dtype)
-            return tv_tensors.Mask(torch.from_numpy(numbers)[None])
-        if image.mode in WIDE_MODES:  # PIL would cut them off at 255
-            raise ValueError(
-                f"an image of PIL's mode {image.mode}, whose numbers are no pixels of 0 to 255"
-            )
-        pixels = np.array(image.convert("RGB"))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        text = str(error)
-        if "<_io.BytesIO" in text:
-            text = "no image format that PIL knows"
-        raise ValueError(text) from error
+    image = decode_image(content)
+    if may_be_mask and image.mode in MASK_MODES:
+        dtype = np.int32 if image.mode in WIDE_MODES else np.uint8
+        numbers = np.array(image).astype(dtype)
+        return tv_tensors.Mask(torch.from_numpy(numbers)[None])
+    if image.mode in WIDE_MODES:  # PIL would cut them off at 255
+        raise ValueError(
+            f"an image of PIL's mode {image.mode}, whose numbers are no pixels of 0 to 255"
+        )
+    pixels = np.array(image.convert("RGB"))
     return tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())

@@ -1,4 +1,4 @@
-"""What trains, what validates and what tests."""
+"""The splits of a data set: what trains, what validates and what tests."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class Splits(NamedTuple):
 
     @property
     def scored(self) -> tuple[str, BatchSource]:
-        """The split that is scored while a run trains, and by which it may select: its name, and
-        itself."""
+        """Name and samples of the split that is scored while a run trains, and may select."""
         if self.validation is None:
             return ("test", self.test)
         return ("validation", self.validation)

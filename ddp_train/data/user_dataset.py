@@ -32,8 +32,9 @@ MAP_STYLE = (
 
 
 class UserDataset:
-    """Any map-style data set as a BatchSource; a HeldSource if it has `get_batch(numbers, epoch)`
-    and `to(device)`.
+    """Any map-style data set as a BatchSource.
+
+    It is a HeldSource if it has `get_batch(numbers, epoch)` and `to(device)`.
 
     The random draws of its samples and transforms (from torch's, numpy's and Python's global
     generators) are keyed by seed, epoch and sample. What its own `get_batch` draws is its own
@@ -116,7 +117,7 @@ class UserDataset:
 
     @property
     def outputs(self) -> int:
-        """What a model must produce. Raises ConfigError if nothing says it."""
+        """The outputs that a model must have. Raises ConfigError if nothing says it."""
         if self.given_outputs is not None:
             return self.given_outputs
         numbers = self._numbers_of_a_target()
@@ -250,8 +251,10 @@ class UserDataset:
 
 
 def makes_batches(dataset: Any) -> bool:
-    """True if a data set makes batches itself, by what the method and its parameters are called:
-    others have a `get_batch` too, of a size or a split."""
+    """True if a data set makes batches itself, by the names of the method and its parameters.
+
+    Others have a `get_batch` too, of a size or a split.
+    """
     try:
         parameters = inspect.signature(dataset.get_batch).parameters
     except (AttributeError, TypeError, ValueError):

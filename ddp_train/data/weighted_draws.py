@@ -9,8 +9,9 @@ from ddp_train.data.rng import hash_key, uniform
 
 
 class WeightedDraws:
-    """An epoch of n draws with replacement, each sample with a probability in proportion to its
-    weight.
+    """An epoch of n draws with replacement, by weight.
+
+    The probability of a sample is in proportion to its weight.
 
     A draw is a uniform number in [0, sum of the weights) whose place among the cumulative sums is
     looked up: O(log n). It depends on seed, epoch and its own number alone.

@@ -76,8 +76,7 @@ def _layers_at_rest(model: nn.Module, globs: Sequence[str]) -> list[nn.Module]:
 
 
 def _statistics(layer: nn.Module, path: str) -> list[str]:
-    """The names of a layer's own statistics: buffers of floating-point numbers that checkpoints
-    have."""
+    """The names of a layer's own statistics: floating-point buffers that checkpoints have."""
     # Masks and the like, which the weights do not depend on.
     temporary = layer._non_persistent_buffers_set
     return [
@@ -88,8 +87,10 @@ def _statistics(layer: nn.Module, path: str) -> list[str]:
 
 
 def _is_frozen(layer: nn.Module, statistics: list[str], globs: Sequence[str]) -> bool:
-    """True if all own parameters of a layer are frozen; without any, if its statistics have such
-    names."""
+    """True if all own parameters of a layer are frozen.
+
+    Without any, its statistics must have such names.
+    """
     parameters = list(layer.parameters(recurse=False))
     if parameters:
         return not any(parameter.requires_grad for parameter in parameters)

@@ -65,8 +65,7 @@ def build_gelu_mlp(
 
 
 def gelu(values: Tensor) -> Tensor:
-    """The Gaussian error linear unit (arXiv:1606.08415), as the PyTorch tuning guide writes it
-    ("Fuse operations").
+    """The Gaussian error linear unit (arXiv:1606.08415), as the PyTorch tuning guide writes it.
 
     Eager torch runs one kernel, and reads and writes all values, for each of its five operations.
     """
@@ -83,8 +82,10 @@ class _Gelu(nn.Module):
 
 
 class _Quadrants(nn.Module):
-    """[n, c, h, w] -> [n, c, 4], the mean of each quadrant; they overlap in the middle where a side
-    is odd."""
+    """[n, c, h, w] -> [n, c, 4], the mean of each quadrant.
+
+    They overlap in the middle where a side is odd.
+    """
 
     def forward(self, images: Tensor) -> Tensor:
         height = (images.shape[2] + 1) // 2

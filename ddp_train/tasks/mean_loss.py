@@ -104,8 +104,9 @@ class RunningLoss:
         return never
 
     def mean(self, device: str, extras: Sequence[ExtraPayload] = ()) -> Mean:
-        """The mean loss over all units of all processes, by one exchange; without units if every
-        step was skipped.
+        """The mean loss over all units of all processes, by one exchange.
+
+        It has no units if every step was skipped.
 
         Starts over, unless an extra raises. Sums are exact before they are rounded, so they do not
         depend on who computed which micro-batch. The host waits for the device once; from then

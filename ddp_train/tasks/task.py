@@ -30,8 +30,9 @@ class BatchScore(NamedTuple):
 
 
 class Task:
-    """What a model is trained for. A task of your own needs no base class: what it lacks is taken
-    from here.
+    """What a model is trained for.
+
+    A task of your own needs no base class: what it lacks is taken from here.
 
     A run minimises sum / units over the global batch: `loss` returns both for a part of it, a
     micro-batch, and neither the number of processes nor of micro-batches changes the result.
@@ -67,8 +68,7 @@ class Task:
         return {}
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The (outputs, targets) of a batch, with which the metrics of `metrics=[...]` are
-        updated."""
+        """The (outputs, targets) of a batch, for the metrics of `metrics=[...]`."""
         raise NotImplementedError
 
     def score_and_predict(
@@ -218,8 +218,7 @@ class ModelWithTask(nn.Module):
 
 
 def _units_beside(loss: Tensor, units: Tensor | float) -> Tensor:
-    """The number of units as float64, on the device and in the shape of the loss, without a
-    wait."""
+    """The number of units as float64, on the device and in the shape of the loss; never waits."""
     if isinstance(units, Tensor):
         return units.detach().to(loss.device, torch.float64).view(loss.shape)
     return torch.full(loss.shape, float(units), dtype=torch.float64, device=loss.device)

@@ -1,4 +1,4 @@
-"""What tokens stand for: bytes, or the pieces of a tokenizer."""
+"""The text that tokens stand for: bytes, or the pieces of a tokenizer."""
 
 from __future__ import annotations
 
@@ -87,8 +87,10 @@ class Bytes:
         return bytes(ids).decode("utf-8", "replace")
 
     def encode_documents(self, documents: Sequence[Document]) -> Tensor:
-        """The bytes of documents, uint8 [tokens]: the only document as it is, mapped perhaps;
-        several with END_BYTE behind each."""
+        """The bytes of documents, uint8 [tokens].
+
+        The only document is returned as it is, mapped perhaps; several end with END_BYTE each.
+        """
         if len(documents) == 1:
             return documents[0].content
         end = torch.tensor([END_BYTE], dtype=torch.uint8)

@@ -26,7 +26,7 @@ _TOKENIZER = "tokenizer.json of Hugging Face's tokenizers"
 
 @dataclass
 class CorpusConfig(BuiltInDataConfig):
-    """What text and tokens have in common."""
+    """The keys and checks that text and tokens have in common."""
 
     task: ClassVar[str | None] = "language_model"
     pattern: ClassVar[str] = ""
@@ -50,7 +50,7 @@ class CorpusConfig(BuiltInDataConfig):
             yield from self.missing_files()
 
     def missing_files(self) -> Iterator[Problem]:
-        """What is wrong with the path of the corpus."""
+        """Find what is wrong with the path of the corpus."""
         raise NotImplementedError
 
     def files_lacking(self, path: str, pattern: str) -> tuple[str, str] | None:

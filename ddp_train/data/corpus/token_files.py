@@ -26,8 +26,10 @@ TEST_NAMES = {"val", "valid", "validation", "test"}
 
 
 def bin_files(path: Path) -> tuple[list[Path], list[Path]]:
-    """The files to train on and to test with: of a folder, those with `val` or `test` in their
-    names test."""
+    """The files to train on and to test with.
+
+    In a folder those with `val` or `test` in their names test.
+    """
     if path.is_file():
         return [path], []
     train = []
@@ -78,8 +80,9 @@ def read_bin(path: Path, dtype: str) -> Tensor:
 
 
 def map_file(path: Path, dtype: str, skip_bytes: int = 0) -> Tensor:
-    """A file as a tensor [tokens], mapped into memory: nothing is read before it is used, and all
-    processes of a host share the pages.
+    """A file as a tensor [tokens], mapped into memory.
+
+    Nothing is read before it is used, and all processes of a host share the pages.
 
     dtype: of the tokens, little-endian; the tensor has the type that holds it, see HELD_AS.
 

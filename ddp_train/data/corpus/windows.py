@@ -33,7 +33,7 @@ CHECKED_AT_ONCE = 2**26
 
 @dataclass(frozen=True)
 class TokenFacts:
-    """What is known of the tokens of a corpus."""
+    """Facts about the tokens of a corpus."""
 
     codec: Codec | None = None
     """What they stand for; None: unknown."""
@@ -73,6 +73,8 @@ class TokenSource:
         self.vocabulary = vocabulary
         self.seed = seed
         self.facts = facts or TokenFacts()
+        self.codec = self.facts.codec
+        self.bytes_per_token = self.facts.bytes_per_token
         self.row = self.parts[0] if len(self.parts) == 1 else None
         """All parts as one tensor, where there is one."""
         sizes = np.array([len(part) for part in self.parts], dtype=np.int64)
@@ -102,24 +104,16 @@ class TokenSource:
         return self.vocabulary
 
     @property
-    def codec(self) -> Codec | None:
-        """What the tokens stand for; None: unknown."""
-        return self.facts.codec
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text for each token, on average; None: unknown."""
-        return self.facts.bytes_per_token
-
-    @property
     def tokens(self) -> int:
         """Tokens of all parts."""
         return sum(len(part) for part in self.parts)
 
     @property
     def last_token(self) -> int:
-        """The last token of the row: mostly the end of a document, so that what is written behind
-        it begins anew."""
+        """The last token of the row.
+
+        It is mostly the end of a document, so that what is written behind it begins anew.
+        """
         last = self.parts[-1][-1:]
         return int(last.long() & largest_number(last))
 
@@ -132,8 +126,10 @@ class TokenSource:
         return self.windows
 
     def select(self, numbers: np.ndarray) -> TokenSource:
-        """Some of the windows. In training those of one epoch overlap the ones that are left out in
-        another."""
+        """Some of the windows as a split of their own.
+
+        In training those of one epoch overlap the ones that are left out in another.
+        """
         selection = copy.copy(self)
         selection.numbers = numbers if self.numbers is None else self.numbers[numbers]
         selection.windows = len(numbers)

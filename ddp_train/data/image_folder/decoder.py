@@ -26,8 +26,10 @@ def is_whole_jpeg(file: np.ndarray) -> bool:
 
 
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Decodes files, uint8 [bytes] each: uint8 [3, height, width] each. Raises RuntimeError if one
-    is corrupt."""
+    """Decode files, uint8 [bytes] each, to uint8 [3, height, width] each.
+
+    Raises RuntimeError if one is corrupt.
+    """
     from torchvision.io import ImageReadMode, decode_jpeg
 
     if not files:
@@ -37,8 +39,10 @@ def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def decode_or_skip(device: torch.device, files: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Decodes JPEG files in memory on `device`: uint8 [3, height, width] each; None for None and
-    for corrupt files."""
+    """Decode JPEG files in memory on `device`: uint8 [3, height, width] each, or None.
+
+    None stands for None, and for corrupt files.
+    """
     images: list[Tensor | None] = [None] * len(files)
     present = {row: file for row, file in enumerate(files) if file is not None}
     try:

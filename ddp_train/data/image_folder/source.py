@@ -1,10 +1,11 @@
-"""Image folders: files are read, decoded and cropped to uint8 on the host or a GPU, and normalised
-on the device."""
+"""Image folders: files are decoded and cropped to uint8, and normalised on the device.
+
+They are decoded on the host or on a GPU.
+"""
 
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from ddp_train.data import augmentation
 from ddp_train.data.crop import CropBox, crop_box_for, resize_crop, resize_crops
 from ddp_train.data.device_copy import to_device
+from ddp_train.data.image_files import decode_image
 from ddp_train.data.image_folder.decoder import (
     decode_jpegs,
     decode_or_skip,
@@ -95,13 +97,15 @@ class FolderSource:
         return len(self.classes)
 
     def image_facts(self) -> dict[str, Any]:
-        """What `data.raw_input.ImageInput` needs."""
+        """The arguments of `data.raw_input.ImageInput`."""
         side = self.image_size
         return {"shape": [3, side, side], "mean": IMAGENET_MEAN, "std": IMAGENET_STD, "crop": True}
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> tuple[Tensor, Tensor]:
-        """Crops, uint8 [n, 3, size, size], which `finish` flips and normalises, and labels, int64
-        [n]."""
+        """Crops, uint8 [n, 3, size, size], and labels, int64 [n].
+
+        `finish` flips and normalises the crops.
+        """
         size = self.image_size
         crops = torch.empty(len(indices), 3, size, size, dtype=torch.uint8)
         draws = self.draws(indices, epoch)
@@ -115,8 +119,7 @@ class FolderSource:
     def finish(
         self, inputs: Tensor, indices: np.ndarray, epoch: int | None, dtype: torch.dtype
     ) -> Tensor:
-        """The inputs of a model: crops, flipped at random and normalised, on the device of the
-        crops.
+        """The inputs of a model: crops, flipped at random and normalised, on their own device.
 
         inputs: crops of `get_batch` or `crops_on`.
         dtype: the number type of the result.
@@ -212,26 +215,23 @@ class FolderSource:
 
     def _decode_by_pil(self, number: int, file: np.ndarray) -> Any:
         """An image of PIL in RGB."""
-        from PIL import Image
-
         try:
-            return Image.open(io.BytesIO(file.tobytes())).convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            return decode_image(file.tobytes()).convert("RGB")
+        except ValueError as error:
             raise self._corrupt(number, error) from error
 
     def _corrupt(self, number: int, error: Exception) -> DataError:
-        text = str(error)
-        if "<_io.BytesIO" in text:
-            text = "no image format that PIL knows"
         return DataError(
-            f"{self.paths[number]} (sample {number}) cannot be decoded: {text}",
+            f"{self.paths[number]} (sample {number}) cannot be decoded: {error}",
             "repair or remove the file",
         )
 
 
 def _class_folders(folder: Path) -> list[str]:
-    """Names of the sub-folders, as torchvision's ImageFolder has them, but for hidden ones: Jupyter
-    leaves .ipynb_checkpoints wherever it opens one."""
+    """The names of the sub-folders, as torchvision's ImageFolder has them, but for hidden ones.
+
+    Jupyter leaves .ipynb_checkpoints wherever it opens one.
+    """
     return sorted(
         entry.name
         for entry in folder.iterdir()

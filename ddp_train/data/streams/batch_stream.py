@@ -1,4 +1,4 @@
-"""What every way of fetching batches offers, and how one batch is fetched."""
+"""The protocol of all ways of fetching batches, and the reader of one batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.sample_tensors import is_pair
 from ddp_train.errors import DataError
 from ddp_train.text import counted
 
@@ -61,8 +62,7 @@ class BatchReader:
 
 def _check_number_of_targets(data: Any, samples: int) -> None:
     """Raises DataError if a `collate_fn` dropped samples, or made more of them."""
-    is_pair = isinstance(data, tuple | list) and len(data) == 2
-    if not is_pair:
+    if not is_pair(data):
         return
     targets = data[1]
     if isinstance(targets, Tensor) and targets.ndim and len(targets) != samples:

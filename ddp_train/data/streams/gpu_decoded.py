@@ -10,7 +10,6 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -27,16 +26,6 @@ CHUNK = 16
 are in memory."""
 
 
-@dataclass(frozen=True)
-class ReadAhead:
-    """How far, and with how many threads, a stream is ahead of training."""
-
-    threads: int
-    """Threads that read files."""
-    batches: int
-    """Micro-batches that are prepared while the model computes."""
-
-
 class GpuDecodedStream:
     """Decodes the JPEG files of an image folder on the device. Its threads end with a pass."""
 
@@ -48,28 +37,38 @@ class GpuDecodedStream:
         micro_batches: Iterable[MicroBatch],
         placement: BatchPlacement,
         device: torch.device,
-        read_ahead: ReadAhead,
+        threads: int,
+        batches_ahead: int,
     ) -> None:
+        """Starts no thread yet.
+
+        threads: those that read files.
+        batches_ahead: micro-batches that are prepared while the model computes.
+        """
         self.source = source
         self.micro_batches = micro_batches
         self.placement = placement
         self.device = device
-        self.read_ahead = read_ahead
+        self.threads = threads
+        self.batches_ahead = batches_ahead
         self.cuda_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Raises ConfigError if torchvision cannot decode on the device, DataError if a file cannot
-        be decoded."""
+        """Decode the batches in order.
+
+        Raises ConfigError if torchvision cannot decode on the device, DataError if a file cannot be
+        decoded.
+        """
         require_decoder(self.device)
         pending: deque[tuple[MicroBatch, Future[Tensor]]] = deque()
         with contextlib.ExitStack() as stack:
-            readers = _thread_pool(stack, self.read_ahead.threads, "read")
+            readers = _thread_pool(stack, self.threads, "read")
             feeder = _thread_pool(stack, 1, "decode")
             for micro_batch in self.micro_batches:
                 files = self._read_files(micro_batch, readers)
                 crops = feeder.submit(self._decode, files, micro_batch)
                 pending.append((micro_batch, crops))
-                if len(pending) > self.read_ahead.batches:
+                if len(pending) > self.batches_ahead:
                     yield self._finish(*pending.popleft())
             while pending:
                 yield self._finish(*pending.popleft())
@@ -85,7 +84,7 @@ class GpuDecodedStream:
     ) -> list[Future[list[np.ndarray]]]:
         """Queues the reading of a micro-batch's files, some for each thread."""
         count = len(micro_batch.indices)
-        an_even_part = -(-count // self.read_ahead.threads)
+        an_even_part = -(-count // self.threads)
         size = max(1, min(CHUNK, an_even_part))
         return [
             readers.submit(self.source.read, micro_batch.indices[start : start + size])

@@ -23,8 +23,10 @@ BatchPlacement = Callable[[Batch], Batch]
 
 @runtime_checkable
 class FinishingSource(Protocol):
-    """A BatchSource whose inputs are finished on the device: smaller on the way, and cheaper
-    there."""
+    """A BatchSource whose inputs are finished on the device.
+
+    They are smaller on the way, and finishing is cheaper there.
+    """
 
     def finish(
         self, inputs: Tensor, indices: np.ndarray, epoch: int | None, dtype: torch.dtype
@@ -75,8 +77,7 @@ class Placement:
 
 
 class CopyStream:
-    """Places batches on a GPU in a stream of its own, while training's stream still computes on
-    earlier ones.
+    """Places batches on a GPU in a stream of its own, while training computes on earlier ones.
 
     A copy in training's stream would begin only when all earlier computation has ended (CUDA C++
     Best Practices Guide, "Asynchronous and Overlapping Transfers with Computation").

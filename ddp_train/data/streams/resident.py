@@ -17,8 +17,9 @@ CPU_GROUP_BYTES = 2**19
 
 
 class ResidentStream:
-    """Cuts batches out of a data set that is held where they are needed: no process, no queue, no
-    copy from the host.
+    """Cuts batches out of a data set that is held where they are needed.
+
+    No process, no queue and no copy from the host takes part.
 
     Several micro-batches are fetched as one, so that the dozen operations of a fetch are shared by
     many small batches.

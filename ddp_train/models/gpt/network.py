@@ -1,6 +1,8 @@
-"""GPT-2: a decoder-only transformer, as Radford et al. describe it ("Language Models are
-Unsupervised Multitask Learners", 2019): layer norm before attention and MLP, learned positions,
-GELU, one matrix for embedding and head."""
+"""GPT-2: a decoder-only transformer.
+
+As Radford et al. describe it ("Language Models are Unsupervised Multitask Learners", 2019): layer
+norm before attention and MLP, learned positions, GELU, one matrix for embedding and head.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,10 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each added to what it was given. `tuning.activation_checkpointing=[Block]`
-    recomputes it."""
+    """Attention and MLP, each added to its input.
+
+    `tuning.activation_checkpointing=[Block]` recomputes it.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -72,8 +76,10 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """A decoder-only transformer: ids, int64 [n, t], t up to the context -> logits [n, t,
-    vocabulary]."""
+    """A decoder-only transformer: ids, int64 [n, t] -> logits [n, t, vocabulary].
+
+    t is at most the context.
+    """
 
     def __init__(
         self,
