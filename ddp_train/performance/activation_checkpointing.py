@@ -21,26 +21,34 @@ from ddp_train.text import shown
 
 
 def checkpoint_blocks(model: nn.Module, classes: list[str]) -> None:
-    """Makes the outermost modules of these classes compute their activations again; names in
-    checkpoints stay.
+    """Make the outermost modules of these classes compute their activations again.
 
-    Gradients are the same, dropout included, and buffers change once. Raises ConfigError if the
-    model has no module of one of the classes.
+    Names in checkpoints stay. Gradients are the same, dropout included, and buffers change once.
+
+    Raises ConfigError if the model has no module of one of the classes.
     """
-    present = Counter(type(module).__name__ for module in model.modules())
-    if missing := [name for name in classes if name not in present]:
-        blocks = {type(module).__name__ for module in model.modules() if any(module.children())}
-        offered = ", ".join(
-            f"{name} ({count})" for name, count in present.most_common() if name in blocks
-        )
-        rule = f"the model has no module of class {missing[0]}; it has {offered or 'no blocks'}"
-        raise ConfigError([f"tuning.activation_checkpointing={shown(classes)}: {rule}"])
+    counts = Counter(type(module).__name__ for module in model.modules())
+    for name in classes:
+        if name not in counts:
+            raise ConfigError(
+                [
+                    f"tuning.activation_checkpointing={shown(classes)}: the model has no module of"
+                    f" class {name}; it has {_blocks_of(model, counts)}"
+                ]
+            )
     for block in dict.fromkeys(_outermost(model, classes)):  # one may stand in two places
         block.__class__ = _recomputing(type(block))
 
 
+def _blocks_of(model: nn.Module, counts: Counter[str]) -> str:
+    """The classes of modules with children, the most frequent first."""
+    blocks = {type(module).__name__ for module in model.modules() if any(module.children())}
+    names = [f"{name} ({count})" for name, count in counts.most_common() if name in blocks]
+    return ", ".join(names) or "no blocks"
+
+
 def without_recomputation(model: nn.Module) -> None:
-    """Undoes `checkpoint_blocks`."""
+    """Undo `checkpoint_blocks`."""
     for module in model.modules():
         if getattr(type(module), "recomputes", False):
             module.__class__ = type(module).__bases__[0]
@@ -58,41 +66,40 @@ def _recomputing(cls: type[nn.Module]) -> type[nn.Module]:
     """The class with another `forward`. Not the object: DataParallel's replicas would all call that
     of the first."""
 
-    def forward(self: nn.Module, *given: Any, **named: Any) -> Any:
+    def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
-            return cls.forward(self, *given, **named)
-        if (
-            torch.compiler.is_compiling()
-        ):  # the compiler itself keeps what changes a buffer out of the backward pass
-            return checkpoint(cls.forward, self, *given, use_reentrant=False, **named)
-        contexts = contextlib.nullcontext(), _WithBuffers(self)
+            return cls.forward(self, *inputs, **named)
+        if torch.compiler.is_compiling():
+            # The compiler itself keeps what changes a buffer out of the backward pass.
+            return checkpoint(cls.forward, self, *inputs, use_reentrant=False, **named)
+        contexts = contextlib.nullcontext(), _EarlierBuffers(self)
         return checkpoint(
-            cls.forward, self, *given, use_reentrant=False, context_fn=lambda: contexts, **named
+            cls.forward, self, *inputs, use_reentrant=False, context_fn=lambda: contexts, **named
         )
 
     return type(cls.__name__, (cls,), {"forward": forward, "recomputes": True})
 
 
-class _WithBuffers:
-    """A context in which the modules of a block have other buffers, those of when it was made: in
-    the second forward pass those of before the first, as if it was that one. It may be entered for
-    each backward pass.
+class _EarlierBuffers:
+    """A context in which a block has the buffers of when the context was made.
 
-    In their own, batch norm would count the batch again (pytorch#96136).
+    So the second forward pass starts from those of before the first: in its own, batch norm would
+    count the batch again (pytorch#96136). It may be entered for each backward pass.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        parts = list(block.modules())
-        self.before = [(part, _copies(dict(part.named_buffers(recurse=False)))) for part in parts]
-        self.own: list[dict[str, Tensor | None]] = []
+        self.before = [
+            (part, _copies(dict(part.named_buffers(recurse=False)))) for part in block.modules()
+        ]
+        self.current: list[dict[str, Tensor | None]] = []
 
     def __enter__(self) -> None:
-        self.own = [dict(part._buffers) for part, _ in self.before]
+        self.current = [dict(part._buffers) for part, _ in self.before]
         for part, buffers in self.before:
             part._buffers.update(_copies(buffers))
 
     def __exit__(self, *raised: object) -> None:
-        for (part, _), buffers in zip(self.before, self.own, strict=True):
+        for (part, _), buffers in zip(self.before, self.current, strict=True):
             part._buffers.update(buffers)
 
 

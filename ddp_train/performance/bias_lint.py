@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ddp_train.data.rng import keyed_generators
-from ddp_train.performance.flops import empty_copy, nothing_compiled
-from ddp_train.tensor_tree import map_tensors, tensors
+from ddp_train.performance.flops import empty_batch, empty_copy, nothing_compiled
+from ddp_train.tensor_tree import tensors
 
 LAYERS = (
     torch.conv1d,
@@ -28,7 +28,7 @@ LAYERS = (
     torch.conv_transpose3d,
     functional.linear,
 )
-"""What takes (input, weight, bias) and adds the bias to each channel."""
+"""Functions that take (input, weight, bias) and add the bias to each channel."""
 NORMS = (nn.GroupNorm, nn.modules.batchnorm._NormBase)
 log = logging.getLogger(__name__)
 
@@ -38,38 +38,35 @@ def biases_before_norm(model: nn.Module, inputs: Any) -> list[str] | None:
     model's parameters.
 
     The norm layer takes the mean of each channel in training (batch norm, instance norm, group norm
-    with a channel in each group), and nothing else uses what the bias is added to. inputs: a batch,
-    of which only the shapes matter. A copy of the model runs, if there are norm layers, on the meta
-    device: nothing is computed and the model stays as it is. None where that fails, as in a model
-    that looks at values: the log says why.
+    with a channel in each group), and nothing else uses what the bias is added to. If there are
+    norm layers, a copy of the model runs on the meta device: nothing is computed and the model
+    stays as it is.
+
+    inputs: a batch, of which only the shapes matter.
+
+    Returns None where that fails, as in a model that looks at values: the log says why.
     """
     if not any(isinstance(module, NORMS) for module in model.modules()):
         return []
-    watch = _Watch()
+    uses = TensorUses()
     try:
-        shapes, _ = empty_copy(model)
-        shapes.train()
-        for module in shapes.modules():
+        empty, _ = empty_copy(model)
+        empty.train()
+        for module in empty.modules():
             if _subtracts_means(module):
-                module.register_forward_pre_hook(watch.norm, with_kwargs=True)
-        shapes.eval()  # no exchange in batch norms over all processes
-        with torch.no_grad(), keyed_generators(), nothing_compiled(), watch:
-            results = shapes(
-                map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), inputs)
-            )
+                module.register_forward_pre_hook(uses.note_norm, with_kwargs=True)
+        empty.eval()  # no exchange in batch norms over all processes
+        with torch.no_grad(), keyed_generators(), nothing_compiled(), uses:
+            results = empty(empty_batch(inputs))
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only advice
         log.info("the model was not looked through for biases before norm layers: %r", error)
         return None
-    watch.uses.update(id(tensor) for tensor in tensors(results))
-    idle = Counter(
-        bias
-        for result, bias in watch.biased.items()
-        if result in watch.normed and watch.uses[result] == 1
-    )
+    uses.count(results)
+    without_effect = uses.without_effect()
     return [
         name
-        for name, bias in shapes.named_parameters()
-        if 0 < watch.uses[id(bias)] == idle[id(bias)]
+        for name, bias in empty.named_parameters()
+        if 0 < uses.counts[id(bias)] == without_effect[id(bias)]
     ]
 
 
@@ -80,32 +77,48 @@ def _subtracts_means(module: nn.Module) -> bool:
     return module.training and isinstance(module, nn.modules.batchnorm._NormBase)
 
 
-class _Watch(TorchFunctionMode):
-    """Which tensors are made by adding a bias, and how often each tensor is used. Tensors are known
-    by their id."""
+class TensorUses(TorchFunctionMode):
+    """Notes which tensors are made by adding a bias, and how often each tensor is used.
+
+    Tensors are known by their id.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.uses: Counter[int] = Counter()
-        self.biased: dict[int, int] = {}
-        """The result of a layer: its bias."""
+        self.counts: Counter[int] = Counter()
+        """Number of uses of each tensor."""
+        self.biases: dict[int, int] = {}
+        """Results of LAYERS, and their biases."""
         self.normed: set[int] = set()
+        """Inputs of norm layers that subtract means."""
         self.kept: list[Any] = []
         """All that was seen, so that no id comes twice."""
 
-    def norm(self, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Called before a norm layer."""
-        self.normed.update(id(tensor) for tensor in tensors([*given, *named.values()]))
+    def count(self, used: Any) -> None:
+        self.counts.update(id(tensor) for tensor in tensors(used))
+
+    def without_effect(self) -> Counter[int]:
+        """Number of uses of each bias in a result that a norm layer alone uses."""
+        return Counter(
+            bias
+            for result, bias in self.biases.items()
+            if result in self.normed and self.counts[result] == 1
+        )
+
+    def note_norm(self, layer: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A hook before a norm layer."""
+        self.normed.update(id(tensor) for tensor in tensors([*inputs, *named.values()]))
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = [*args, *(kwargs or {}).values()]
-        result = func(*args, **(kwargs or {}))
-        self.kept += [given, result]
+        named = kwargs or {}
+        inputs = [*args, *named.values()]
+        result = func(*args, **named)
+        self.kept += [inputs, result]
         if any(True for _ in tensors(result)):  # not its shape, for example
-            self.uses.update(id(tensor) for tensor in tensors(given))
-        bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+            self.count(inputs)
+        bias = args[2] if len(args) > 2 else named.get("bias")
         if func in LAYERS and isinstance(bias, Tensor):
-            self.biased[id(result)] = id(bias)
+            self.biases[id(result)] = id(bias)
         return result

@@ -21,6 +21,7 @@ from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.errors import LaunchError, is_out_of_memory
 from ddp_train.models.python_state import look_through
+from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.stepper import Stepper
 from ddp_train.performance.worth_capturing import CaptureTrial, kept_in_python
 from ddp_train.tensor_tree import map_tensors, tensors
@@ -36,11 +37,12 @@ makes its state."""
 
 @contextlib.contextmanager
 def on_stream(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Inside, work is queued on another stream, after what is queued here; what is queued here
-    later comes after it.
+    """A context in which work is queued on another stream, after what is queued here; what is
+    queued here later comes after it.
 
-    DDP must be built, warmed up and captured on one stream that is not the default one. None
-    changes nothing.
+    DDP must be built, warmed up and captured on one stream that is not the default one.
+
+    stream: None changes nothing.
     """
     if stream is None:
         yield
@@ -70,10 +72,12 @@ class GraphedStepper(Stepper):
         trial: CaptureTrial,
         **options: Any,
     ) -> None:
-        """stream: the one on which `wrapped` was built. is_full: whether the global batch of a step
-        is a whole one: all ranks must replay or none, as NCCL demands, whatever the shape of their
-        own micro-batches. trial: decides after the warm-up whether steps are captured. arguments,
-        options: those of Stepper.
+        """
+        stream: the one on which `wrapped` was built.
+        is_full: whether the global batch of a step is a whole one: all ranks must replay or none,
+            as NCCL demands, whatever the shape of their own micro-batches.
+        trial: decides after the warm-up whether steps are captured.
+        arguments, options: those of Stepper.
         """
         self.wrapped = wrapped
         self.stream = stream
@@ -91,11 +95,10 @@ class GraphedStepper(Stepper):
     def continue_from(self, step: int) -> None:
         super().continue_from(step)
         for group, _ in self.groups_and_base_lrs:
-            group["lr"] = torch.zeros(
-                (), device=self.device
-            )  # a graph reads its learning rate where it was captured
+            # A graph reads its learning rate where it was captured.
+            group["lr"] = torch.zeros((), device=self.device)
         self.filled_with: dict[Tensor, float] = {}
-        """The constants that the graph reads, as they were filled in last."""
+        """The constants that the graph reads, and their last values."""
 
     def set_lr(self, factor: float) -> None:
         for group, base_lr in self.groups_and_base_lrs:
@@ -108,25 +111,25 @@ class GraphedStepper(Stepper):
         Raises LaunchError if a step cannot be captured, or would repeat what Python did in the
         capture, or if whole batches differ in shape. Out-of-memory errors are raised as they are.
         """
-        full = self.is_full(self.steps_done)
-        if full and self.graph is None and self.captures and not self.warm_up_left:
+        is_full = self.is_full(self.steps_done)
+        if is_full and self.graph is None and self.captures and not self.warm_up_left:
             self._capture_if_it_pays(data)
-        if full and self.graph is not None:
-            batch = list(tensors(data))
-            if [tensor.shape for tensor in batch] != self.shapes:
-                raise LaunchError("batches differ in shape", "use tuning.cuda_graph=false")
-            for static, value in zip(self.batch, batch, strict=True):
-                static.copy_(value)
-            return self.loss, self.units
-        return self._by_kernels(data, full)
+        if not is_full or self.graph is None:
+            return self._by_kernels(data, is_full)
+        batch = list(tensors(data))
+        if [tensor.shape for tensor in batch] != self.shapes:
+            raise LaunchError("batches differ in shape", "use tuning.cuda_graph=false")
+        for static, value in zip(self.batch, batch, strict=True):
+            static.copy_(value)
+        return self.loss, self.units
 
-    def _by_kernels(self, data: Any, full: bool) -> tuple[Tensor, Tensor | None]:
-        if full and self.warm_up_left == 1 and self.trial.if_it_pays:
-            self.trial.begin()
-        if full and self.warm_up_left == 2:
+    def _by_kernels(self, data: Any, is_full: bool) -> tuple[Tensor, Tensor | None]:
+        """A forward pass kernel by kernel; the last two of the warm-up are those of the trial."""
+        watched: AbstractContextManager[None] = contextlib.nullcontext()
+        if is_full and self.warm_up_left == 2:
             watched = self.trial.watched()
-        else:
-            watched = contextlib.nullcontext()
+        elif is_full and self.warm_up_left == 1 and self.trial.if_it_pays:
+            self.trial.begin()
         with watched, on_stream(self.stream):
             return self.wrapped(data)
 
@@ -146,13 +149,14 @@ class GraphedStepper(Stepper):
             self.replayed = False
             self.steps_done += 1
             return
-        full = self.is_full(self.steps_done)
+        is_full = self.is_full(self.steps_done)
+        self._step_by_kernels(is_full)
+
+    def _step_by_kernels(self, is_full: bool) -> None:
         with on_stream(self.stream):
             super()._step()
-        if full and self.warm_up_left:
-            self._warmed_up()
-
-    def _warmed_up(self) -> None:
+        if not is_full or not self.warm_up_left:
+            return
         if self.warm_up_left == 1 and self.trial.if_it_pays:
             self.trial.end()
         self.warm_up_left -= 1
@@ -163,26 +167,27 @@ class GraphedStepper(Stepper):
         module: nn.Module,
         sync_gradients: Callable[[MicroBatch], AbstractContextManager[Any]],
     ) -> None:
-        """Warms up and captures before training begins, and undoes what these steps did. To be
-        called when all that the step looks at is built and loaded. module: with all parameters and
-        buffers. sync_gradients: see `Strategy`.
+        """Warm up and capture before training begins, and undo what these steps did.
 
-        What the optimizer remembers of a parameter begins with zeros; it has no average of the
-        weights beside it. Raises LaunchError if these steps changed what they cannot undo.
+        To be called when all that the step looks at is built and loaded. What the optimizer
+        remembers of a parameter begins with zeros; it has no average of the weights beside it.
+
+        module: has all parameters and buffers.
+        sync_gradients: see `Strategy`.
+
+        Raises LaunchError if these steps changed what they cannot undo.
         """
         before = look_through(self.trial.roots)
         with self._undone(module):
             while self.warm_up_left:
                 with sync_gradients(batch.micro_batch):
-                    loss, units = self._by_kernels(batch.data, full=True)
+                    loss, units = self._by_kernels(batch.data, is_full=True)
                     super()._backward(loss, units, batch.micro_batch)
-                with on_stream(self.stream):
-                    super()._step()
-                self._warmed_up()
+                self._step_by_kernels(is_full=True)
             self._capture_if_it_pays(batch.data)
-            if reason := self.trial.in_python or kept_in_python(
-                before, look_through(self.trial.roots)
-            ):
+            after = look_through(self.trial.roots)
+            reason = self.trial.in_python or kept_in_python(before, after)
+            if reason:
                 raise LaunchError(
                     f"{reason}, which tuning.rehearse=true cannot undo",
                     "change numbers that are kept in place, in buffers, draw on the GPU, or use"
@@ -191,39 +196,33 @@ class GraphedStepper(Stepper):
 
     @contextlib.contextmanager
     def _undone(self, module: nn.Module) -> Iterator[None]:
-        """Afterwards every tensor holds what it held before, in its place: the graph refers to
-        it."""
-        check = self.check_finite
-        flags = [
-            one
-            for name in ("stopped", "steps_skipped")
-            if isinstance(one := getattr(check, name, None), Tensor)
-        ]
-        held = [
-            *module.parameters(),
-            *module.buffers(),
-            *flags,
-            *tensors(list(self.optimizer.state.values())),
-        ]
-        before = [one.detach().clone() for one in held]
+        """A context after which every tensor holds what it held before, in its place: the graph
+        refers to it."""
+        changed = [*module.parameters(), *module.buffers(), *self._moments()]
+        if isinstance(self.check_finite, DeviceNonFiniteCheck):
+            changed += [self.check_finite.stopped, self.check_finite.steps_skipped]
+        before = [tensor.detach().clone() for tensor in changed]
         scaler = self.scaler.state_dict()
         steps_done = self.steps_done
         yield
         with torch.no_grad():
-            for tensor in tensors(list(self.optimizer.state.values())):
-                tensor.zero_()
-            for tensor, value in zip(held, before, strict=True):
+            for moment in self._moments():  # those that began inside
+                moment.zero_()
+            for tensor, value in zip(changed, before, strict=True):
                 tensor.copy_(value)
         self.scaler.load_state_dict(scaler)
         self.steps_done = steps_done
         self.norm = None
         self.losses.__init__()
 
+    def _moments(self) -> list[Tensor]:
+        return list(tensors(list(self.optimizer.state.values())))
+
     def _capture_if_it_pays(self, data: Any) -> None:
-        why_not = self.trial.why_not()
-        self.captures = not why_not
-        if why_not:
-            log.info("steps are not captured as a CUDA graph: %s", why_not)
+        reason = self.trial.why_not()
+        self.captures = not reason
+        if reason:
+            log.info("steps are not captured as a CUDA graph: %s", reason)
         else:
             self._capture_or_explain(data)
 
@@ -234,12 +233,16 @@ class GraphedStepper(Stepper):
             for cause in (error, error.__context__):  # ending a capture that failed may fail too
                 if cause and is_out_of_memory(cause):
                     raise cause from None
-            reasons = "; ".join(filter(None, (self.trial.waits, first_line(error))))
-            why = f"the training step cannot be captured as a CUDA graph: {reasons}"
-            raise LaunchError(why, "use tuning.cuda_graph=false") from error
+            reasons = first_line(error)
+            if self.trial.waits:
+                reasons = f"{self.trial.waits}; {reasons}"
+            raise LaunchError(
+                f"the training step cannot be captured as a CUDA graph: {reasons}",
+                "use tuning.cuda_graph=false",
+            ) from error
 
     def _capture(self, data: Any) -> None:
-        """Captures a step for batches of this shape; none is taken."""
+        """Capture a step for batches of this shape; none is taken."""
         static = map_tensors(torch.clone, data)
         self.batch = list(tensors(static))
         self.shapes = [tensor.shape for tensor in self.batch]
@@ -259,8 +262,8 @@ class GraphedStepper(Stepper):
         self.graph = graph
 
     def close(self) -> None:
-        """NCCL closes no communicator before the last graph with a collective of its is gone,
-        however long that takes (`commDestroySync` in its init.cc)."""
+        """Let go of the graph: NCCL cannot close a communicator while a graph that captured its
+        collectives exists (`commDestroySync` in its init.cc)."""
         if self.graph is not None:
             self.graph.reset()
         self.graph = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import logging
 import sys
 from contextlib import AbstractContextManager
@@ -47,36 +46,39 @@ log = logging.getLogger(__name__)
 
 
 def peak_flops(gpu_name: str, precision: str, tf32: bool) -> float | None:
-    """Operations per second of one GPU at most, or None where nothing is known. precision: as
-    tuning.precision."""
-    of_gpu = next(
-        (peaks for name, peaks in PEAKS.items() if name in gpu_name.replace("NVIDIA ", "")), {}
-    )
-    if precision == "fp32" and tf32:
-        precision = "tf32" if "tf32" in of_gpu else "fp32"
-    found = of_gpu.get(precision, of_gpu.get("bf16") if precision == "fp16" else None)
-    return found * 1e12 if found else None
+    """Most operations per second of one GPU; None where nothing is known.
+
+    precision: as tuning.precision.
+    """
+    name = gpu_name.replace("NVIDIA ", "")
+    peaks: dict[str, float] = next((PEAKS[part] for part in PEAKS if part in name), {})
+    if precision == "fp32" and tf32 and "tf32" in peaks:
+        precision = "tf32"
+    if precision == "fp16" and "fp16" not in peaks:
+        precision = "bf16"
+    return peaks[precision] * 1e12 if precision in peaks else None
 
 
 def flops_of(model: nn.Module, task: Task, batch: Any) -> int | None:
-    """The operations of a forward and a backward pass over a batch. Only the shapes of the batch
-    matter.
+    """Operations of a forward and a backward pass over a batch, of which only the shapes matter.
 
     Copies of the model and of the task run on the meta device: nothing is computed, and both stay
     as they are, as do the generators of random numbers. The model trains, but for its batch norms,
-    which over all processes would wait for the others. None where that fails, as in a model that
-    looks at values: the log says why.
+    which over all processes would wait for the others.
+
+    Returns None where that fails, as in a model that looks at values: the log says why.
     """
     counter = FlopCounterMode(display=False)
     try:
-        shapes, counted = empty_copy(model, task)
-        shapes.train()
-        for norm in (module for module in shapes.modules() if isinstance(module, _BatchNorm)):
-            norm.eval()
-        without_recomputation(shapes)
-        inputs = map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
+        empty_model, empty_task = empty_copy(model, task)
+        empty_model.train()
+        for module in empty_model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        without_recomputation(empty_model)
         with keyed_generators(), nothing_compiled(), torch.enable_grad(), counter:
-            counted.loss(shapes, inputs)[0].backward()
+            loss, _ = empty_task.loss(empty_model, empty_batch(batch))
+            loss.backward()
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only a figure
         log.info("the operations of the model were not counted: %r", error)
         return None
@@ -84,55 +86,68 @@ def flops_of(model: nn.Module, task: Task, batch: Any) -> int | None:
 
 
 def flops_of_samples(module: ModelWithTask, source: BatchSource, count: float = 1) -> int | None:
-    """Those of so many samples like a data set's first one, see `flops_of`. None for none."""
-    if count:
-        flops = flops_of(module.model, module.task, one_sample(source, module.model))
-    else:
-        flops = None
-    return flops and round(flops * count)
+    """Operations of so many samples like a data set's first one, see `flops_of`. None for none."""
+    if not count:
+        return None
+    flops = flops_of(module.model, module.task, one_sample(source, module.model))
+    return round(flops * count) if flops else None
 
 
 def one_sample(source: BatchSource, model: nn.Module) -> Any:
-    """A batch of one sample, its numbers and pixels in the model's precision. Generators stay as
-    they are."""
+    """A batch of one sample, its numbers and pixels in the model's precision.
+
+    Generators stay as they are.
+    """
     dtype = next(model.parameters()).dtype
+
+    def converted(tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point() or tensor.dtype == torch.uint8:
+            return tensor.to(dtype)
+        return tensor
+
     with keyed_generators():
         batch = source.get_batch(np.array([0]), None)
-    return map_tensors(
-        lambda tensor: (
-            tensor.to(dtype)
-            if tensor.is_floating_point() or tensor.dtype == torch.uint8
-            else tensor
-        ),
-        batch,
-    )
+    return map_tensors(converted, batch)
+
+
+def empty_batch(batch: Any) -> Any:
+    """The batch on the meta device: shapes without content."""
+    return map_tensors(lambda tensor: torch.empty_like(tensor, device="meta"), batch)
 
 
 def empty_copy(model: nn.Module, task: Any = None) -> tuple[nn.Module, Any]:
-    """Copies whose tensors have shapes and no content: those of modules, and those that the task
-    has as attributes."""
-    users = [
-        getattr(part, "__self__", None) for part in getattr(task, "__dict__", {}).values()
-    ]  # see `complete`
-    beside = [
-        value for one in (task, *users) for value in (one, *getattr(one, "__dict__", {}).values())
-    ]
-    modules = [model, *(one for one in beside if isinstance(one, nn.Module))]
-    of_modules = itertools.chain.from_iterable(
-        (*one.parameters(), *one.buffers()) for one in modules
-    )
+    """Copies of a model and of a task on the meta device: shapes without content.
+
+    Tensors are those of modules, and those that the task has as attributes.
+    """
+    # The user's own task is behind a method of one of its attributes, see `complete`.
+    owners = [getattr(part, "__self__", None) for part in _attributes(task)]
+    objects = [task, *owners]
+    for owner in (task, *owners):
+        objects += _attributes(owner)
     there: dict[int, Any] = {}
-    for tensor in (*of_modules, *(one for one in beside if isinstance(one, Tensor))):
-        empty = torch.empty_like(tensor, device="meta")
-        there[id(tensor)] = (
-            nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        )
+    for value in (model, *objects):
+        if isinstance(value, nn.Module):
+            for tensor in (*value.parameters(), *value.buffers()):
+                there[id(tensor)] = _empty(tensor)
+        elif isinstance(value, Tensor):
+            there[id(value)] = _empty(value)
     return copy.deepcopy((model, task), there)
 
 
+def _attributes(value: Any) -> list[Any]:
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty
+
+
 def nothing_compiled() -> AbstractContextManager[Any]:
-    """Functions inside a model that are compiled run as they were written."""
-    loaded = "torch._dynamo" in sys.modules  # if not, there are none; loading it takes a second
-    if loaded:
+    """A context in which compiled functions inside a model run as they were written."""
+    if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
+    return contextlib.nullcontext()  # loading it takes a second, and it has compiled nothing

@@ -9,7 +9,7 @@ import torch
 
 VIEWER = "https://pytorch.org/memory_viz"
 ENTRIES = 100_000
-"""Of the history: allocations and their Python stacks, the newest."""
+"""Size of the history: the newest allocations and their Python stacks."""
 log = logging.getLogger(__name__)
 
 
@@ -18,12 +18,12 @@ def snapshot_file(run_dir: Path, rank: int) -> Path:
 
 
 def take_when_out_of_memory(path: Path, history: bool) -> None:
-    """Writes `path` at each allocation on a GPU that fails, so that the last one stays: the error
+    """Write `path` at each allocation on a GPU that fails, so that the last one stays: the error
     that ends a run. Its traceback holds tensors, but by the time it is reported others are gone.
 
     history: also keep the stacks of allocations from now on, which costs time at each; without it a
-    viewer shows sizes and places of what is allocated, and what is cached but too scattered to be
-    of use.
+        viewer shows sizes and places of what is allocated, and what is cached but too scattered to
+        be of use.
     """
     if history:
         torch.cuda.memory._record_memory_history(max_entries=ENTRIES, stacks="python")

@@ -17,8 +17,10 @@ from ddp_train.tasks.task import ModelWithTask
 
 
 def set_process_flags(threads: int, deterministic: bool, cudnn_benchmark: bool, tf32: bool) -> None:
-    """What torch keeps for the whole process. To be called before the model is built. A parameter
-    with the name of a key of `tuning` gets its value."""
+    """Set what torch keeps for the whole process. To be called before the model is built.
+
+    A parameter with the name of a key of `tuning` gets its value.
+    """
     torch.set_num_threads(threads)
     torch.backends.cudnn.benchmark = cudnn_benchmark
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -39,12 +41,13 @@ def tune_model(
     triton_kernels: bool = False,
     conv_sums: bool = False,
 ) -> None:
-    """Number type, memory format, activation checkpointing and compilation of a model that is on
-    its device.
+    """Set number type, memory format, activation checkpointing and compilation of a model that is
+    on its device.
 
-    checkpointed_blocks: names of classes. compile_mode: of torch.compile; None does not compile.
-    triton_kernels: max pooling and the loss of large vocabularies by our own. conv_sums:
-    convolutions of a compiled model compute the sums of the batch norm behind them.
+    checkpointed_blocks: names of classes.
+    compile_mode: of torch.compile; None does not compile.
+    triton_kernels: max pooling and the loss of large vocabularies by our own.
+    conv_sums: convolutions of a compiled model compute the sums of the batch norm behind them.
     """
     if triton_kernels:
         use_triton_kernels(module)
@@ -59,25 +62,26 @@ def tune_model(
         # model in it: torch 2.11 compiles no nn.Sequential in place, without a word. A graph for
         # each of the few shapes of a run (whole and last batch, in training and in evaluation) is
         # faster than one for all.
-        given: dict[str, Any] = {"mode": compile_mode}
+        options: dict[str, Any] = {"mode": compile_mode}
         if conv_sums:
-            given = {"options": interface.conv_sums_options(compile_mode)}
-        module.compile(dynamic=False, **given)
+            options = {"options": interface.conv_sums_options(compile_mode)}
+        module.compile(dynamic=False, **options)
         module.score = torch.compile(module.score, dynamic=False, mode=compile_mode)
 
 
 def use_triton_kernels(module: ModelWithTask) -> None:
-    """Triton is imported only for a model and a task that have use for it."""
+    """Replace layers and the loss by kernels of our own. Triton is imported only for a model and a
+    task that have use for it."""
     interface.replace_max_pools(module.model)
     if isinstance(module.task, LanguageModel):
         module.task.cross_entropy_sum = interface.load_cross_entropy_sum()
 
 
 def set_garbage_collection(freeze: bool) -> None:
-    """With freeze, the garbage collector skips all objects that are there now: half a million after
-    importing torch, which it would look through again and again.
+    """Let the garbage collector skip all objects that are there now, or look at them again.
 
-    To be called before the model is wrapped: DDP is part of reference cycles, and must be collected
+    After importing torch they are half a million, which it would look through again and again. To
+    be called before the model is wrapped: DDP is part of reference cycles, and must be collected
     before its process group is closed. That collection takes 0.2 s of every process if nothing is
     frozen.
     """

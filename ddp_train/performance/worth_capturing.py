@@ -4,16 +4,16 @@ show it."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_train.data.rng import global_states
 from ddp_train.distributed.process_group import from_all_ranks
@@ -23,16 +23,18 @@ from ddp_train.models.python_state import State, changed, look_through
 log = logging.getLogger(__name__)
 
 HOST_SHARE = 0.5
-"""Of the time of a step, in which the host launches it. Above, the GPU waits for the host, at least
-after each line of metrics.jsonl: VGG-16 at 79 % is 4.7 % faster captured
+"""Least part of a step's time in which the host launches it. Above, the GPU waits for the host, at
+least after each line of metrics.jsonl: VGG-16 at 79 % is 4.7 % faster captured
 (docs/benchmarks/models.md). Below, the host gets ahead."""
 ROOM = 0.9
 """Part of a GPU's memory that may be needed. The rest is for workspaces, and lost between
 blocks."""
 GENERATORS = ("torch's generator on the host", "numpy's generator", "Python's generator")
-"""Of `global_states`."""
-OF_SYNC_DEBUG_MODE = "called a synchronizing CUDA operation", "Synchronization debug mode"
-"""How its warnings begin: that of an operation, and one about the mode itself."""
+"""The generators whose states `global_states` returns."""
+SYNC_WARNING = "called a synchronizing CUDA operation"
+"""Begin of the warning of `torch.cuda.set_sync_debug_mode` about an operation."""
+MODE_WARNING = "Synchronization debug mode"
+"""Begin of its warning about the mode itself."""
 
 
 class CaptureTrial:
@@ -42,21 +44,30 @@ class CaptureTrial:
     def __init__(
         self, device: str, roots: Mapping[str, Any], asked: bool = False, if_it_pays: bool = True
     ) -> None:
-        """roots: what a forward pass may change, by their names. asked: the user set
-        tuning.cuda_graph=true. if_it_pays: or else wherever a step may be captured."""
+        """
+        roots: what a forward pass may change, by their names.
+        asked: the user set tuning.cuda_graph=true.
+        if_it_pays: False captures wherever a step may be captured.
+        """
         self.device = device
         self.roots = roots
         self.asked = asked
         self.if_it_pays = if_it_pays
-        self.host_share = self.memory_share = 0.0
-        self.in_python = self.replaced = self.waits = ""
+        self.host_share = 0.0
+        """Part of the step's time in which the host launched it."""
+        self.memory_share = 0.0
+        """Part of the GPU's memory that steps and an evaluation might need."""
+        self.in_python = ""
+        """What the forward pass does in Python, which a captured step would not do."""
+        self.replaced = ""
+        """A tensor on the device that each forward pass replaces."""
+        self.waits = ""
+        """Where the forward pass waits for the GPU."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Around a forward pass."""
-        state = look_through(self.roots)
-        kept = self._parameters_and_buffers()
-        draws = global_states()
+        """A context around a forward pass."""
+        before = PythonState.of(self.roots)
         with places_that_wait() as places:
             yield
         if places:
@@ -64,66 +75,29 @@ class CaptureTrial:
                 f"the forward pass waits for the GPU at {places[0]} (as .item() does, and a mask as"
                 " an index)"
             )
-        drawn = [
-            name
-            for name, old, new in zip(GENERATORS, draws, global_states(), strict=True)
-            if old != new
-        ]
-        others = self._parameters_and_buffers()
-        exchanged = [
-            name for name in sorted({*kept, *others}) if kept.get(name) is not others.get(name)
-        ]
-        self._note(state, look_through(self.roots), drawn, exchanged)
-
-    def _note(self, before: State, now: State, drawn: list[str], exchanged: list[str]) -> None:
-        """drawn: generators. exchanged: parameters and buffers that are other tensors now."""
-        changes = [
-            *changed(before.found, now.found),
-            *(path for path in before.found if path not in now.found),
-        ]
-        of_device = {
-            path: place
-            for path, (kind, place) in now.tensors.items()
-            if self.device.startswith(kind)
-        }
-        kept = [path for path in changes if path not in of_device]
-        if drawn:
-            self.in_python = f"the forward pass draws from {drawn[0]}"
-        elif exchanged:
-            self.in_python = f"the forward pass puts another tensor in the place of {exchanged[0]}"
-        elif kept:
-            self.in_python = f"the forward pass changes {kept[0]}"
-        else:  # what is changed in its place, a captured step changes, too
-            moved = (
-                path for path in changes if before.tensors.get(path, ("", 0))[1] != of_device[path]
-            )
-            self.replaced = next(moved, "")
-
-    def _parameters_and_buffers(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{root}.{name}": tensor
-            for root, module in self.roots.items()
-            if isinstance(module, nn.Module)
-            for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers())
-        }
+        after = PythonState.of(self.roots)
+        self.in_python = effect_in_python(before, after, self.device)
+        if not self.in_python:
+            self.replaced = replaced_tensor(before, after)
 
     def begin(self) -> None:
         torch.cuda.synchronize(self.device)
         self.began = time.perf_counter()
 
     def end(self) -> None:
-        """A graph keeps the memory of a step for itself, and a short batch or an evaluation may
-        need as much again."""
-        launched = time.perf_counter()
+        """Measure the shares. A graph keeps the memory of a step for itself, and a short batch or
+        an evaluation may need as much again."""
+        launch_seconds = time.perf_counter() - self.began
         torch.cuda.synchronize(self.device)
-        self.host_share = (launched - self.began) / (time.perf_counter() - self.began)
+        self.host_share = launch_seconds / (time.perf_counter() - self.began)
         allocated = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
-        has = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-        self.memory_share = (2 * allocated["peak"] - allocated["current"]) / has
+        free, _ = torch.cuda.mem_get_info(self.device)
+        usable = free + torch.cuda.memory_reserved(self.device)
+        self.memory_share = (2 * allocated["peak"] - allocated["current"]) / usable
 
     def why_not(self) -> str:
-        """Why no rank captures; "" if all do. An exchange: to be asked on all ranks after the same
-        step.
+        """Why no rank captures; "" if all do. A collective: every process must call it after the
+        same step.
 
         Raises LaunchError if the user asked for a capture that would give wrong results.
         """
@@ -134,34 +108,88 @@ class CaptureTrial:
                 "change numbers that are kept in place, in buffers, draw on the GPU, or use"
                 " tuning.cuda_graph=false",
             )
-        measured = [
-            self.host_share,
-            self.memory_share,
-            *(float(bool(one)) for one in (self.in_python, self.waits)),
-        ]
-        seen = from_all_ranks(torch.tensor(measured, device=self.device)).view(-1, len(measured))
-        host, memory, in_python, waits = seen.amax(0).tolist()
-        if in_python:
-            here = self.in_python or "another rank's forward pass has state"
-            return f"{here}; a captured step runs no Python"
-        if waits and not self.asked:  # or else the capture itself says so
-            waiting = self.waits or "another rank's forward pass waits for its GPU"
-            return f"{waiting}; a captured step cannot"
-        why_not = reason_against(host, memory) if self.if_it_pays else ""
-        if self.replaced and not why_not:
+        flags = [float(bool(self.in_python)), float(bool(self.waits))]
+        measured = torch.tensor([self.host_share, self.memory_share, *flags], device=self.device)
+        # The largest over all ranks: one that waits for its host holds up the others.
+        largest = from_all_ranks(measured).amax(0).tolist()
+        host_share, memory_share, any_in_python, any_waits = largest
+        if any_in_python:
+            effect = self.in_python or "another rank's forward pass has state"
+            return f"{effect}; a captured step runs no Python"
+        if any_waits and not self.asked:  # else the capture itself says so
+            wait = self.waits or "another rank's forward pass waits for its GPU"
+            return f"{wait}; a captured step cannot"
+        reason = ""
+        if self.if_it_pays:
+            reason = reason_against(host_share, memory_share)
+        if self.replaced and not reason:
             log.warning(
                 "%s is a tensor that each forward pass replaces, and steps are captured as a CUDA"
                 " graph: if the next step reads it, it finds what was there in the capture; then"
                 " write into a buffer, in place",
                 self.replaced,
             )
-        return why_not
+        return reason
+
+
+@dataclass(frozen=True)
+class PythonState:
+    """All that Python keeps around a forward pass, at one moment."""
+
+    objects: State
+    weights: dict[str, Tensor]
+    """Parameters and buffers, by their names."""
+    draws: tuple[bytes, ...]
+    """States of GENERATORS."""
+
+    @classmethod
+    def of(cls, roots: Mapping[str, Any]) -> PythonState:
+        weights = {}
+        for root, module in roots.items():
+            if isinstance(module, nn.Module):
+                named = [*module.named_parameters(), *module.named_buffers()]
+                weights |= {f"{root}.{name}": tensor for name, tensor in named}
+        return cls(look_through(roots), weights, global_states())
+
+
+def _changes(before: State, after: State) -> list[str]:
+    """The paths whose value has changed, is new or is gone."""
+    gone = [path for path in before.found if path not in after.found]
+    return changed(before.found, after.found) + gone
+
+
+def effect_in_python(before: PythonState, after: PythonState, device: str) -> str:
+    """What a forward pass did that a captured step would not do; "" if nothing.
+
+    A tensor on the device that is changed in its place, a captured step changes too.
+    """
+    for name, old, new in zip(GENERATORS, before.draws, after.draws, strict=True):
+        if old != new:
+            return f"the forward pass draws from {name}"
+    for name in sorted({*before.weights, *after.weights}):
+        if before.weights.get(name) is not after.weights.get(name):
+            return f"the forward pass puts another tensor in the place of {name}"
+    for path in _changes(before.objects, after.objects):
+        kind, _ = after.objects.tensors.get(path, ("none", 0))
+        if not device.startswith(kind):
+            return f"the forward pass changes {path}"
+    return ""
+
+
+def replaced_tensor(before: PythonState, after: PythonState) -> str:
+    """The first changed tensor that is in another place now; "" if there is none."""
+    for path in _changes(before.objects, after.objects):
+        if before.objects.tensors.get(path) != after.objects.tensors[path]:
+            return path
+    return ""
 
 
 @contextlib.contextmanager
 def places_that_wait() -> Iterator[list[str]]:
-    """Where Python inside waited for a GPU, by `torch.cuda.set_sync_debug_mode`; known
-    afterwards."""
+    """A context that notes where Python waits for a GPU, by `torch.cuda.set_sync_debug_mode`.
+
+    Yields the places, known afterwards.
+    """
     places: list[str] = []
     if not torch.cuda.is_initialized():
         yield places
@@ -172,14 +200,14 @@ def places_that_wait() -> Iterator[list[str]]:
     def note(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, *others: Any
     ) -> None:
-        if str(message).startswith(OF_SYNC_DEBUG_MODE[0]):
+        if str(message).startswith(SYNC_WARNING):
             places.append(f"{Path(filename).name}, line {lineno}")
-        elif not str(message).startswith(OF_SYNC_DEBUG_MODE[1]):
+        elif not str(message).startswith(MODE_WARNING):
             show(message, category, filename, lineno, *others)
 
     with warnings.catch_warnings():
         warnings.showwarning = note
-        for begin in OF_SYNC_DEBUG_MODE:
+        for begin in (SYNC_WARNING, MODE_WARNING):
             warnings.filterwarnings("always", begin)
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -188,19 +216,23 @@ def places_that_wait() -> Iterator[list[str]]:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def kept_in_python(before: State, now: State) -> str:
-    """What steps have changed for good. Not what was None or not there: caches are filled in a
-    first step."""
-    paths = [
-        path
-        for path in changed(before.found, now.found)
-        if before.found.get(path, "None") != "None"
-    ]
-    return f"the forward pass changes {paths[0]}" if paths else ""
+def kept_in_python(before: State, after: State) -> str:
+    """What steps have changed for good; "" if nothing.
+
+    What was None or not there does not count: caches are filled in a first step.
+    """
+    for path in changed(before.found, after.found):
+        if before.found.get(path, "None") != "None":
+            return f"the forward pass changes {path}"
+    return ""
 
 
 def reason_against(host_share: float, memory_share: float) -> str:
-    """The largest shares over all ranks: one rank that waits for its host holds up the others."""
+    """Why steps are not worth capturing; "" if they are.
+
+    host_share: of a step's time, in which the host launches it.
+    memory_share: of the GPU's memory, that would be needed.
+    """
     if host_share < HOST_SHARE:
         return f"the host launches a step in {host_share:.0%} of the time that it takes"
     if memory_share > ROOM:
