@@ -18,7 +18,7 @@ from ddp_train.checkpoints.training_state import (
     StatefulHook,
     TrainingState,
     collect_average,
-    copy_of_weights,
+    copies_of,
     states_of,
 )
 from ddp_train.checkpoints.writer import Snapshot, Writer
@@ -109,14 +109,15 @@ class CheckpointHook:
         if job.stepper.average:
             copies = self.writer is not None
             average = collect_average(job.stepper.average, job.strategy, job.module, copies)
+        score = job.score.as_dict() if job.score else None
+        scores = {"test": None, self.metrics_hook.split: score}
         with job.strategy.averaged(job.module) as buffers:
+            weights = job.strategy.full_weights(job.module.model)
             if self.writer:
-                scores = {
-                    "test": None,
-                    self.metrics_hook.split: job.score.as_dict() if job.score else None,
-                }
-                snapshot = partial(self.snapshot, job, buffers, average, self.hook_states(), scores)
-                self.writer.submit(snapshot)
+                states = self.hook_states()
+                self.writer.submit(
+                    partial(self.snapshot, job, weights, buffers, average, states, scores)
+                )
 
     def hook_states(self) -> HookStates:
         return states_of(self.hooks)
@@ -124,6 +125,7 @@ class CheckpointHook:
     def snapshot(
         self,
         job: Job,
+        weights: dict[str, Tensor],
         buffers: Tensor,
         average: AveragedModel | None,
         hook_states: HookStates,
@@ -131,17 +133,16 @@ class CheckpointHook:
     ) -> Snapshot:
         """Copy the state after `job.step`.
 
-        buffers: those of each rank, [ranks, n]; the model has their mean.
+        weights: see `Strategy.full_weights`.
+        buffers: those of each rank, [ranks, n]; the weights have their mean.
         average: None without one.
         manifest: entries that this checkpoint alone has.
         """
-        of_average = None
-        if average:
-            of_average = average.state
-        state = TrainingState.collect(job, hook_states, buffers, of_average)
+        average_state = average.state if average else None
+        state = TrainingState.collect(job, hook_states, buffers, average_state)
         return Snapshot(
             step=job.step,
-            model=copy_of_weights(job.module.model),
+            model=copies_of(weights),
             training=state.as_dict(),
             manifest={**self.manifest, **manifest},
             average=average.weights if average else None,

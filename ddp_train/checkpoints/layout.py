@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -36,6 +37,15 @@ def places(run_dir: Path) -> list[Path]:
 def step_of(path: Path) -> int:
     """The step of the checkpoint at a path."""
     return int(path.name.removeprefix("step_"))
+
+
+def readable_manifests(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """Manifests of a run's checkpoints by step, but for corrupt ones."""
+    manifests = {}
+    for path in places(run_dir):
+        with contextlib.suppress(OSError, ValueError):
+            manifests[step_of(path)] = read_manifest(path)
+    return manifests
 
 
 def newest_step(run_dir: Path) -> int:
@@ -78,8 +88,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     Raises OSError or ValueError if it cannot be trusted.
     """
+    return parse_manifest((path / MANIFEST).read_bytes())
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    """The manifest in a file's content. Raises ValueError if it cannot be trusted."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(content)
         digest = manifest.pop("sha256", None) if isinstance(manifest, dict) else None
         if digest != digest_of(manifest):
             raise ValueError(f"{MANIFEST} does not match its sha256")

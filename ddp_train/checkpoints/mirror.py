@@ -11,18 +11,16 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ddp_train.checkpoints.layout import MANIFEST, place_of, read_manifest, step_of
-from ddp_train.checkpoints.reader import defect_of
+from ddp_train.checkpoints.layout import MANIFEST, parse_manifest, place_of, read_manifest, step_of
+from ddp_train.checkpoints.reader import best_step, defect_of
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import DataError, WriteError
 from ddp_train.resilience import run_lock
@@ -44,7 +42,7 @@ class NotOwnedError(Exception):
 
 
 class Mirror:
-    """The folder of one run in a file system of fsspec's: s3://BUCKET/RUN, gs://BUCKET/RUN,
+    """The folder of a run in a file system of fsspec's: s3://BUCKET/RUN, gs://BUCKET/RUN,
     file:///PATH.
 
     Names are listed and compared, never matched as patterns: a URL may have brackets.
@@ -105,13 +103,12 @@ class Mirror:
     def manifests(self) -> Manifests:
         """Manifests of the complete checkpoints. A corrupt one is left out."""
         manifests = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for step in self.steps():
-                try:
-                    self._get(step, MANIFEST, Path(folder))
-                    manifests[step] = read_manifest(Path(folder))
-                except (FileNotFoundError, ValueError) as error:
-                    self._warn_passed_over(step, error)
+        for step in self.steps():
+            try:
+                content = self.files.cat_file(f"{self._folder(step)}/{MANIFEST}")
+                manifests[step] = parse_manifest(content)
+            except (FileNotFoundError, ValueError) as error:
+                self._warn_passed_over(step, error)
         return manifests
 
     def _names(self, folder: str) -> set[str]:
@@ -214,7 +211,7 @@ class Mirror:
         steps = [step for step in manifests if step > newer_than]
         if steps and with_best:
             # First: a process that dies in between must not leave the newest alone.
-            best = best_step(manifests, manifests[steps[0]].get("best_by"))
+            best = best_there(manifests)
             if best not in (None, steps[0]) and not place_of(run_dir, best).exists():
                 self.pull(best, run_dir)
         return next((step for step in steps if self.pull(step, run_dir)), None)
@@ -290,24 +287,12 @@ def _description(owner: dict[str, Any]) -> str:
     )
 
 
-def best_step(manifests: Manifests, best_by: dict[str, Any] | None) -> int | None:
-    """The step of the best of these checkpoints; None if none has a finite score.
-
-    best_by: the fields of a Selection, as a manifest has them; None if it has none, as those of
-        `save_checkpoint`.
-    """
-    if best_by is None:
-        return None
-    selection = Selection(**best_by)
-    ranked = []
-    for step, manifest in manifests.items():
-        score = manifest.get(selection.split)
-        if not isinstance(score, dict):
-            continue
-        rank = selection.rank(score)
-        if math.isfinite(rank[0]):
-            ranked.append((rank, step))
-    return min(ranked)[1] if ranked else None
+def best_there(manifests: Manifests) -> int | None:
+    """The step of the best of these checkpoints; None if none has a finite score, or if the newest
+    does not say by what, as those of `save_checkpoint`."""
+    newest = next(iter(manifests.values()), {})
+    best_by = newest.get("best_by")
+    return best_step(manifests, Selection(**best_by)) if best_by else None
 
 
 def owner_of(run_dir: Path) -> dict[str, Any]:

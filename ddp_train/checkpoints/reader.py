@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from pickle import UnpicklingError
@@ -103,20 +104,18 @@ def _none_valid(folder: Path, candidate: Path, which: str) -> DataError:
     )
 
 
-def best_of(paths: list[Path], selection: Selection) -> Path | None:
-    """The checkpoint with the best score, the earliest of equal ones; None if none has a finite
-    score."""
+def best_step(manifests: Mapping[int, dict[str, Any]], selection: Selection) -> int | None:
+    """The step with the best score, the earliest of equal ones; None if none has a finite score.
+
+    manifests: by step.
+    """
     ranked = []
-    for path in sorted(paths):
-        try:
-            score = read_manifest(path).get(selection.split)
-        except (OSError, ValueError):  # a corrupt one is nobody's best
-            continue
-        if not score:
-            continue
-        rank = selection.rank(score)
-        if not math.isinf(rank[0]):
-            ranked.append((rank, path))
+    for step, manifest in manifests.items():
+        score = manifest.get(selection.split)
+        if isinstance(score, dict):
+            rank = selection.rank(score)
+            if math.isfinite(rank[0]):
+                ranked.append((rank, step))
     return min(ranked)[1] if ranked else None
 
 

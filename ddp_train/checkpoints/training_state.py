@@ -180,9 +180,8 @@ def copy_of(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu()
 
 
-def copy_of_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of parameters and buffers under the model's own names."""
-    return map_tensors(copy_of, dict(model.state_dict()))
+def copies_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return map_tensors(copy_of, weights)
 
 
 def _apply_buffers(module: nn.Module, buffers: Tensor, rank: int) -> None:
@@ -206,5 +205,6 @@ def collect_average(
     copies: whether this process writes; the others need no weights.
     """
     with average.in_model(), strategy.averaged(module) as buffers:
-        weights = copy_of_weights(module.model) if copies else {}
+        weights = strategy.full_weights(module.model)
+        weights = copies_of(weights) if copies else {}
     return AveragedModel(weights, AverageState(average.updates, buffers))

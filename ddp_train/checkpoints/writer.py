@@ -35,7 +35,9 @@ from ddp_train.checkpoints.layout import (
     digest_of,
     place_of,
     places,
+    readable_manifests,
     reason_of,
+    step_of,
 )
 from ddp_train.checkpoints.mirroring import Mirroring
 from ddp_train.checkpoints.reader import (
@@ -43,7 +45,7 @@ from ddp_train.checkpoints.reader import (
     BEST,
     MODEL,
     TRAINING,
-    best_of,
+    best_step,
     defect_of,
     sha256_of,
 )
@@ -280,17 +282,17 @@ def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | No
             f"the checkpoint {path} is corrupt as soon as it is written: {defect}",
             "check the disk",
         )
-    # One of a later step than `newest` was passed over when the run resumed: it goes before any
-    # that can be trusted.
-    others = sorted(other for other in places(run_dir) if other != path)
-    others.sort(key=lambda other: other < path)
     best = None
     if selection:
-        best = best_of([*others, path], selection)
-    if best:
-        link_best(best)
-    count = max(0, len(others) - (keep - 1))
-    return [old for old in others[:count] if old != best]
+        best = best_step(readable_manifests(run_dir), selection)
+    if best is not None:
+        link_best(place_of(run_dir, best))
+    # One of a later step than `newest` was passed over when the run resumed: it goes before any
+    # that can be trusted.
+    steps = sorted(step_of(other) for other in places(run_dir) if other != path)
+    steps.sort(key=lambda step: step < newest)
+    count = max(0, len(steps) - (keep - 1))
+    return [place_of(run_dir, step) for step in steps[:count] if step != best]
 
 
 def link_best(best: Path) -> None:

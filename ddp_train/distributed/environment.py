@@ -47,8 +47,10 @@ def world_from_environment() -> World | None:
     numbers = {name: env[name] for name in _NUMBERS if name in env}
     problem = _problem_of(numbers)
     if problem:
-        remedy = f"start with torchrun, or `unset {' '.join(numbers)}` before the start"
-        raise ConfigError([f"environment: {problem}; {remedy}"])
+        names = " ".join(numbers)
+        raise ConfigError(
+            [f"environment: {problem}; start with torchrun, or `unset {names}` before the start"]
+        )
     return World(
         rank=int(env["RANK"]),
         size=int(env["WORLD_SIZE"]),

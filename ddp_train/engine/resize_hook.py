@@ -15,9 +15,13 @@ from ddp_train.engine.metrics_hook import RESIZE, MetricsHook
 def changes_of_hosts(
     record: MetricsHook, lost: dict[str, Any] | None, before: int, now: int, device: str
 ) -> list[dict[str, Any]]:
-    """The one, if there is one, between the run's number of processes before this start and `now`.
-    A collective: what was noted, rank 0 knows alone. lost: see `lost_hosts.noted`. before: that of
-    its checkpoint."""
+    """The change, if there is one, from the run's number of processes before this start to `now`.
+
+    A collective: rank 0 alone knows the loss that was noted.
+
+    lost: see `lost_hosts.noted_loss`.
+    before: the number of its checkpoint.
+    """
     before = from_leader(record.resizes[-1]["to"] if record.resizes else before, device)
     if before == now:
         return []

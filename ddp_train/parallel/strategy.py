@@ -105,7 +105,7 @@ class Strategy(Protocol):
         ...
 
     def full_weights(self, model: nn.Module) -> dict[str, Tensor]:
-        """All weights and buffers under the model's own names, not copied."""
+        """All weights and buffers under the model's own names, not copied. A collective."""
         ...
 
     def averaged(self, module: ModelWithTask) -> AbstractContextManager[Tensor]:

@@ -19,7 +19,7 @@ from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.errors import LaunchError
 from ddp_train.linux import wait_until
-from ddp_train.recovery.own_state import OwnState
+from ddp_train.recovery.rank_state import RankState
 from ddp_train.recovery.survivor import Survivor
 from ddp_train.resilience.failure import is_peer_error
 from ddp_train.resilience.heartbeat import (
@@ -47,11 +47,11 @@ log = logging.getLogger(__name__)
 
 
 class RecoveryHook:
-    """Notes, with the first step that is done after a rank was lost, what that has cost."""
+    """Notes the cost of a lost rank, with the first step that is done after it."""
 
     def __init__(
         self,
-        record: MetricsHook,
+        metrics_hook: MetricsHook,
         lost: dict[str, Any],
         first_step: int,
         forget: Callable[[], None] = lambda: None,
@@ -59,12 +59,11 @@ class RecoveryHook:
         self.at = lost["at"]
         self.first_step = first_step
         self.forget = forget
-        redone = max(
-            0, int(lost["step"]) - first_step
-        )  # 0 too where it was lost before it had resumed
+        # 0 too where it was lost before it had resumed.
+        redone = max(0, int(lost["step"]) - first_step)
         facts = {"rank": lost["rank"], "step": first_step, "steps_redone": redone}
         self.cost: dict[str, Any] = {**facts, "seconds": None}
-        record.recoveries.append(self.cost)
+        metrics_hook.recoveries.append(self.cost)
 
     def due(self, job: Job) -> int:
         return sys.maxsize if self.cost["seconds"] else self.first_step + 1
@@ -84,29 +83,36 @@ class JustInTime:
         board: StatusBoard,
         rank: int,
         run_dir: Path,
-        checkpoints: CheckpointHook,
-        own: OwnState,
+        checkpoint_hook: CheckpointHook,
+        rank_state: RankState,
     ) -> None:
-        """checkpoints: makes the snapshots of this run. own: what this rank alone knows."""
-        self.own = own
+        """
+        checkpoint_hook: makes the snapshots of this run.
+        rank_state: what this rank alone knows.
+        """
+        self.rank_state = rank_state
         self.status = board.ranks[rank]
-        self.survivor = Survivor(rank, run_dir, checkpoints, own, self.status, board.ranks)
+        self.survivor = Survivor(
+            rank, run_dir, checkpoint_hook, rank_state, self.status, board.ranks
+        )
 
     @contextlib.contextmanager
-    def offered(self, job: Job, hooks_owed: bool) -> Iterator[None]:
-        """Inside, the death of a peer makes this process stop and, if the launcher asks for it,
-        save. The error goes on its way if the launcher knows of no death. hooks_owed: those of
-        `job.step` have not acted yet."""
-        if reason := self.own.why_not(job):
+    def saving_on_loss(self, job: Job, hooks_owed: bool) -> Iterator[None]:
+        """A context in which the death of a peer makes this process stop and, if the launcher asks
+        for it, save. The error is raised if the launcher knows of no death.
+
+        hooks_owed: those of `job.step` have not acted yet.
+        """
+        reason = self.rank_state.reason_unavailable(job)
+        if reason:
             log.info("if a rank dies, the run restarts from its last checkpoint: %s", reason)
             yield
             return
-        self.own.begin(job)
+        self.rank_state.begin(job)
         self.status.recovery.acted = job.step - hooks_owed
-        self.survivor.around_hooks(job)
-        self.status.on_stop = partial(
-            _wake, job.stop
-        )  # not the job: the status outlives it, and DDP its process group
+        self.survivor.surround_hooks(job)
+        # Not the job: the status outlives it, and DDP its process group.
+        self.status.on_stop = partial(_wake, job.stop)
         self.status.recovery.state = TRAINING
         try:
             yield
@@ -117,24 +123,25 @@ class JustInTime:
             self.status.recovery.state = STARTING
 
     def _stop(self, job: Job, error: RuntimeError) -> None:
-        """Returns if the launcher knows of no death, or the state may be that of no step; else it
-        ends with the process."""
+        """Stop with the state of a completed step, and end with the process.
+
+        Returns if the launcher knows of no death, or the state may be that of no step.
+        """
         of_peer = is_peer_error(error)
         if of_peer:
             break_connections()  # peers that wait for this rank learn of it
-        if not self.own.is_intact(job, self.status.phase, of_peer):
+        if not self.rank_state.is_intact(job, self.status.phase, of_peer):
             return
         seconds = ORDER_SECONDS if of_peer else OTHER_SECONDS
         if not wait_until(lambda: self.status.recovery.order != NO_ORDER, seconds, 0.001):
             return
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # torch's handler raises, anywhere, if a loader process dies now
+        # torch's handler raises, anywhere, if a loader process dies now.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         job.stop.release()  # what a stop request would do now is the launcher's business
         for parameter in job.module.parameters():
             parameter.grad = None  # partial sums
         try:
-            self.own.settle(job)
+            self.rank_state.roll_back(job)
         except (RuntimeError, LaunchError) as failure:
             log.warning("a rank is lost, and the state here is of no use: %s", first_line(failure))
             self.status.recovery.state = NOT_SAVED
@@ -157,6 +164,6 @@ class JustInTime:
 
 
 def _wake(stop: StopController) -> None:
-    """Ends what training may wait for."""
+    """End what training may wait for."""
     break_connections()
     stop.end_waiting()

@@ -20,9 +20,9 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.engine.step_observers import LossPublisher
 from ddp_train.errors import DataError
-from ddp_train.recovery.exchanged import Exchanged
+from ddp_train.recovery.exchanged_state import Exchanged
 from ddp_train.recovery.just_in_time import JustInTime
-from ddp_train.recovery.own_state import OnDevice, OwnState, Published
+from ddp_train.recovery.rank_state import OnDevice, Published, RankState
 from ddp_train.recovery.survivor import MARK, Survivor
 from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.failure import is_peer_error
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def saver_of(
     job: Job,
-    checkpoints: CheckpointHook,
+    checkpoint_hook: CheckpointHook,
     run_dir: Path,
     world: World,
     status: RankStatus,
@@ -44,24 +44,24 @@ def saver_of(
     """What saves the state of a survivor; None where there is none, or nobody starts others in its
     place.
 
-    board: of our own launcher; None under torchrun. host_range: of torchrun's agents; None for a
-    fixed number.
+    board: of our own launcher; None under torchrun.
+    host_range: of torchrun's agents; None for a fixed number.
     """
     if world.size == 1 or not job.strategy.replicates or not (board or host_range):
         return None
     rank = world.rank
     on_cpu = job.stepper.device == "cpu"
-    if not board:
-        own = Exchanged()
-    else:
-        own = Published(board, rank) if on_cpu else OnDevice(board, rank, job.stepper.device)
-    if on_cpu and not isinstance(own, OnDevice):
-        publisher = LossPublisher(job.stepper.losses, own.publish)
+    if board and not on_cpu:
+        device_state = OnDevice(board, rank, job.stepper.device)
+        return JustInTime(board, rank, run_dir, checkpoint_hook, device_state)
+    rank_state = Published(board, rank) if board else Exchanged()
+    if on_cpu:
+        publisher = LossPublisher(job.stepper.losses, rank_state.publish)
         # First: what it waits for before an update counts to the backward pass.
         job.stepper.observers.insert(0, publisher)
     if board:
-        return JustInTime(board, rank, run_dir, checkpoints, own)
-    return LostHost(rank, run_dir, checkpoints, own, status)
+        return JustInTime(board, rank, run_dir, checkpoint_hook, rank_state)
+    return LostHost(rank, run_dir, checkpoint_hook, rank_state, status)
 
 
 class LostHost:
@@ -71,25 +71,28 @@ class LostHost:
         self,
         rank: int,
         run_dir: Path,
-        checkpoints: CheckpointHook,
-        own: OwnState,
+        checkpoint_hook: CheckpointHook,
+        rank_state: RankState,
         status: RankStatus,
     ) -> None:
         """The parameters are those of `Survivor`."""
         self.run_dir = run_dir
-        self.own = own
+        self.rank_state = rank_state
         self.status = status
-        self.survivor = Survivor(rank, run_dir, checkpoints, own, status)
+        self.survivor = Survivor(rank, run_dir, checkpoint_hook, rank_state, status)
 
     @contextlib.contextmanager
-    def offered(self, job: Job, hooks_owed: bool) -> Iterator[None]:
-        """Inside, the loss of a peer makes this process save; the error goes on its way.
-        hooks_owed: those of `job.step` have not acted yet."""
-        if reason := self.own.why_not(job):
+    def saving_on_loss(self, job: Job, hooks_owed: bool) -> Iterator[None]:
+        """A context in which the loss of a peer makes this process save; the error is raised.
+
+        hooks_owed: those of `job.step` have not acted yet.
+        """
+        reason = self.rank_state.reason_unavailable(job)
+        if reason:
             log.info("if a host is lost, the run restarts from its last checkpoint: %s", reason)
         else:
-            self.own.begin(job)
-            self.survivor.around_hooks(job)
+            self.rank_state.begin(job)
+            self.survivor.surround_hooks(job)
         try:
             yield
         except RuntimeError as error:
@@ -100,13 +103,13 @@ class LostHost:
                 # take it for the lost one.
                 job.stop.leave_after_report()
                 with lost_hosts.one_at_a_time(self.run_dir):
-                    lost_hosts.note(self.run_dir, job.step)
+                    lost_hosts.note_loss(self.run_dir, job.step)
                     if not reason:
                         self._save(job, error)
             raise
 
     def _save(self, job: Job, error: RuntimeError) -> None:
-        if not self.own.is_intact(job, self.status.phase, of_peer=True):
+        if not self.rank_state.is_intact(job, self.status.phase, of_peer=True):
             return
         for parameter in job.module.parameters():
             parameter.grad = None  # partial sums

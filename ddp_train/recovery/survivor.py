@@ -1,7 +1,7 @@
 """What a survivor saves: the state after a completed step, of all ranks.
 
 It takes weights and moments from its own memory, where they are those of all, and what each rank
-alone knows from `own_state`.
+alone knows from `rank_state`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, HookStates, add_unreported_loss
@@ -24,7 +25,7 @@ from ddp_train.checkpoints.writer import SUPERSEDED, Snapshot, write_checkpoint
 from ddp_train.distributed.process_group import set_buffers
 from ddp_train.engine.loop import Job
 from ddp_train.errors import DataError
-from ddp_train.recovery.own_state import OwnState
+from ddp_train.recovery.rank_state import KnownState, RankState
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.tasks.mean_loss import Mean
@@ -55,32 +56,35 @@ class Survivor:
         self,
         rank: int,
         run_dir: Path,
-        checkpoints: CheckpointHook,
-        own: OwnState,
+        checkpoint_hook: CheckpointHook,
+        rank_state: RankState,
         status: RankStatus,
         statuses: Sequence[RankStatus] = (),
     ) -> None:
-        """checkpoints: makes the snapshots of this run. own: what this rank alone knows. status: of
-        this rank. statuses: of all ranks; none if they cannot be seen from here."""
+        """
+        checkpoint_hook: makes the snapshots of this run.
+        rank_state: what this rank alone knows.
+        status: of this rank.
+        statuses: of all ranks; none if they cannot be seen from here.
+        """
         self.rank = rank
         self.run_dir = run_dir
-        self.checkpoints = checkpoints
-        self.own = own
+        self.checkpoint_hook = checkpoint_hook
+        self.rank_state = rank_state
         self.status = status
         self.statuses = statuses
-        self.all_are_known = bool(statuses)
         self.owner = run_lock.owner(run_dir / run_lock.FILE)
         self.before_hooks: tuple[int, HookStates] = -1, {}
         """The last step after which hooks acted, and their state before they did."""
         self.reported = -1
         """The last step whose losses hooks have taken, and those of the steps before it."""
 
-    def around_hooks(self, job: Job) -> None:
-        """Notes where the hooks are: those of users too, which have been added by now."""
+    def surround_hooks(self, job: Job) -> None:
+        """Note where the hooks are: those of users too, which have been added by now."""
 
         def before(job: Job) -> None:
-            self.before_hooks = job.step, self.checkpoints.hook_states()
-            self.own.note_losses(job)
+            self.before_hooks = job.step, self.checkpoint_hook.hook_states()
+            self.rank_state.keep_losses(job)
 
         def after(job: Job) -> None:
             if not job.stepper.losses.passes:
@@ -90,8 +94,10 @@ class Survivor:
         job.hooks = [EveryHook(before), *job.hooks, EveryHook(after)]
 
     def save(self, job: Job) -> bool:
-        """Whether the step is saved now. Raises NonFiniteLossError if a weight is not finite:
-        nobody saves such."""
+        """Save the step. Returns whether it is saved now.
+
+        Raises NonFiniteLossError if a weight is not finite: nobody saves such.
+        """
         snapshot = self.snapshot(job)
         if snapshot is None:
             return False
@@ -100,9 +106,8 @@ class Survivor:
         job.stepper.check_finite.check_weights(job.step)
         new = write_checkpoint(self.run_dir, snapshot, self.owner)
         for place in places(self.run_dir):  # of the deaths before, which no hook has removed yet
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # what cannot be read was not written here
+            # What cannot be read was not written here.
+            with contextlib.suppress(OSError, ValueError):
                 if place < new and read_manifest(place).get(MARK):
                     # The next writer removes it.
                     place.rename(place.with_name(place.name + SUPERSEDED))
@@ -121,51 +126,70 @@ class Survivor:
 
     def snapshot(self, job: Job) -> Snapshot | None:
         """The state after `job.step`, of all ranks; None if that of one is missing."""
-        ranks = self.own.of_ranks(job.step)
-        known = [one for one in ranks if one]
+        ranks = self.rank_state.states_of_ranks(job.step)
+        known = [state for state in ranks if state]
         if len(known) < len(ranks):
-            missing = [str(rank) for rank, one in enumerate(ranks) if one is None]
+            missing = [str(rank) for rank, state in enumerate(ranks) if state is None]
             log.warning(
                 "step %d cannot be saved: rank %s had not begun to train",
                 job.step,
                 ", ".join(missing),
             )
             return None
-        begun, state_before = self.before_hooks
-        # Who died among the hooks, or before it wrote the checkpoint that they asked for, did not
-        # end them. Where they only make up for an evaluation, the state says so, and the lines of
-        # this step stay.
-        known_done = self.all_are_known and not any(
-            one.recovery.acted < job.step or one.saving for one in self.statuses
-        )
-        owed = begun == job.step and not known_done
-        # On a GPU hooks may have begun after a step that turned out to be none.
-        state = state_before if owed or begun > job.step else self.checkpoints.hook_states()
-        if owed or self.reported != job.step:
-            losses = [one.loss for one in known]
-            unreported = Mean(
-                math.fsum(loss.sum for loss in losses), math.fsum(loss.units for loss in losses)
-            )
-            state = add_unreported_loss(state, unreported)
-        gathered = torch.empty(len(ranks) if job.strategy.buffers_differ else 1, 0)
-        if buffers := known[self.rank].buffers:
-            with torch.no_grad():
-                for buffer, own in zip(job.module.buffers(), buffers, strict=True):
-                    buffer.copy_(own)
-        floating = [number for number, buffer in enumerate(buffers) if buffer.is_floating_point()]
-        if floating:
-            gathered = torch.stack(
-                [
-                    torch.cat([one.buffers[number].double().flatten() for number in floating])
-                    for one in known
-                ]
-            )
-            set_buffers(job.module, gathered.mean(0))
+        hooks_owed = self._hooks_are_owed(job.step)
+        states = self._hook_states(job.step, hooks_owed, [state.loss for state in known])
+        buffers = self._set_buffers(job, known)
         average = None
         if job.stepper.average:
             # Buffers are the same on all ranks then: no collective is needed.
             average = collect_average(job.stepper.average, job.strategy, job.module, copies=True)
-        again = owed and not state[METRICS]["owes_score"]
-        return self.checkpoints.snapshot(
-            job, gathered, average, state, {MARK: True, "hooks_owed": again, "test": None}
-        )
+        # Where hooks only make up for an evaluation, their state says so, and the lines of this
+        # step stay.
+        hooks_owed = hooks_owed and not states[METRICS]["owes_score"]
+        manifest = {MARK: True, "hooks_owed": hooks_owed, "test": None}
+        weights = job.strategy.full_weights(job.module.model)
+        return self.checkpoint_hook.snapshot(job, weights, buffers, average, states, manifest)
+
+    def _hooks_are_owed(self, step: int) -> bool:
+        """Whether hooks must act again after this step: a rank that died among them, or before it
+        wrote the checkpoint that they asked for, did not end them."""
+        begun, _ = self.before_hooks
+        if begun != step:
+            return False
+        have_acted = [
+            status.recovery.acted >= step and not status.saving for status in self.statuses
+        ]
+        return not (have_acted and all(have_acted))
+
+    def _hook_states(self, step: int, hooks_owed: bool, losses: Sequence[Mean]) -> HookStates:
+        """States of the hooks, which have the losses of all steps.
+
+        losses: of each rank, not yet taken by hooks.
+        """
+        begun, states_before = self.before_hooks
+        if hooks_owed or begun > step:  # on a GPU after a step that turned out to be none
+            states = states_before
+        else:
+            states = self.checkpoint_hook.hook_states()
+        if hooks_owed or self.reported != step:
+            total = math.fsum(loss.sum for loss in losses)
+            units = math.fsum(loss.units for loss in losses)
+            states = add_unreported_loss(states, Mean(total, units))
+        return states
+
+    def _set_buffers(self, job: Job, known: Sequence[KnownState]) -> Tensor:
+        """Give the model the mean of all ranks' buffers. Returns those of each: [ranks, n]."""
+        buffers = known[self.rank].buffers
+        with torch.no_grad():
+            for buffer, value in zip(job.module.buffers(), buffers, strict=bool(buffers)):
+                buffer.copy_(value)
+        floating = [number for number, buffer in enumerate(buffers) if buffer.is_floating_point()]
+        if not floating:
+            return torch.empty(len(known) if job.strategy.buffers_differ else 1, 0)
+        of_ranks = []
+        for state in known:
+            parts = [state.buffers[number].double().flatten() for number in floating]
+            of_ranks.append(torch.cat(parts))
+        gathered = torch.stack(of_ranks)
+        set_buffers(job.module, gathered.mean(0))
+        return gathered

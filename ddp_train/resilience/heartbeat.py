@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,10 +83,15 @@ class StatusSnapshot(NamedTuple):
         return f"{self.phase} of step {self.step}"
 
 
-class RecoveryMailbox(ctypes.Structure):
-    """What a worker and its launcher tell each other once another worker is lost."""
+def _numbers(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
+    """Fields of a C structure."""
+    return tuple((name, ctypes.c_int64) for name in names)
 
-    _fields_ = (("state", ctypes.c_int64), ("order", ctypes.c_int64), ("acted", ctypes.c_int64))
+
+class RecoveryMailbox(ctypes.Structure):
+    """State of a worker, and order of its launcher, once another worker is lost."""
+
+    _fields_ = _numbers("state", "order", "acted")
     state: int
     """STARTING, TRAINING, STOPPED, SAVED or NOT_SAVED; the worker sets it."""
     order: int
@@ -98,18 +104,9 @@ class RankStatus(ctypes.Structure):
     """Step and phase of a worker, as a C structure in shared memory."""
 
     _fields_ = (
-        ("beats", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("batches", ctypes.c_int64),
-        ("resident_bytes", ctypes.c_int64),
-        ("saving", ctypes.c_int64),
-        ("phase_number", ctypes.c_int64),
-        ("_announced_code", ctypes.c_int64),
-        ("reported_code", ctypes.c_int64),
-        ("heeds_stop", ctypes.c_int64),
-        ("goes_on", ctypes.c_int64),
-        ("is_done", ctypes.c_int64),
-        ("is_examined", ctypes.c_int64),
+        *_numbers("beats", "step", "batches", "resident_bytes", "saving", "phase_number"),
+        *_numbers("_announced_code", "reported_code", "heeds_stop", "goes_on", "is_done"),
+        *_numbers("is_examined"),
         ("recovery", RecoveryMailbox),
     )
     step: int
@@ -159,27 +156,28 @@ class RankStatus(ctypes.Structure):
         return StatusSnapshot(self.beats, self.step, self.batches, self.phase)
 
     def leaving(self, code: int) -> int:
-        """Announces the exit code that this worker is about to exit with. Returns it."""
+        """Announce the exit code that this worker is about to exit with. Returns it."""
         self._announced_code = code + 1
         return code
 
     def believed(self, returncode: int | None) -> int | None:
-        """How a worker ended: `returncode`, as subprocess gives it, or UNREPORTED if that is an
-        exit code that the worker did not announce by `leaving`. Some code in it has called
-        os._exit()."""
-        if returncode is None or returncode < 0:
+        """How a worker ended: its exit code, or UNREPORTED if it did not announce that by
+        `leaving`, since some code in it has called os._exit().
+
+        returncode: as subprocess gives it.
+        """
+        if returncode is None or returncode < 0 or returncode + 1 == self._announced_code:
             return returncode
-        is_announced = returncode + 1 == self._announced_code
-        return returncode if is_announced else UNREPORTED
+        return UNREPORTED
 
     def set_saving(self, saving: bool) -> None:
-        """Publishes whether a checkpoint is being written."""
+        """Publish whether a checkpoint is being written."""
         self.saving = int(saving)
 
     def wait_until_saved(
         self, seconds: float, given_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Waits until no checkpoint is being written, `seconds` at most or until `given_up()`.
+        """Wait until no checkpoint is being written, `seconds` at most or until `given_up()`.
 
         What is being written is a complete copy of an earlier state, valid whatever has failed
         since.
@@ -191,18 +189,18 @@ class RankStatus(ctypes.Structure):
         self.beats += 1
 
     def keep_beating(self) -> None:
-        """Starts the thread that beats until the process ends."""
+        """Start the thread that beats until the process ends."""
 
         def run() -> None:
-            never = threading.Event()
-            while not never.wait(BEAT_SECONDS):
+            while True:
+                time.sleep(BEAT_SECONDS)
                 self.beat()
-                self._heed_launcher()
+                self.obey_launcher()
 
         self.beat()
         threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
-    def _heed_launcher(self) -> None:
+    def obey_launcher(self) -> None:
         if self.recovery.order and self.on_stop:
             on_stop = self.on_stop
             self.on_stop = None
@@ -254,7 +252,7 @@ class StatusBoard:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time is inside. The kernel unlocks it if that process dies.
+        """A context that one process at a time is in. The kernel unlocks it if that process dies.
 
         A lock of the process (lockf): one of the open file (flock, see run_lock.py) would be shared
         by all processes, which inherit it.
@@ -268,13 +266,10 @@ class StatusBoard:
     def reported_code(self) -> int:
         """The exit code of the failure that a worker of this host has reported to the user; 0 if
         none has."""
-        for status in self.ranks:
-            if status.reported_code:
-                return status.reported_code
-        return 0
+        return next((status.reported_code for status in self.ranks if status.reported_code), 0)
 
     def wait_for_report(self, seconds: float) -> None:
-        """Waits until `reported_code` is known, `seconds` at most."""
+        """Wait until `reported_code` is known, `seconds` at most."""
         wait_until(self.reported_code, seconds)
 
     def sizes(self) -> str:

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def one_at_a_time(run_dir: Path) -> Iterator[None]:
-    """One survivor is inside. One that has waited too long enters too: checkpoints are renamed into
-    place whole."""
+    """A context that one survivor at a time is in. One that has waited too long enters too:
+    checkpoints are renamed into place whole."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(run_lock.acquire(run_dir / LOCK, LOCK_SECONDS))
@@ -39,12 +39,11 @@ def one_at_a_time(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def note(run_dir: Path, step: int | None = None, rank: int | None = None) -> None:
-    """Notes the last step that a survivor had completed, or which rank was lost. To be called by
-    one at a time.
+def note_loss(run_dir: Path, step: int | None = None, rank: int | None = None) -> None:
+    """Note the last step that a survivor had completed, or which rank was lost.
 
-    The first loss since a step was done counts for its time and its rank, the highest step for what
-    was reached.
+    To be called by one process at a time. The first loss since a step was done counts for its time
+    and its rank, the highest step for what was reached.
     """
     if step is None and not (run_dir / FILE).exists():
         return  # before training: nothing is lost
@@ -58,17 +57,17 @@ def note(run_dir: Path, step: int | None = None, rank: int | None = None) -> Non
     write_text(run_dir / FILE, json.dumps(content))
 
 
-def noted(run_dir: Path) -> dict[str, Any] | None:
-    """What was noted, with the keys of `just_in_time.Loss`; None if nothing was."""
+def noted_loss(run_dir: Path) -> dict[str, Any] | None:
+    """The loss that was noted, with the keys of `just_in_time.Loss`; None if none was."""
     content = _read(run_dir)
-    if content is None:
-        return None
-    seconds_ago = max(0.0, time.time() - content["time"])
-    return {**content, "at": time.monotonic() - seconds_ago}
+    if content:
+        seconds_ago = max(0.0, time.time() - content["time"])
+        content["at"] = time.monotonic() - seconds_ago
+    return content
 
 
-def forget(run_dir: Path) -> None:
-    """Removes the note, once a step was done again."""
+def forget_loss(run_dir: Path) -> None:
+    """Remove the note, once a step was done again."""
     (run_dir / FILE).unlink(missing_ok=True)
 
 

@@ -34,7 +34,7 @@ fails."""
 
 @dataclass(frozen=True)
 class Peer:
-    """What the store has of a rank."""
+    """Entries of the store about a rank."""
 
     rank: int
     host: str
@@ -54,14 +54,14 @@ class Culprit:
 
 
 def register(store: Store, world: World) -> None:
-    """Writes the host of this rank into the store, at the start, when all ranks are present."""
+    """Write the host of this rank into the store, at the start, when all ranks are present."""
     # The position may be that of an earlier attempt, if several hosts share a store.
     store.delete_key(f"{POSITION}/{world.rank}")
     store.set(f"{HOST}/{world.rank}", socket.gethostname())
 
 
 def respond(store: Store, world: World, status: RankStatus) -> bool:
-    """Writes this rank's step and phase into the store. Returns whether the store has them."""
+    """Write this rank's step and phase into the store. Returns whether the store has them."""
     key = f"{POSITION}/{world.rank}"
 
     def write() -> bool:
@@ -75,8 +75,8 @@ def respond(store: Store, world: World, status: RankStatus) -> bool:
 def attribute_failure(
     failure: Failure, error: BaseException, store: Store, world: World
 ) -> Failure:
-    """Attributes this rank's failure to the first rank that did not respond, else to the one that
-    is furthest behind.
+    """Attribute this rank's failure to the first rank that did not respond, else to the one that is
+    furthest behind.
 
     error: what the collective raised here. A time-out is a hang (exit code 71), a broken connection
         is not (70).

@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ddp_train.distributed.world import World
@@ -90,13 +90,13 @@ class Stage(enum.IntEnum):
     """What this process still does. It only rises."""
 
     LISTENING = 0
-    """It trains, and heeds signals."""
+    """It trains, and obeys signals."""
     RELEASED = 1
     """It ends with a failure: a stop without an agreement must not end it sooner."""
     LEAVING = 2
     """It ends with a failure that it still has to report: no later signal must end it."""
     OVER = 3
-    """It heeds no signal; it still answers the requests of other ranks."""
+    """It ignores signals; it still answers the requests of other ranks."""
     CLOSED = 4
     """It answers nobody."""
 
@@ -131,8 +131,11 @@ class StopController:
         self.leave: Callable[[int], Any] = os._exit
 
     def allows(self, step: int) -> bool:
-        """Whether training continues after `step` steps. At the limit it waits until the last step
-        is known. Raises PeersLostError if `end_waiting` was called before it was."""
+        """Whether training continues after `step` steps. At the limit this waits until the last
+        step is known.
+
+        Raises PeersLostError if `end_waiting` was called before it was.
+        """
         if step >= self.limit:
             self.settled.wait()
             if self.phase is Phase.IN_VAIN:
@@ -148,7 +151,7 @@ class StopController:
         patience_seconds: float,
         leave: Callable[[int], Any],
     ) -> Iterator[None]:
-        """Inside, a signal to any rank stops all ranks. Enter it in the main thread.
+        """A context in which a signal to any rank stops all ranks. Enter it in the main thread.
 
         After it this rank still answers requests of others.
 
@@ -161,16 +164,10 @@ class StopController:
         self.patience_seconds = patience_seconds
         self.leave = leave
         self.status = status
-        read_end, write_end = os.pipe()
-        os.set_blocking(write_end, False)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         numbers = stop_signals()
-        for number in numbers:  # without a handler the interpreter does not write the number
-            signal.signal(number, lambda *_: None)
-        reading = threading.Thread(target=lambda: self._read_signals(read_end), daemon=True)
-        reading.start()
+        write_end = self._receive(numbers)
         self.agreeing = threading.Thread(
-            target=lambda: self.agree(status, world, store), daemon=True
+            target=self.agree, args=(status, world, store), daemon=True
         )
         self.agreeing.start()
         status.heeds_stop = 1
@@ -190,8 +187,19 @@ class StopController:
             signal.set_wakeup_fd(-1)
             os.close(write_end)
 
+    def _receive(self, numbers: Sequence[signal.Signals]) -> int:
+        """Start the thread that reads signals. Returns the end of the pipe that they are written
+        to."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+        for number in numbers:  # without a handler the interpreter does not write the number
+            signal.signal(number, lambda *_: None)
+        threading.Thread(target=self._read_signals, args=(read_end,), daemon=True).start()
+        return write_end
+
     def release(self) -> None:
-        """From here on the failure of this process decides how it ends, whatever is requested."""
+        """Let the failure of this process decide how it ends, whatever is requested."""
         self._rise(Stage.RELEASED)
 
     def leave_after_report(self) -> None:
@@ -199,8 +207,8 @@ class StopController:
         self._rise(Stage.LEAVING)
 
     def close(self) -> None:
-        """Answers no more requests of others, for a process that continues when the run is over:
-        the store ends with the run."""
+        """Answer no more requests of others, for a process that continues when the run is over: the
+        store ends with the run."""
         self._rise(Stage.CLOSED)
         self.requested.set()
         if self.agreeing:
@@ -216,7 +224,10 @@ class StopController:
             self.settled.set()
 
     def request_stop(self, number: int) -> None:
-        """Requests a stop of all ranks. number: the signal that caused it."""
+        """Request a stop of all ranks.
+
+        number: the signal that caused it.
+        """
         if self.requested.is_set():
             return
         self.signal_number = number
@@ -228,8 +239,8 @@ class StopController:
         self.requested.set()
 
     def propose_step(self, status: RankStatus) -> int:
-        """Sets `limit` to a step that training has not passed, and that it will stop at to ask.
-        Returns it.
+        """Set `limit` to a step that training has not passed, and that it will stop at to ask, and
+        return it.
 
         Training writes `status.step` and then reads `limit`; this writes `limit` and then reads
         `status.step` again. If the step has not changed, the next read of `limit` by training sees
@@ -245,20 +256,22 @@ class StopController:
                 return step + 1
 
     def end_at(self, step: int) -> None:
-        """Ends training here, after `step` steps, whatever the ranks agree on. To be called by all
-        of them alike: an evaluation that a stop has cut off shows on each."""
+        """End training here, after `step` steps, whatever the ranks agree on.
+
+        To be called by all of them alike: an evaluation that a stop has cut off shows on each.
+        """
         with self.deciding:
             self.last_step = self.limit = step
             self._advance(Event.CUT_OFF)
 
     def end_waiting(self) -> None:
-        """Ends the wait for an agreement, from any thread, once a rank is lost: its answer will not
+        """End the wait for an agreement, from any thread, once a rank is lost: its answer will not
         come, and a rank that waits for it is in no collective that would fail."""
         with self.deciding:
             self._advance(Event.LOSS)
 
     def _read_signals(self, read_end: int) -> None:
-        """The first thread: turns signals into requests until the pipe is closed."""
+        """Turn signals into requests until the pipe is closed. The first thread."""
         first = math.inf
         while byte := os.read(read_end, 1):
             number = byte[0]
@@ -274,8 +287,8 @@ class StopController:
         os.close(read_end)
 
     def agree(self, status: RankStatus, world: World, store: Store | None) -> None:
-        """The second thread: waits until any rank requests a stop, then agrees with all ranks on
-        the last step."""
+        """Wait until any rank requests a stop, then agree with all ranks on the last step. The
+        second thread."""
         try:
             self._wait_for_request(store)
             if self.stage is Stage.CLOSED:
@@ -301,7 +314,7 @@ class StopController:
                 log.info("ranks can no longer agree on a stop: %s", error)
 
     def _wait_for_request(self, store: Store | None) -> None:
-        """Waits for a signal to this process, or for another rank's request in the store."""
+        """Wait for a signal to this process, or for another rank's request in the store."""
         while not self.requested.wait(LOOK_SECONDS if store else None):
             if store and store.check([REQUEST]):
                 self.request_stop(int(store.get(REQUEST)))
@@ -355,7 +368,7 @@ def _wait_for(keys: list[str], store: Store) -> None:
 
 
 def ignore_signals() -> None:
-    """Ignores stop signals in a loader process, which its rank needs until the agreed step is done.
+    """Ignore stop signals in a loader process, which its rank needs until the agreed step is done.
 
     Agents signal whole process groups, loader processes included.
     """

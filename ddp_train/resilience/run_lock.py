@@ -39,7 +39,7 @@ class LockHeldError(Exception):
 
 
 def acquire(path: Path, timeout_seconds: float = 0.0) -> Lock:
-    """Locks the file `path`, which is created if it does not exist.
+    """Lock the file `path`, which is created if it does not exist.
 
     Raises LockHeldError if another process holds it for longer than `timeout_seconds`, and OSError
     if the file cannot be created or the file system has no locks.

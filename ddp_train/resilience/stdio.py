@@ -33,7 +33,7 @@ class TolerantStream:
             self._discard(error, 0)
 
     def _discard(self, error: OSError, count: int) -> int:
-        """Redirects the stream to /dev/null, since buffered text would fail again at exit. Returns
+        """Redirect the stream to /dev/null, since buffered text would fail again at exit. Returns
         `count`."""
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.stream.fileno())
@@ -47,7 +47,7 @@ class TolerantStream:
 
 
 def open_closed_streams() -> None:
-    """Opens /dev/null for each standard stream that was closed before the start (`>&-`).
+    """Open /dev/null for each standard stream that was closed before the start (`>&-`).
 
     Otherwise the next file or socket would get its number, and all that is printed.
     """
@@ -62,14 +62,13 @@ def open_closed_streams() -> None:
 
 
 def tolerate_closed_streams() -> None:
-    """Wraps standard output and standard error in `TolerantStream`, for the rest of this
-    process."""
+    """Wrap standard output and standard error in `TolerantStream`, for the rest of this process."""
     open_closed_streams()
     sys.stdout = TolerantStream(sys.stdout)  # pyright: ignore[reportAttributeAccessIssue]
     sys.stderr = TolerantStream(sys.stderr)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def show_stack_on_request() -> None:
-    """On SIGUSR2, as workers do, which would end the launcher, and with it the run. After
-    `tolerate_closed_streams`."""
+    """Write the launcher's stack on SIGUSR2, as workers do: without that the signal would end the
+    run. To be called after `tolerate_closed_streams`."""
     faulthandler.register(signal.SIGUSR2, 2)

@@ -11,8 +11,10 @@ from typing import Any
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replaces a file, or creates it. Raises OSError, for one if the disk is full, and leaves
-    nothing beside it then."""
+    """Replace a file, or create it.
+
+    Raises OSError, for one if the disk is full, and leaves nothing beside it then.
+    """
     part = part_of(path)
     try:
         part.write_bytes(content)
@@ -38,10 +40,10 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def create_json(path: Path, values: dict[str, Any]) -> None:
-    """Creates a file, as `write_json`. Raises FileExistsError if another process was faster."""
+    """Create a file, as `write_json`. Raises FileExistsError if another process was faster."""
     part = path.with_name(f"{path.name}.part-{os.getpid()}")
     try:
-        part.write_text(json.dumps(_finite(values), indent=1) + "\n")
+        write_json(part, values)
         os.link(part, path)
     finally:
         with contextlib.suppress(OSError):

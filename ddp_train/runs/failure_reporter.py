@@ -140,7 +140,7 @@ class FailureReporter:
         write_torchrun_error_file(failure_report.headline(failure).removeprefix("FATAL "))
         if self.hosts_may_leave and of_peer:
             with lost_hosts.one_at_a_time(self.run_dir):
-                lost_hosts.note(self.run_dir, rank=failure.rank)
+                lost_hosts.note_loss(self.run_dir, rank=failure.rank)
             if is_saved:
                 step = max((step_of(place) for place in places(self.run_dir)), default=0)
                 self.terminal.write(f"step {step} is saved: a surviving rank had it\n")

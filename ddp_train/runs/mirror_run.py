@@ -13,7 +13,7 @@ from ddp_train.checkpoints.mirror import (
     Manifests,
     Mirror,
     UnreachableError,
-    best_step,
+    best_there,
     owner_of,
 )
 from ddp_train.checkpoints.mirroring import CopyState, Mirroring
@@ -83,7 +83,7 @@ def fetch_alone(config: Config, attempt: int) -> str:
     if step is None:
         return ""
     if config.checkpoint.best:
-        best = best_step(manifests, manifests[step].get("best_by"))
+        best = best_there(manifests)
         if best is not None:
             link_best(place_of(run_dir, best))
     differences = ""

@@ -292,7 +292,7 @@ class Training:
         )
         if saver is None:
             return contextlib.nullcontext()
-        return saver.offered(self.job, self.owes_hooks)
+        return saver.saving_on_loss(self.job, self.owes_hooks)
 
     def _final_scores(self) -> Scores | None:
         """The scores of the final weights by split; None if a stop request ended an evaluation."""
@@ -454,14 +454,14 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
 def _lost_rank(run: RunContext) -> dict[str, Any] | None:
     """The rank after whose loss this process was started; None if none was lost."""
     if run.config.host_range:
-        return from_leader(lost_hosts.noted(run.run_dir), run.device)
+        return from_leader(lost_hosts.noted_loss(run.run_dir), run.device)
     return lost_rank()
 
 
 def _recovery_hook(training: Training, lost: dict[str, Any] | None) -> RecoveryHook | None:
     if not lost:
         return None
-    forget = partial(lost_hosts.forget, training.run.run_dir)
+    forget = partial(lost_hosts.forget_loss, training.run.run_dir)
     return RecoveryHook(training.metrics_hook, lost, training.start.step, forget)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.layout import read_manifest
-from ddp_train.checkpoints.training_state import TrainingState, copy_of_weights
+from ddp_train.checkpoints.training_state import TrainingState, copies_of
 from ddp_train.checkpoints.writer import Snapshot, Writer
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
 from ddp_train.distributed.replicas import check_same_weights
@@ -166,7 +166,7 @@ class SessionCheckpoints:
                 name for name, parameter in module.named_parameters() if parameter.requires_grad
             ],
         }
-        return Snapshot(position.step, copy_of_weights(module), state.as_dict(), manifest)
+        return Snapshot(position.step, copies_of(module.state_dict()), state.as_dict(), manifest)
 
     def finish(self) -> None:
         """Wait until all is written. Raises WriteError if the last one could not be."""

@@ -23,8 +23,8 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import LaunchError, PeersLostError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
-from ddp_train.recovery import own_state
-from ddp_train.recovery.own_state import OfRank, Published, Row
+from ddp_train.recovery import rank_state
+from ddp_train.recovery.rank_state import KnownState, Published, Row
 from ddp_train.resilience.failure import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NOT_SAVED,
@@ -128,11 +128,11 @@ def test_the_thread_that_beats_obeys_what_another_object_of_the_rank_was_given()
     with closing(StatusBoard.create(2)) as board:
         called: list[int] = []
         board.ranks[1].on_stop = lambda: called.append(1)
-        board.ranks[1]._heed_launcher()
+        board.ranks[1].obey_launcher()
         assert not called, "no order yet"
         board.ranks[1].recovery.order = STOP
-        board.ranks[1]._heed_launcher()
-        board.ranks[1]._heed_launcher()
+        board.ranks[1].obey_launcher()
+        board.ranks[1].obey_launcher()
         assert called == [1]
 
 
@@ -187,7 +187,7 @@ def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.Mon
     """The host has queued 9 steps, of which the device has done 6; hooks acted after 4. All but the
     GPU is real."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(own_state, "break_connections", lambda: None)
+    monkeypatch.setattr(rank_state, "break_connections", lambda: None)
     module = nn.Sequential(nn.Linear(1, 1))
     losses = RunningLoss()
     module.register_buffer("mask", torch.tensor([1.0, 0.0]))
@@ -204,22 +204,22 @@ def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.Mon
     stepper = SimpleNamespace(losses=losses, check_finite=check, steps_done=9, norm=torch.ones(()))
     job: Any = SimpleNamespace(module=module, stepper=stepper, step=9)
     with closing(StatusBoard.create(3)) as board:
-        own = own_state.OnDevice(board, 1, "cuda:1")
+        own = rank_state.OnDevice(board, 1, "cuda:1")
         own.before = [buffer.clone() for buffer in module.buffers()]
-        own.settle(job)
+        own.roll_back(job)
         assert job.step == stepper.steps_done == board.ranks[1].step == 6 and stepper.norm is None
-        known = own.of_ranks(6)
+        known = own.states_of_ranks(6)
         assert [one and one.loss for one in known] == [Mean(), Mean(4.0 + 5.0, 4), Mean()]
         assert all(one and torch.equal(one.buffers[0], torch.tensor([1.0, 0.0])) for one in known)
-        own.note_losses(SimpleNamespace(step=6, stepper=SimpleNamespace(losses=RunningLoss())))  # type: ignore[arg-type]
+        own.keep_losses(SimpleNamespace(step=6, stepper=SimpleNamespace(losses=RunningLoss())))  # type: ignore[arg-type]
         job.step = stepper.steps_done = 9
-        own.settle(job)
-        assert own.of_ranks(6)[1] == OfRank(Mean(), own.before), (
+        own.roll_back(job)
+        assert own.states_of_ranks(6)[1] == KnownState(Mean(), own.before), (
             "the noted ones count: hooks had begun after step 6"
         )
         module.mask += 1
         with pytest.raises(LaunchError, match="the buffer mask changes in training"):
-            own.settle(job)
+            own.roll_back(job)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.options.sections import LaunchConfig, TrainConfig
 from ddp_train.parallel.config import SingleConfig
 from ddp_train.parallel.ordered.config import OrderedConfig
-from ddp_train.recovery.exchanged import Exchanged
+from ddp_train.recovery.exchanged_state import Exchanged
 from ddp_train.resilience import lost_hosts, run_lock
 from ddp_train.tasks.mean_loss import Mean
 from tests.launcher.test_hosts import ENDPOINT, Cluster, on_hosts
@@ -159,20 +159,20 @@ def test_a_worker_knows_how_many_hosts_there_are_and_may_be(tmp_path: Path) -> N
 
 
 def test_the_highest_step_and_the_first_loss_are_noted(tmp_path: Path) -> None:
-    lost_hosts.note(tmp_path, rank=1)
-    assert lost_hosts.noted(tmp_path) is None, "nobody had begun to train"
+    lost_hosts.note_loss(tmp_path, rank=1)
+    assert lost_hosts.noted_loss(tmp_path) is None, "nobody had begun to train"
     began = time.monotonic()
     for step in (7, 8, 7):
-        lost_hosts.note(tmp_path, step)
-    lost_hosts.note(tmp_path, rank=2)
-    lost_hosts.note(tmp_path, rank=0)
-    found = lost_hosts.noted(tmp_path) or pytest.fail("it is there")
+        lost_hosts.note_loss(tmp_path, step)
+    lost_hosts.note_loss(tmp_path, rank=2)
+    lost_hosts.note_loss(tmp_path, rank=0)
+    found = lost_hosts.noted_loss(tmp_path) or pytest.fail("it is there")
     assert (found["step"], found["rank"]) == (8, 2)
     assert began - 1 < found["at"] <= time.monotonic()
-    lost_hosts.forget(tmp_path)
-    assert lost_hosts.noted(tmp_path) is None
+    lost_hosts.forget_loss(tmp_path)
+    assert lost_hosts.noted_loss(tmp_path) is None
     (tmp_path / lost_hosts.FILE).write_text("{")
-    assert lost_hosts.noted(tmp_path) is None
+    assert lost_hosts.noted_loss(tmp_path) is None
 
 
 def test_a_survivor_that_stands_still_holds_nobody_up(
@@ -202,10 +202,11 @@ def exchange(world: World) -> list[Any]:
     """Three steps of a model whose statistics differ between ranks."""
     module = nn.Sequential(nn.BatchNorm1d(2))
     strategy = SimpleNamespace(buffers_differ=True)
-    stepper = SimpleNamespace(device="cpu", average=None, check_finite=None)
+    check = SimpleNamespace(skip=False)
+    stepper = SimpleNamespace(device="cpu", average=None, check_finite=check)
     job: Any = SimpleNamespace(module=module, strategy=strategy, stepper=stepper, step=4)
     own = Exchanged()
-    assert own.why_not(job) == ""
+    assert own.reason_unavailable(job) == ""
     own.begin(job)
     for step in (5, 6, 7):
         module[0].running_mean = torch.full(
@@ -216,7 +217,7 @@ def exchange(world: World) -> list[Any]:
         module[0].running_mean.add_(100)
         arrive()
     own.publish(7, Mean(99.0, 1))()  # a loss was dropped on this rank
-    assert own.of_ranks(4) == [None] and own.of_ranks(8) == [None]
+    assert own.states_of_ranks(4) == [None] and own.states_of_ranks(8) == [None]
     return [
         (
             one.loss,
@@ -225,7 +226,7 @@ def exchange(world: World) -> list[Any]:
             one.buffers[0].dtype == torch.float32,
         )
         for step in (6, 7)
-        for one in own.of_ranks(step)
+        for one in own.states_of_ranks(step)
         if one
     ]
 

@@ -16,17 +16,24 @@ from torch import Tensor
 
 from ddp_train.distributed.process_group import buffer_places, gather_later
 from ddp_train.engine.loop import Job
-from ddp_train.optim.nan_guard import NonFiniteCheck
-from ddp_train.recovery.own_state import SLOTS, OfRank, is_intact_after_exchange
+from ddp_train.recovery.rank_state import (
+    AVERAGE_OF_ONE,
+    SLOTS,
+    KnownState,
+    is_intact_after_exchange,
+)
 from ddp_train.resilience.heartbeat import ROW_BYTES
 from ddp_train.tasks.mean_loss import Mean
 
 HEAD = 2
-"""Numbers before those of the buffers: the sum and the units of the loss."""
+"""Count of numbers before those of the buffers: the sum and the units of the loss."""
 
 
 class Exchanged:
-    """On the CPU. A rank keeps the numbers of all ranks for the last steps."""
+    """What a rank alone knows on the CPU, sent with each step.
+
+    Each rank keeps the numbers of all for the last steps.
+    """
 
     def __init__(self) -> None:
         self.places: list[tuple[dict[str, Tensor | None], str]] = []
@@ -38,7 +45,7 @@ class Exchanged:
     def buffers(self) -> list[Tensor]:
         return [cast(Tensor, holder[name]) for holder, name in self.places]
 
-    def why_not(self, job: Job) -> str:
+    def reason_unavailable(self, job: Job) -> str:
         if job.stepper.device != "cpu":
             return "on GPUs NCCL ends a process before it could save"
         if job.strategy.buffers_differ:
@@ -51,11 +58,8 @@ class Exchanged:
         ):
             return "a buffer of its model is no plain tensor"
         if job.stepper.average and any(buffer.is_floating_point() for buffer in self.buffers):
-            return (
-                "the average of each rank's own buffers (train.ema_decay) is known to that rank"
-                " alone"
-            )
-        if isinstance(check := job.stepper.check_finite, NonFiniteCheck) and check.skip:
+            return AVERAGE_OF_ONE
+        if job.stepper.check_finite.skip:
             return "train.on_non_finite=skip takes back what was sent of a step"
         return ""
 
@@ -63,11 +67,10 @@ class Exchanged:
         self.publish(job.step, Mean())()
 
     def publish(self, step: int, loss: Mean) -> Callable[[], None]:
-        """Begins to send the numbers of the step that is being computed. Returns what waits for
-        those of all ranks."""
-        if (
-            step in self.kept
-        ):  # `LossPublisher` says it again if a loss was dropped, which other ranks need not do
+        """Start to send the numbers of the step that is being computed. Returns a function that
+        waits for those of all ranks."""
+        # `LossPublisher` says it again if a loss was dropped, which other ranks need not do.
+        if step in self.kept:
             return lambda: None
         own = [buffer.detach().clone() for buffer in self.buffers]
         floating = [buffer.double().flatten() for buffer in own if buffer.is_floating_point()]
@@ -84,31 +87,35 @@ class Exchanged:
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
         return is_intact_after_exchange(job, phase, of_peer)
 
-    def settle(self, job: Job) -> None:
-        """Weights and moments change in the optimizer step alone, as `own_state.Published` has
-        it."""
+    def roll_back(self, job: Job) -> None:
+        """Nothing to do, as for `rank_state.Published`."""
 
-    def note_losses(self, job: Job) -> None:
-        """They were sent."""
+    def keep_losses(self, job: Job) -> None:
+        """Nothing to do: they were sent."""
 
-    def of_ranks(self, step: int) -> list[OfRank | None]:
+    def states_of_ranks(self, step: int) -> list[KnownState | None]:
         if step not in self.kept:
             return [None]
         gathered, own = self.kept[step]
         return [
-            OfRank(Mean(*row[:HEAD].tolist()), _with_floating(own, row[HEAD:])) for row in gathered
+            KnownState(Mean(*row[:HEAD].tolist()), _with_floating(own, row[HEAD:]))
+            for row in gathered
         ]
 
 
 def _with_floating(own: list[Tensor], numbers: Tensor) -> list[Tensor]:
-    """A rank's buffers: those of whole numbers are the same on all ranks."""
-    found = []
-    at = 0
+    """A rank's buffers: those of whole numbers are the same on all ranks.
+
+    own: the buffers of this rank.
+    numbers: content of the rank's floating-point buffers, [n].
+    """
+    buffers = []
+    start = 0
     for buffer in own:
         if buffer.is_floating_point():
-            part = numbers[at : at + buffer.numel()]
-            found.append(part.view(buffer.shape).to(buffer.dtype))
-            at += buffer.numel()
+            part = numbers[start : start + buffer.numel()]
+            start += buffer.numel()
+            buffers.append(part.view(buffer.shape).to(buffer.dtype))
         else:
-            found.append(buffer)
-    return found
+            buffers.append(buffer)
+    return buffers

@@ -36,6 +36,9 @@ SLOTS = 3
 """Steps that a row holds in turns. Two are not enough: a rank may publish two steps beyond the one
 that a survivor has completed."""
 ALIGNMENT = 64
+AVERAGE_OF_ONE = (
+    "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
+)
 log = logging.getLogger(__name__)
 
 
@@ -47,7 +50,10 @@ class Row:
     mark = struct.Struct("=q")
 
     def __init__(self, memory: mmap.mmap, like: list[Tensor]) -> None:
-        """memory: of `size(like)` bytes. like: tensors of the shapes and dtypes that are held."""
+        """
+        memory: `size(like)` bytes.
+        like: tensors of the shapes and dtypes that are held.
+        """
         self.memory = memory
         self.begins = [slot * self.size(like) // SLOTS for slot in range(SLOTS)]
         self.slots: list[list[Tensor]] = []
@@ -69,8 +75,8 @@ class Row:
         return SLOTS * (ALIGNMENT + sum(_aligned(tensor.nbytes) for tensor in like))
 
     def write(self, step: int, loss: Mean, tensors: list[Tensor]) -> None:
-        """The step comes last: what a killed process has half written has the step of three steps
-        ago."""
+        """Write the state after a step; the step comes last, so that what a killed process has half
+        written has the step of three steps ago."""
         slot = step % SLOTS
         if tensors:
             torch._foreach_copy_(self.slots[slot], tensors)  # pyright: ignore[reportPrivateImportUsage]
@@ -78,19 +84,19 @@ class Row:
         self.head.pack_into(self.memory, begin, 0, loss.sum, loss.units)
         self.mark.pack_into(self.memory, begin, step + 1)  # 0: nothing was ever written
 
-    def read(self, step: int) -> OfRank | None:
-        """What was written of a step; None if it is not there."""
+    def read(self, step: int) -> KnownState | None:
+        """The state after a step; None if it is not there."""
         mark, total, units = self.head.unpack_from(self.memory, self.begins[step % SLOTS])
         if mark == step + 1:
-            return OfRank(Mean(total, units), self.slots[step % SLOTS])
+            return KnownState(Mean(total, units), self.slots[step % SLOTS])
         return None
 
 
-class OfRank(NamedTuple):
-    """Of one rank, after a step."""
+class KnownState(NamedTuple):
+    """What is known of one rank after a step."""
 
     loss: Mean
-    """That no hook has taken yet."""
+    """The part that no hook has taken yet."""
     buffers: list[Tensor]
 
 
@@ -98,15 +104,15 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-class OwnState(Protocol):
+class RankState(Protocol):
     """What this rank alone knows."""
 
-    def why_not(self, job: Job) -> str:
-        """Why nothing can be offered in this run; empty if it can."""
+    def reason_unavailable(self, job: Job) -> str:
+        """Why a survivor cannot save in this run; empty if it can."""
         ...
 
     def begin(self, job: Job) -> None:
-        """Before the first step. Raises LaunchError if it cannot."""
+        """To be called before the first step."""
         ...
 
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
@@ -114,17 +120,19 @@ class OwnState(Protocol):
         raised."""
         ...
 
-    def settle(self, job: Job) -> None:
-        """After such an error: `job.step` becomes the last completed step. Raises LaunchError if
-        something of its state is unknown."""
+    def roll_back(self, job: Job) -> None:
+        """Make `job.step` the last completed step, after such an error.
+
+        Raises LaunchError if something of its state is unknown.
+        """
         ...
 
-    def note_losses(self, job: Job) -> None:
-        """Before hooks act after `job.step`, which may take the losses."""
+    def keep_losses(self, job: Job) -> None:
+        """Keep the losses, before hooks act after `job.step`, which may take them."""
         ...
 
-    def of_ranks(self, step: int) -> list[OfRank | None]:
-        """What is known of each rank after a step; None: nothing, so that the step cannot be
+    def states_of_ranks(self, step: int) -> list[KnownState | None]:
+        """What is known of each rank after a step; None where nothing is: the step cannot be
         saved."""
         ...
 
@@ -143,7 +151,7 @@ class Published:
     def buffers(self) -> list[Tensor]:
         return [cast(Tensor, holder[name]) for holder, name in self.places]
 
-    def why_not(self, job: Job) -> str:
+    def reason_unavailable(self, job: Job) -> str:
         if job.strategy.buffers_differ:
             self.places = buffer_places(job.module)
         if Row.size(self.buffers) > ROW_BYTES:
@@ -153,10 +161,7 @@ class Published:
         if any(buffer.layout != torch.strided or buffer.is_quantized for buffer in self.buffers):
             return "a buffer of its model is no plain tensor"
         if job.stepper.average and any(buffer.is_floating_point() for buffer in self.buffers):
-            return (
-                "the average of each rank's own buffers (train.ema_decay) is known to that rank"
-                " alone"
-            )
+            return AVERAGE_OF_ONE
         return ""
 
     def begin(self, job: Job) -> None:
@@ -164,8 +169,8 @@ class Published:
         self.publish(job.step, Mean())
 
     def publish(self, step: int, loss: Mean) -> Callable[[], None]:
-        """What this rank alone knows of the step that is being computed. Before its gradients are
-        exchanged."""
+        """Write what this rank alone knows of the step that is being computed. To be called before
+        its gradients are exchanged."""
         try:
             if self.row:
                 self.row.write(step, loss, self.buffers)
@@ -180,15 +185,15 @@ class Published:
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
         return is_intact_after_exchange(job, phase, of_peer)
 
-    def settle(self, job: Job) -> None:
-        """Weights and moments change in the optimizer step alone, which exchanges nothing:
-        `job.step` is right. Buffers have moved on when a collective fails in the next step: the row
-        has them."""
+    def roll_back(self, job: Job) -> None:
+        """Nothing to do: weights and moments change in the optimizer step alone, which exchanges
+        nothing, so `job.step` is right. Buffers have moved on when a collective fails in the next
+        step: the row has them."""
 
-    def note_losses(self, job: Job) -> None:
-        """The row has them."""
+    def keep_losses(self, job: Job) -> None:
+        """Nothing to do: the row has them."""
 
-    def of_ranks(self, step: int) -> list[OfRank | None]:
+    def states_of_ranks(self, step: int) -> list[KnownState | None]:
         ranks = range(len(self.board.ranks))
         return [
             Row(self.board.row(rank, Row.size(self.buffers)), self.buffers).read(step)
@@ -197,10 +202,13 @@ class Published:
 
 
 def is_intact_after_exchange(job: Job, phase: str, of_peer: bool) -> bool:
-    """On the CPU. A peer's error comes out of an exchange. In the optimizer step there is one
-    before the update, if the optimizer is torch's or ours; `strategy=ordered` has set the buffers
-    of the next step by then. Any other error, a signal handler's above all, may come out of
-    anything: it is believed where nothing changes."""
+    """Whether weights and moments on the CPU are those of a completed step.
+
+    A peer's error comes out of an exchange. In the optimizer step there is one before the update,
+    if the optimizer is torch's or ours; `strategy=ordered` has set the buffers of the next step by
+    then. Any other error, a signal handler's above all, may come out of anything: it is believed
+    where nothing changes.
+    """
     if not of_peer:
         return phase in ("data", "forward", "backward")
     known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
@@ -218,19 +226,15 @@ class OnDevice:
         self.device = device
         self.before: list[Tensor] = []
         """The buffers as they were before the first step."""
-        self.noted: tuple[int, list[ForwardPass]] = -1, []
-        """The losses before hooks acted last, and after which step."""
+        self.kept: tuple[int, list[ForwardPass]] = -1, []
+        """The last step after which hooks acted, and the losses before they did."""
 
-    def why_not(self, job: Job) -> str:
+    def reason_unavailable(self, job: Job) -> str:
         check = job.stepper.check_finite
-        normalised = [
-            one for one in job.module.modules() if getattr(one, "track_running_stats", False)
-        ]
-        if normalised:
-            return (
-                f"batch norm's statistics on a GPU ({type(normalised[0]).__name__}) die with their"
-                " rank"
-            )
+        for module in job.module.modules():
+            if getattr(module, "track_running_stats", False):
+                name = type(module).__name__
+                return f"batch norm's statistics on a GPU ({name}) die with their rank"
         if not job.strategy.buffers_differ:
             return "strategy=ordered has nothing to offer on GPUs"
         if len(self.board.ranks) > 2:
@@ -259,15 +263,17 @@ class OnDevice:
         self.before = [buffer.cpu() for buffer in job.module.buffers()]
 
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:
-        """After a peer's error wherever the host is, for it runs ahead; an optimizer of the user's
-        own may have failed in the middle of an update. Any other error, a signal handler's above
-        all, may come out of anything."""
+        """As in RankState: after a peer's error wherever the host is, for it runs ahead.
+
+        An optimizer of the user's own may have failed in the middle of an update. Any other error,
+        a signal handler's above all, may come out of anything.
+        """
         if not of_peer:
             return phase == "data"
         known = type(job.stepper.optimizer).__module__.startswith(("torch.optim.", "ddp_train."))
         return known or phase != "optimizer step"
 
-    def settle(self, job: Job) -> None:
+    def roll_back(self, job: Job) -> None:
         break_connections()  # what is queued must come to an end
         torch.cuda.synchronize()
         stepper = job.stepper
@@ -275,31 +281,38 @@ class OnDevice:
         job.step = stepper.steps_done = status.step = stepper.check_finite.steps_taken(
             stepper.steps_done
         )
-        noted_at, noted = self.noted
-        losses = noted if noted_at == job.step else stepper.losses.passes
         stepper.norm = None  # of a step that was skipped
         buffers = [buffer.cpu() for buffer in job.module.buffers()]
         names = [name for name, _ in job.module.named_buffers()]
         for name, now, before in zip(names, buffers, self.before, strict=True):
-            if not (
-                (now == before) | ((now != now) & (before != before))
-            ).all():  # NaN is as it was too
+            if not now.allclose(before, rtol=0, atol=0, equal_nan=True):
                 raise LaunchError(
                     f"the buffer {name} changes in training, and that of the dead rank died with it"
                 )
-        done = [one for one in losses if one[2].step < job.step and one[2].num_real]
-        seen = [(float(loss), float(units)) for loss, units, _ in done if is_finite(loss)]
-        loss = Mean(math.fsum(loss for loss, _ in seen), math.fsum(units for _, units in seen))
-        Row(self.board.row(self.rank, Row.size([])), []).write(job.step, loss, [])
+        kept_at, passes = self.kept
+        if kept_at != job.step:
+            passes = stepper.losses.passes
+        losses = []
+        units = []
+        for loss, count, micro_batch in passes:
+            is_done = micro_batch.step < job.step and micro_batch.num_real
+            if is_done and is_finite(loss):
+                losses.append(float(loss))
+                units.append(float(count))
+        self._row(self.rank).write(job.step, Mean(math.fsum(losses), math.fsum(units)), [])
 
-    def note_losses(self, job: Job) -> None:
-        self.noted = job.step, list(job.stepper.losses.passes)
+    def _row(self, rank: int) -> Row:
+        """A row of the loss alone."""
+        return Row(self.board.row(rank, Row.size([])), [])
 
-    def of_ranks(self, step: int) -> list[OfRank | None]:
-        rows = [
-            Row(self.board.row(rank, Row.size([])), []) for rank in range(len(self.board.ranks))
-        ]
-        found = [
-            row.read(step) for row in rows
-        ]  # survivors that are a step behind have one of another step
-        return [OfRank(one.loss if one else Mean(), self.before) for one in found]
+    def keep_losses(self, job: Job) -> None:
+        self.kept = job.step, list(job.stepper.losses.passes)
+
+    def states_of_ranks(self, step: int) -> list[KnownState | None]:
+        states: list[KnownState | None] = []
+        for rank in range(len(self.board.ranks)):
+            state = self._row(rank).read(step)
+            # Survivors that are a step behind have written another step.
+            loss = state.loss if state else Mean()
+            states.append(KnownState(loss, self.before))
+        return states
