@@ -21,14 +21,15 @@ class Frozen:
     """
 
     def __init__(self, model: nn.Module, globs: Sequence[str]) -> None:
-        """Freezes the parameters.
+        """Freeze the parameters.
 
         globs: over the names of parameters.
 
         Raises ConfigError if a glob matches no parameter, or if nothing is left to train.
         """
         parameters = dict(model.named_parameters())
-        if problems := unmatched("model.freeze=[{}]", globs, list(parameters)):
+        problems = unmatched("model.freeze=[{}]", globs, list(parameters))
+        if problems:
             raise ConfigError(problems)
         names = {name for glob in globs for name in matching(glob, parameters)}
         self.parameters = {
@@ -45,7 +46,7 @@ class Frozen:
         """Layers that compute as in evaluation."""
 
     def unfreeze(self) -> None:
-        """Lets the parameters train from here on."""
+        """Let the parameters train from here on."""
         for parameter in self.parameters.values():
             parameter.requires_grad_(True)
         self.at_rest.clear()

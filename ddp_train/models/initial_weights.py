@@ -1,5 +1,6 @@
-"""Weights that a model begins with, from a file: read as data, never as code, and compared name by
-name.
+"""The weights that a model begins with, from a file.
+
+They are read as data, never as code, and compared name by name.
 
 Nothing is left out in silence: a name that only one side has, or that has another shape there, is
 an error unless `model.init_ignore` names it.
@@ -23,7 +24,7 @@ from ddp_train.errors import ConfigError, DataError
 from ddp_train.text import counted, first_line, matching, unmatched
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "weights")
-"""Where files of whole training runs keep the weights (Lightning: state_dict)."""
+"""Entries in which files of whole training runs keep the weights (Lightning: state_dict)."""
 AUXILIARY = ("aux1.", "aux2.", "AuxLogits.")
 """Further outputs of GoogLeNet and Inception, which `torchvision_networks` leaves out."""
 NAMES_IN_MESSAGE = 6
@@ -42,14 +43,14 @@ class Weights:
     """As the user named it."""
     sha256: str
     notes: list[str] = field(default_factory=list)
-    """What was assumed to read them."""
+    """The assumptions that were made to read them."""
     classes: int | None = None
     """Classes that their network tells apart; None: unknown."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a model began with, for the plan and for manifests."""
+    """The origin of a model's first weights, for the plan and for manifests."""
 
     source: str
     sha256: str
@@ -61,7 +62,7 @@ class Origin:
 
 
 def read_weights(path: Path, source: str) -> Weights:
-    """Reads a .safetensors file, or one of torch.save.
+    """Read a .safetensors file, or one of torch.save.
 
     source: key and value, for messages.
 
@@ -70,17 +71,16 @@ def read_weights(path: Path, source: str) -> Weights:
     content, sha256 = _read_file(path, source)
     if _is_state_dict(content):
         return Weights(dict(content), source, sha256)
+    description = f"a {type(content).__name__}"
     if isinstance(content, Mapping):
         wrappers = [name for name in WRAPPERS if _is_state_dict(content.get(name))]
         if len(wrappers) == 1:
             name = wrappers[0]
             return Weights(dict(content[name]), source, sha256, [f"its entry {name}"])
-    what = f"a {type(content).__name__}"
-    if isinstance(content, Mapping):
         names = ", ".join(map(str, list(content)[:NAMES_IN_MESSAGE]))
-        what += f" with {names or 'nothing'}"
+        description += f" with {names or 'nothing'}"
     raise DataError(
-        f"{source} is not a state dict, from names to tensors: it is {what}", STATE_DICT
+        f"{source} is not a state dict, from names to tensors: it is {description}", STATE_DICT
     )
 
 
@@ -103,7 +103,7 @@ def torchvision_weights(arch: str, name: str) -> Weights:
 
 
 def load_initial_weights(model: nn.Module, weights: Weights, ignore: Sequence[str] = ()) -> Origin:
-    """Copies weights into a model, in the model's number type.
+    """Copy weights into a model, in the model's number type.
 
     ignore: globs over names that stay as they are; so does a head for another number of classes, if
         that of the weights is known.
@@ -113,7 +113,8 @@ def load_initial_weights(model: nn.Module, weights: Weights, ignore: Sequence[st
     own = model.state_dict()
     tensors, notes = _with_names_of(own, weights)
     names = [*own, *tensors]
-    if problems := unmatched("model.init_ignore=[{}]", ignore, names, "name"):
+    problems = unmatched("model.init_ignore=[{}]", ignore, names, "name")
+    if problems:
         raise ConfigError(problems)
     ignored = {name for glob in ignore for name in matching(glob, names)}
     ignored |= _heads_for_other_classes(own, tensors, weights.classes)
@@ -135,7 +136,7 @@ def load_initial_weights(model: nn.Module, weights: Weights, ignore: Sequence[st
 
 
 def describe_origin(origin: Origin) -> str:
-    """What a model began with, in words for the plan."""
+    """The origin of a model's first weights in words, for the plan."""
     if origin.fresh:
         fresh = f"left as drawn: {_first_names(origin.fresh)}"
     else:
@@ -171,7 +172,7 @@ class _Comparison:
         self.misshapen = [name for name in shared if name not in self.loadable]
 
     def check(self) -> None:
-        """Raises DataError with all names that do not fit."""
+        """Raise DataError with all names that do not fit."""
         misfits = [*self.missing, *self.surplus, *self.misshapen]
         if not misfits:
             return
@@ -199,11 +200,13 @@ class _Comparison:
         shape = self.wanted[name].shape
         candidates = [other for other in self.surplus if self.available[other].shape == shape]
         close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
-        return f"{name} (is it {close[0]} there?)" if close else name
+        if not close:
+            return name
+        return f"{name} (is it {close[0]} there?)"
 
 
 def _read_file(path: Path, source: str) -> tuple[Any, str]:
-    """What a file holds, and its sha256."""
+    """The content of a file, and its sha256."""
     try:
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
@@ -227,8 +230,7 @@ def _is_state_dict(content: Any) -> bool:
 
 
 def _download(name: str, url: str, file: Path) -> None:
-    """Fetches a file of weights, whose name has the beginning of its sha256. name: of the
-    weights."""
+    """Fetch a file of weights, whose name has the beginning of its sha256."""
     digest = re.search(r"-([0-9a-f]{8,})\.", file.name)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -295,8 +297,10 @@ def _with_names_of(
 def _names_that_fit(
     own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[tuple[str, str], int]:
-    """How many names fit, for each pair of a prefix in the file and one of all the model's names
-    that takes its place."""
+    """The number of names that fit for each pair of prefixes.
+
+    The first is a prefix in the file, the second one of all the model's names that takes its place.
+    """
     prefixes = [prefix for prefix in _prefixes(own) if all(name.startswith(prefix) for name in own)]
     counts = {}
     for prefix_in_file in _prefixes(tensors):
@@ -320,11 +324,14 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 
 def _glob_around(name: str) -> str:
     """A glob over the layer of a name."""
-    layer = name.rpartition(".")[0]
-    return f"{layer}.*" if layer else name
+    layer, dot, _ = name.rpartition(".")
+    return f"{layer}.*" if dot else name
 
 
 def _first_names(names: Sequence[str]) -> str:
-    more = len(names) - NAMES_IN_MESSAGE
+    """The first names, and the number of the others, for a message."""
     listed = ", ".join(names[:NAMES_IN_MESSAGE])
-    return f"{listed} and {more} more" if more > 0 else listed
+    more = len(names) - NAMES_IN_MESSAGE
+    if more <= 0:
+        return listed
+    return f"{listed} and {more} more"

@@ -1,5 +1,7 @@
-"""What code keeps beside parameters and buffers: in attributes, in its classes, in the globals of
-its modules."""
+"""The state that code keeps beside parameters and buffers.
+
+It is in attributes, in classes, and in the globals of modules.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ from torch import Tensor, nn
 CHECKOUT = Path(__file__).resolve().parents[2]
 OURS = tuple(f"{CHECKOUT / name}/" for name in ("ddp_train", "ddp_lab"))
 MOST_ITEMS = 64
-"""Items of a list or dict that are looked at."""
+"""The most items of a list or dict that are inspected one by one."""
 MOST_NUMBERS = 2**20
-"""Numbers of a tensor that are looked at; of a larger one, as many, evenly spread."""
+"""The most numbers of a tensor that are inspected, evenly spread."""
 DEPTH = 5
-"""Objects within objects that are looked at."""
+"""Objects within objects that are inspected."""
 DEPTH_OF_GLOBALS = 2
 DEPTH_OF_CLASSES = 1
 PLAIN = (int, float, complex, str, bytes, type(None))
@@ -45,11 +47,9 @@ ATTRIBUTES_OF_TORCH = (
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """True if a source file belongs neither to these packages, nor to what is installed, nor to
-    Python."""
-    if not file.endswith(".py") or file.startswith(OURS):
-        return False
-    if "site-packages" in file or "dist-packages" in file:
+    """True if a source file is not of these packages, of what is installed, or of Python."""
+    is_installed = "site-packages" in file or "dist-packages" in file
+    if is_installed or not file.endswith(".py") or file.startswith(OURS):
         return False
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     return not file.startswith(tuple(places))
@@ -61,9 +61,10 @@ def defined_by_user(module: str) -> bool:
 
 
 def state_of(roots: Mapping[str, Any]) -> dict[str, str]:
-    """What objects keep beside parameters and buffers: attributes of them and of what they hold, of
-    their classes, what their forward hooks hold, and the globals of the user's modules that they
-    come from.
+    """The state that objects keep beside parameters and buffers.
+
+    It is in attributes of them and of what they hold, in their classes and forward hooks, and in
+    the globals of the user's modules that they come from.
 
     roots: the objects, by names.
 
@@ -73,7 +74,7 @@ def state_of(roots: Mapping[str, Any]) -> dict[str, str]:
 
 
 def look_through(roots: Mapping[str, Any]) -> State:
-    """As `state_of`, with the places of tensors."""
+    """The state of objects as `state_of` has it, and the places of tensors."""
     state = State()
     for name, root in roots.items():
         state.walk(name, root, DEPTH)
@@ -91,24 +92,24 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
 
 
 class State:
-    """What was found, path by path."""
+    """The state of objects, path by path."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
         """Digests by paths."""
         self.tensors: dict[str, tuple[str, int]] = {}
-        """The type of the device of each tensor, and where it begins there."""
+        """The type of the device of each tensor, and its address there."""
         self.modules: set[str] = set()
         """The user's modules whose objects or functions were met."""
         self.seen: dict[int, tuple[str, Any]] = {}
-        """By the ids of objects: where each was first met, and the object, so that its id does not
-        come again."""
+        """By the ids of objects: the path at which each was first met, and the object, so that its
+        id does not come again."""
 
     def walk(self, path: str, value: Any, depth: int) -> None:
-        """Looks at a value, and at what it holds.
+        """Inspect a value, and what it holds.
 
         path: its name, as a person would write it.
-        depth: objects within objects to look at.
+        depth: objects within objects to inspect.
         """
         try:
             if isinstance(value, PLAIN):
@@ -119,14 +120,15 @@ class State:
             elif depth >= 0:
                 self.seen[id(value)] = path, value
                 self._walk(path, value, depth)
-        except Exception:  # noqa: BLE001  objects of anyone's may raise anything when they are looked at
+        except Exception:  # noqa: BLE001  any object may raise anything when it is inspected
             self.found[path] = f"a {type(value).__name__} that cannot be looked at"
 
     def _walk(self, path: str, value: Any, depth: int) -> None:
-        if isinstance(value, Tensor):
-            self._add_tensor(path, value)
-        elif (digest := _digest(value)) is not None:
+        digest = _digest(value)
+        if digest is not None:
             self.found[path] = digest
+        elif isinstance(value, Tensor):
+            self._add_tensor(path, value)
         elif isinstance(value, Mapping):
             items = [(f"[{key!r}]", item) for key, item in _first_items(value.items())]
             self._walk_items(path, items, value.values(), len(value), depth)
@@ -165,7 +167,7 @@ class State:
         count: int,
         depth: int,
     ) -> None:
-        """Looks at the first items of a collection one by one, and at the rest together."""
+        """Inspect the first items of a collection one by one, and the rest together."""
         self.found[path] = f"{count} items{_hash_of_rest(values)}"
         for name, item in items:
             self.walk(path + name, item, depth - 1)
@@ -173,7 +175,7 @@ class State:
     def _walk_generator(self, path: str, generator: GeneratorType, depth: int) -> None:
         frame = generator.gi_frame
         self.found[path] = f"at {frame and frame.f_lasti}"
-        if frame:
+        if frame is not None:
             for name, item in frame.f_locals.items():
                 self.walk(f"{path}.{name}", item, depth - 1)
 
@@ -208,14 +210,14 @@ class State:
             self._walk_module(path, value, depth)
 
     def _walk_class(self, kind: type) -> None:
-        """Looks at what a class of the user's keeps itself."""
+        """Inspect the values that a class of the user's holds itself."""
         for name, item in list(vars(kind).items()):
             is_state = isinstance(item, (*PLAIN, list, dict, set, deque))
             if is_state and not name.startswith("__"):
                 self.walk(f"{kind.__name__}.{name}", item, DEPTH_OF_CLASSES)
 
     def _walk_module(self, path: str, module: nn.Module, depth: int) -> None:
-        """Looks at the forward hooks and the children of a module."""
+        """Inspect the forward hooks and the children of a module."""
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         for place, hook in enumerate(hooks):
             self.walk(f"{path}'s hook {place}", hook, depth - 1)
@@ -225,12 +227,11 @@ class State:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes of an object, those in slots too."""
-    attributes = dict(vars(value)) if hasattr(value, "__dict__") else {}
+    attributes = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(value, name):
-                attributes[name] = getattr(value, name)
+        names = [slots] if isinstance(slots, str) else slots
+        attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
     return attributes
 
 
@@ -240,15 +241,17 @@ def _is_of_every_module(name: str) -> bool:
 
 
 def _first_items(items: Iterable[Any]) -> list[Any]:
-    """The items that are looked at one by one. A copy: a look at one may change the collection."""
+    """A copy of the first items: to inspect one may change the collection."""
     return list(items)[:MOST_ITEMS]
 
 
 def _hash_of_rest(values: Iterable[Any]) -> str:
-    """A hash of the plain ones among the items that are not looked at one by one."""
+    """A hash of the plain ones among the items that are not inspected one by one."""
     rest = itertools.islice(values, MOST_ITEMS, MOST_NUMBERS)
     plain = [repr(item) for item in rest if isinstance(item, PLAIN)]
-    return f" {_hash(b'', *plain)}" if plain else ""
+    if not plain:
+        return ""
+    return f" {_hash(b'', *plain)}"
 
 
 def _hash_tensor(tensor: Tensor) -> str:
@@ -263,7 +266,7 @@ def _hash_tensor(tensor: Tensor) -> str:
 
 
 def _digest(value: Any) -> str | None:
-    """A digest of one thing; None for what consists of several."""
+    """A digest of a value that is not a tensor and holds nothing else; None for others."""
     if isinstance(value, np.ndarray):
         if value.dtype == object:
             return f"{value.size} objects"
