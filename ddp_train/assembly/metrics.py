@@ -4,15 +4,15 @@ some select."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from ddp_train.assembly.batches import scored_batches
 from ddp_train.config import metrics
 from ddp_train.config.metrics import FurtherMetric
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch import Batch
-from ddp_train.data.datasets import BatchSource
 from ddp_train.data.splits import Splits
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.scoring import names_with_average
@@ -121,12 +121,11 @@ def check_metrics(
     config: Config,
     module: ModelWithTask,
     sources: Splits,
-    batches: Callable[[BatchSource], Iterable[Batch]],
+    device: str,
     averaged: bool,
 ) -> None:
-    """Check what the keys say of metrics by scoring a batch.
+    """Check what the keys say of metrics by scoring a batch, the same on all processes.
 
-    batches: of an evaluation, on all processes the same.
     averaged: whether there is an average of the weights, whose metrics must not have the names of
         others.
 
@@ -136,7 +135,7 @@ def check_metrics(
     problems = metrics.problems(config, sources.validation is not None)
     target = config.task.target if isinstance(config.task, CustomOption) else ""
     if not problems and (module.further_metrics or target or any(metrics.named(config))):
-        names = metric_names(module, batches(sources.scored[1]))
+        names = metric_names(module, scored_batches(config, sources.scored[1], device))
         if target:
             problems = _unknown_directions(module.task, target, names)
         all_names = names_with_average(names) if averaged else names

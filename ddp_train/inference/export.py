@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 """Largest difference of an output, as a part of the largest output. Other kernels add up in another
 order: 2e-6 for resnet18 through ONNX."""
 FACTS = ("task", "classes", "image", "input_shape", "input_dtype", "outputs", "step")
-"""What model.json takes from a checkpoint's manifest."""
+"""Entries of a checkpoint's manifest that model.json has too."""
 Program = Callable[[Tensor], Tensor]
 """An exported model, read again: inputs -> outputs."""
 

@@ -1,5 +1,4 @@
-"""What a trained model predicts for each sample, written in their order by any number of processes:
-mode=predict."""
+"""Predictions for each sample, written in their order by any number of processes: mode=predict."""
 
 from __future__ import annotations
 
@@ -62,9 +61,9 @@ def predict_batches(evaluation: Evaluation, batch_count: int, device: str) -> It
 
 
 def checked_columns(predictions: Any, rows: int, task: Task) -> dict[str, Tensor]:
-    """What `Task.predictions` returned for a batch, a row per sample; bfloat16 becomes float32.
+    """Columns that `Task.predictions` returned for a batch; bfloat16 becomes float32.
 
-    Raises TaskError if it is something else.
+    Raises TaskError if they have not a row per sample.
     """
     task_name = type(task).__name__
     source = f"predictions() of the task {task_name}"

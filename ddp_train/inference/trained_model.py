@@ -138,9 +138,9 @@ def load(
 
 
 def predict_function(config: Config, task_name: str, trusted_modules: Sequence[str]) -> Predict:
-    """Makes columns of a batch of inputs.
+    """The function from a batch of inputs to columns.
 
-    Of a task that cannot, it raises ConfigError when called.
+    That of a task that cannot predict raises ConfigError when called.
     """
     task = None
     problems = []
@@ -167,9 +167,9 @@ def predict_function(config: Config, task_name: str, trusted_modules: Sequence[s
 def input_maker(
     config: Config, manifest: dict[str, Any], trusted_modules: Sequence[str]
 ) -> ToInput:
-    """Makes inputs of raw samples.
+    """The function from a raw sample to an input.
 
-    Of a data set whose code is not trusted, it raises ConfigError when called.
+    That of a data set whose code is not trusted raises ConfigError when called.
     """
     data = config.data
     if manifest.get("image"):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_train.assembly.batches import scored_batches
-from ddp_train.data.batch import Batch
-from ddp_train.data.datasets import BatchSource
 from ddp_train.distributed.world import World
 from ddp_train.options.schema import Config
 from ddp_train.resilience.heartbeat import RankStatus
@@ -37,7 +33,3 @@ class RunContext:
     def status(self) -> RankStatus:
         """The place of this process in the run, for the launcher."""
         return self.worker.status
-
-    def scored_batches(self, source: BatchSource) -> Iterator[Batch]:
-        """The batches of an evaluation, the same on all processes."""
-        return scored_batches(self.config, source, self.device)

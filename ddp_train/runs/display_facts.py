@@ -1,4 +1,4 @@
-"""What is shown of a run beside its losses: speeds, advice, a text that the model writes."""
+"""Speeds, advice and a text that the model writes: shown beside the losses of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddp_train.text import counted
 
 
 def build_rates(config: Config, world: World, device: str, job: Job, source: BatchSource) -> Rates:
-    """What the speeds of a run are derived from.
+    """Constants of a run from which its speeds are derived.
 
     All processes must call it: all count operations, since a model's forward pass may wait for all.
     """
@@ -77,7 +77,7 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
 
 
 def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[str]:
-    """What the user may want to change in the model, a line each."""
+    """Changes of the model that the user may want, a line each."""
     sample = one_sample(source, module.model)
     if not config.tuning.bias_lint or not isinstance(sample, tuple | list):
         return []

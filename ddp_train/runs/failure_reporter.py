@@ -1,5 +1,4 @@
-"""The report of a worker that fails: on the terminal, in failure.json and to torchrun, once, by the
-rank at fault."""
+"""The report of a worker that fails, made once, by the rank at fault."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class FailureReporter:
-    """Reports why this worker failed, where the user reads."""
+    """Reports why this worker failed: on the terminal, in failure.json, and to torchrun."""
 
     def __init__(
         self,

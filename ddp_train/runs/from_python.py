@@ -41,7 +41,7 @@ class RunFailedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Result:
-    """What a run has left."""
+    """The results of a run."""
 
     run_dir: Path
     summary: dict[str, Any] = field(repr=False)

@@ -1,4 +1,4 @@
-"""What is done with a trained model: mode=evaluate, predict and export."""
+"""Runs that use a trained model: mode=evaluate, predict and export."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InferenceRun:
         module = build_module(config, sources.train, strategy, run.device)
         if module.further_metrics:
             has_average = reader.has_average(checkpoint)
-            metrics.check_metrics(config, module, sources, run.scored_batches, has_average)
+            metrics.check_metrics(config, module, sources, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
         evaluation = builder.build_evaluation(sources.test)
         description = self._describe(checkpoint)

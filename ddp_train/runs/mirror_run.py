@@ -1,5 +1,4 @@
-"""What a run does with its mirror: it fetches checkpoints at its start, and waits for the last
-copy at its end."""
+"""The mirror of a run: checkpoints are fetched at its start; its end waits for the last copy."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from ddp_train.config.metrics import further
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.optim.config import BuiltInOptimizerConfig
 from ddp_train.options.schema import Config
-from ddp_train.options.sections import TuningConfig
+from ddp_train.options.sections import TrainConfig, TuningConfig
 from ddp_train.tasks.task import Task
 from ddp_train.telemetry.rates import Rates, shown_flops
 from ddp_train.text import counted, shown, snake_case
@@ -22,7 +21,7 @@ from ddp_train.text import counted, shown, snake_case
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """What the plan of a run is made from."""
+    """Facts from which the plan of a run is made."""
 
     config: Config
     plan: BatchPlan
@@ -49,21 +48,19 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     """The rows of the plan, by heading."""
     config = facts.config
     plan = facts.plan
-    rows = {"processes": _processes(config), "model": _model(facts)}
+    rows = {"processes": _processes_row(config), "model": _model_row(facts)}
     if facts.origin:
         rows["begins with"] = facts.origin
-    rows["data"] = _data(config.data, plan, facts.validation_samples)
-    rows["task"] = _task(config.task, facts.task)
+    rows["data"] = _data_row(config.data, plan, facts.validation_samples)
+    rows["task"] = task_row(config.task, facts.task)
     metric_names = [metric.name for metric in further(config)]
     if metric_names:
         rows["metrics"] = f"{', '.join(metric_names)}, beside the task's"
-    rows["global batch"] = _global_batch(plan, config.process_count)
-    rows["steps"] = _steps(plan, config.train.epochs, facts.first_step)
-    if config.train.max_minutes:
-        rows["steps"] += f", at most {config.train.max_minutes:g} minutes"
-    rows["optimizer"] = _optimizer(facts)
+    rows["global batch"] = _global_batch_row(plan, config.process_count)
+    rows["steps"] = _steps_row(config.train, plan, facts.first_step)
+    rows["optimizer"] = _optimizer_row(facts)
     if facts.rates.flops_per_sample:
-        rows["compute"] = _compute(facts.rates.flops_per_sample, facts.rates.peak_flops, plan)
+        rows["compute"] = _compute_row(facts.rates.flops_per_sample, facts.rates.peak_flops, plan)
     rows |= tuning_rows(config.tuning, config.reasons)
     if config.tracker.classes:
         rows["trackers"] = ", ".join(config.tracker.classes)
@@ -71,7 +68,12 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     return rows
 
 
-def _processes(config: Config) -> str:
+def _name_of(section: Any) -> str:
+    """The class of an option that is the user's own; else the name of the option."""
+    return getattr(section, "target", None) or section.name
+
+
+def _processes_row(config: Config) -> str:
     count = str(config.process_count)
     host_count = int(config.launch.nnodes)
     hosts = counted(host_count, "host")
@@ -84,13 +86,13 @@ def _processes(config: Config) -> str:
     backend = "no process group"
     if config.strategy.has_process_group:
         backend = config.launch.backend
-    threads = ""
+    text = f"{count} x {config.device}, {backend}, {config.strategy.name}"
     if config.device != "cuda":
-        threads = f", {counted(int(config.launch.threads_per_process), 'thread')} each"
-    return f"{count} x {config.device}, {backend}, {config.strategy.name}{threads}"
+        text += f", {counted(int(config.launch.threads_per_process), 'thread')} each"
+    return text
 
 
-def _compute(flops_per_sample: float, peak_flops: float | None, plan: BatchPlan) -> str:
+def _compute_row(flops_per_sample: float, peak_flops: float | None, plan: BatchPlan) -> str:
     per_step = shown_flops(flops_per_sample * plan.global_batch_size)
     text = f"{per_step} per step, {shown_flops(flops_per_sample)} per sample"
     if peak_flops:
@@ -98,9 +100,9 @@ def _compute(flops_per_sample: float, peak_flops: float | None, plan: BatchPlan)
     return text
 
 
-def _model(facts: PlanFacts) -> str:
+def _model_row(facts: PlanFacts) -> str:
     model = facts.config.model
-    name = getattr(model, "arch", None) or getattr(model, "target", None) or model.name
+    name = getattr(model, "arch", None) or _name_of(model)
     text = f"{name}, {facts.parameters:,} parameters"
     if facts.trained_parameters in (None, facts.parameters):
         return text
@@ -115,13 +117,13 @@ LOSS_METHODS = {"loss", "sum_of_losses"}
 """Methods with which a user's class replaces the loss of the built-in task."""
 
 
-def _task(section: Any, task: Task) -> str:
-    name = snake_case(type(task).__name__)
+def task_row(section: Any, task: Task) -> str:
+    """The task of a run in words, with its loss where that is ours. section: `config.task`."""
+    text = snake_case(type(task).__name__)
     if section.name == "custom":
-        name = section.target
-    classes_with_loss = [one for one in type(task).__mro__ if LOSS_METHODS & vars(one).keys()]
-    loss_is_ours = all(one.__module__.startswith("ddp_train.") for one in classes_with_loss)
-    text = name
+        text = section.target
+    classes_with_loss = [cls for cls in type(task).__mro__ if LOSS_METHODS & vars(cls).keys()]
+    loss_is_ours = all(cls.__module__.startswith("ddp_train.") for cls in classes_with_loss)
     if task.loss_name and loss_is_ours:
         text += f", {task.loss_name}"
     text += f", mean over {task.unit}s"
@@ -130,8 +132,8 @@ def _task(section: Any, task: Task) -> str:
     return text
 
 
-def _data(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
-    parts = [getattr(data, "target", None) or data.name, f"{plan.samples:,} samples to train on"]
+def _data_row(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
+    parts = [_name_of(data), f"{plan.samples:,} samples to train on"]
     if plan.weights:
         parts.append(
             f"an epoch is {plan.samples:,} draws with replacement (weights {data.weights})"
@@ -140,64 +142,66 @@ def _data(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
         parts.append(f"{validation_samples:,} to validate ({data.validation or 'its own split'})")
     if getattr(data, "placement", "host") == "device":
         parts.append("held on the device")
-    if decode := getattr(data, "decode", ""):
+    decode = getattr(data, "decode", "")
+    if decode:
         parts.append(f"decode {decode}")
     mixing = {"mixup": data.mixup, "cutmix": data.cutmix, "random erasing": data.random_erasing}
     parts += [f"{name} {value:g}" for name, value in mixing.items() if value]
     return ", ".join(parts)
 
 
-def _global_batch(plan: BatchPlan, processes: int) -> str:
-    if not plan.lengths:
-        return f"{plan.global_batch_size} = {_split(plan, processes)}"
-    sizes = plan.lengths.sizes
-    parts = plan.virtual_shards or processes * plan.accumulation_steps
-    return (
-        f"at most {plan.global_batch_size:,} tokens, up to {plan.lengths.padding:.0%} of them"
-        f" padding: {sizes.min():,} to {counted(int(sizes.max()), 'sample')} of about one length,"
-        f" in {counted(parts, 'part')}"
-    )
-
-
-def _split(plan: BatchPlan, processes: int) -> str:
+def _global_batch_row(plan: BatchPlan, processes: int) -> str:
+    over_processes = processes * plan.accumulation_steps
+    if plan.lengths:
+        sizes = plan.lengths.sizes
+        parts = plan.virtual_shards or over_processes
+        return (
+            f"at most {plan.global_batch_size:,} tokens, up to {plan.lengths.padding:.0%} of them"
+            f" padding: {sizes.min():,} to {counted(int(sizes.max()), 'sample')} of about one"
+            f" length, in {counted(parts, 'part')}"
+        )
     if plan.virtual_shards:
-        each = plan.global_batch_size // plan.virtual_shards
-        return f"{each} x {plan.virtual_shards} virtual shards, added up in order"
-    over = f"{counted(processes, 'process')} x {plan.accumulation_steps} accumulation"
-    each = plan.global_batch_size / (processes * plan.accumulation_steps)
-    if each.is_integer():
-        share = f"{each:.0f}"
-    else:
-        share = f"{math.floor(each)} or {math.ceil(each)}"
-    return f"{share} per process x {over}"
+        share = plan.global_batch_size // plan.virtual_shards
+        parts = f"{share} x {plan.virtual_shards} virtual shards, added up in order"
+        return f"{plan.global_batch_size} = {parts}"
+    smallest, left_over = divmod(plan.global_batch_size, over_processes)
+    share = f"{smallest} or {smallest + 1}" if left_over else str(smallest)
+    parts = f"{counted(processes, 'process')} x {plan.accumulation_steps} accumulation"
+    return f"{plan.global_batch_size} = {share} per process x {parts}"
 
 
-def _steps(plan: BatchPlan, epochs: int, first_step: int) -> str:
-    whole = plan.steps_per_epoch * epochs
-    text = f"{whole:,} = {counted(epochs, 'epoch')} x {plan.steps_per_epoch:,}"
+def _steps_row(train: TrainConfig, plan: BatchPlan, first_step: int) -> str:
+    whole = plan.steps_per_epoch * train.epochs
+    text = f"{whole:,} = {counted(train.epochs, 'epoch')} x {plan.steps_per_epoch:,}"
     if plan.steps < whole:
         text += f", cut to {plan.steps:,} by train.max_steps"
     if first_step:
         text += f", from step {first_step:,}"
+    if train.max_minutes:
+        text += f", at most {train.max_minutes:g} minutes"
     return text
 
 
-def _optimizer(facts: PlanFacts) -> str:
+def _optimizer_row(facts: PlanFacts) -> str:
     section = facts.config.optimizer
-    name = getattr(section, "target", None) or section.name
-    groups = [f"{group['match']} with {_arguments(group)}" for group in section.groups]
+    train = facts.config.train
+    text = f"{_name_of(section)}, lr {_learning_rate(facts)}"
+    groups = [_group(group) for group in section.groups]
     if section.layer_decay is not None:
         groups.append(f"layer decay {section.layer_decay:g}")
-    text = f"{name}, lr {_learning_rate(facts)}"
     if groups:
         text += f", but {', '.join(groups)}"
     text += f", {facts.config.schedule.name} schedule, warm-up {_warmup(facts)}"
-    train = facts.config.train
     if train.ema_decay:
         text += f", average of weights {train.ema_decay:g}"
         if train.ema_warmup:
             text += " with warm-up"
     return text
+
+
+def _group(group: dict[str, Any]) -> str:
+    values = [f"{name} {value:g}" for name, value in group.items() if name != "match"]
+    return f"{group['match']} with {' and '.join(values)}"
 
 
 def _learning_rate(facts: PlanFacts) -> str:
@@ -217,32 +221,32 @@ def _learning_rate(facts: PlanFacts) -> str:
 def _warmup(facts: PlanFacts) -> str:
     schedule = facts.config.schedule
     text = counted(facts.warmup_steps, "step")
-    asked = schedule.warmup_asked(facts.plan.steps_per_epoch)
-    if asked > facts.warmup_steps:
-        text += (
-            f" (cut from {asked:,}: schedule.warmup_at_most={schedule.warmup_at_most:g} of the run)"
-        )
+    wanted = schedule.warmup_asked(facts.plan.steps_per_epoch)
+    if wanted > facts.warmup_steps:
+        limit = f"schedule.warmup_at_most={schedule.warmup_at_most:g}"
+        text += f" (cut from {wanted:,}: {limit} of the run)"
     return text
 
 
-def _arguments(group: dict[str, Any]) -> str:
-    return " and ".join(f"{name} {value:g}" for name, value in group.items() if name != "match")
+SILENT = {"name", "prefetch_factor", "bias_lint"}
+"""Keys of `tuning` that the plan does not show."""
 
 
 def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]:
     """The switches that are on, and those that `auto` left off although there is a GPU."""
-    silent = {"name", "prefetch_factor", "bias_lint"}
-    if not tuning.num_workers:
-        silent.add("persistent_workers")
-    switches = {name: value for name, value in vars(tuning).items() if name not in silent}
-    why = {name: f" ({reason})" for name, reason in reasons.items() if reason}
     on = []
     left_off = []
-    for name, value in switches.items():
-        if value not in (False, 0, [], "default"):
-            on.append((name if value is True else f"{name} {shown(value)}") + why.get(name, ""))
-        elif name in why and reasons[name] != "no GPU":
-            left_off.append(name + why[name])
+    for name, value in vars(tuning).items():
+        if name in SILENT or (name == "persistent_workers" and not tuning.num_workers):
+            continue
+        reason = reasons.get(name)
+        why = f" ({reason})" if reason else ""
+        if value is True:
+            on.append(name + why)
+        elif value not in (False, 0, [], "default"):
+            on.append(f"{name} {shown(value)}{why}")
+        elif reason and reason != "no GPU":
+            left_off.append(name + why)
     rows = {"tuning": f"{tuning.name}: {', '.join(on)}"}
     if left_off:
         rows["left off"] = ", ".join(left_off)

@@ -73,11 +73,11 @@ from ddp_train.text import counted
 
 @dataclass(frozen=True)
 class StartingPoint:
-    """Where training starts: at step 0, or at a checkpoint."""
+    """The step at which training starts: 0, or that of a checkpoint."""
 
     checkpoint: Path | None = None
     manifest: dict[str, Any] = field(default_factory=dict)
-    """That of the checkpoint; empty at step 0."""
+    """Manifest of the checkpoint; empty at step 0."""
 
     @classmethod
     def at(cls, checkpoint: Path | None) -> StartingPoint:
@@ -92,7 +92,7 @@ class StartingPoint:
 
     @property
     def owes_hooks(self) -> bool:
-        """Whether a survivor saved this step before its hooks had acted."""
+        """True if a survivor saved this step before its hooks had acted."""
         return bool(self.manifest.get("hooks_owed"))
 
 
@@ -130,7 +130,7 @@ class Training:
             origin = load_named_weights(config, module.model, run.world, run.device)
         try_user_task(config, module, sources.train, run.device)
         has_average = config.train.ema_decay is not None
-        metrics.check_metrics(config, module, sources, run.scored_batches, has_average)
+        metrics.check_metrics(config, module, sources, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
         job = builder.build_job(sources, start.step)
         if config.host_range:
@@ -159,8 +159,10 @@ class Training:
 
     @property
     def owes_hooks(self) -> bool:
-        """Whether the hooks of `job.step` have yet to act: they died with a rank, or a stop request
-        ended the evaluation of that step."""
+        """True if the hooks of `job.step` have yet to act.
+
+        They died with a rank, or a stop request ended the evaluation of that step.
+        """
         return self.start.owes_hooks or self.metrics_hook.owes_score
 
     def restore(self) -> None:
@@ -333,7 +335,7 @@ class Training:
 def build_metrics_hook(
     run: RunContext, sources: Splits, start: StartingPoint, job: Job
 ) -> MetricsHook:
-    """Records losses, speeds and scores, on the display and in metrics.jsonl."""
+    """The hook that records losses, speeds and scores."""
     config = run.config
     first_step = start.step
     if start.owes_hooks:
@@ -375,7 +377,7 @@ def start_trackers(
 
 
 def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
-    """What happens between two steps, in this order.
+    """All hooks, in the order in which they act between two steps.
 
     The job has the hooks that belong to its model: those that unfreeze it.
     """
@@ -409,7 +411,7 @@ def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
 
 
 def build_checkpoint_hook(training: Training) -> CheckpointHook:
-    """Saves the run, with the facts of data and model that every manifest has."""
+    """The hook that saves, with the facts of data and model that every manifest has."""
     run = training.run
     config = run.config
     section = config.checkpoint

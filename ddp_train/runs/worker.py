@@ -1,5 +1,4 @@
-"""The entry of a worker: one process that joins the others, runs, reports its failure, and leaves
-with the right exit code."""
+"""The entry of a worker, the process of one rank of a run."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> 
 
 
 def common_digests(source: Any, device: str, method: str) -> dict[str, str]:
-    """What identifies the data; empty if its samples differ each time that they are read.
+    """Digests that identify the data; empty if its samples differ at each reading.
 
     Raises PeerError if the data are not the same for all processes.
     """

@@ -1,5 +1,4 @@
-"""One process of a session, from the beginning of the `with` to its end: it joins the others,
-reports, and leaves."""
+"""One process of a session, from the beginning of the `with` to its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user's loop calls: `with ddp_train.session(...) as run`."""
+"""The object that the user's loop calls: `with ddp_train.session(...) as run`."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Stateful(Protocol):
 
 @dataclass
 class Position:
-    """Where a loop is. `batch` of the current epoch's batches are done."""
+    """The place of a loop: `batch` of the current epoch's batches are done."""
 
     epoch: int = 0
     batch: int = 0

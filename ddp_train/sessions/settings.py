@@ -99,7 +99,7 @@ class Settings:
 
     run_dir: Path
     processes: int
-    """Of this host, if this process starts them."""
+    """Number of processes of this host, if this process starts them."""
     device: str
     """cuda or cpu."""
     seed: int

@@ -1,5 +1,4 @@
-"""Where the user's loop is: its epochs and steps, when it saves, where it stops, and what each step
-must have done."""
+"""The epochs and steps of the user's loop: when it saves, and what each step must have done."""
 
 from __future__ import annotations
 
@@ -31,8 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class StoppedError(BaseException):
-    """The agreed stop: all processes leave after the same step, which is saved. No `except
-    Exception` may keep it."""
+    """The agreed stop: all processes leave after the same step, which is saved.
+
+    No `except Exception` may keep it.
+    """
 
 
 class Steps:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_train.assembly.batches import scored_batches
 from ddp_train.assembly.metrics import build_selection, check_metrics, directions
 from ddp_train.config import code_checks, metrics
 from ddp_train.config.bind import bind
@@ -445,13 +444,7 @@ def set_up(items: list[dict[str, Any]], labels: Tensor = LABELS, **keys: Any) ->
     )
     module = job_of(config, World(), (source, source)).module
     averaged = config.train.ema_decay is not None
-    check_metrics(
-        config,
-        module,
-        Splits(source, source),
-        lambda one: scored_batches(config, one, "cpu"),
-        averaged,
-    )
+    check_metrics(config, module, Splits(source, source), "cpu", averaged)
     return module
 
 
@@ -581,8 +574,7 @@ def test_keys_name_metrics_of_the_average() -> None:
     module = job_of(config, World(), (source, source)).module
 
     def check(of_checkpoint: bool) -> None:
-        batches = scored_batches(config, source, "cpu")
-        check_metrics(config, module, Splits(source, source), lambda _: batches, of_checkpoint)
+        check_metrics(config, module, Splits(source, source), "cpu", of_checkpoint)
 
     check(True)
     with pytest.raises(

@@ -30,7 +30,7 @@ from ddp_train.errors import ConfigError, DataError, TaskError
 from ddp_train.models.config import MlpConfig
 from ddp_train.options.custom import CustomTaskConfig
 from ddp_train.options.schema import Config
-from ddp_train.runs.plan_report import _task as plan_of_task
+from ddp_train.runs.plan_report import task_row
 from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
 from ddp_train.tasks.catalog import choose
 from ddp_train.tasks.config import ClassificationConfig
@@ -1019,10 +1019,10 @@ class Margin(Classification):
 
 def test_the_plan_names_a_loss_only_where_it_is_that_of_the_built_in_task() -> None:
     assert (
-        plan_of_task(ClassificationConfig(), Classification())
+        task_row(ClassificationConfig(), Classification())
         == "classification, cross_entropy, mean over samples"
     )
     assert (
-        plan_of_task(CustomTaskConfig(target="mine.Margin"), Margin())
+        task_row(CustomTaskConfig(target="mine.Margin"), Margin())
         == "mine.Margin, mean over samples"
     )
