@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ddp_train.commands.packages import require_packages
 from ddp_train.commands.table import CHECK, OF_FOLDERS, command_of_run, has_flags, load
-from ddp_train.config.program import started
+from ddp_train.config.program import find_program
 from ddp_train.distributed.agent import end_with_agent, write_begun, write_torchrun_error_file
 from ddp_train.distributed.environment import restart_in_utf8, world_from_environment
 from ddp_train.distributed.world import World
@@ -42,9 +42,9 @@ def main(script: Path | None, argv: list[str]) -> int:
         if first in OF_FOLDERS:
             return load(first)(argv[1:])
         if first == CHECK:
-            program, arguments = started(script, argv[1:])
+            program, arguments = find_program(script, argv[1:])
             return load(CHECK)(program, arguments)
-        program, arguments = started(script, argv)
+        program, arguments = find_program(script, argv)
         world = world_from_environment()
         if world:
             # before torch is imported, which takes seconds: an agent that is killed meanwhile

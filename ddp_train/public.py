@@ -32,8 +32,9 @@ MODULES = {
     # the config
     "ddp_train.config.auto": "what `auto` means on this hardware",
     "ddp_train.config.bind": "a tree of values as a dataclass, with all problems",
+    "ddp_train.config.composition": "overrides and presets as a config",
     "ddp_train.config.freeze": "the config in the run directory, and back",
-    "ddp_train.config.overrides": "overrides of a command line as a config",
+    "ddp_train.config.overrides": "overrides of a command line, checked",
     "ddp_train.config.prepare": "all that happens before a process starts",
     "ddp_train.config.program": "how this program was started, and its presets",
     "ddp_train.config.run_directory": "whether the run directory may be written",

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.program import started
+from ddp_train.config.program import find_program
 
 SECONDS = 900.0
 """Limit of the whole proof; prove.seconds ends it much earlier."""
@@ -26,7 +26,7 @@ def prove(*overrides: str, seconds: float = SECONDS) -> dict[str, Any]:
     Returns the content of prove.json. Raises AssertionError with the table if the job does not
     hold, if the proof is incomplete or if the overrides are wrong, and TimeoutExpired.
     """
-    program, accepted = started(None, list(overrides))
+    program, accepted = find_program(None, list(overrides))
     with tempfile.TemporaryDirectory(prefix="prove_") as folder:
         run_dir = Path(folder, "proof")
         named = [word for word in accepted if word.startswith("run_dir=")]

@@ -15,7 +15,8 @@ import yaml
 
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind_fields
-from ddp_train.config.overrides import read_config, read_overrides
+from ddp_train.config.composition import read_config
+from ddp_train.config.overrides import read_overrides
 from ddp_train.config.program import Program
 from ddp_train.config.validate import check, check_rules, section_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from ddp_train.config.program import typed
+from ddp_train.config.program import command_name
 from ddp_train.errors import ConfigError
 from ddp_train.resilience.whole_files import write_text
 from ddp_train.telemetry.pages.compare_page import compare_page
@@ -27,7 +27,9 @@ def compare(arguments: list[str]) -> int:
     Raises ConfigError.
     """
     paths, page = parse_arguments(arguments)
-    report = compare_page(read_runs(paths), shlex.join([*typed().split(), COMPARE, *arguments]))
+    report = compare_page(
+        read_runs(paths), shlex.join([*command_name().split(), COMPARE, *arguments])
+    )
     for table in report.tables:
         show(table, in_blocks=True)
         print()
@@ -111,6 +113,5 @@ def find_runs(command: str, path: Path) -> list[str]:
 
 
 def _example() -> str:
-    return (
-        f"use {typed()} {COMPARE} RUN RUN [{OUTPUT} PAGE.html]; a folder stands for all runs in it"
-    )
+    command = f"{command_name()} {COMPARE} RUN RUN [{OUTPUT} PAGE.html]"
+    return f"use {command}; a folder stands for all runs in it"

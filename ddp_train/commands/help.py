@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ddp_train.config.bind import is_section, own_keys
 from ddp_train.config.earlier_runs import KEY, OF_A_RUN
+from ddp_train.config.keys import is_section, own_keys
 from ddp_train.config.program import Program
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.registry import OPTIONS

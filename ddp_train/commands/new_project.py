@@ -7,7 +7,7 @@ import keyword
 import sys
 from pathlib import Path
 
-from ddp_train.config.program import PACKAGE, typed
+from ddp_train.config.program import PACKAGE, command_name
 from ddp_train.errors import ConfigError
 
 INIT = "init"
@@ -19,7 +19,7 @@ NAME = "my_project"
 def create(arguments: list[str]) -> int:
     """Writes the project into a folder. Returns the exit code. Raises ConfigError."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise ConfigError([f"{INIT}: needs one folder; use {typed()} {INIT} {NAME}"])
+        raise ConfigError([f"{INIT}: needs one folder; use {command_name()} {INIT} {NAME}"])
     folder = Path(arguments[0])
     name = package_name(folder)
     try:
@@ -70,7 +70,7 @@ def copy_template(folder: Path, name: str) -> list[Path]:
 def print_next_steps(folder: Path, files: list[Path]) -> None:
     for path in files:
         print(path)
-    command = typed()
+    command = command_name()
     script = Path(sys.argv[0])
     if script.name == "launch.py":
         command = f"python {script.resolve()}"

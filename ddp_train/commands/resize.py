@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ddp_train.config.freeze import FILE, load_frozen
-from ddp_train.config.program import typed
+from ddp_train.config.program import command_name
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.launcher.resize import address_of, peer_of, receive
 from ddp_train.launcher.size import shown_counts
@@ -29,7 +29,7 @@ def resize(argv: list[str]) -> int:
 
     argv: the run directory and the number. Raises ConfigError for what cannot be asked.
     """
-    example = f"{typed()} {RESIZE} RUN 3"
+    example = f"{command_name()} {RESIZE} RUN 3"
     if len(argv) != 2 or argv[0].startswith("-"):
         raise ConfigError(
             [f"{RESIZE}: needs the directory of a run and a number of processes; use {example}"]
@@ -116,7 +116,7 @@ def _running_run(run_dir: Path, count: int, command: str) -> tuple[Config, dict[
 
 def _resuming_command(run_dir: Path) -> str:
     """The command that resumes a run as it was."""
-    return f"{typed()} {shlex.quote(word('run_dir', run_dir))}"
+    return f"{command_name()} {shlex.quote(word('run_dir', run_dir))}"
 
 
 def _starting_command(run_dir: Path, config: Config, count: int) -> str:

@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ddp_train.commands.compare import find_runs
-from ddp_train.config.program import typed
+from ddp_train.config.program import command_name
 from ddp_train.errors import ConfigError
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, RunFiles, glance, main_metric
 from ddp_train.telemetry.pages.run_page import duration
@@ -35,7 +35,7 @@ def watch(arguments: list[str]) -> int:
     """Shows the runs until Ctrl-C, into a pipe once. Returns the exit code. Raises ConfigError."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError(
-            [f"{WATCH}: needs the folder of runs, or one run; use {typed()} {WATCH} runs"]
+            [f"{WATCH}: needs the folder of runs, or one run; use {command_name()} {WATCH} runs"]
         )
     folder = Path(arguments[0])
     console = Console(highlight=False)

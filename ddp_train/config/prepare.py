@@ -11,10 +11,11 @@ from pathlib import Path
 
 from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.checkpoint_checks import changed
+from ddp_train.config.composition import read_config
 from ddp_train.config.earlier_runs import EarlierRun, run_to_resume
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
 from ddp_train.config.notices import notices
-from ddp_train.config.overrides import Overrides, read_config, read_overrides
+from ddp_train.config.overrides import Overrides, read_overrides
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.run_directory import unwritten
 from ddp_train.config.validate import check, check_rules

@@ -61,8 +61,7 @@ def section_rules(section: Any, prefix: str) -> list[str]:
         if dataclasses.is_dataclass(value):
             problems += section_rules(value, f"{prefix}{f.name}.")
             continue
-        items = value if isinstance(value, list) else [value]
-        broken = [rule for item in items if (rule := broken_rule(item, f.metadata))]
+        broken = broken_rule(value, f.metadata)
         if broken:
-            problems.append(f"{prefix}{f.name}={shown(value)}: {broken[0]}")
+            problems.append(f"{prefix}{f.name}={shown(value)}: {broken}")
     return problems

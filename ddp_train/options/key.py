@@ -1,11 +1,11 @@
-"""How a key of the configuration is declared, `lr: float = key(0.05, "learning rate", above=0)`,
-and its rules."""
+"""How a key is declared, `lr: float = key(0.05, "learning rate", above=0)`, and its rules."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ LONGEST_NAME = 255
 LONGEST_PATH = 4095
 """In bytes (linux/limits.h)."""
 LARGEST = 2**63
-"""Of what libraries take for a whole number; nothing that a key counts comes near it."""
+"""Bound of the whole numbers that libraries take; nothing that a key counts comes near it."""
 
 AUTO: dict[str, Any] = {"literals": ("auto",)}
 """The rule of keys whose value may also be auto."""
@@ -35,45 +35,58 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def broken_rule(value: Any, rules: Any) -> str:
-    """What a value breaks of the rules beside its type; empty if nothing."""
+def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
+    """What a value, or an item of a list, breaks of the rules beside its type; "" if nothing."""
+    if isinstance(value, list):
+        broken = (broken_rule(item, rules) for item in value)
+        return next(filter(None, broken), "")
     if value == "" and not rules.get("may_be_empty"):
         return "must not be empty"
     if isinstance(value, str):
-        allowed = rules.get("choices", ())
-        if allowed and value not in allowed:
-            return f"must be one of {', '.join(allowed)}{did_you_mean(value, list(allowed))}"
-        if rules.get("may_be_range") and (":" in value or "literals" not in rules):
-            return _broken_range(value, auto="literals" in rules)
-        if rules.get("is_span") and (
-            not (span := range_of(value)) or not 2 <= span.low <= (span.high or 0)
-        ):
-            return (
-                "must be FIRST:LAST, two numbers from 2 on, as 100:105 (in a YAML file in quotes)"
-            )
-        if "literals" in rules and value not in rules["literals"]:
-            kind = "a whole number" if "at_least" in rules else "true, false"
-            return f"must be {kind} or {' or '.join(rules['literals'])}"
-        names = os.fsencode(value).split(b"/") if rules.get("is_path") else []
-        if max(map(len, names), default=0) > LONGEST_NAME or len(b"/".join(names)) > LONGEST_PATH:
-            return f"is too long: a name may have {LONGEST_NAME} bytes, a path {LONGEST_PATH:,}"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return ""
+        return _broken_by_text(value, rules)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _broken_by_number(value, rules)
+    return ""
+
+
+def _broken_by_text(value: str, rules: Mapping[str, Any]) -> str:
+    choices = list(rules.get("choices", ()))
+    if choices and value not in choices:
+        return f"must be one of {', '.join(choices)}{did_you_mean(value, choices)}"
+    literals = rules.get("literals", ())
+    if rules.get("may_be_range") and (":" in value or not literals):
+        return _broken_range(value, may_be_auto=bool(literals))
+    if rules.get("is_span") and not _is_span(value):
+        return "must be FIRST:LAST, two numbers from 2 on, as 100:105 (in a YAML file in quotes)"
+    if literals and value not in literals:
+        kind = "a whole number" if "at_least" in rules else "true, false"
+        return f"must be {kind} or {' or '.join(literals)}"
+    if rules.get("is_path") and _is_too_long(value):
+        return f"is too long: a name may have {LONGEST_NAME} bytes, a path {LONGEST_PATH:,}"
+    return ""
+
+
+def _broken_by_number(value: float, rules: Mapping[str, Any]) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
-    bounds = (
-        ("at_least", "at least", lambda bound: value >= bound),
-        ("above", "above", lambda bound: value > bound),
-        ("at_most", "at most", lambda bound: value <= bound),
-        ("below", "below", lambda bound: value < bound),
-    )
-    broken = [
-        f"{text} {rules[name]}"
-        for name, text, holds in bounds
-        if name in rules and not holds(rules[name])
-    ]
-    broken = broken or [f"below {LARGEST}"] * (isinstance(value, int) and value >= LARGEST)
+    broken = []
+    if "at_least" in rules and value < rules["at_least"]:
+        broken.append(f"at least {rules['at_least']}")
+    if "above" in rules and value <= rules["above"]:
+        broken.append(f"above {rules['above']}")
+    if "at_most" in rules and value > rules["at_most"]:
+        broken.append(f"at most {rules['at_most']}")
+    if "below" in rules and value >= rules["below"]:
+        broken.append(f"below {rules['below']}")
+    if not broken and isinstance(value, int) and value >= LARGEST:
+        broken.append(f"below {LARGEST}")
     return f"must be {' and '.join(broken)}" if broken else ""
+
+
+def _is_too_long(path: str) -> bool:
+    encoded = os.fsencode(path)
+    longest_name = max(len(name) for name in encoded.split(b"/"))
+    return longest_name > LONGEST_NAME or len(encoded) > LONGEST_PATH
 
 
 PATTERN = re.compile(r"(\d{1,9}):(\d{1,9}|auto)")
@@ -81,27 +94,37 @@ PATTERN = re.compile(r"(\d{1,9}):(\d{1,9}|auto)")
 
 @dataclass(frozen=True)
 class Range:
+    """LOW:HIGH."""
+
     low: int
     high: int | None
     """None: as many as there are devices."""
 
 
 def range_of(value: Any) -> Range | None:
-    """The range that a value of the key is; None if it is none."""
+    """The range that a value of the key is; None if it is not a range."""
     match = PATTERN.fullmatch(value) if isinstance(value, str) else None
-    if match:
-        return Range(int(match[1]), None if match[2] == "auto" else int(match[2]))
-    return None
+    if match is None:
+        return None
+    return Range(int(match[1]), None if match[2] == "auto" else int(match[2]))
 
 
-def _broken_range(value: str, auto: bool) -> str:
-    """auto: whether the key takes that, for itself and as the end of a range."""
-    found = range_of(value)
-    if found is None or not (found.high or auto):
-        also, ends = (", auto,", "2:8 or 2:auto") if auto else (",", "2:3")
-        return f"must be a whole number{also} or a range LOW:HIGH, as {ends}"
-    if not found.low or (found.high is not None and found.high < found.low):
-        low = max(1, min(found.low, found.high or 1))
-        high = max(found.low, found.high or 1)
-        return f"must be a range LOW:HIGH with LOW at least 1, and at most HIGH; use {low}:{high}"
+def _is_span(value: str) -> bool:
+    span = range_of(value)
+    return span is not None and span.high is not None and 2 <= span.low <= span.high
+
+
+def _broken_range(value: str, may_be_auto: bool) -> str:
+    """may_be_auto: for the key itself, and as the end of a range."""
+    span = range_of(value)
+    if span is None or not (span.high or may_be_auto):
+        if may_be_auto:
+            return "must be a whole number, auto, or a range LOW:HIGH, as 2:8 or 2:auto"
+        return "must be a whole number, or a range LOW:HIGH, as 2:3"
+    high = span.high or 1
+    is_ascending = span.high is None or span.low <= span.high
+    if not span.low or not is_ascending:
+        low = max(1, min(span.low, high))
+        fitting = f"{low}:{max(span.low, high)}"
+        return f"must be a range LOW:HIGH with LOW at least 1, and at most HIGH; use {fitting}"
     return ""

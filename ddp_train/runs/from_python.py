@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_train.config.code_checks import package_of
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
-from ddp_train.config.program import started
+from ddp_train.config.program import find_program
 from ddp_train.distributed.environment import world_from_environment
 from ddp_train.errors import ConfigError
 from ddp_train.options.schema import Config
@@ -117,7 +117,7 @@ def _checked(overrides: list[str]) -> tuple[Config, list[str]]:
         if argument.startswith("-"):
             rule = "does one run, and takes no flags; use the command line"
             raise ConfigError([f"ddp_train.run({argument!r}): {rule}"])
-    program, overrides = started(None, overrides)
+    program, overrides = find_program(None, overrides)
     requested, problems = read_run(program, read_overrides(program, overrides))
     config, further_problems = resolve_and_check(requested, None)
     if problems or further_problems:

@@ -15,7 +15,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_train.config.overrides import Overrides, read_overrides, register_schema
+from ddp_train.config.composition import register_schema
+from ddp_train.config.overrides import Overrides, read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.program import Program
 from ddp_train.config.validate import check_rules

@@ -47,8 +47,9 @@ from ddp_train.assembly.plan import build_plan
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints import reader
 from ddp_train.config.auto import resolve
-from ddp_train.config.bind import all_keys, bind, field_types, is_section
+from ddp_train.config.bind import bind
 from ddp_train.config.freeze import FILE, freeze
+from ddp_train.config.keys import all_keys, field_types, is_section
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.validate import check
 from ddp_train.data.batch import Batch

@@ -26,7 +26,8 @@ from ddp_train.assembly.data_sets import (
     scored_digests,
 )
 from ddp_train.config import code_checks, metrics
-from ddp_train.config.overrides import read_config, read_overrides
+from ddp_train.config.composition import read_config
+from ddp_train.config.overrides import read_overrides
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.rng import global_states, keyed_generators
@@ -668,18 +669,18 @@ def test_hugging_faces_data_sets_are_map_style(tmp_path: Path) -> None:
         (
             "data: {_target_: a.B}",
             "data=digits",
-            "data._target_=a.B (in conf/experiment/mine.yaml): contradicts data=di",
+            "data._target_=a.B: contradicts data=digits; give one of them",
         ),
         ("defaults: [inner, _self_]\ndata: {size: 8}", "debug=tiny", ""),
         (
             "defaults: [/experiment/inner]\nname: x",
             "data=digits",
-            "data._target_=a.B (in conf/experiment/inner.yaml): ",
+            "data._target_=a.B: contradicts data=digits; give one of them",
         ),
         (
             "defaults: [inner",
             "",
-            "conf/experiment/mine.yaml: cannot be read: while parsing a flow sequence line 2, col",
+            "conf/experiment/mine.yaml: line 3: cannot be read: expected ',' or ']'",
         ),
     ],
 )

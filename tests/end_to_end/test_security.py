@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ddp_train.checkpoints.layout import digest_of
-from ddp_train.config.overrides import read_config, read_overrides
+from ddp_train.config.composition import read_config
+from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import resolve_and_check
 from ddp_train.config.user_code import build_hooks, instantiate
 from ddp_train.config.values import is_secret

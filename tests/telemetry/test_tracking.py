@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from ddp_train.config.composition import read_config
 from ddp_train.config.freeze import freeze
-from ddp_train.config.overrides import read_config, read_overrides
+from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import archive_previous_run, prepare
 from ddp_train.config.user_code import build_trackers
 from ddp_train.errors import ConfigError

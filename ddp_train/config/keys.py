@@ -1,0 +1,185 @@
+"""The keys of the schema: their names and types, and which was probably meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import typing
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+from ddp_train.config.values import is_secret
+from ddp_train.options.custom import NAME as CUSTOM
+from ddp_train.options.custom import CustomOption
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import SCALARS, SECTIONS, Config
+from ddp_train.text import shown
+
+CLOSE = 0.8
+"""The likeness of two names from which one is a typo of the other: modle is, and traces is no
+tracker."""
+_TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
+OBJECTS = list[dict[str, Any]]
+"""Objects of your own, each with its `_target_`."""
+
+
+def own_keys(custom: type) -> list[str]:
+    """The keys beside `_target_` that are not arguments of your own code: `data.validation`."""
+    of_code = [f.name for f in dataclasses.fields(CustomOption)]
+    return [f.name for f in dataclasses.fields(custom) if f.name not in of_code]
+
+
+def is_section(hint: Any) -> TypeGuard[type]:
+    """Tell whether a key is a section with keys of its own: train.early_stopping."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
+@functools.cache
+def field_types(schema: type) -> dict[str, Any]:
+    """The type of each key of a section, those of sections within it (train.early_stopping) too."""
+    hints = typing.get_type_hints(schema)
+    names = SCALARS if schema is Config else [f.name for f in dataclasses.fields(schema)]
+    return {name: hints[name] for name in names}
+
+
+def all_keys() -> list[str]:
+    """Every dotted key of the schema."""
+    keys = [
+        key
+        for section in ("", *SECTIONS, *OPTIONS)
+        for schema in schemas_of(section)
+        for key in _keys_of(schema, f"{section}.".lstrip("."))
+    ]
+    return list(dict.fromkeys(keys))
+
+
+def schemas_of(section: str) -> list[type]:
+    """The schemas of a section, one for each option of a group; that of Config for ""."""
+    if not section:
+        return [Config]
+    if section in SECTIONS:
+        return [SECTIONS[section]]
+    return list(OPTIONS.get(section, {}).values())
+
+
+def _keys_of(schema: type, prefix: str) -> Iterator[str]:
+    for name, hint in field_types(schema).items():
+        if is_section(hint):
+            yield from _keys_of(hint, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def key_named_like(name: str) -> str:
+    """The key, group or section whose last part resembles a name; "" if there is none."""
+    return _closest(name, _by_last_part([*OPTIONS, *SECTIONS, *all_keys()]), CLOSE)
+
+
+def _by_last_part(keys: list[str]) -> dict[str, str]:
+    return {key: key.rpartition(".")[2] for key in keys}
+
+
+def _closest(name: str, candidates: dict[str, str], cutoff: float = 0.6) -> str:
+    """The key whose last part, the value of `candidates`, is the most like a name."""
+    close = difflib.get_close_matches(name, list(candidates.values()), n=1, cutoff=cutoff)
+    return next((key for key, last in candidates.items() if close and last == close[0]), "")
+
+
+def unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
+    """The message about a key that the schema does not have, with the one that was meant."""
+    section = prefix.rstrip(".")
+    hidden = "(hidden)" if is_secret(name) else shown(value)
+    found = f"{prefix}{name}={hidden}: no such key"
+    if name == "target" and CUSTOM in OPTIONS.get(section, {}):
+        return f"{found}; did you mean {section}._target_?"
+    owners = _owners(section, name)
+    keys = [key for key in field_types(schema) if key != "name"]
+    if owners:
+        here = f". Keys here: {', '.join(keys)}" if keys else ""
+        return f"{found} in {section}={schema().name}; {owners}{here}"
+    nearby = {f"{prefix}{key}": key for key in keys}
+    if not prefix:  # not keys of a run, but typed as such
+        nearby |= {"experiment": "experiment", "config": "config"}
+    meant = _closest(name, nearby)
+    if meant:
+        return f"{found}; did you mean {meant}?"
+    elsewhere = _by_last_part([key for key in all_keys() if key.rpartition(".")[0] == section])
+    meant = (section and _closest(name, elsewhere)) or key_named_like(name)
+    if not meant:
+        return found
+    owners = _owners(section, elsewhere.get(meant, ""))
+    return f"{found}; did you mean {meant}? {owners}".rstrip()
+
+
+def _owners(section: str, name: str) -> str:
+    """The options of a section that have a key, for a message; "" if there are none."""
+    owners = [
+        option for option, schema in OPTIONS.get(section, {}).items() if name in field_types(schema)
+    ]
+    if not owners:
+        return ""
+    verb = "has" if len(owners) == 1 else "have"
+    return f"{section}={' and '.join(owners)} {verb} it"
+
+
+def why_no_list(dotted: str, value: Any, of_any: bool = False) -> str:
+    """What is wrong with a mapping, or with keys, in place of a list; "" if nothing.
+
+    of_any: the key need be a list in one option of its section only: elsewhere your own class may
+    have another argument of that name.
+    """
+    parts = dotted.split(".")
+    longest = len(parts) if isinstance(value, dict) else len(parts) - 1
+    for count in range(1, longest + 1):
+        key = ".".join(parts[:count])
+        inner = parts[count:]
+        is_item = inner and inner[0].isdigit()
+        schema = _schema_with_list(key, of_any)
+        if schema is not None and not is_item:
+            subject = f"{key} must be" if inner else "must be"
+            rule = expected(schema, key.rpartition(".")[2])
+            return f"{dotted}={shown(value)}: {subject} {rule}"
+    return ""
+
+
+def _schema_with_list(key: str, of_any: bool) -> type | None:
+    """A schema of which a key is a list; None if it is something else in one of its section."""
+    section, _, name = key.rpartition(".")
+    schemas = schemas_of(section)
+    having = [schema for schema in schemas if name in field_types(schema)]
+    if not having or (len(having) < len(schemas) and not of_any):
+        return None
+    hints = [field_types(schema)[name] for schema in having]
+    return having[0] if all(map(_is_list, hints)) else None
+
+
+def _is_list(hint: Any) -> bool:
+    return list in [typing.get_origin(one) for one in (hint, *typing.get_args(hint))]
+
+
+def rules_of(schema: type, name: str) -> typing.Mapping[str, Any]:
+    """The rules and the meaning of a key, as `options.key.key` declares them."""
+    return schema.__dataclass_fields__[name].metadata
+
+
+def expected(schema: type, name: str) -> str:
+    """The type of a key, for a message."""
+    hint = field_types(schema)[name]
+    rules = rules_of(schema, name)
+    if typing.get_origin(hint) is dict:
+        return "a mapping like {a:1}"
+    if typing.get_origin(hint) is list:
+        of_objects = "[{_target_: package.Name, argument: 1}]"
+        example = of_objects if hint == OBJECTS else "[a,b]"
+        return f"a list like {rules.get('example', example)}"
+    literals = rules.get("literals", ())
+    kinds = [kind for kind in typing.get_args(hint) if not (kind is str and literals)] or [hint]
+    names = [_TYPE_NAMES.get(kind, "a list like [a,b]") for kind in kinds]
+    return " or ".join([*names, *literals])
