@@ -15,10 +15,8 @@ import torch
 from torch import nn
 
 import ddp_train
-from ddp_train.config.code_checks import code_problems
 from ddp_train.data.config import DigitsConfig
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.options.custom import CustomModelConfig
 from tests.support.commands import LIMIT_SECONDS, ROOT, THREE
 from tests.support.jobs import datasets_of
 
@@ -49,7 +47,7 @@ class Fails:
 
 @pytest.mark.slow
 @pytest.mark.true_command
-def test_a_script_without_a_main_guard_trains_and_takes_the_model(tmp_path: Path) -> None:
+def test_script_without_a_main_guard_trains_and_takes_the_model(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "fails.py").write_text(FAILS)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
@@ -90,7 +88,7 @@ def test_a_script_without_a_main_guard_trains_and_takes_the_model(tmp_path: Path
         (["mode=doctor"], "for mode=doctor use the command line"),
     ],
 )
-def test_what_is_wrong_with_the_words_is_raised_before_anything_starts(
+def test_wrong_overrides_are_raised_before_anything_starts(
     words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -98,17 +96,3 @@ def test_what_is_wrong_with_the_words_is_raised_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         ddp_train.run(*words)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no valid checkpoint"):
-        ddp_train.load(tmp_path)
-
-
-def test_what_a_checkpoint_names_is_not_loaded_unasked() -> None:
-    config = CustomModelConfig(target="somebodys.Net")
-    (problem,) = code_problems("model", config, [])
-    assert "model._target_=somebodys.Net: loads code from outside" in problem
-    assert "no module somebodys" in code_problems("model", config, ["somebodys"])[0], (
-        "trusted now, and not there"
-    )

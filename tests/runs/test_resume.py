@@ -64,7 +64,7 @@ def test_a_resumed_run_ends_in_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_on_four_then_two_then_three_processes_the_run_is_the_same(tmp_path: Path) -> None:
+def test_run_on_four_then_two_then_three_processes_is_the_same(tmp_path: Path) -> None:
     """No batch norm and no dropout, which depend on who computes what; in float64, where rounding
     does not grow."""
     fixed = [
@@ -106,7 +106,7 @@ def test_random_kills_do_not_change_a_byte(ranks: int, seed: int, tmp_path: Path
     assert found == expected, f"seed {seed}, killed {killed}"
 
 
-def test_without_the_throw_away_passes_three_ranks_would_differ() -> None:
+def test_three_ranks_would_differ_without_the_warm_up_passes() -> None:
     """What they are for: see strategy.warm_up_ddp_buckets. If this fails, torch has mended it, and
     they can go."""
     from tests.support.ranks import on_ranks

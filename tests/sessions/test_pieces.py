@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 import ddp_train
-from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from tests.support.commands import ROOT
@@ -84,41 +83,6 @@ def test_the_documented_loop_resumes_to_the_same_weights(tmp_path: Path) -> None
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     kept = sorted(path.name for path in (whole / "runs/mine/checkpoints").iterdir())
     assert kept == ["step_00000003", "step_00000004"]
-
-
-@pytest.mark.parametrize(("samples", "ranks"), [(7, 3), (3, 4), (12, 4), (1, 1)])
-def test_every_sample_is_on_one_process(samples: int, ranks: int) -> None:
-    parts = [ddp_train.ExactSampler(range(samples), ranks, rank, seed=5) for rank in range(ranks)]
-    orders = []
-    for epoch in (0, 1):
-        for part in parts:
-            part.set_epoch(epoch)
-        assert [len(part) for part in parts] == [len(list(part)) for part in parts]
-        orders.append(
-            [
-                number
-                for place in range(samples)
-                for number in [list(parts[place % ranks])[place // ranks]]
-            ]
-        )
-        assert sorted(orders[-1]) == list(range(samples))
-        plan = BatchPlan(samples, global_batch_size=samples, accumulation_steps=1, steps=2, seed=5)
-        assert orders[-1] == plan.global_batch(epoch).tolist(), "the order of a run of the launcher"
-    even = [
-        ddp_train.ExactSampler(range(samples), ranks, rank, drop_last=True) for rank in range(ranks)
-    ]
-    assert {len(list(part)) for part in even} == {samples // ranks}
-    plain = ddp_train.ExactSampler(range(samples), ranks, 0, shuffle=False)
-    assert list(plain) == list(range(0, samples, ranks))
-
-
-def test_a_rank_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="rank=3: must be at least 0 and below num_replicas=3"):
-        ddp_train.ExactSampler(range(5), 3, 3)
-    assert (
-        ddp_train.ExactSampler(range(5)).rank,
-        ddp_train.ExactSampler(range(5)).num_replicas,
-    ) == (0, 1)
 
 
 def test_nothing_saved_is_none_and_nothing_whole_is_an_error(tmp_path: Path) -> None:

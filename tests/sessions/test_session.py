@@ -166,7 +166,7 @@ def calm(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_the_same_weights_and_scores_on_one_two_and_three_processes(
+def test_one_two_and_three_processes_end_alike(
     folder: Path, calm: subprocess.CompletedProcess[str]
 ) -> None:
     assert calm.returncode == 0, calm.stderr
@@ -252,7 +252,7 @@ def test_failures_are_named(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_joins_torchrun(folder: Path, calm: subprocess.CompletedProcess[str]) -> None:
+def test_a_session_joins_torchrun(folder: Path, calm: subprocess.CompletedProcess[str]) -> None:
     torchrun = [
         str(Path(sys.executable).with_name("torchrun")),
         "--nproc_per_node=3",
@@ -316,7 +316,7 @@ def train(
             optimizer.step()
 
 
-def test_one_process_is_the_loop_by_hand_and_resumes_inside_of_an_epoch(
+def test_one_process_is_the_loop_by_hand_and_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(7)
@@ -451,7 +451,7 @@ def test_each_mistake_is_one_error_that_names_the_line(
     assert "\n  remedy: " in error and read(tmp_path, "failure.json")["kind"] == "config"
 
 
-def test_what_a_session_is_told_is_checked(
+def test_arguments_of_a_session_are_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -479,7 +479,7 @@ def test_what_a_session_is_told_is_checked(
     assert not (tmp_path / "run").exists()
 
 
-def test_other_batches_inside_of_an_epoch_and_other_objects_are_refused(
+def test_other_batches_or_objects_on_a_resume_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def again(batch: int, until: int | None, **more: Any) -> int:
@@ -525,7 +525,7 @@ def test_the_mean_over_tokens_is_that_of_all(tmp_path: Path) -> None:
         assert run.sum(0.1) == 0.1 and run.sum(16777217.0) == 16777217, "not rounded to float32"
 
 
-def test_the_example_is_at_most_ten_lines_away_from_the_script_for_one_process() -> None:
+def test_the_example_changes_ten_lines_of_the_script() -> None:
     before, after = (
         (ROOT / f"examples/own_loop_{name}.py").read_text().splitlines()
         for name in ("before", "after")

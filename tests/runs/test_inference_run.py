@@ -1,0 +1,24 @@
+"""Data that a trained model cannot be used with."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddp_train.data.datasets import ArraySource
+from ddp_train.errors import DataError
+from ddp_train.runs.inference_run import refuse_other_data
+
+
+def test_classes_of_other_names_are_refused() -> None:
+    source = ArraySource(torch.zeros(2, 3), torch.tensor([0, 1]))
+    source.classes = ["cat", "fox"]
+    facts = {"outputs": 2, "input_shape": [3], "classes": ["cat", "dog", "fox"]}
+    with pytest.raises(
+        DataError, match="the data have 2 classes and the checkpoint 3, which differ in dog"
+    ):
+        refuse_other_data(source, facts, is_own=False)
+    with pytest.raises(DataError, match=r"an input is \[3\], and the model was trained with \[4\]"):
+        refuse_other_data(source, {**facts, "input_shape": [4]}, is_own=True)
+    refuse_other_data(source, {**facts, "classes": ["cat", "fox"]}, is_own=False)
+    refuse_other_data(source, {}, is_own=False)
