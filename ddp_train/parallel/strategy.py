@@ -127,10 +127,16 @@ class Replicas:
     allow_missing_grads = False
     replicates = True
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, sync_bn: bool = False) -> None:
+        """
+        sync_bn: batch norm takes its statistics over the samples of all processes.
+        """
         self.device = device
+        self.sync_bn = sync_bn
 
     def place(self, module: ModelWithTask) -> ModelWithTask:
+        if self.sync_bn:
+            module.model = synchronised_on(self.device, module.model)
         return module.to(self.device)
 
     def warm_up(self, first_batch: Callable[[], Batch]) -> None:
@@ -156,15 +162,9 @@ class Single(Replicas):
         sync_bn: convert batch norm as DDP does, for the same bits.
         needs_all_gradients: a step that does not use all parameters is an error, as with DDP.
         """
-        super().__init__(device)
-        self.sync_bn = sync_bn
+        super().__init__(device, sync_bn)
         self.needs_all_gradients = needs_all_gradients
         self.gradient_check: GradientCheck | None = None
-
-    def place(self, module: ModelWithTask) -> ModelWithTask:
-        if self.sync_bn:
-            module.model = synchronised_on(self.device, module.model)
-        return super().place(module)
 
     def wrap(
         self, module: ModelWithTask, step_flops: Callable[[], int | None] | None = None
@@ -229,8 +229,7 @@ class DistributedDataParallel(Replicas):
             into a graph for each.
         options: those of torch's DDP, by torch's names.
         """
-        super().__init__(device)
-        self.sync_bn = sync_bn
+        super().__init__(device, sync_bn)
         self.comm_hook = comm_hook
         self.powersgd_rank = powersgd_rank
         self.fixed_buckets = fixed_buckets
@@ -238,11 +237,6 @@ class DistributedDataParallel(Replicas):
         self.options = options
         self.allow_missing_grads = bool(options.get("find_unused_parameters", False))
         self.wrapped: NamingDdp | None = None
-
-    def place(self, module: ModelWithTask) -> ModelWithTask:
-        if self.sync_bn:
-            module.model = synchronised_on(self.device, module.model)
-        return super().place(module)
 
     def wrap(
         self, module: ModelWithTask, step_flops: Callable[[], int | None] | None = None

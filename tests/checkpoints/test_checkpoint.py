@@ -131,7 +131,7 @@ def test_weights_that_are_nan_are_passed_over(
         find("auto", tmp_path)
 
 
-def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
+def test_a_run_without_its_checkpoints_says_it_starts_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert find("auto", tmp_path) is None and not caplog.messages
@@ -148,7 +148,7 @@ def test_a_run_whose_checkpoints_are_gone_says_that_it_begins_again(
     ]
 
 
-def test_a_save_that_was_killed_between_its_two_renames_loses_nothing(tmp_path: Path) -> None:
+def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     """Of the same step once more: the one that was there is aside, the new one has not taken its
     place."""
     only = write_checkpoint(tmp_path, snapshot(4))
@@ -182,7 +182,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path / "other") == ["best", "step_00000002", "step_00000003"]
 
 
-def test_what_cannot_be_removed_is_warned_of_once_and_goes_as_soon_as_it_can(
+def test_a_checkpoint_that_stays_is_warned_of_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An immutable file stands for what else cannot go: NFS's .nfs files, those of another user."""
@@ -357,7 +357,7 @@ def small_disk(place: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_a_disk_that_is_full_before_a_run_begins_is_no_mistake_in_the_config(
+def test_a_full_disk_is_not_a_mistake_in_the_config(
     tmp_path: Path,
 ) -> None:
     with small_disk(tmp_path / "disk", "size=64k") as disk:
@@ -410,7 +410,7 @@ def test_a_summary_that_cannot_be_written_is_a_write_error(tmp_path: Path) -> No
         summary.write(tmp_path, {"status": "completed"})
 
 
-def test_a_folder_that_takes_no_checkpoint_is_found_before_the_first_step(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_found_before_the_first_step(tmp_path: Path) -> None:
     Writer(tmp_path, keep=1)
     (tmp_path / "checkpoints").touch()
     with pytest.raises(WriteError, match=r"no checkpoint can be written to .*: Not a directory"):

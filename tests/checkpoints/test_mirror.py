@@ -252,9 +252,7 @@ def at_the_end(mirroring: Mirroring, stop: StopController, config: Config) -> bo
 
 
 @pytest.mark.slow
-def test_the_end_of_a_run_waits_for_the_last_copy_as_long_as_it_moves(
-    mirror: Mirror, tmp_path: Path
-) -> None:
+def test_a_run_waits_for_its_last_copy_as_long_as_it_moves(mirror: Mirror, tmp_path: Path) -> None:
     config = config_of(mirror, tmp_path / "run")
     config.launch.timeout_seconds = 0.5
     config.launch.grace_seconds = 0.5

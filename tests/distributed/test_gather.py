@@ -138,7 +138,7 @@ def ladder(world: World) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_contrastive_losses_are_those_of_the_whole_batch_on_any_number_of_ranks() -> None:
+def test_contrastive_losses_are_those_of_the_whole_batch() -> None:
     expected = {task: by_hand(task) for task in ("InfoNCE", "SimCLR")}
     (alone,) = on_ranks(1, ladder)
     for task, weights in expected.items():
@@ -198,7 +198,7 @@ def rows_of(world: World) -> dict[str, Any]:
     return found
 
 
-def test_rows_come_in_the_order_of_the_global_batch_and_stand_ins_do_not_count() -> None:
+def test_rows_are_ordered_and_stand_ins_do_not_count() -> None:
     found = on_ranks(3, rows_of)
     whole = torch.cat([found[0]["mine"], found[2]["mine"]])
     for rank, of_rank in enumerate(found):

@@ -45,7 +45,7 @@ def said(world: World) -> list[Any]:
     return found
 
 
-def test_the_parameter_that_differs_most_is_named_on_all_processes() -> None:
+def test_the_parameter_that_differs_most_is_named_everywhere() -> None:
     for same, drifted, other in on_ranks(3, said):
         assert same is None and drifted is None
         assert "the norm of 0.bias is 0.02 on rank 0 and 2.02 on rank 2" in other
@@ -66,7 +66,7 @@ class Noise:
 
 
 @pytest.mark.slow
-def test_a_hook_that_drives_processes_apart_ends_the_run_before_its_checkpoint(
+def test_replicas_that_part_are_found_before_a_checkpoint(
     tmp_path: Path,
 ) -> None:
     run_dir = tmp_path / "run"

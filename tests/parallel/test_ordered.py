@@ -141,7 +141,7 @@ def test_it_is_the_gradient_of_the_mean_loss() -> None:
 
 
 @pytest.mark.parametrize("leaves", [1, 2, 4, 8, 16])
-def test_the_tree_adds_neighbours_level_by_level_and_keeps_few_of_them(leaves: int) -> None:
+def test_the_tree_adds_neighbours_and_keeps_few_tensors(leaves: int) -> None:
     values = (
         torch.randn(leaves, 50, generator=torch.Generator().manual_seed(leaves))
         .double()

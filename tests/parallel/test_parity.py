@@ -56,7 +56,7 @@ def ladder_run(
     ("precision", "tolerance"),
     [("fp64", 1e-10), pytest.param("fp32", 1e-5, marks=[pytest.mark.slow, pytest.mark.nightly])],
 )
-def test_weights_agree_on_1_2_3_and_4_ranks_with_and_without_accumulation(
+def test_weights_agree_on_1_to_4_ranks_and_with_accumulation(
     precision: str, tolerance: float
 ) -> None:
     (reference,) = on_ranks(1, ladder_run, precision, 1)
@@ -96,7 +96,7 @@ def tail_run(world: World, samples: int, accumulation: int) -> dict[str, Tensor]
     "samples",
     [26, 5, 2, *(pytest.param(number, marks=pytest.mark.nightly) for number in (25, 27, 12))],
 )
-def test_a_last_batch_smaller_than_the_world_is_weighted_not_padded(samples: int) -> None:
+def test_a_last_batch_smaller_than_the_world_is_weighted(samples: int) -> None:
     (reference,) = on_ranks(1, tail_run, samples, 1)
     for accumulation in (1, 4):
         result = on_ranks(3, tail_run, samples, accumulation)[0]
@@ -115,7 +115,7 @@ def plan_of(world: World, accumulation: int) -> list[tuple[int, list[int]]]:
     ]
 
 
-def test_the_sequence_of_global_batches_is_the_same_for_every_world() -> None:
+def test_global_batches_are_the_same_for_every_world() -> None:
     sequences = []
     for ranks, accumulation in itertools.product((1, 2, 3, 4), (1, 4)):
         of_rank = [plan_of(World(rank, ranks, rank, ranks), accumulation) for rank in range(ranks)]
@@ -189,9 +189,7 @@ def score_of(world: World, limit: int, batch_size: int) -> dict:
 @pytest.mark.parametrize(
     ("limit", "batch_size"), [(364, 50), (1, 200), pytest.param(101, 7, marks=pytest.mark.nightly)]
 )
-def test_evaluation_is_the_same_to_the_last_bit_on_any_number_of_ranks(
-    limit: int, batch_size: int
-) -> None:
+def test_evaluation_has_the_same_bits_on_any_number_of_ranks(limit: int, batch_size: int) -> None:
     (reference,) = on_ranks(1, score_of, limit, batch_size)
     assert reference["samples"] == limit
     for ranks in (2, 3, 4):
@@ -226,7 +224,7 @@ def buffers_around_an_evaluation(world: World, broadcast_buffers: bool) -> tuple
 
 
 @pytest.mark.parametrize("broadcast_buffers", [True, False])
-def test_batch_norm_statistics_are_averaged_for_an_evaluation_and_put_back(
+def test_batch_norm_is_averaged_for_an_evaluation_alone(
     broadcast_buffers: bool,
 ) -> None:
     results = on_ranks(3, buffers_around_an_evaluation, broadcast_buffers)
@@ -334,7 +332,7 @@ def said_by_flops(world: World) -> list[str]:
 
 
 @pytest.mark.slow
-def test_buckets_by_flops_count_a_whole_step_of_a_process_and_what_it_sends() -> None:
+def test_buckets_by_flops_count_a_step_and_what_is_sent() -> None:
     """A third of the global batch's 1,204 samples. Inputs want no gradient, which saves a third of
     the first layer."""
     weights = 6 * 128, 128 * 3
@@ -396,7 +394,7 @@ def test_powersgd_over_gloo_has_all_gradients_in_one_bucket() -> None:
 
 
 @pytest.mark.slow
-def test_only_processes_that_exchange_gradients_cut_a_compiled_model() -> None:
+def test_only_an_exchange_cuts_a_compiled_model() -> None:
     """One graph for each bucket, which they exchange beside the backward pass; not with
     tuning.buckets=one, nor with buckets that are smaller than the compiler allows."""
     counts = ((10**15, None, 1), (1, 10**15, 10**15), (None, 10**15, 10**15))

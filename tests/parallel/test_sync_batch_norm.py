@@ -131,7 +131,7 @@ def alone(world: World, samples_of_rank_0: int) -> str:
     return "no error"
 
 
-def test_a_single_value_is_refused_on_all_ranks_alike_as_torch_does() -> None:
+def test_a_single_value_is_refused_on_all_ranks() -> None:
     assert all("more than 1 value per channel" in said for said in on_ranks(3, alone, 1))
     assert on_ranks(3, alone, 2) == ["no error"] * 3
 
@@ -144,7 +144,7 @@ def half_precision(world: World) -> tuple[torch.dtype, torch.dtype, float]:
     return outputs.dtype, layer.running_mean.dtype, outputs.float().mean().item()
 
 
-def test_half_precision_in_half_precision_out_and_statistics_in_single() -> None:
+def test_half_precision_stays_and_statistics_are_in_single() -> None:
     results = on_ranks(3, half_precision)
     assert all(result[:2] == (torch.bfloat16, torch.float32) for result in results)
     assert abs(sum(result[2] for result in results)) < 0.02

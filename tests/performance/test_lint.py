@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_looked_through_is_told_in_the_log(
     assert "was not looked through for biases before norm layers" in caplog.text
 
 
-def test_looking_through_a_model_leaves_the_generators_as_they_are() -> None:
+def test_looking_through_a_model_draws_no_numbers() -> None:
     drawn: list[float] = []
 
     def draw(layer: nn.Module, norm: nn.Module, images: Tensor) -> Tensor:

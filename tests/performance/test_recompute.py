@@ -99,7 +99,7 @@ def test_blocks_keep_their_inputs_alone() -> None:
     assert [type(block).__mro__[1] for block in recomputed.blocks] == [Block] * 3
 
 
-def test_two_backward_passes_through_one_graph_have_the_same_gradients() -> None:
+def test_two_backward_passes_have_the_same_gradients() -> None:
     model = Net()
     checkpoint_blocks(model, ["Block"])
     loss = model(torch.randn(4, 1, 8, 8)).square().sum()

@@ -68,7 +68,7 @@ def trained(make: Any, sizes: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("epoch", [12, 13, 40])
-def test_a_whole_batch_is_tried_once_and_steps_go_on_without_a_graph(epoch: int) -> None:
+def test_a_whole_batch_is_tried_once(epoch: int) -> None:
     sizes = [2 if step % epoch == epoch - 1 else 8 for step in range(45)]
     trial = Noted()
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -88,7 +88,7 @@ def test_a_whole_batch_is_tried_once_and_steps_go_on_without_a_graph(epoch: int)
     assert WARM_UP_STEPS == 11
 
 
-def test_steps_are_captured_where_the_host_is_slow_and_memory_suffices() -> None:
+def test_a_slow_host_with_enough_memory_captures() -> None:
     assert reason_against(host_share=0.6, memory_share=0.6) == ""
     assert reason_against(0.4, 0.6) == "the host launches a step in 40% of the time that it takes"
     assert reason_against(0.95, 1.2) == "steps and an evaluation might need 120% of a GPU's memory"
@@ -222,7 +222,7 @@ def test_what_python_does_in_a_step_is_not_captured(
     )
 
 
-def test_a_tensor_on_the_host_is_not_changed_by_a_captured_step() -> None:
+def test_a_tensor_on_the_host_is_not_changed_by_a_graph() -> None:
     trial = watched(Remembers("tensor in place"), device="cuda:0")
     assert trial.in_python == "the forward pass changes model.seen"
 
@@ -233,7 +233,7 @@ def stateful_on_one(world: World) -> str:
     return trial.why_not()
 
 
-def test_a_rank_whose_python_has_state_keeps_all_from_capturing() -> None:
+def test_python_state_on_one_rank_keeps_all_from_capturing() -> None:
     mine = "the forward pass changes model.calls"
     other = "another rank's forward pass has state"
     assert on_ranks(3, stateful_on_one) == [

@@ -10,28 +10,19 @@ import subprocess
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ddp_train.distributed.agent import write_torchrun_error_file
-from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
-from ddp_train.resilience import collectives, hang_detector, peer_check
+from ddp_train.resilience import collectives, hang_detector
 from ddp_train.resilience.failure import (
     failure_from,
-    failure_from_exit,
-    failure_from_hang,
-    is_peer_error,
 )
 from ddp_train.resilience.failure_report import headline
 from ddp_train.resilience.hang_detector import HangDetector
-from ddp_train.resilience.heartbeat import RankStatus, StatusBoard, StatusSnapshot
-from ddp_train.resilience.stacks import STOPPED
+from ddp_train.resilience.heartbeat import RankStatus, StatusBoard
 from ddp_train.resilience.whole_files import part_of
 from tests.support.commands import (
     LAUNCH,
@@ -48,7 +39,6 @@ from tests.support.commands import (
     torchrun,
     wait_until,
 )
-from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
 
@@ -255,67 +245,6 @@ def test_a_rank_that_stands_still_is_named(
             )
 
 
-def record(*calls: str, begin: int = 1, group: str = "0") -> collectives.Calls:
-    return {group: {begin + i: collectives.Call(name, "Float [3]") for i, name in enumerate(calls)}}
-
-
-GAP: collectives.Calls = {"0": {**record("a")["0"], **record("b", begin=4)["0"]}}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "said"),
-    [
-        ({0: record("all_reduce", "all_reduce"), 1: record("all_reduce", "all_reduce")}, ""),
-        ({0: record("all_reduce")}, ""),
-        ({}, ""),
-        (
-            {
-                0: record("all_reduce", "broadcast"),
-                1: record("all_reduce"),
-                2: record("all_reduce", "broadcast"),
-            },
-            "ranks 0, 2 called broadcast of Float [3] (collective 2), rank 1 did not",
-        ),
-        (
-            {
-                0: record("barrier", "broadcast"),
-                1: record("barrier", "gather"),
-                2: record("barrier", "gather"),
-            },
-            (
-                "ranks 1, 2 called gather of Float [3] (collective 2); rank 0 called broadcast of"
-                " Float [3] there"
-            ),
-        ),
-        # Old calls are overwritten: the first that both have is the fifth.
-        (
-            {0: record("a", "b", "c", begin=4), 1: record("b", begin=5)},
-            "rank 0 called c of Float [3] (collective 6), rank 1 did not",
-        ),
-        ({0: GAP, 1: GAP}, ""),
-        ({0: GAP, 1: record("a")}, "rank 0 called b of Float [3] (collective 4), rank 1 did not"),
-        (
-            {0: record("a") | record("x", group="1"), 1: record("a")},
-            "rank 0 called x of Float [3] (collective 1), rank 1 did not",
-        ),
-    ],
-)
-def test_where_the_collectives_of_ranks_part_is_told(
-    ranks: dict[int, collectives.Calls], said: str
-) -> None:
-    assert collectives.compare(ranks) == said
-
-
-def test_a_record_that_cannot_be_read_is_none(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    assert collectives.calls_of(tmp_path, 0) is None
-    for text in ('{"entries": [{"profiling_name": 1}]}', "[]", '{"entr', '{"entries": 3}'):
-        collectives.record_file(tmp_path, 0).write_text(text)
-        assert collectives.calls_of(tmp_path, 0) is None, text
-    collectives.record_file(tmp_path, 0).write_text("{}")
-    assert collectives.calls_of(tmp_path, 0) == {}
-
-
 @pytest.mark.slow
 def test_a_rank_that_hangs_after_its_last_step_is_named(
     tmp_path: Path, env: dict[str, str]
@@ -420,67 +349,6 @@ def test_under_torchrun_the_peer_check_names_the_rank_that_hangs(
     (fatal,) = fatal_lines(done.stderr)
     assert "hang (rank 1 on" in fatal
     wait_until(lambda: not processes_of(tmp_path / "run"), "end of the workers", seconds=10)
-
-
-def place_in_line(world: World) -> Any:
-    """What each rank makes of a time-out; all of them answer."""
-    store = dist.distributed_c10d._get_default_store()
-    status = RankStatus(step=7, phase="backward")
-    if world.rank == 2:
-        status.phase = "data"
-    peer_check.register(store, world)
-    dist.barrier()
-    error = RuntimeError("Timed out waiting 6000ms for recv operation to complete")
-    failure = failure_from(error, world.rank, status, Path("logs/rank_0.log"), "")
-    assert peer_check.respond(store, world, status)
-    dist.barrier()  # in place of the patience of a worker
-    return peer_check.attribute_failure(failure, error, store, world)
-
-
-def test_the_peer_check_names_the_rank_furthest_behind_if_all_respond() -> None:
-    for failure in on_ranks(3, place_in_line):
-        assert (failure.kind, failure.rank, failure.step, failure.phase) == ("hang", 2, 7, "data")
-        assert failure.log == "logs/rank_2.log"
-
-
-def test_a_store_that_is_gone_points_at_the_host_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    wishes = (
-        "This is typically caused by a remote worker crashing. Check the logs of the remote worker."
-        " GLHF!"
-    )
-    error = RuntimeError(f"Connection closed by peer [10.0.0.1]:1234. {wishes}")
-    failure = failure_from(
-        error, 1, RankStatus(step=3, phase="backward"), Path("logs/rank_1.log"), ""
-    )
-    store = mock.Mock(
-        **{
-            "get.side_effect": dist.DistNetworkError("gone"),
-            "set.side_effect": dist.DistStoreError("x"),
-        }
-    )
-    assert not peer_check.respond(store, World(1, 2, 0, 1), RankStatus())
-    failure = peer_check.attribute_failure(failure, error, store, World(1, 2, 0, 1))
-    assert (failure.kind, failure.exit_code, failure.rank, failure.host) == ("peer", 70, 0, "node0")
-    assert "does not respond" in failure.detail and "closed by peer" in failure.detail
-    assert "GLHF" not in failure.detail
-
-
-@pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 2, 1), nn.LayerNorm(3)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.uint8])
-def test_inputs_of_another_number_type_are_told_with_what_to_return(
-    layer: nn.Module, dtype: torch.dtype
-) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        layer(torch.zeros(3, 3, dtype=dtype))
-    failure = failure_from(caught.value, 0, RankStatus(), Path("log"), "")
-    assert "return float32 inputs (numpy's default is float64)" in failure.remedy
-    other = RuntimeError(
-        "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same"
-    )
-    assert failure_from(other, 0, RankStatus(), Path("log"), "").remedy == "see the traceback", (
-        "another device"
-    )
 
 
 def test_torchruns_last_page_shows_the_failure(
@@ -664,164 +532,8 @@ def test_a_rank_that_leaves_is_named_with_what_it_died_of(
         assert job.said().count(" in misbehave") == (how != "vanish")
 
 
-def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
-    arguments = -signal.SIGKILL, 2, RankStatus(step=7, phase="forward"), Path("logs/rank_2.log")
-    failure = failure_from_exit(
-        *arguments, oom_killed=True, sizes="rank 0 1.00 GiB, rank 1 9.00 GiB"
-    )
-    assert (failure.kind, failure.rank, failure.step, failure.phase) == ("oom", 2, 7, "forward")
-    assert "rank 1 9.00 GiB" in failure.detail and "train.accumulation_steps" in failure.remedy
-    assert failure_from_exit(*arguments, oom_killed=False, sizes="").kind == "died"
-
-
-def test_a_process_that_a_signal_has_stopped_is_no_slow_one() -> None:
-    snapshot = StatusSnapshot(9, 7, 7, "forward")
-    for reason, remedy in (
-        (STOPPED, "kill -CONT PID"),
-        ("it is behind", "raise launch.timeout_seconds"),
-    ):
-        hang = hang_detector.Hang(1, snapshot, 9.0, reason, "", "", [])
-        assert remedy in failure_from_hang(hang, Path("log"), 5.0).remedy
-
-
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
-    """Real-time signals, which Python names but for the first and the last."""
-    library = "find out who sent it, or which library uses it"
-    for number, name, remedy in (
-        (37, "signal 37", library),
-        (signal.SIGTERM, "SIGTERM", "see logs/rank_1.log"),
-    ):
-        failure = failure_from_exit(
-            -number, 1, RankStatus(), Path("logs/rank_1.log"), oom_killed=False, sizes=""
-        )
-        assert failure.remedy == remedy
-        assert (failure.kind, failure.exit_code) == ("died", 70) and failure.detail.endswith(
-            f"killed by {name}"
-        )
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError(),
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-        RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] data. DefaultCPUAllocator: can't allocate memory:"
-            " you tried"
-        ),
-        RuntimeError(
-            "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side"
-            " assertions."
-        ),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-        dist.DistBackendError(
-            "unhandled cuda error, NCCL version 2.28.9\nCuda failure 2 'out of memory'"
-        ),
-    ],
-    ids=lambda error: type(error).__name__,
-)
-def test_oom_is_recognised_from_every_library(error: Exception) -> None:
-    failure = failure_from(
-        error, 1, RankStatus(step=3, phase="forward"), Path("log"), "rank 1 9.00 GiB"
-    )
-    assert failure.kind == "oom" and "rank 1 9.00 GiB" in failure.detail
-    assert (
-        failure_from(
-            RuntimeError("CUDA error: an illegal memory access"), 1, RankStatus(), Path(), ""
-        ).kind
-        != "oom"
-    )
-
-
-def test_a_batch_that_died_with_its_loader_process_is_no_other_failure(tmp_path: Path) -> None:
-    """The connection over which its memory is fetched breaks, as that to a lost rank does."""
-    code = compile("raise error", "/site-packages/torch/multiprocessing/reductions.py", "exec")
-    for error in (EOFError(), ConnectionResetError(104, "Connection reset by peer")):
-        with pytest.raises(type(error)) as caught:
-            exec(code, {"error": error})
-        seen = caught.value
-        failure = failure_from(seen, 1, RankStatus(step=3, phase="data"), tmp_path / "log", "")
-        assert (
-            failure.kind == "data_worker"
-            and failure.detail.startswith("a loader process died: ")
-            and not is_peer_error(seen)
-        )
-    assert is_peer_error(RuntimeError("Read error [127.0.0.1]:1234: Connection reset by peer"))
-
-
-@pytest.mark.parametrize(
-    ("cause", "remedy"),
-    [
-        ("is killed by signal: Killed. ", "lower train.global_batch_size"),
-        ("is killed by signal: Bus error. ", "docker run --shm-size=8g"),
-        ("is killed by signal: Real-time signal 3. ", "with tuning.num_workers=0"),
-        (
-            "exited unexpectedly with exit code 2. Details are lost due to multiprocessing.",
-            "with tuning.num_workers=0",
-        ),
-    ],
-)
-def test_a_loader_process_is_told_with_what_it_died_of(cause: str, remedy: str) -> None:
-    error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
-    error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) {cause}")
-    for seen in (error, error.__cause__):
-        failure = failure_from(seen, 1, RankStatus(step=3, phase="data"), Path("log"), "")
-        assert failure.kind == "data_worker" and cause.strip() in failure.detail
-        assert remedy in failure.remedy and ("lower" in failure.remedy) == ("Killed" in cause)
-
-
-@pytest.mark.parametrize(
-    ("error", "file", "remedy"),
-    [
-        (OSError(24, "Too many open files"), "torch/storage.py", "ulimit -n 65536"),
-        (
-            OSError(28, "No space left on device"),
-            "multiprocessing/synchronize.py",
-            "docker run --shm-size=8g",
-        ),
-        (
-            RuntimeError("unable to write to file </torch_5_1_0>: No space left on device (28)"),
-            "",
-            "--shm-size=8g",
-        ),
-        (OSError(28, "No space left on device"), "mine.py", "see the traceback"),
-        (
-            RuntimeError("out of resource: shared memory, Required: 9"),
-            "triton.py",
-            "see the traceback",
-        ),
-        (
-            ValueError("Expected more than 1 value per channel when training, got"),
-            "f.py",
-            "cannot train on one sample",
-        ),
-    ],
-)
-def test_limits_of_the_host_are_told_with_what_raises_them(
-    error: Exception, file: str, remedy: str
-) -> None:
-    with pytest.raises(type(error)) as caught:
-        exec(compile("raise error", f"/lib/{file}", "exec"), {"error": error})
-    assert remedy in failure_from(caught.value, 1, RankStatus(), Path("log"), "").remedy
-
-
-def test_a_connection_of_the_users_own_is_not_one_to_another_rank(tmp_path: Path) -> None:
-    """A data set behind a server: an innocent rank was blamed, six seconds later."""
-    by_loader = (
-        f"Caught {ConnectionResetError.__name__} in DataLoader worker process 0.\nConnection reset"
-        " by peer"
-    )
-    for error in (ConnectionResetError(104, "Connection reset by peer"), RuntimeError(by_loader)):
-        assert not is_peer_error(error)
-        failure = failure_from(error, 1, RankStatus(step=3, phase="data"), tmp_path / "log", "")
-        assert failure.kind == "exception" and "Connection reset by peer" in failure.detail
-
-
 @pytest.mark.slow
-def test_a_loader_process_that_is_killed_is_named_with_its_samples(
-    tmp_path: Path, env: dict[str, str]
-) -> None:
+def test_a_killed_loader_is_named_with_its_samples(tmp_path: Path, env: dict[str, str]) -> None:
     faulty = words(data={"how": "killed loader", "rank": 1, "reads": 64})
     with running(tmp_path / "run", *faulty, "tuning.num_workers=2", env=env) as job:
         assert job.end() == 70, job.said()
@@ -851,7 +563,7 @@ def test_a_loader_process_that_is_killed_is_named_with_its_samples(
         ),  # before they run Python
     ],
 )
-def test_a_rank_that_waits_for_its_loader_processes_shows_what_they_do(
+def test_a_rank_that_waits_for_loaders_shows_their_stacks(
     model: dict[str, Any],
     data: dict[str, Any],
     phase: str,

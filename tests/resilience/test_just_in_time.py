@@ -123,7 +123,7 @@ def test_a_state_in_the_middle_of_an_update_is_not_believed(
         assert Published(board, 0).is_intact(job, phase, of_peer) == intact
 
 
-def test_the_thread_that_beats_obeys_what_another_object_of_the_rank_was_given() -> None:
+def test_the_thread_that_beats_obeys_the_launcher() -> None:
     """The worker and what saves its state ask the board for the same rank, each for itself."""
     with closing(StatusBoard.create(2)) as board:
         called: list[int] = []
@@ -281,9 +281,7 @@ def test_the_next_best_saves_if_the_first_cannot() -> None:
 
 
 @pytest.mark.slow
-def test_a_survivor_that_does_not_stop_is_waited_for_only_if_it_has_a_step_that_others_lack() -> (
-    None
-):
+def test_a_late_survivor_is_waited_for_only_if_it_is_ahead() -> None:
     for steps, at_least in (((8, None, 8, 7), LATE_SECONDS), ((9, None, 8, 8), 3.0)):
         late: list[int] = []
         began = time.monotonic()
@@ -376,7 +374,7 @@ MLP = (
 
 
 @pytest.mark.slow
-def test_a_run_without_restarts_is_gone_on_with_by_the_same_command(tmp_path: Path) -> None:
+def test_the_same_command_continues_a_run_without_restarts(tmp_path: Path) -> None:
     """The state is saved all the same, with the average of the weights."""
     whole = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/whole")
     assert whole.returncode == 0, whole.stderr
@@ -432,7 +430,7 @@ class Mute:
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_before_it_has_agreed_on_a_stop_costs_neither_the_grace_nor_a_step(
+def test_a_death_before_an_agreed_stop_costs_no_step(
     tmp_path: Path,
 ) -> None:
     """The others wait for its answer, and not in a collective: breaking connections does not wake
@@ -499,7 +497,7 @@ def stand_still():
 
 
 @pytest.mark.slow
-def test_a_survivor_that_stands_still_in_code_of_the_users_does_not_cost_the_grace(
+def test_a_survivor_stuck_in_user_code_costs_no_grace(
     tmp_path: Path,
 ) -> None:
     """Broken connections do not wake it. Rank 0, which serves the store."""

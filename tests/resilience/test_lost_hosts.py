@@ -453,7 +453,7 @@ def test_all_hosts_stop_and_resume_with_another_number(hosts: Elastic, tmp_path:
 @pytest.mark.nightly
 @pytest.mark.parametrize("hosts", [4], indirect=True)
 @pytest.mark.parametrize("silent", [False, True])
-def test_the_others_meet_elsewhere_when_the_host_of_the_endpoint_is_lost(
+def test_hosts_meet_elsewhere_when_the_endpoint_is_lost(
     silent: bool, hosts: Elastic, tmp_path: Path
 ) -> None:
     """It has the rendezvous, rank 0, the lock of the run directory and the store of the workers.

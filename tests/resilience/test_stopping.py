@@ -178,9 +178,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 143), (signal.SIGHUP, 130)])
-def test_a_peer_without_an_answer_is_waited_for_no_longer_than_patience_allows(
-    number: int, code: int, handlers: None
-) -> None:
+def test_a_silent_peer_is_waited_for_with_patience(number: int, code: int, handlers: None) -> None:
     left: list[int] = []
     stop = StopController()
     with stop.listening(RankStatus(), World(0, 2, 0, 2), Board(), 0.3, left.append):
@@ -190,7 +188,7 @@ def test_a_peer_without_an_answer_is_waited_for_no_longer_than_patience_allows(
         assert not stop.settled.is_set()
 
 
-def test_signals_that_come_together_are_one_request_and_a_later_one_ends_it(
+def test_signals_that_come_together_are_one_request(
     handlers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
@@ -207,7 +205,7 @@ def test_signals_that_come_together_are_one_request_and_a_later_one_ends_it(
     os.kill(os.getpid(), signal.SIGTERM)  # the work is done: nothing to stop
 
 
-def test_one_process_needs_nobody_and_an_ignored_signal_stays_ignored(handlers: None) -> None:
+def test_an_ignored_signal_stays_ignored(handlers: None) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
     stop = StopController()
     status = RankStatus(step=7)
@@ -246,7 +244,7 @@ def test_a_signal_after_the_end_does_not_hide_the_exit_code(handlers: None) -> N
 
 
 @pytest.mark.parametrize(("stop_comes_late", "expected"), [(True, 143), (False, 70)])
-def test_a_stop_after_a_restart_was_decided_is_that_of_the_next_attempt(
+def test_a_stop_after_a_restart_is_of_the_next_attempt(
     stop_comes_late: bool, expected: int, tmp_path: Path
 ) -> None:
     """Else it ended with 70, and nothing on the screen was FATAL."""
@@ -264,7 +262,7 @@ def test_a_stop_after_a_restart_was_decided_is_that_of_the_next_attempt(
         assert local.launch(config, tmp_path, stop) == expected
 
 
-def test_an_evaluation_that_is_cut_off_ends_training_here_whatever_was_or_will_be_agreed() -> None:
+def test_an_evaluation_that_is_cut_off_ends_training() -> None:
     for agreed_before in (True, False):
         stop = StopController()
         stop.patience_seconds = 1e6
@@ -311,7 +309,7 @@ def recorded(
     return record
 
 
-def test_the_run_that_goes_on_makes_up_for_an_evaluation_that_a_stop_has_cut_off(
+def test_a_resumed_run_makes_up_for_its_evaluation(
     tmp_path: Path,
 ) -> None:
     """The score was lost for good, with what depends on it: the best checkpoint, early stopping."""
@@ -511,7 +509,7 @@ MORE_WAYS = [(signal.SIGUSR1, None, 75), (signal.SIGINT, None, 130)]
         pytest.param(WAYS + MORE_WAYS, id="all", marks=pytest.mark.nightly),
     ],
 )
-def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(
+def test_a_run_stopped_in_every_way_ends_in_the_same_state(
     ways: list[tuple[signal.Signals, int | None, int]], slowly: Slowly
 ) -> None:
     step = 0
@@ -563,7 +561,7 @@ def test_a_run_that_is_stopped_in_every_way_ends_where_it_would_have(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("validation", ["0", "0.2"])
-def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(
+def test_a_stop_leaves_the_last_evaluation_to_the_next_start(
     slowly: Slowly, validation: str
 ) -> None:
     words = ("train.max_steps=2", "train.evaluate_batch_size=1", f"data.validation={validation}")
@@ -582,7 +580,7 @@ def test_a_stop_during_the_last_evaluation_leaves_it_to_the_next_start(
 
 
 @pytest.mark.slow
-def test_a_stop_that_comes_when_the_run_completes_anyway_changes_nothing(slowly: Slowly) -> None:
+def test_a_stop_as_the_run_completes_changes_nothing(slowly: Slowly) -> None:
     with slowly.running(
         "train.max_steps=2", "launch.grace_seconds=8", saving=5.0
     ) as job:  # half the grace is less
