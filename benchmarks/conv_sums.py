@@ -26,8 +26,8 @@ from torchvision.models import resnet50
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from ddp_train.kernels.conv_sums import (  # noqa: E402
-    CHANNELS,
+from ddp_train.kernels.conv_sums import CHANNELS  # noqa: E402
+from ddp_train.kernels.genstats import (  # noqa: E402
     Case,
     empty_outputs,
     fastest_kernel,

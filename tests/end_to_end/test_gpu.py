@@ -37,13 +37,9 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job, evaluate, train
 from ddp_train.errors import NonFiniteLossError
 from ddp_train.hardware import Hardware
-from ddp_train.kernels.conv_sums import (
-    Case,
-    ConvSums,
-    conv_sums,
-    fastest_kernel,
-    milliseconds_saved,
-)
+from ddp_train.kernels.conv_sums import ConvSums
+from ddp_train.kernels.conv_sums_operators import conv_sums
+from ddp_train.kernels.genstats import Case, fastest_kernel, milliseconds_saved
 from ddp_train.models.gpt.network import Gpt
 from ddp_train.options.sections import TuningConfig
 from ddp_train.performance import worth_capturing

@@ -23,14 +23,9 @@ from torch import Tensor, fx, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor import config
 
-from ddp_train.kernels.conv_sums import (
-    Case,
-    ConvSums,
-    conv_sums,
-    fastest_kernel,
-    milliseconds_saved,
-    normalised,
-)
+from ddp_train.kernels.conv_sums import ConvSums
+from ddp_train.kernels.conv_sums_operators import conv_sums, normalised
+from ddp_train.kernels.genstats import Case, fastest_kernel, milliseconds_saved
 from ddp_train.kernels.interface import conv_sums_options
 from ddp_train.performance.switches import tune_model
 from ddp_train.tasks.builtin import Classification
@@ -326,8 +321,8 @@ def test_convolutions_that_save_no_time_are_left_as_they_are(
             return made
         return 3.0 if getattr(work, "func", None) else 2.0
 
-    monkeypatch.setattr("ddp_train.kernels.conv_sums.fastest_kernel", kernel)
-    monkeypatch.setattr("ddp_train.kernels.conv_sums.median_milliseconds", timed)
+    monkeypatch.setattr("ddp_train.kernels.genstats.fastest_kernel", kernel)
+    monkeypatch.setattr("ddp_train.kernels.genstats.median_milliseconds", timed)
     caplog.set_level(logging.INFO, "ddp_train.kernels.conv_sums")
     milliseconds_saved.cache_clear()
     counted = Counted("cpu", FP32)
@@ -345,6 +340,26 @@ def test_convolutions_that_save_no_time_are_left_as_they_are(
         == 2
     )
     milliseconds_saved.cache_clear()
+
+
+def test_convolution_right_behind_a_batch_norm_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its input is new in the graph, and the pass asks for its shape."""
+
+    class Linear(Pair):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second_norm(self.second(self.first_norm(self.first(x))))
+
+    cases: list[Case] = []
+
+    def saved(case: Case) -> float:
+        cases.append(case)
+        return 1.0
+
+    monkeypatch.setattr("ddp_train.kernels.conv_sums.milliseconds_saved", saved)
+    counted = Counted("cpu", FP32)
+    learned(Linear(), torch.randn(4, 8, 9, 9), counted)
+    assert counted.found == 2
+    assert [case.x_shape for case in cases] == [(4, 8, 9, 9), (4, 16, 7, 7)]
 
 
 def test_the_choice_comes_before_the_compilers_cache() -> None:
@@ -442,7 +457,7 @@ def test_the_fastest_kernel_is_taken(
         )
         return milliseconds.pop(0)
 
-    monkeypatch.setattr("ddp_train.kernels.conv_sums.median_milliseconds", timed)
+    monkeypatch.setattr("ddp_train.kernels.genstats.median_milliseconds", timed)
     half = torch.float16
     shapes = (torch.Size((2, 8, 4, 4)), torch.Size((16, 8, 1, 1)))
     gc.disable()
@@ -500,7 +515,7 @@ def test_its_batch_norm_is_fused_though_something_was_compiled_before() -> None:
     """In a process that has not imported it."""
     code = (
         "from torch._inductor import decomposition; decomposition.select_decomp_table(); import"
-        " torch; from ddp_train.kernels import conv_sums; assert"
+        " torch; from ddp_train.kernels import conv_sums_operators; assert"
         " torch.ops.ddp_train.normalised.default in decomposition.select_decomp_table()"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
