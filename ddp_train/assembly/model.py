@@ -32,8 +32,6 @@ from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.trial import check_loss, check_scores
 from ddp_train.tasks.user_task import complete
 
-BESIDE_MODEL = tuple(each.name for each in fields(ModelConfig))
-"""Keys of `model` that are no arguments of a network."""
 AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,8 +46,15 @@ def build_module(
     if config.model.name == "custom":
         model = build_user_model(config.model)
     else:
-        shape = _input_shape(sample, config.model.name)
-        model = build_built_in_model(config.model, shape, source.outputs)
+        inputs = inputs_of(sample)
+        if not isinstance(inputs, Tensor):
+            raise ConfigError(
+                [
+                    f"model={config.model.name}: takes one tensor, and an input is a"
+                    f" {type(inputs).__name__}; use model._target_"
+                ]
+            )
+        model = build_built_in_model(config.model, inputs.shape[1:], source.outputs)
     return assemble_module(config, model, task, strategy, device)
 
 
@@ -69,16 +74,19 @@ def assemble_module(
         triton_kernels=bool(tuning.triton_kernels) and config.device == "cuda",
         conv_sums=tuning.conv_sums and config.device == "cuda",
     )
-    if (
-        config.model.freeze
-    ):  # last: what is converted above, batch norms among others, is another object there
+    # Last: what is converted above, batch norms among others, is another object there.
+    if config.model.freeze:
         module.frozen = Frozen(module.model, config.model.freeze)
     return module.train()
 
 
 def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
-    """What the model is trained for. sample: a batch of one sample. Raises ConfigError if it does
-    not fit the data."""
+    """What the model is trained for.
+
+    sample: a batch of one sample.
+
+    Raises ConfigError if it does not fit the data.
+    """
     if section.name == "custom":
         return complete(instantiate("task", section.code))
     name = choose(section.name, sample)
@@ -86,44 +94,37 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
         # The first ones may be of one class.
         spread = np.linspace(0, len(source) - 1, SAMPLED_TARGETS).astype(int)
         check_numbers(source.get_batch(spread, None))
-    task = TASKS[name]
-    facts = {"bytes_per_token": getattr(source, "bytes_per_token", None)}
-    with contextlib.suppress(ConfigError):  # a data set that does not say how many classes it has
-        facts["classes"] = source.outputs
-    taken = inspect.signature(task).parameters
-    made = task(
-        **keys_taken_by(task, section),
-        **{name: fact for name, fact in facts.items() if name in taken},
-    )
-    made.check(sample)
-    return made
+    task_class = TASKS[name]
+    arguments = keys_taken_by(task_class, section)
+    parameters = inspect.signature(task_class).parameters
+    if "bytes_per_token" in parameters:
+        arguments["bytes_per_token"] = getattr(source, "bytes_per_token", None)
+    if "classes" in parameters:
+        # A data set may not say how many classes it has.
+        with contextlib.suppress(ConfigError):
+            arguments["classes"] = source.outputs
+    task = task_class(**arguments)
+    task.check(sample)
+    return task
 
 
 def try_user_task(config: Config, module: ModelWithTask, source: BatchSource, device: str) -> None:
-    """Raises ConfigError if the loss or the scores of a task of the user's own are not what they
+    """Raise ConfigError if the loss or the scores of a task of the user's own are not what they
     must be."""
+    if not isinstance(config.task, CustomOption):
+        return
 
     def batch_of(numbers: np.ndarray) -> Any:
-        return single_batch(
-            config, source, MicroBatch(None, 0, numbers, len(numbers), 1.0, True), device
-        ).data
+        micro_batch = MicroBatch(None, 0, numbers, len(numbers), 1.0, True)
+        return single_batch(config, source, micro_batch, device).data
 
-    if isinstance(config.task, CustomOption):
-        for check in (check_loss, check_scores):
-            check(module, batch_of, len(source), f"task._target_={config.task.target}")
+    for check in (check_loss, check_scores):
+        check(module, batch_of, len(source), f"task._target_={config.task.target}")
 
 
-def _input_shape(sample: Any, model: str) -> torch.Size:
-    """Of one sample, for a built-in model."""
-    inputs = sample[0] if isinstance(sample, tuple | list) else sample
-    if isinstance(inputs, Tensor):
-        return inputs.shape[1:]
-    raise ConfigError(
-        [
-            f"model={model}: takes one tensor, and an input is a {type(inputs).__name__}; use"
-            " model._target_"
-        ]
-    )
+def inputs_of(sample: Any) -> Any:
+    """What a batch gives to the model: the first of (inputs, targets), or all of it."""
+    return sample[0] if isinstance(sample, tuple | list) else sample
 
 
 def build_built_in_model(section: ModelConfig, shape: Sequence[int], outputs: int) -> nn.Module:
@@ -134,17 +135,19 @@ def build_built_in_model(section: ModelConfig, shape: Sequence[int], outputs: in
     Raises ConfigError if it cannot take such samples.
     """
     build = implementation_of(section.implementation)
-    return build(tuple(shape), outputs, **arguments_of(section, *BESIDE_MODEL))
+    beside_arguments = [field.name for field in fields(ModelConfig)]
+    return build(tuple(shape), outputs, **arguments_of(section, *beside_arguments))
 
 
-def build_user_model(model: Any) -> nn.Module:
-    made = instantiate("model", model.code)
-    if not isinstance(made, nn.Module):
-        kind = type(made).__name__
+def build_user_model(section: Any) -> nn.Module:
+    """The model of the user's own class. Raises ConfigError if it is not a torch.nn.Module."""
+    model = instantiate("model", section.code)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
         raise ConfigError(
             [
-                f"model._target_={model.target}: made an object of {kind}, which is no"
+                f"model._target_={section.target}: made an object of {kind}, which is no"
                 " torch.nn.Module"
             ]
         )
-    return made
+    return model

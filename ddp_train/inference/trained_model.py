@@ -129,9 +129,9 @@ def load(
     problems += code_problems("model", config.model, trusted_modules)
     if problems:
         raise ConfigError(problems)
-    model = checkpoint_model.model_of(config, manifest, str(checkpoint))
+    model = checkpoint_model.model_of(config, manifest)
     reader.load_model(checkpoint, model, reader.weights_file(checkpoint, average))
-    task = checkpoint_model.task_name(config, manifest) or "custom"
+    task = manifest["task"]
     to_input = input_maker(config, manifest, trusted_modules)
     predict = predict_function(config, task, trusted_modules)
     return Trained(model, task, manifest.get("classes"), to_input, predict).eval()

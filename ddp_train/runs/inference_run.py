@@ -11,9 +11,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from ddp_train.assembly import checkpoint_model, metrics
-from ddp_train.assembly.data_sets import common_digests
+from ddp_train.assembly.data_digests import common_digests
 from ddp_train.assembly.job import JobBuilder
-from ddp_train.assembly.model import build_module
+from ddp_train.assembly.model import build_module, inputs_of
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.scored_checkpoint import score_checkpoint
@@ -115,7 +115,7 @@ class InferenceRun:
         checkpoint = self.find_checkpoint()
         manifest = reader.read_manifest(checkpoint)
         # As it is: nothing is tuned.
-        model = checkpoint_model.model_of(run.config, manifest, str(checkpoint))
+        model = checkpoint_model.model_of(run.config, manifest)
         self._load_weights(checkpoint, model)
         description = self._describe(checkpoint)
         began = time.perf_counter()
@@ -156,7 +156,7 @@ def refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: boo
     manifest: that of the checkpoint.
     is_own: the data set is a class of the user's own, which may have transforms.
     """
-    inputs = checkpoint_model.inputs_of(source.get_batch(np.array([0]), None))
+    inputs = inputs_of(source.get_batch(np.array([0]), None))
     if "outputs" in manifest and isinstance(inputs, Tensor):
         shape = list(inputs.shape[1:])
         if shape != manifest["input_shape"]:

@@ -16,7 +16,7 @@ import torch
 from ddp_train.assembly import metrics
 from ddp_train.assembly.batches import first_batch
 from ddp_train.assembly.checkpoint_model import facts_of_model
-from ddp_train.assembly.data_sets import common_digests, plan_digests, scored_digests
+from ddp_train.assembly.data_digests import common_digests, plan_digests, scored_digests
 from ddp_train.assembly.initial_weights import load_named_weights
 from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_task

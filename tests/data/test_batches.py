@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp_train.assembly.data_sets import open_datasets, plan_digests
+from ddp_train.assembly.data_digests import plan_digests
+from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.config.validate import check
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.config import DigitsConfig, LinearRegressionDataConfig

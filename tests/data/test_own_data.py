@@ -19,12 +19,9 @@ from torchvision import datasets, transforms, tv_tensors
 from torchvision.transforms import v2
 from torchvision.tv_tensors import _dataset_wrapper
 
-from ddp_train.assembly.data_sets import (
-    arguments_of_splits,
-    common_digests,
-    open_datasets,
-    scored_digests,
-)
+from ddp_train.assembly.data_digests import common_digests, scored_digests
+from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.user_splits import arguments_of_splits
 from ddp_train.config import code_checks, metrics
 from ddp_train.config.composition import read_config
 from ddp_train.config.overrides import read_overrides

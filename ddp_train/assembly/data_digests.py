@@ -1,0 +1,99 @@
+"""Whether all processes read the same data, and whether a resumed run reads those of before."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import torch
+
+from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.datasets import BatchSource, digests
+from ddp_train.data.splits import Splits
+from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
+from ddp_train.errors import PeerError
+
+log = logging.getLogger(__name__)
+
+SAME_FILES = (
+    "give all hosts the same files; a data set of your own that draws numbers, or goes through a"
+    " set, when it is made needs a generator with a fixed seed, and sorted()"
+)
+
+
+def common_digests(sources: Splits, read: BatchSource, device: str) -> dict[str, str]:
+    """The digests of the split that is read, as `data.datasets.digests` gives them. One all-gather.
+
+    Raises PeerError if not all processes read the same one, and splits of the same sizes: each
+    would compute its part of another batch.
+    """
+    found = digests(read)
+    numbers = {
+        "the size of the training set": len(sources.train),
+        "the size of the validation set": len(sources.validation or ()),
+        "the size of the test set": len(sources.test),
+        "a digest of the samples": _number_of("".join(found.values())),
+    }
+    of_ranks = from_all_ranks(torch.tensor(list(numbers.values()), device=device)).T.tolist()
+    *sizes, hashes = zip(numbers, of_ranks, strict=True)
+    for what, theirs in sizes:
+        if len(set(theirs)) > 1:
+            raise _different(what, [f"{number:,}" for number in theirs])
+    what, theirs = hashes
+    if len(set(theirs)) > 1:
+        # Drawn with a generator of its own, other samples each time: nothing can be compared.
+        is_drawn = torch.tensor(int(digests(read) != found), device=device)
+        if not from_all_ranks(is_drawn).any():
+            raise _different(what, [f"{number:x}"[:8] for number in theirs])
+    return found
+
+
+def _number_of(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+
+
+def _different(what: str, of_ranks: list[str]) -> PeerError:
+    table = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(of_ranks))
+    return PeerError(f"{what} is not the same for all processes ({table})", SAME_FILES)
+
+
+def scored_digests(sources: Splits, then: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+    """The digests of the sets that are scored, by their names. Warns of one that has changed.
+
+    then: those of a checkpoint; empty at the beginning.
+    """
+    found = {}
+    for name in ("validation", "test"):
+        source = sources.named(name)
+        if source is None:
+            continue
+        try:
+            now = digests(source)
+        except Exception as error:  # noqa: BLE001  its evaluation tells it, which may be far away, or never come
+            log.info("the %s set was not compared with that of the checkpoint: %r", name, error)
+            continue
+        found[name] = now
+        before = then.get(name, now)
+        if before != now and digests(source) == now:  # else it draws other samples each time
+            what = "other samples"
+            if now["count"] != before["count"]:
+                what = f"{now['count']} samples, not {before['count']}"
+            log.warning(
+                "the %s set has changed since the checkpoint: %s; scores before and after differ",
+                name,
+                what,
+            )
+    return found
+
+
+def plan_digests(plan: BatchPlan, device: str) -> dict[str, str]:
+    """The digests of the weights, or lengths, that decide which samples a batch has.
+
+    Raises PeerError if the processes read different ones: each would compute its part of another
+    batch.
+    """
+    found = plan.digests()
+    for name, digest in found.items():
+        number = int(digest[:15], 16)
+        same_everywhere(number, device, f"a digest of the samples' {name}", SAME_FILES)
+    return found
