@@ -20,7 +20,7 @@ from ddp_train.telemetry.trackers.tensorboard import TensorBoard
 WAITING_HISTOGRAMS = 4
 """Copies of all weights that may wait to be written; later epochs are skipped until one is."""
 IMAGES = 32
-"""Of the first batch, that TensorBoard shows."""
+"""Images of the first batch that TensorBoard shows."""
 SAMPLE = "sample.txt"
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class SampleHook:
     run_dir/sample.txt. On one process: nothing is exchanged."""
 
     def __init__(self, write: Callable[[nn.Module], str], display: Display, path: Path) -> None:
-        """write: the model in eval mode -> the text."""
+        """write: returns a text by the model in eval mode."""
         self.write = write
         self.display = display
         self.path = path
@@ -81,13 +81,17 @@ def tensorboard_details(
     threads: Sequence[TrackerThread], model: nn.Module, first_batch: Callable[[], Batch]
 ) -> list[Hook]:
     """The hook that TensorBoard's details need. Shows it the model now, before training begins.
-    first_batch: as training sees it; it is asked for only if TensorBoard is among the trackers."""
+
+    first_batch: as training sees it; it is asked for only if TensorBoard is among the trackers.
+    """
     for thread in threads:
-        if isinstance(thread.tracker, TensorBoard):
-            data = first_batch().data
-            inputs = data[0] if isinstance(data, tuple | list) else data
+        board = thread.tracker
+        if isinstance(board, TensorBoard):
+            inputs = first_batch().data
+            if isinstance(inputs, tuple | list):
+                inputs = inputs[0]
             if isinstance(inputs, Tensor):
-                thread.show(functools.partial(thread.tracker.show_model, model, inputs[:IMAGES]))
+                thread.show(functools.partial(board.show_model, model, inputs[:IMAGES]))
                 thread.wait_until_idle()  # the model is traced: nobody else may use it
-            return [WeightHistograms(thread, thread.tracker)]
+            return [WeightHistograms(thread, board)]
     return []

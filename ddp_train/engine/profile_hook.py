@@ -15,15 +15,20 @@ from ddp_train.text import counted
 
 VIEWER = "https://ui.perfetto.dev"
 ROWS = 25
-"""Of the table of operators, the slowest first."""
+"""Rows of the table of operators, the slowest first."""
 log = logging.getLogger(__name__)
 
 
 def profile_hooks(
     steps: str | None, job: Job, path: Path, device: str, display: Display
 ) -> list[Hook]:
-    """steps: FIRST:LAST; None: none are traced. path: see ProfileHook. Raises ConfigError if the
-    run ends before."""
+    """The hook that traces the steps which a config names.
+
+    steps: FIRST:LAST; None: none are traced.
+    path: see ProfileHook.
+
+    Raises ConfigError if the run ends before.
+    """
     if steps is None:
         return []
     first, last = map(int, steps.split(":"))
@@ -44,7 +49,7 @@ class ProfileHook:
     those that it does itself.
 
     A hook acts after a step, so that the first step of a start cannot be traced. It compiles and
-    allocates, and is no usual step anyway.
+    allocates, and is not a usual step anyway.
     """
 
     def __init__(self, first: int, last: int, path: Path, device: str, display: Display) -> None:
@@ -71,31 +76,32 @@ class ProfileHook:
                 self._write(self.profile, job.step)
                 self.profile = None
         elif self.first - 1 <= job.step < last:
-            kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.device != "cpu")]
-            self.profile = profile(activities=kinds, record_shapes=True)
+            activities = [ProfilerActivity.CPU]
+            if self.device != "cpu":
+                activities.append(ProfilerActivity.CUDA)
+            self.profile = profile(activities=activities, record_shapes=True)
             self.began = job.step
             self.profile.start()
         if self.profile:
             self.mark = record_function(f"step {job.step + 1}")
             self.mark.__enter__()
 
-    def _write(self, traced: profile, step: int) -> None:
+    def _write(self, trace: profile, step: int) -> None:
+        key = "self_cpu_time_total"
         if self.device != "cpu":
-            # the host is ahead of the GPU, whose part of the last steps would be missing
+            key = "self_device_time_total"
+            # The host is ahead of the GPU, whose part of the last steps would be missing.
             torch.cuda.synchronize()
-        traced.stop()
-        by = "self_cpu_time_total" if self.device == "cpu" else "self_device_time_total"
+        trace.stop()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            traced.export_chrome_trace(f"{self.path}.json.gz")
-            self.path.with_suffix(".txt").write_text(
-                traced.key_averages().table(sort_by=by, row_limit=ROWS)
-            )
+            trace.export_chrome_trace(f"{self.path}.json.gz")
+            table = trace.key_averages().table(sort_by=key, row_limit=ROWS)
+            self.path.with_suffix(".txt").write_text(table)
         except OSError as error:  # a trace is not worth a run
             log.warning("%s cannot be written: %s", self.path, error)
             return
+        steps = f"steps {self.began + 1} to {step}"
         if step == self.began + 1:
             steps = f"step {step}"
-        else:
-            steps = f"steps {self.began + 1} to {step}"
         self.display.line(f"profile: {steps} in {self.path}.json.gz; open it at {VIEWER}")

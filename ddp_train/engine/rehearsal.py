@@ -10,15 +10,15 @@ from ddp_train.performance.cuda_graph import GraphedStepper
 
 
 def rehearse(job: Job) -> None:
-    """Captures the training step, and scores the first batch of an evaluation. Nothing is reported
-    as done, and the weights stay what they are. Without captured steps, or a whole batch, it does
-    nothing."""
+    """Capture the training step, and score the first batch of an evaluation.
+
+    Nothing is reported as done, and the weights stay what they are. Without captured steps, or a
+    whole batch, it does nothing.
+    """
     stepper = job.stepper
-    if (
-        not isinstance(stepper, GraphedStepper)
-        or not job.plan.is_full(job.step)
-        or job.step >= job.plan.steps
-    ):
+    if not isinstance(stepper, GraphedStepper):
+        return
+    if job.step >= job.plan.steps or not job.plan.is_full(job.step):
         return
     job.module.train()
     job.seed_step(job.step)
@@ -26,6 +26,5 @@ def rehearse(job: Job) -> None:
     job.module.eval()
     with torch.no_grad():
         job.module.score(next(iter(job.evaluation.batches)).data)
-    barrier(
-        stepper.device
-    )  # each rank compiles, and one may take seconds longer: they begin to train together
+    # Each rank compiles, and one may take seconds longer: they begin to train together.
+    barrier(stepper.device)

@@ -13,48 +13,48 @@ from ddp_train.engine.metrics_hook import RESIZE, MetricsHook
 
 
 def changes_of_hosts(
-    record: MetricsHook, lost: dict[str, Any] | None, before: int, now: int, device: str
+    metrics_hook: MetricsHook, lost: dict[str, Any] | None, before: int, now: int, device: str
 ) -> list[dict[str, Any]]:
-    """The change, if there is one, from the run's number of processes before this start to `now`.
-
-    A collective: rank 0 alone knows the loss that was noted.
+    """The change between the run's number of processes before this start and `now`, if there is
+    one. A collective: what was noted, rank 0 knows alone.
 
     lost: see `lost_hosts.noted_loss`.
-    before: the number of its checkpoint.
+    before: number of processes by the checkpoint.
     """
-    before = from_leader(record.resizes[-1]["to"] if record.resizes else before, device)
+    if metrics_hook.resizes:
+        before = metrics_hook.resizes[-1]["to"]
+    before = from_leader(before, device)
     if before == now:
         return []
+    change: dict[str, Any] = {"from": before, "to": now}
     if lost:
-        why = "a rank was lost"
+        change |= {"why": "a rank was lost", "at": lost["at"], "time": lost["time"]}
     else:
         why = "a host joined" if now > before else "a host left"
-    change = {
-        "from": before,
-        "to": now,
-        "why": why,
-        "at": lost and lost["at"],
-        "time": lost["time"] if lost else time.time(),
-    }
+        change |= {"why": why, "at": None, "time": time.time()}
     return [from_leader(change, device)]
 
 
 class ResizeHook:
-    """Acts once, with the first step that the new number of processes has done. To be the first of
-    the hooks: its line is of an earlier step than theirs."""
+    """Acts once, with the first step that the new number of processes has done.
+
+    It is the first of the hooks: its line is of an earlier step than theirs.
+    """
 
     def __init__(
-        self, record: MetricsHook, changes: list[dict[str, Any]], first_step: int, device: str
+        self, metrics_hook: MetricsHook, changes: list[dict[str, Any]], first_step: int, device: str
     ) -> None:
-        """changes: see `launcher.size.Change`. Each later start gets them too, and finds them
-        noted. One that another followed before a step was done took no time that could be told. A
-        collective: rank 0 alone reads what was noted, and all must act at the same steps."""
-        self.record = record
+        """A collective: rank 0 alone reads what was noted, and all must act at the same steps.
+
+        changes: see `launcher.size.Change`. Each later start gets them too, and finds them noted.
+            One that another followed before a step was done took no time that could be measured.
+        """
+        self.metrics_hook = metrics_hook
         self.first_step = first_step
-        noted = {line["time"] for line in record.resizes}
-        left = [change for change in changes if change["time"] not in noted]
+        noted = {line["time"] for line in metrics_hook.resizes}
+        new = [change for change in changes if change["time"] not in noted]
         self.last = changes[-1]["time"]
-        self.changes = from_leader(left, device)
+        self.changes = from_leader(new, device)
 
     def due(self, job: Job) -> int:
         return self.first_step + 1 if self.changes else sys.maxsize
@@ -63,10 +63,11 @@ class ResizeHook:
         if job.step <= self.first_step:
             return
         for change in self.changes:
+            seconds = None
+            if change["time"] == self.last and change["at"] is not None:
+                seconds = time.monotonic() - change["at"]
             facts = {name: change[name] for name in ("time", "from", "to", "why")}
-            is_timed = change["time"] == self.last and change["at"] is not None
-            seconds = time.monotonic() - change["at"] if is_timed else None
             line = {"kind": RESIZE, "step": self.first_step, **facts, "seconds": seconds}
-            self.record.metrics.write(**line)
-            self.record.resizes.append(line)
+            self.metrics_hook.metrics.write(**line)
+            self.metrics_hook.resizes.append(line)
         self.changes = []

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 AUTO = "auto"
+STATE = ("rank", "metric", "value", "step", "waited")
+"""Attributes of `Best` that a resumed run must know."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """By what one evaluation is better than another."""
+    """What one evaluation is better than another by."""
 
     split: str
     """validation or test."""
@@ -26,7 +28,7 @@ class Selection:
     """`max` or `min` for each metric; `min` for those not named."""
 
     def metrics_of(self, score: Mapping[str, Any]) -> list[str]:
-        """Those that decide, the first one first."""
+        """The metrics that decide, the first one first."""
         if self.metric != AUTO:
             return [self.metric]
         if score.get("accuracy") is not None:
@@ -34,8 +36,8 @@ class Selection:
         return ["loss"]
 
     def rank(self, score: Mapping[str, Any]) -> list[float]:
-        """Of an evaluation; the lower the better. Infinite for a number that is missing or not
-        finite."""
+        """Numbers of an evaluation; the lower the better. Infinite for a number that is missing or
+        not finite."""
         return [self._rank(name, score.get(name)) for name in self.metrics_of(score)]
 
     def _rank(self, name: str, value: float | None) -> float:
@@ -56,10 +58,10 @@ class Best:
         self.value = math.nan
         self.step = 0
         self.waited = 0
-        """Evaluations since then."""
+        """Evaluations since the best one."""
 
     def see(self, step: int, score: Mapping[str, Any]) -> None:
-        """An evaluation after `step` optimizer steps."""
+        """Compare an evaluation after `step` optimizer steps with the best."""
         first, *others = self.selection.rank(score)
         if math.isinf(first) or (self.rank and [first + self.min_delta, *others] >= self.rank):
             self.waited += 1
@@ -74,7 +76,7 @@ class Best:
         return f"{self.selection.split}.{self.metric}"
 
     def as_dict(self) -> dict[str, Any] | None:
-        """For summary.json; None if there is none."""
+        """The best evaluation for summary.json; None if there is none."""
         if not self.rank:
             return None
         better = self.selection.better.get(self.metric, "min")
@@ -82,14 +84,11 @@ class Best:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run must know."""
-        kept = ("rank", "metric", "value", "step", "waited")
-        return {
-            "by": [self.selection.split, self.selection.metric],
-            **{name: getattr(self, name) for name in kept},
-        }
+        values = {name: getattr(self, name) for name in STATE}
+        return {"by": [self.selection.split, self.selection.metric], **values}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Starts over if the evaluations of that run were compared by something else."""
-        state = dict(state)
-        if state.pop("by", None) == [self.selection.split, self.selection.metric]:
-            vars(self).update(state)
+        """Start over if the evaluations of that run were compared by something else."""
+        if state["by"] == [self.selection.split, self.selection.metric]:
+            for name in STATE:
+                setattr(self, name, state[name])
