@@ -27,8 +27,8 @@ backward 1.76 and 1.49."""
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Sums are in float32."""
 LARGEST_KERNEL = 7
-"""Its loops are unrolled; the place of a maximum in its window is an int8, which ends at 11 x
-11."""
+"""The largest window. Loops over it are unrolled; the place of a maximum in its window is an int8,
+which ends at 11 x 11."""
 MOST_IMAGES = 2**16 - 1
 """The limit of CUDA for the second dimension of a grid."""
 
@@ -48,8 +48,10 @@ def _forward(
     P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """winner: of each window the place of its maximum, row by row; the first of equals, and NaN
-    wins."""
+    """Pool a block of windows.
+
+    winner: the place of the maximum in each window, row by row; the first of equals, and NaN wins.
+    """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < OH * OW * C
     image = tl.program_id(1).to(tl.int64)
@@ -114,36 +116,39 @@ class MaxPool2d(nn.MaxPool2d):
     """As torch's, by our kernels where the images are channels_last and on a GPU."""
 
     def forward(self, input: Tensor) -> Tensor:
-        fits = (
+        if (
             input.is_cuda
             and input.dtype in DTYPES
             and input.ndim == 4
             and len(input) <= MOST_IMAGES
-        )
-        fits = fits and min(input.shape[2:]) >= LARGEST_KERNEL and only_backward()
-        if fits and input.is_contiguous(memory_format=torch.channels_last):
+            and min(input.shape[2:]) >= LARGEST_KERNEL
+            and only_backward()
+            and input.is_contiguous(memory_format=torch.channels_last)
+        ):
             return max_pool(input, self.kernel_size, self.stride, self.padding)[0]
         return functional.max_pool2d(input, self.kernel_size, self.stride, self.padding)
 
 
 def replace_max_pools(model: nn.Module) -> None:
-    """Those whose windows overlap, are square, neither dilated nor rounded up. A layer keeps its
-    name and its hooks.
+    """Let our kernels pool in layers that they fit. A layer keeps its name and its hooks."""
+    for layer in model.modules():
+        if type(layer) is nn.MaxPool2d and _fits(layer):
+            layer.__class__ = MaxPool2d
+
+
+def _fits(layer: nn.MaxPool2d) -> bool:
+    """Whether windows overlap, are square, neither dilated nor rounded up.
 
     Windows that do not overlap the compiler pools as fast, and fuses with what is around them.
     """
-    for layer in model.modules():
-        if (
-            type(layer) is nn.MaxPool2d
-            and not layer.return_indices
-            and not layer.ceil_mode
-            and layer.dilation == 1
-        ):
-            kernel = layer.kernel_size
-            stride = layer.stride
-            square = all(isinstance(size, int) for size in (kernel, stride, layer.padding))
-            if square and stride < kernel <= LARGEST_KERNEL and 2 * layer.padding <= kernel:  # pyright: ignore
-                layer.__class__ = MaxPool2d
+    if layer.return_indices or layer.ceil_mode or layer.dilation != 1:
+        return False
+    kernel: Any = layer.kernel_size
+    stride: Any = layer.stride
+    padding: Any = layer.padding
+    if not all(isinstance(size, int) for size in (kernel, stride, padding)):
+        return False
+    return stride < kernel <= LARGEST_KERNEL and 2 * padding <= kernel
 
 
 # Not torch.library.triton_op: the compiler then fills what is only allocated, 0.5 ms for a stem of

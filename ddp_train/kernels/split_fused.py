@@ -24,7 +24,7 @@ CHUNK = 65_536
 ROUND = 2_048
 """Numbers that a thread block updates at once: 512 threads, four each."""
 PARTS = 32
-"""For all tensors together: one launch takes 36 tensors of Adam's."""
+"""Parts of all tensors together: one launch takes 36 tensors of Adam's."""
 
 
 def in_parts(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[int]]:
@@ -38,9 +38,9 @@ def in_parts(lists: list[list[Tensor]]) -> tuple[list[list[Tensor]], list[int]]:
     parts: list[list[Tensor]] = [[] for _ in lists]
     origin: list[int] = []
     for index, together in enumerate(zip(*lists, strict=True)):
-        whole = size >= CHUNK or not all(tensor.is_contiguous() for tensor in together)
+        is_whole = size >= CHUNK or not all(tensor.is_contiguous() for tensor in together)
         for into, tensor in zip(parts, together, strict=True):
-            into.extend([tensor] if whole else tensor.view(-1).split(size))
+            into.extend([tensor] if is_whole else tensor.view(-1).split(size))
         origin += [index] * (len(parts[0]) - len(origin))
     return parts, origin
 
@@ -52,41 +52,37 @@ def for_rate(kernel: Any, rate: float | Tensor) -> Any:
     return kernel.default
 
 
-class _ReadsGradScaler:
-    """What a GradScaler, or the guard, tells a fused optimizer: see torch.optim.Optimizer."""
-
-    def grad_scaler_kwargs(self) -> dict[str, Tensor | None]:
-        return {
-            "grad_scale": getattr(self, "grad_scale", None),
-            "found_inf": getattr(self, "found_inf", None),
-        }
+def _flags(optimizer: Any) -> dict[str, Tensor | None]:
+    """What a GradScaler, or the guard, has set on a fused optimizer: see torch.optim.Optimizer."""
+    return {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
 
 
-class SGD(torch.optim.SGD, _ReadsGradScaler):
+class SGD(torch.optim.SGD):
     """torch.optim.SGD(fused=True); its momentum must exist before the first step."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        names = ("weight_decay", "momentum", "lr", "dampening", "nesterov")
         for group in self.param_groups:
-            params = []
-            grads = []
-            momenta = []
+            params, grads, momenta = ([] for _ in range(3))
             self._init_group(group, params, grads, momenta)
-            parts, _ = in_parts([params, grads, *([momenta] if momenta else [])])
-            if params:
-                for_rate(aten._fused_sgd_, group["lr"])(
-                    *(parts if momenta else [*parts, []]),
-                    **{
-                        name: group[name]
-                        for name in ("weight_decay", "momentum", "lr", "dampening", "nesterov")
-                    },
-                    maximize=False,
-                    is_first_step=False,
-                    **self.grad_scaler_kwargs(),
-                )
+            if not params:
+                continue
+            lists = [params, grads, momenta] if momenta else [params, grads]
+            parts, _ = in_parts(lists)
+            if not momenta:
+                parts.append([])
+            update = for_rate(aten._fused_sgd_, group["lr"])
+            update(
+                *parts,
+                **{name: group[name] for name in names},
+                maximize=False,
+                is_first_step=False,
+                **_flags(self),
+            )
 
 
-class _InParts(_ReadsGradScaler):
+class _SplitAdam:
     """The step of Adam and AdamW."""
 
     param_groups: list[dict[str, Any]]
@@ -94,6 +90,8 @@ class _InParts(_ReadsGradScaler):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        flags = _flags(self)
+        found_inf = flags["found_inf"]
         for group in self.param_groups:
             params, grads, averages, squares, none, steps = ([] for _ in range(6))
             self._init_group(group, params, grads, averages, squares, none, steps)
@@ -101,10 +99,10 @@ class _InParts(_ReadsGradScaler):
                 continue
             aten._foreach_add_.Scalar(steps, 1)
             parts, origin = in_parts([params, grads, averages, squares])
-            update = aten._fused_adamw_ if group["decoupled_weight_decay"] else aten._fused_adam_
+            kernel = aten._fused_adamw_ if group["decoupled_weight_decay"] else aten._fused_adam_
+            update = for_rate(kernel, group["lr"])
             beta1, beta2 = group["betas"]
-            grad_scaler_kwargs = self.grad_scaler_kwargs()
-            for_rate(update, group["lr"])(
+            update(
                 *parts,
                 [],
                 [steps[index] for index in origin],
@@ -113,17 +111,17 @@ class _InParts(_ReadsGradScaler):
                 beta2=beta2,
                 amsgrad=False,
                 maximize=False,
-                **grad_scaler_kwargs,
+                **flags,
             )
-            if grad_scaler_kwargs["found_inf"] is not None:
-                aten._foreach_sub_.List(steps, [grad_scaler_kwargs["found_inf"]] * len(steps))
+            if found_inf is not None:
+                aten._foreach_sub_.List(steps, [found_inf] * len(steps))
 
 
-class Adam(_InParts, torch.optim.Adam):
+class Adam(_SplitAdam, torch.optim.Adam):
     """torch.optim.Adam(fused=True)."""
 
 
-class AdamW(_InParts, torch.optim.AdamW):
+class AdamW(_SplitAdam, torch.optim.AdamW):
     """torch.optim.AdamW(fused=True)."""
 
 
