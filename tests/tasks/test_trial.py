@@ -1,0 +1,288 @@
+"""The trial of a user's task: means and wrong units are refused, sums pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_train.assembly.metrics import metric_names
+from ddp_train.errors import ConfigError
+from ddp_train.tasks.task import ModelWithTask
+from ddp_train.tasks.trial import check_loss, check_scores, undisturbed
+from ddp_train.tasks.user_task import complete
+from tests.support.task_samples import Returns, Scores
+
+
+class OfOutputs:
+    """A task whose loss is a function of the model's outputs."""
+
+    def __init__(self, loss: Callable[[Tensor], Any], units_are_samples: bool = False) -> None:
+        self.function = loss
+        self.units_are_samples = units_are_samples
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        return self.function(model(batch))
+
+
+def tried(task: Any) -> ModelWithTask:
+    """A task that was tried with 9 samples of 3 numbers each. Raises what the trial raises."""
+    samples = torch.arange(27.0).view(9, 3) / 10 + 1
+    module = ModelWithTask(nn.BatchNorm1d(3), complete(task), "cpu", None)
+    check_loss(
+        module,
+        lambda numbers: samples[torch.from_numpy(numbers)],
+        len(samples),
+        "task._target_=mine.Task",
+    )
+    assert module.training
+    return module
+
+
+def contrast(outputs: Tensor) -> tuple[Tensor, int]:
+    own = torch.arange(len(outputs))
+    return nn.functional.cross_entropy(outputs @ outputs.T, own, reduction="sum"), len(own)
+
+
+def valid(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    mask = outputs > 1.2
+    return outputs[mask].sum(), mask.sum()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs: (outputs.square().sum(), len(outputs)),
+        lambda outputs: (outputs.square().sum(), outputs.numel()),
+        lambda outputs: (-outputs.mean() * len(outputs), len(outputs)),
+        lambda outputs: ((outputs * torch.rand_like(outputs)).sum(), len(outputs)),
+        lambda outputs: (
+            outputs.std(0).sum() * len(outputs),
+            len(outputs),
+        ),  # of one sample it is NaN
+        lambda outputs: (outputs.sum() * 0, 0),
+        contrast,
+        valid,
+    ],
+)
+def test_a_loss_that_is_a_sum_passes_the_trial(loss: Callable[[Tensor], Any]) -> None:
+    tried(OfOutputs(loss))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (
+            OfOutputs(lambda outputs: (outputs.square().mean(), len(outputs))),
+            r"that is a mean, not a sum; return the sum",
+        ),
+        (
+            OfOutputs(lambda outputs: (outputs.square().sum(), 1)),
+            (
+                r"gives 3\.64996 for one sample and 18\.2498 for a batch of 5 copies of it, and"
+                r" counts 1 unit in either"
+            ),
+        ),
+        (
+            OfOutputs(lambda outputs: (outputs.square().mean(), 1)),
+            r"would depend on the number of processes",
+        ),
+        (
+            OfOutputs(lambda outputs: (outputs.sum(), outputs.numel()), units_are_samples=True),
+            (
+                r"mine.Task: units_are_samples is True, but loss\(\) counts 3 units in a batch of"
+                r" 1; leave"
+            ),
+        ),
+        (
+            OfOutputs(
+                lambda outputs: (outputs.sum(), len(outputs.unique(dim=0)) + len(outputs) - 1), True
+            ),
+            r"counts 13 units in a batch of 7",  # right for copies, wrong for samples that differ
+        ),
+        (
+            OfOutputs(
+                lambda outputs: (outputs.sum(), len(outputs) * outputs.round().max())
+            ),  # as padding would
+            (
+                r"counts 21 units in a batch of 7 samples, and 14 if they come one by one: .* count"
+                r" what is valid"
+            ),
+        ),
+    ],
+)
+def test_means_and_wrong_units_are_refused(task: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tried(task)
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    def enqueue(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        model.running_mean.add_(1)
+        model.running_var = model.running_var * 2  # another tensor in its place
+        return (model(batch) * torch.rand(())).sum(), len(batch)
+
+    task = OfOutputs(lambda _: None)
+    task.loss = enqueue  # type: ignore[method-assign]
+    before = torch.get_rng_state()
+    module = tried(task)
+    assert torch.equal(before, torch.get_rng_state())
+    assert (module.model.running_var == 1).all()
+    assert not module.model.running_mean.any() and module.model.num_batches_tracked == 0
+
+
+def test_a_loss_that_cannot_be_tried_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """A gradient penalty, for one: the trial has no gradients."""
+    tried(
+        OfOutputs(
+            lambda outputs: (torch.autograd.grad(outputs.sum(), outputs)[0].sum(), len(outputs))
+        )
+    )
+    assert (
+        "task._target_=mine.Task: its loss could not be tried in eval mode: RuntimeError: "
+        in caplog.text
+    )
+
+
+def sound(batch: Tensor) -> dict[str, Any]:
+    return {"loss": (batch.sum(), len(batch))}
+
+
+def tried_scores(score: Callable[[Tensor], Any]) -> None:
+    """Tries a task with these scores on seven samples of two numbers. Raises what the trial
+    raises."""
+    samples = torch.tensor([[1.0, 2], [4, 1], [0, 3], [2, 2], [5, 1], [1, 1], [0, 2]])
+    task = Scores(None)
+    task.score = lambda model, batch: score(batch)  # type: ignore[method-assign]
+    module = ModelWithTask(nn.Identity(), complete(task), "cpu", None)
+    check_scores(
+        module,
+        lambda numbers: samples[torch.from_numpy(numbers)],
+        len(samples),
+        "task._target_=mine.Task",
+    )
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda batch: {
+            "loss": (batch.sum(), batch.numel()),
+            "iou": ((batch > 1).sum(0), (batch > 0).sum(0)),
+        },
+        lambda batch: {"loss": (0.0, 0), "top1": ((batch[:, 0] > 3).sum(), len(batch))},
+        lambda batch: {
+            "loss": contrast(batch),
+            "top1": ((batch @ batch.T).argmax(1).eq(0).sum(), len(batch)),
+        },
+        lambda batch: {"loss": (batch.std(0).sum() * len(batch), len(batch))},
+    ],
+)
+def test_scores_that_are_sums_pass_the_trial(score: Callable[[Tensor], Any]) -> None:
+    tried_scores(score)
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (
+            lambda batch: {"mae": (batch.mean(), len(batch)), **sound(batch)},
+            "mae = (1.78571, 7) for 7",
+        ),
+        (
+            lambda batch: {"loss": (batch.clamp(min=1).mean(), (batch > 0).sum())},
+            "not (mean, weight)",
+        ),
+        (lambda batch: {"loss": (batch.mean(), 1)}, "would depend on train.evaluate_batch_size"),
+        (
+            lambda batch: {"top1": ((batch[:, 0] > 3).float().mean(), len(batch)), **sound(batch)},
+            "top1",
+        ),
+    ],
+)
+def test_scores_that_are_means_are_refused(score: Callable[[Tensor], Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tried_scores(score)
+    assert message in str(caught.value), str(caught.value)
+
+
+def test_scores_that_depend_on_the_division_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They are scored once before the first step, which leaves no trace."""
+
+    def names(score: Callable[[nn.Module, Tensor], Any]) -> list[str]:
+        caplog.clear()
+        task = Scores(None)
+        task.score = score  # type: ignore[method-assign]
+        module = ModelWithTask(nn.BatchNorm1d(3), complete(task), "cpu", None)
+        before = torch.get_rng_state()
+        batch = SimpleNamespace(data=torch.arange(12.0).view(4, 3))
+        assert metric_names(module, [batch]) == ["loss"]  # type: ignore[list-item]
+        assert torch.equal(before, torch.get_rng_state()) and module.training
+        assert not module.model.running_mean.any() and module.model.num_batches_tracked == 0
+        return [
+            record.getMessage()
+            for record in caplog.records
+            if "scoring a batch" in record.getMessage()
+        ]
+
+    assert names(lambda model, batch: {"loss": (model(batch).sum(), len(batch))}) == []
+    (drawn,) = names(
+        lambda model, batch: {"loss": ((model(batch) * torch.rand(())).sum(), len(batch))}
+    )
+    assert (
+        "scoring a batch draws random numbers: metrics and predictions depend on the number of"
+        " processes" in drawn
+    )
+    (written,) = names(lambda model, batch: {"loss": (model.train()(batch).sum(), len(batch))})
+    assert (
+        "scoring a batch changes the buffer running_mean and changes the buffer running_var:"
+        " metrics" in written
+    )
+
+
+def test_loss_that_fails_for_one_sample_is_tried_no_further(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Pairs:
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            if len(batch) < 2:
+                raise ValueError("needs pairs")
+            return batch.sum(), len(batch)
+
+        def score(self, model: nn.Module, batch: Any) -> Any:
+            return {"iou": (1.0, len(batch))}
+
+    samples = torch.ones(7, 2)
+    module = ModelWithTask(nn.Identity(), complete(Pairs()), "cpu", None)
+    check_scores(
+        module, lambda numbers: samples[torch.from_numpy(numbers)], 7, "task._target_=mine.Pairs"
+    )
+    assert (
+        "its score could not be tried in eval mode: TaskError: loss() of the task Pairs failed"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.complex64, torch.float32])
+def test_buffers_of_any_type_are_put_back(dtype: torch.dtype) -> None:
+    class Forgets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("gone", torch.zeros(2, dtype=dtype))
+            self.register_buffer("kept", torch.full((2,), math.nan).to(dtype))
+            self.register_buffer("counted", torch.zeros(2))
+
+    module = ModelWithTask(Forgets(), complete(Returns((torch.zeros(()), 1))), "cpu", None)
+    with undisturbed(module) as done:
+        del module.model.gone
+        module.model.counted += 1
+    assert done == ["changes the buffer counted"]
+    assert [name for name, _ in module.model.named_buffers()] == ["kept", "counted", "gone"]
+    assert not module.model.counted.any()
