@@ -103,6 +103,7 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
     Raises ConfigError with all problems.
     """
     overrides = [word for word in argv if not word.startswith("-")]
+    flags = [word for word in argv if word.startswith("-")]
     read = read_overrides(program, value_checks.last_of_each_key(overrides), sweep=True)
     arguments = read.arguments
     launcher = last_value(arguments, LAUNCHER)
@@ -121,6 +122,7 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
     plan = SweepPlan(
         sweep_dir=Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}"),
         command=program.command(argv),
+        hydra_arguments=(*flags, *arguments, *direction.overrides),
         swept=swept,
         fixed=identifying(tried.fixed, swept),
         objective=config.objective,
@@ -137,13 +139,10 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
     plan = _with_objective(plan, config)
     if not job_launcher:
         plan = _with_pool(plan, tried, hardware, launcher)
-    plan = _with_baseline(plan, config)
-    flags = [word for word in argv if word not in overrides]
-    hydra_arguments = [*flags, *arguments, *direction.overrides]
-    if plan.pool:
-        hydra_arguments += plan.pool.overrides(hydra_arguments)
-    hydra_arguments.append(override_of("hydra.sweep.dir", plan.sweep_dir))
-    return replace(plan, hydra_arguments=tuple(hydra_arguments))
+    if config.sweep.baseline:
+        plan = _with_baseline(plan)
+    sweep_dir = override_of("hydra.sweep.dir", plan.sweep_dir)
+    return replace(plan, hydra_arguments=(*plan.hydra_arguments, sweep_dir))
 
 
 def _raise_if_any(problems: list[str]) -> None:
@@ -156,11 +155,11 @@ def _with_objective(plan: SweepPlan, config: Config) -> SweepPlan:
     validates = has_validation(config)
     if validates is None:
         return plan
-    plan = replace(plan, objective=objective_name(config.objective, validates))
-    note = test_set_note(plan.objective, validates, plan.test_set_rule)
+    objective = objective_name(config.objective, validates)
+    note = test_set_note(objective, validates, plan.test_set_rule)
     if not note:
-        return plan
-    return replace(plan, notes=(*plan.notes, note), test_set_rule="")
+        return replace(plan, objective=objective)
+    return replace(plan, objective=objective, notes=(*plan.notes, note), test_set_rule="")
 
 
 def _with_pool(
@@ -168,16 +167,17 @@ def _with_pool(
 ) -> SweepPlan:
     """The plan with the pool that runs its trials, if one does. launcher: as typed."""
     notes = pool_notes(tried.config, tried.resolved[-1], tried.settings)
+    plan = replace(plan, notes=(*plan.notes, *notes))
     pool = pool_of(tried.config, tried.resolved, plan.total, hardware, tried.settings)
     is_needed = pool.at_once > 1 or tried.settings.are_given or plan.optuna_trials > 0
     if launcher == "basic" or (not is_needed and launcher != POOL):
-        pool = None
-    return replace(plan, pool=pool, notes=(*plan.notes, *notes))
-
-
-def _with_baseline(plan: SweepPlan, config: Config) -> SweepPlan:
-    if not config.sweep.baseline:
         return plan
+    of_pool = pool.overrides([*plan.hydra_arguments])
+    return replace(plan, pool=pool, hydra_arguments=(*plan.hydra_arguments, *of_pool))
+
+
+def _with_baseline(plan: SweepPlan) -> SweepPlan:
+    """The plan with the run of `sweep.baseline`, or a note where it would tell nothing."""
     if plan.pool is None or plan.pool.at_once == 1:
         return replace(plan, notes=(*plan.notes, NO_BASELINE))
     return replace(plan, has_baseline=True)

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from ddp_train.config.prepare import prepare
+from ddp_train.config.prepare import Prepared, prepare
 from ddp_train.config.program import Program
 from ddp_train.errors import ConfigError
 from ddp_train.launcher import local
@@ -59,8 +59,7 @@ class TrialRunner:
         """The result of `fork_server.preload`: each trial forks a server from this process."""
 
     def preload(self) -> None:
-        """Imports what all workers need, once: a server of its own would cost each trial
-        seconds."""
+        """Imports what all workers need, once: a server of each trial would take seconds."""
         if self.server:
             self.server.close()
             self.server = None
@@ -111,41 +110,49 @@ class TrialRunner:
         self, trial: Trial, at_once: int, stop: StopRequests, workload: Workload
     ) -> dict[str, Any]:
         """Runs a trial to its end. Returns the fields of its row that say how it ended."""
-        server = self.server
-        if self.plan.pool and self.preloaded is not None:
-            server = ForkServer(self.program.import_path, self.preloaded)
         try:
             with hydra_set_aside():
                 prepared = prepare(self.program, trial.overrides, None, str(trial.run_dir), at_once)
             for notice in prepared.notices:
                 print(f"note: {notice}", file=sys.stderr)
-            try:
-                code = local.launch(
-                    prepared.config,
-                    self.program.import_path,
-                    stop,
-                    server,
-                    prepared.at_another_number,
-                    workload,
-                )
-            finally:
-                if prepared.lock:
-                    prepared.lock.release()
+            code = self._launch(prepared, stop, workload)
             if code == 0:
                 return {"exit_code": 0, **completed_outcome(prepared.config)}
         except ConfigError as error:
             print(error, file=sys.stderr)
             return {"kind": error.kind, "reason": str(error), "exit_code": error.exit_code}
-        if code not in (SAVED, UNSAVED):
-            return {"exit_code": code, **failed_outcome(trial.run_dir)}
-        if self.plan.job_launcher:
-            # submitit's handler requeues the job and does not return. SLURM's SIGTERM for the new
-            # start may kill its `scontrol requeue`, which has done its work by then.
-            with contextlib.suppress(subprocess.CalledProcessError):
-                stop.forward()
-            raise SystemExit(code)  # cancelled, or restarted by SLURM itself
-        pruned = pruned_outcome(trial.run_dir)
-        return {"exit_code": code, **(pruned or failed_outcome(trial.run_dir))}
+        outcome = None
+        if code in (SAVED, UNSAVED):
+            if self.plan.job_launcher:
+                self._leave_job(stop, code)
+            outcome = pruned_outcome(trial.run_dir)
+        return {"exit_code": code, **(outcome or failed_outcome(trial.run_dir))}
+
+    def _launch(self, prepared: Prepared, stop: StopRequests, workload: Workload) -> int:
+        """Runs the processes of a trial. Returns the exit code."""
+        server = self.server
+        if self.plan.pool and self.preloaded is not None:
+            server = ForkServer(self.program.import_path, self.preloaded)
+        try:
+            return local.launch(
+                prepared.config,
+                self.program.import_path,
+                stop,
+                server,
+                prepared.at_another_number,
+                workload,
+            )
+        finally:
+            if prepared.lock:
+                prepared.lock.release()
+
+    def _leave_job(self, stop: StopRequests, code: int) -> NoReturn:
+        """Ends a job that was cancelled, or that SLURM restarts."""
+        # submitit's handler requeues the job and does not return. SLURM's SIGTERM for the new
+        # start may kill its `scontrol requeue`, which has done its work by then.
+        with contextlib.suppress(subprocess.CalledProcessError):
+            stop.forward()
+        raise SystemExit(code)
 
     def _add(self, row: dict[str, Any], stop: StopRequests) -> None:
         """Takes in the row of a trial. Raises SystemExit if the sweep ends with it."""
