@@ -51,8 +51,10 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def training_step(arch: str, mode: str, device: torch.device, graphs: list[int]) -> Step:
-    """Of a new model, and its loss. graphs: takes the number of nodes of each graph that the
-    compiler makes."""
+    """A step of a new model, which returns its loss.
+
+    graphs: gets the number of nodes of each graph that the compiler makes.
+    """
     torch.manual_seed(0)
     bucket_of, cuts = MODES[mode]
     torch._dynamo.config.optimize_ddp = cuts  # read in the first step, when the compiler sees DDP
@@ -94,7 +96,7 @@ def training_step(arch: str, mode: str, device: torch.device, graphs: list[int])
 
 
 def milliseconds(step: Step, batch: tuple[Tensor, Tensor], steps: int) -> tuple[float, float]:
-    """Of a step, and the last loss."""
+    """Milliseconds of a step, and the last loss."""
     dist.barrier()
     began = time.perf_counter()
     for _ in range(steps - 1):

@@ -38,8 +38,8 @@ PRECISIONS = {"fp16, batch 1,024": (torch.float16, 1024), "bf16, batch 256": (to
 
 
 def cases(dtype: torch.dtype, batch: int) -> Counter[Case]:
-    """How often each shape is there. The first convolution, of three channels, is none for
-    cuDNN."""
+    """The number of layers of each shape. cuDNN does not take the first convolution, of three
+    channels."""
     found: Counter[Case] = Counter()
 
     def note(conv: Any, inputs: tuple[torch.Tensor], _: torch.Tensor) -> None:

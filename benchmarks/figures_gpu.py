@@ -49,7 +49,7 @@ SECONDS = 3.0
 
 
 def look(gib: float) -> int:
-    """In a process of its own: one GPU after the other. Returns how many figures are wrong."""
+    """Read one GPU after the other, in a process of its own. Returns the number of wrong values."""
     wrong = 0
     for number in range(torch.cuda.device_count()):
         torch.empty(1, device=f"cuda:{number}")

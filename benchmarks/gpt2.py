@@ -48,8 +48,8 @@ MUON = (
 
 
 class WithLoss(nn.Module):
-    """Compiled as one with the network, as nanoGPT does: the logits are the largest tensors of a
-    step."""
+    """The network and its loss, compiled as one, as nanoGPT does: the logits are the largest
+    tensors of a step."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class WithLoss(nn.Module):
 
 
 def peer(corpus: Path, batch: int, steps: int) -> None:
-    """What a careful person writes by hand. Rank 0 prints RESULT {...}."""
+    """Train as a careful person writes it by hand. Rank 0 prints RESULT {...}."""
     import torch.distributed as dist
 
     from ddp_train.models.gpt.network import Gpt
@@ -190,8 +190,7 @@ def by_hand(corpus: Path, batch: int, steps: int, processes: int) -> dict[str, f
 
 
 def row(name: str, batch: int, results: list[dict[str, float]], rounds: int) -> str:
-    """A line of the table. A round that failed is counted, its reason stands on the standard
-    error."""
+    """A line of the table. A round that failed is counted; its reason is on the standard error."""
     if not results:
         return f"| {name} | {batch} | failed, {rounds} of {rounds} | | | |"
     speeds = sorted(result["tokens_per_second"] for result in results)

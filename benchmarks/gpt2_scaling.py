@@ -62,9 +62,11 @@ def kind_of(kernel: str) -> str:
 
 
 def kinds_in(events: list[dict[str, Any]], steps: int) -> dict[str, float]:
-    """Milliseconds of a step by kind. Two kernels at the same time count twice; GAPS is what no
-    kernel covers between the first kernel and the last. DDP divides a gradient while it writes it
-    into its bucket."""
+    """Milliseconds of a step by kind of kernel.
+
+    Two kernels at the same time count twice; GAPS is the time between the first kernel and the last
+    that no kernel covers. DDP divides a gradient while it writes it into its bucket.
+    """
     ran = [event for event in events if event.get("cat") in ON_GPU]
     if not ran:
         raise ValueError("the trace has no kernel: was it made on a GPU?")
@@ -91,8 +93,8 @@ def longest(events: list[dict[str, Any]], steps: int, rows: int = 40) -> list[st
 
 @contextlib.contextmanager
 def watched() -> Iterator[dict[int, list[tuple[float, float]]]]:
-    """Watts and megahertz of each GPU, by its index, while it was busy; filled when the block is
-    left."""
+    """Inside, read watts and megahertz of each busy GPU. Yields them by its index, filled at the
+    end."""
     command = ["nvidia-smi", f"--query-gpu={READ}", "--format=csv,noheader,nounits", "-lms", "500"]
     found: dict[int, list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryFile("w+") as said, subprocess.Popen(command, stdout=said) as reader:

@@ -102,7 +102,10 @@ def config_for(
     workers: int | str = "auto",
     beside: bool | str = "auto",
 ) -> Config:
-    """What the launcher would hand to a single process on this host. beside: tuning.copy_stream."""
+    """The config that the launcher would give to a single process on this host.
+
+    beside: value of tuning.copy_stream.
+    """
     config, problems = bind(
         {
             "strategy": {"name": "single"},
@@ -136,7 +139,7 @@ def wait_for(device: str) -> None:
 
 
 def images_per_second(config: Config, job: Job, device: str, seconds: float) -> float:
-    """Of a loader alone, from its second batch on."""
+    """Images per second of a loader alone, from its second batch on."""
     batches = iter(loader_of(config, device, job.plan.micro_batches()))
     next(batches)
     wait_for(device)
@@ -149,7 +152,7 @@ def images_per_second(config: Config, job: Job, device: str, seconds: float) -> 
 
 
 def trained_per_second(job: Job, batches: Iterator[Batch], steps: int, device: str) -> float:
-    """Of training, after a warm-up."""
+    """Images per second of training, after a warm-up."""
     job.step = 0
     job.stepper.continue_from(0)
     warm_up = min(WARM_UP, steps)
@@ -168,7 +171,7 @@ def resident(job: Job, batch: Batch) -> Iterator[Batch]:
 
 
 def agreement(source: FolderSource, device: torch.device) -> list[str]:
-    """How a GPU's crops compare with the host's."""
+    """The differences between a GPU's crops and the host's."""
     indices = np.arange(min(64, len(source)))
     host = torch.device("cpu")
     files = source.read(indices)

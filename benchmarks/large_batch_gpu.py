@@ -76,7 +76,8 @@ def with_rate(optimizer: Optimizer, rate: float | Tensor) -> Optimizer:
 
 
 def with_flag(optimizer: Optimizer) -> Optimizer:
-    """That could stop it, as in training on a GPU, and does not."""
+    """Set the flag that could stop the optimizer step, as in training on a GPU, to a value that
+    does not."""
     optimizer.found_inf = torch.zeros((), device=DEVICE)  # pyright: ignore[reportAttributeAccessIssue]
     return optimizer
 
@@ -91,8 +92,8 @@ def captured(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def difference_from_float64(name: str, model: nn.Module) -> float:
-    """The largest one after all RATES: on the GPU half of them in plain steps, half in replays of a
-    graph."""
+    """The largest difference after all RATES: on the GPU half of them in plain steps, half in
+    replays of a graph."""
     scale = 20 if name == "lars" else 0.1
     here = copy.deepcopy(model).to(DEVICE)
     exact = copy.deepcopy(model).double()
@@ -136,7 +137,7 @@ def timed(step: Callable[[], object], steps: int) -> float:
 
 
 def steps_to_time(model: nn.Module) -> dict[str, Callable[[], object]]:
-    """What is timed, each kind with weights of its own, warm."""
+    """The steps to time, each kind with weights of its own, warm."""
     found: dict[str, Callable[[], object]] = {}
     for name, config in {**OURS, **THEIRS}.items():
         kinds = ["foreach", "loop"] if name in OURS else ["fused"]

@@ -108,8 +108,8 @@ def network(loss_type: str | None = "ForCausalLM") -> nn.Module:
 
 
 def in_order(texts: int) -> Subset[Tensor]:
-    """The texts in the order in which ddp_train takes them: that of its plan, which no number of
-    processes changes."""
+    """The texts in the order in which ddp_train trains with them: that of its plan, which is the
+    same for any number of processes."""
     from ddp_train.data.batch_plan import epoch_order
 
     return Subset(Texts(True, texts), epoch_order(SEED, 0, texts).tolist())
@@ -148,7 +148,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 class MeanLoss(nn.Module):
-    """A module of one's own: it returns the mean loss over its batch, and knows nothing of
+    """A user's module: it returns the mean loss over its batch, and does not know
     `num_items_in_batch`."""
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ def of_peers(
 
 
 def of_ours(processes: int, folder: Path) -> dict[tuple[str, int], dict[str, Tensor]]:
-    """Those of `python launch.py` with this file's model and data."""
+    """The losses of `python launch.py` with this file's model and data."""
     from safetensors.torch import load_file
 
     found = {}

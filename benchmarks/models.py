@@ -307,7 +307,7 @@ class Contender:
         return f"exit code {self.process.poll()}: {(reasons or said or [''])[-1][-200:]}"
 
     def _signal(self, number: int) -> None:
-        """To the launcher first: it watches the others."""
+        """Signal the launcher first: it watches the others."""
         for pid in (self.process.pid, *descendants(self.process.pid)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -367,7 +367,7 @@ def sittings(contenders: list[str], at_once: int) -> list[list[str]]:
 
 
 def measure(alive: list[Contender], turns: int, steps: int) -> list[dict[str, Any]]:
-    """What each contender of one sitting did; those that failed have their reason."""
+    """The results of each contender of one sitting, or the reason why it failed."""
     for contender in alive:
         contender.warm_up()
     for number in range(turns):
@@ -383,7 +383,7 @@ def measure_some(
     folder: Path,
     kept: Path,
 ) -> list[dict[str, Any]]:
-    """Starts the contenders of all these sittings (models, numbers, names); measures one sitting
+    """Start the contenders of all these sittings (models, numbers, names); measure one sitting
     after the other."""
     alive: list[list[Contender]] = []
     results = []
@@ -422,13 +422,14 @@ def median(found: dict[str, Any]) -> float | None:
 
 
 def spread(found: dict[str, Any]) -> str:
-    """From the slowest turn to the fastest, by their medians."""
+    """The medians of the slowest and the fastest turn, as text."""
     middles = [statistics.median(turn) for turn in found["tens"] if turn]
     return f"{min(middles):,.0f} to {max(middles):,.0f}"
 
 
 def cells(results: list[dict[str, Any]], name: str) -> str:
-    """Of one model: the speed, its spread, and the share of plain DDP in the same sitting."""
+    """The cells of one model: the speed, its spread, and the share of plain DDP in the same
+    sitting."""
     mine = [found for found in results if found["contender"] == name]
     if not mine:
         return "-"

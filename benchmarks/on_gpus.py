@@ -60,8 +60,11 @@ SUMS_IN_FP16 = "'launch.py, fp16' 'launch.py, fp16, conv_sums'"
 
 @dataclass(frozen=True)
 class Work:
-    """`limit`: seconds. `command`: PYTHON and FOLDER stand for this Python and for the folder of
-    results."""
+    """A test or benchmark to run.
+
+    limit: in seconds.
+    command: PYTHON and FOLDER stand for this Python and for the folder of results.
+    """
 
     name: str
     gpus: int

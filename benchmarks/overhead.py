@@ -138,7 +138,7 @@ class Row:
 
 
 class Scene:
-    """What both sides of every row share: sizes, data, and a folder for what is written."""
+    """What both sides of every row share: sizes, data, and a folder for files."""
 
     def __init__(self, steps: int, folder: Path) -> None:
         self.steps = steps
@@ -199,7 +199,7 @@ def time_ours(
     ddp: bool = False,
     bar: bool = False,
 ) -> Times:
-    """`fit` over a job that is put together as ddp_train.assembly.job and
+    """Time `fit` over a job that is put together as ddp_train.assembly.job and
     ddp_train.runs.worker do it."""
     scene.runs += 1
     run_dir = scene.folder / f"run_{scene.runs}"
@@ -354,7 +354,7 @@ def table(rows: list[Row], rounds: int, steps: int, limit: float, load: str) -> 
 
 
 def profile(row: Row) -> None:
-    """Where ddp_train's side of a row spends its time."""
+    """Print where ddp_train's side of a row spends its time."""
     row.ours()
     profiler = cProfile.Profile()
     profiler.runcall(row.ours)

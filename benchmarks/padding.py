@@ -40,7 +40,8 @@ def drawn_lengths(samples: int) -> np.ndarray:
 
 
 def in_random_order(lengths: np.ndarray, tokens: int) -> list[np.ndarray]:
-    """As many samples in each batch as have `tokens` tokens on average, without padding."""
+    """Batches in random order with as many samples as have `tokens` tokens on average, without
+    padding."""
     size = int(tokens / lengths.mean())
     order = np.random.default_rng(1).permutation(len(lengths))
     return [order[start : start + size] for start in range(0, len(order), size)]
@@ -85,9 +86,10 @@ def padding(
     parts: int,
     cut: Callable[[np.ndarray, int], list[int]],
 ) -> tuple[float, float]:
-    """Of the tokens that are computed, the part that is padding; and how many times longer a step
-    takes than one without padding, evenly split, if the largest part decides. Each part of a batch
-    is as long as its longest sample.
+    """The share of padding among the tokens that are computed, and how many times longer a step
+    takes than one without padding, evenly split, if the largest part decides.
+
+    Each part of a batch is as long as its longest sample.
     """
     real = 0
     computed = 0
@@ -127,7 +129,7 @@ def rows(samples: int, tokens: int) -> list[str]:
 
 
 def choices(samples: int, tokens: int) -> list[str]:
-    """What other values of the two constants would give, without processes."""
+    """The results of other values of the two constants, without processes."""
     lengths = drawn_lengths(samples)
     found = []
     before = length_batches.ALIKE, length_batches.LEAST_BATCHES

@@ -12,7 +12,7 @@ import torch
 
 
 def load_average() -> str:
-    """How busy the machine was: processes that ran or wanted to, over the last minute."""
+    """The mean number of processes that ran or wanted to, over the last minute."""
     return f"{os.getloadavg()[0]:.1f}"
 
 

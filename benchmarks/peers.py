@@ -66,8 +66,8 @@ class Resident:
 
 
 class WithLoss(nn.Module):
-    """Compiled as one with the network: the logits of a language model are the largest tensors of a
-    step."""
+    """The network and its loss, compiled as one: the logits of a language model are the largest
+    tensors of a step."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -391,13 +391,13 @@ def mnist(arguments: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any]]:
 
 
 def plain_mnist(arguments: argparse.Namespace, device: torch.device, **loader: Any) -> None:
-    """With the DataLoader's defaults."""
+    """MNIST with the DataLoader's defaults."""
     train, test = mnist(arguments)
     _train_mnist(arguments, device, train, test, **loader)
 
 
 def tuned_mnist(arguments: argparse.Namespace, device: torch.device) -> None:
-    """As the tuning guides say: loader processes, page-locked memory, copies while the GPU
+    """MNIST as the tuning guides say: loader processes, page-locked memory, copies while the GPU
     computes."""
     workers = min(8, len(os.sched_getaffinity(0)) // SIZE)
     plain_mnist(

@@ -66,7 +66,7 @@ def sweep(folder: Path, trials: int, devices: int, seconds: float) -> subprocess
 
 
 def jobs(folder: Path) -> list[tuple[str, float, float]]:
-    """Of a sweep: the device, the begin and the end of each."""
+    """The jobs of a sweep: the device, the start and the end of each."""
     lines = [line.split() for line in (folder / "ledger").read_text().splitlines()]
     return sorted((device, float(began), float(ended)) for device, began, ended in lines)
 
@@ -90,8 +90,9 @@ def speed(trials: int, devices: int, seconds: float) -> tuple[float, float, floa
 
 
 def killed(of_sweep: bool) -> tuple[int, int, int]:
-    """Locks that are held and processes that are left half a second after the end, and jobs that
-    were not done though their process was not the one that was killed."""
+    """Kill a process, and count what it leaves: locks that are held and processes that live half a
+    second after the end, and jobs that were not done though their process was not the one that was
+    killed."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         process = sweep(folder, 4, 2, 0.5)

@@ -43,8 +43,11 @@ EPOCHS = 5
 
 @dataclass
 class Contender:
-    """`command` makes its command line for a run directory; `read` its numbers from that directory
-    or its output."""
+    """One way to train.
+
+    command: makes its command line for a run directory.
+    read: its numbers from that directory or its output.
+    """
 
     name: str
     command: Callable[[Path], list[str]]
@@ -92,7 +95,7 @@ def peer(name: str, work: str, processes: int, *words: str) -> Contender:
 
 
 def said(text: str) -> dict[str, float]:
-    """What a peer printed."""
+    """The numbers that a peer printed."""
     result = json.loads(
         next(line for line in text.splitlines() if line.startswith("RESULT ")).removeprefix(
             "RESULT "

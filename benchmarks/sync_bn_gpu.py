@@ -46,7 +46,7 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 def trained(
     layer: nn.Module, batches: list[tuple[Tensor, Tensor]], part: slice
 ) -> dict[str, Tensor]:
-    """What three training passes over a part of each batch leave behind."""
+    """The state after three training passes over a part of each batch."""
     found = {}
     for number, (inputs, gradients) in enumerate(batches):
         mine = inputs[part].clone(memory_format=torch.preserve_format).requires_grad_()

@@ -140,7 +140,7 @@ def measure(
 def of_both(
     device: str, settings: dict[str, Any], rounds: int, steps: int
 ) -> dict[str, list[Block]]:
-    """For each arm its blocks: the wall time of the slower process, the CPU time of both."""
+    """The blocks of each arm: the wall time of the slower process, the CPU time of both."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = []

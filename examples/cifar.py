@@ -96,8 +96,8 @@ class Pictures:
 
 
 def bits(numbers: Tensor, key: int) -> Tensor:
-    """A random int64 from 0 on for each number, a hash of it and the key: SplitMix64 (Steele et
-    al., OOPSLA 2014)."""
+    """Random int64 numbers of at least 0, each a hash of its number and the key: SplitMix64 (Steele
+    et al., OOPSLA 2014)."""
     state = (
         numbers + key
     ) * -0x61C8864680B583EB  # 0x9E37... of the paper as a signed number, and so below

@@ -58,7 +58,7 @@ def fetch_encoder() -> tuple[bytes, dict[str, int]]:
 
 
 def words_of(text: str) -> list[str]:
-    """As BERT splits a text: lower case without accents, each punctuation mark a word of its
+    """Split a text as BERT does: lower case without accents, each punctuation mark a word of its
     own."""
     plain = unicodedata.normalize("NFD", text.lower().replace("<br />", " "))
     marked = "".join(
@@ -85,7 +85,8 @@ def pieces_of(word: str, vocabulary: dict[str, int]) -> list[int]:
 
 
 def numbered(text: str, vocabulary: dict[str, int]) -> list[int]:
-    """Of a long text the beginning and the end, where opinions stand."""
+    """The numbers of a text's pieces; of a long one those of the beginning and the end, where
+    opinions stand."""
     pieces = [piece for word in words_of(text) for piece in pieces_of(word, vocabulary)]
     most = LENGTH - 2
     if len(pieces) > most:

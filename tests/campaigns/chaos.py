@@ -177,7 +177,7 @@ def undisturbed(folder: Path, ranks: int, *more: str) -> tuple[str, float]:
 def disturbed(
     folder: Path, ranks: int, seed: int, seconds: float, *more: str
 ) -> tuple[str, list[str]]:
-    """Trains through a schedule of kills drawn from `seed`. Returns the hash of the end, and what
+    """Train through a schedule of kills drawn from `seed`. Returns the hash of the end, and what
     was killed."""
     draw = random.Random(seed)
     killed = list[str]()

@@ -83,7 +83,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class WrongError(Exception):
-    """What should not be."""
+    """A command ended as it must not."""
 
 
 def expect(condition: object, message: str) -> None:
@@ -538,7 +538,7 @@ def _of_nobody(name: str) -> bool:
 
 
 def check_end(stage: Stage, expected: Outcome, stopped: bool) -> None:
-    """Of a case, whose last command has ended with 0."""
+    """Check a case whose last command ended with 0."""
     for name in fuzz_faults.STRAYS:
         shutil.rmtree(stage.run_dir / "checkpoints" / name, ignore_errors=True)
     found = outcome(stage.run_dir, stage.ledger)

@@ -124,7 +124,7 @@ def nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done, and what may come of it."""
+    """One fault: what is done, and what may come of it."""
 
     name: str
     codes: frozenset[int]
@@ -154,7 +154,7 @@ class Fault:
 
     @property
     def needs_root(self) -> bool:
-        """To mount, or to make a folder immutable."""
+        """Tell whether a fault mounts something, or makes a folder immutable."""
         return self.disk or self.after is make_writable
 
 
@@ -163,7 +163,10 @@ def matches(pattern: str, text: str) -> bool:
 
 
 def prepare(limit: int) -> None:
-    """In the process of a command. limit: bytes of a file, 0: any."""
+    """Prepare the process of a command.
+
+    limit: bytes of a file, 0: any.
+    """
     hear_signals()
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
@@ -188,8 +191,8 @@ def write_data(folder: Path) -> None:
 
 
 def wait(stage: Stage, job: Running, training: bool = False) -> bool:
-    """Until a moment that is drawn: a time, or a phase of a step of a rank. False if the run is
-    over.
+    """Wait for a moment that is drawn: a time, or a phase of a step of a rank. Returns False if the
+    run is over.
 
     training: not before every rank has begun its second batch.
     """
@@ -312,7 +315,7 @@ def now(number: int, victims: Victims) -> During:
 
 
 def resize_to(stage: Stage, job: Running) -> None:
-    """Asks for a number, which is also refused where the run ends before; does not wait for the
+    """Ask for a number of processes, which is refused if the run ends before; does not wait for the
     answer."""
     count = stage.draw.choice([1, 2] if stage.command.ranks == 2 else [1, 2, stage.command.ranks])
     stage.say(f"resize to {count}")
@@ -441,8 +444,8 @@ def damage_all(stage: Stage) -> None:
 
 
 def spoil_newest(stage: Stage) -> None:
-    """The newest has weights that are NaN, and a manifest that says that they are as they should
-    be."""
+    """Give the newest checkpoint weights that are NaN, and a manifest that says that they are as
+    they should be."""
     for newest in places(stage.run_dir)[:1]:
         model = newest / "model.safetensors"
         weights = load_file(model)
@@ -462,7 +465,7 @@ STRAYS = ("step_8_backup", "step_99", "notes")
 
 
 def leave_strays(stage: Stage) -> None:
-    """What somebody, or a process that was killed, might have left."""
+    """Leave what somebody, or a process that was killed, might have left."""
     folder = stage.run_dir / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)  # it may have been killed before it made one
     for name in (*STRAYS, "step_00000099.part-1"):
@@ -520,8 +523,8 @@ def empty(stage: Stage) -> None:
 
 
 def make_read_only(stage: Stage) -> None:
-    """No file can be made any more. Root ignores permissions, and a file system in use cannot be
-    mounted read-only."""
+    """Make a folder read-only. Root ignores permissions, and a file system in use cannot be mounted
+    read-only."""
     folders = [stage.run_dir, *(path for path in stage.run_dir.rglob("*") if path.is_dir())]
     done = subprocess.run(["chattr", "+i", *folders], capture_output=True, text=True)
     stage.unwritable = True
@@ -542,8 +545,8 @@ def remove_run_dir(stage: Stage) -> None:
 
 
 def spoil_image(stage: Stage, job: Running) -> None:
-    """While it runs, of the images that all cases share: put back at once when the run has
-    ended."""
+    """Spoil one of the images that all cases share while the run lasts; it is put back at once when
+    the run has ended."""
     root = Path(stage.command.value("data.root", ""))
     if not wait(stage, job):
         return

@@ -100,7 +100,7 @@ def killed(
 def ended(
     folder: Path, ranks: int, words: tuple[str, ...], kills: int, draw: random.Random
 ) -> dict[str, Any]:
-    """What a run with so many kills leaves."""
+    """Train with so many kills. Returns what the run left."""
     given = {word.partition("=")[0] for word in words}
     folder.mkdir()
     always = [word for word in ALWAYS[:1] if word.partition("=")[0] not in given]
@@ -134,7 +134,7 @@ def ended(
 
 
 def compared(found: dict[str, Any], expected: dict[str, Any]) -> str:
-    """What is not the same; of the losses how many."""
+    """The differences; for losses their number."""
     wrong = [] if found["state"] == expected["state"] else ["weights or optimizer"]
     wrong += [
         key

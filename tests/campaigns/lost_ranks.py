@@ -50,8 +50,10 @@ CLOCKS = ("time", "figures")
 
 @dataclass(frozen=True)
 class Kill:
-    """Of a rank, as soon as it has done so many steps and is in that phase. second: another one
-    follows."""
+    """The end of a rank, as soon as it has done so many steps and is in that phase.
+
+    second: another kill follows.
+    """
 
     rank: int
     step: int
@@ -100,7 +102,7 @@ def kill(job: Running, ranks: int, what: Kill) -> str:
 
 
 def _reached(job: Running, board: StatusBoard, what: Kill) -> bool:
-    """Whether the moment has come; False if the attempt of this board has ended."""
+    """Tell whether the moment has come; False too if the attempt of this board has ended."""
     status = board.ranks[what.rank]
     while not (status.step >= what.step and status.phase == what.phase):
         if job.process.poll() is not None or any(other.recovery.order for other in board.ranks):
@@ -146,7 +148,7 @@ def _strike(job: Running, what: Kill, board: StatusBoard, workers: dict[int, int
 
 
 def outcome(folder: Path, ranks: int, kills: list[Kill], *more: str) -> Outcome:
-    """Of a run of the workload with these kills, one after the other."""
+    """The outcome of a run of the workload with these kills, one after the other."""
     given = {word.partition("=")[0] for word in more}
     always = [word for word in ALWAYS if word.partition("=")[0] not in given]
     command, env = chaos.words(folder, ranks, "launch.max_restarts=9", *always, *more)
@@ -171,7 +173,7 @@ def outcome(folder: Path, ranks: int, kills: list[Kill], *more: str) -> Outcome:
 
 
 def differences(found: Outcome, expected: Outcome) -> list[str]:
-    """What is not as in the run that nobody disturbed."""
+    """The differences from the run that nobody disturbed."""
     wrong = [] if found.state == expected.state else ["weights, optimizer or buffers"]
     wrong += [
         f"{key} of summary.json"
