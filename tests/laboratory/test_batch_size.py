@@ -107,7 +107,7 @@ def test_an_epoch_that_ends_within_a_run_does_not_end_the_search(
 
 
 @pytest.mark.slow
-def test_only_what_tells_of_memory_is_not_run_again(
+def test_only_conclusive_runs_are_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Runs(100)
@@ -129,7 +129,9 @@ def test_only_what_tells_of_memory_is_not_run_again(
     assert len(runs.sizes) == 8, "with more memory all is to be tried again"
 
 
-def test_a_search_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_search_is_reported_as_incomplete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runs = Runs(100)
     request = asked(*WORDS, f"run_dir={tmp_path}")
 
@@ -148,7 +150,7 @@ def test_a_search_that_was_stopped_says_so(tmp_path: Path, monkeypatch: pytest.M
     assert "not complete" in report.tables[0].note
 
 
-def test_a_limit_of_memory_is_taken_back() -> None:
+def test_memory_limit_is_restored() -> None:
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_DATA)

@@ -227,7 +227,7 @@ def test_a_study_runs_both_ways_and_splits_the_steps_of_each(
 
 
 @pytest.mark.parametrize("study", ["scaling", "gradients", "strategies"])
-def test_a_number_of_processes_that_is_none_is_told(study: str) -> None:
+def test_processes_must_be_a_number_or_auto(study: str) -> None:
     module = {"scaling": scaling.study, "gradients": gradients.study, "strategies": variants.plan}[
         study
     ]
@@ -235,7 +235,7 @@ def test_a_number_of_processes_that_is_none_is_told(study: str) -> None:
         module(asked(f"study={study}", "study.processes=many"))
 
 
-def test_a_batch_that_the_processes_cannot_share_is_told_once() -> None:
+def test_indivisible_batch_is_reported_once() -> None:
     with pytest.raises(ConfigError) as caught:
         scaling.study(asked("study=scaling", "study.processes=5"))
     assert str(caught.value).count("train.global_batch_size=96") == 1

@@ -114,7 +114,7 @@ def test_what_the_backward_pass_does_not_hide_is_exposed() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 64, 768])
-def test_the_slowest_of_many_is_the_maximum_of_exponential_delays(ranks: int) -> None:
+def test_slowest_rank_is_maximum_of_exponential_delays(ranks: int) -> None:
     delays = np.random.default_rng(0).exponential(0.1, size=(4000, ranks))
     assert 0.1 + cost_model.expected_wait(0.1, ranks) == pytest.approx(
         delays.max(1).mean(), rel=0.02
@@ -165,7 +165,7 @@ def errors(series: tuple[measured.Series, ...], name: str) -> list[tuple[float, 
     ]
 
 
-def test_predictions_of_published_steps_are_as_good_as_the_docs_say() -> None:
+def test_predictions_are_as_good_as_the_docs_say() -> None:
     for name in ("ResNet-50, H100", "RetinaNet, H100"):
         (few,), *more = errors(measured.MLPERF, name)
         assert all(abs(fixed) < 5 for _, fixed in more), "on 512, 768 and 2,528 GPUs"
@@ -274,7 +274,7 @@ def test_the_measured_step_of_a_run(tmp_path: Path) -> None:
         run_step.measured_step(tmp_path)
 
 
-def test_the_deviation_of_a_step_does_not_depend_on_where_intervals_end() -> None:
+def test_deviation_does_not_depend_on_where_intervals_end() -> None:
     """Steps of 10 ms, give or take 2, told every 50 steps and at the end of each epoch of 70, that
     is after 10 to 50 steps. Every second epoch ends with a smaller batch; what such an interval
     takes must not count."""
@@ -324,7 +324,7 @@ def test_a_dry_plan_that_fails_keeps_its_row(tmp_path: Path) -> None:
     assert simulate.dry_plans(tmp_path, ranks=(1,)).columns == found.columns[:-1]
 
 
-def test_a_run_of_several_processes_is_no_single_step(tmp_path: Path) -> None:
+def test_run_of_several_processes_is_refused(tmp_path: Path) -> None:
     for name, content in (
         ("summary.json", '{"world_size": 3}'),
         ("metrics.jsonl", ""),

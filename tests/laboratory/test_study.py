@@ -175,7 +175,7 @@ def test_a_file_has_every_number_however_long_its_lines_are(
 
 
 @pytest.mark.parametrize("width", [40, 80, 400])
-def test_a_terminal_has_the_columns_that_fit_and_names_the_others(width: int) -> None:
+def test_terminal_shows_columns_that_fit_and_names_others(width: int) -> None:
     columns = ["variant", "result", *[f"figure {number}" for number in range(9)]]
     written = io.StringIO()
     table = Table(
@@ -284,7 +284,7 @@ def test_whatever_a_folder_is_called_its_runs_find_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here() -> None:
+def test_rung_has_the_tips_below_it_that_can_run() -> None:
     _, study = whole("tips")
     rungs = {variant.name: variant for variant in study.variants}
     fused = rungs["fused optimizer"]
@@ -300,7 +300,7 @@ def test_a_rung_has_the_tips_below_it_but_for_those_that_cannot_run_here() -> No
     assert (fused.against, rungs["AMP"].against) == ("channels_last", "workers auto")
 
 
-def test_what_the_user_asks_for_stands_above_what_the_study_chooses() -> None:
+def test_command_line_wins_over_the_study() -> None:
     study = planned("study=tips", "data=synthetic", "study.only=[none]")
     assert study.first.data.name == "synthetic"
 
@@ -320,7 +320,7 @@ def test_a_grid_is_every_combination_of_every_variant() -> None:
     assert study.variants[1].values == {"train.global_batch_size": "192", "seed": "1"}
 
 
-def test_a_later_word_takes_the_place_of_an_earlier_one() -> None:
+def test_later_override_replaces_earlier() -> None:
     assert merged(["a=1", "b.c=2"], ["++b.c=3"], ["d=4"]) == ["a=1", "++b.c=3", "d=4"]
 
 
@@ -518,7 +518,7 @@ def test_a_variant_is_compared_with_the_one_that_its_study_names() -> None:
 
 
 @pytest.mark.slow
-def test_the_run_table_has_the_shortest_epoch_first_and_all_that_did_not_run(
+def test_run_table_has_the_shortest_epoch_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -649,7 +649,7 @@ def test_trials_of_other_conditions_are_not_mixed_with_new_ones(
     enter(request)
 
 
-def test_what_only_tells_of_runs_is_not_of_their_conditions(tmp_path: Path) -> None:
+def test_source_digest_leaves_out_what_reports_on_runs(tmp_path: Path) -> None:
     for package in ("ddp_train", "ddp_lab"):
         shutil.copytree(
             ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__")
@@ -750,7 +750,7 @@ def test_a_study_goes_on_where_it_was_left(
 
 
 @pytest.mark.slow
-def test_a_study_that_is_interrupted_leaves_its_report_and_no_process(tmp_path: Path) -> None:
+def test_interrupted_study_leaves_report_and_no_process(tmp_path: Path) -> None:
     words = (
         "mode=study",
         "study=strategies",
