@@ -80,4 +80,4 @@ MODULES = {
     "ddp_train.telemetry.pages.report": "what a page says, in the terminal too",
     "ddp_train.telemetry.pages.tables": "tables of a page",
 }
-"""What each public module is for, by its name."""
+"""The purpose of each public module, by its name."""

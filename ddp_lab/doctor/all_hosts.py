@@ -47,7 +47,7 @@ from ddp_train.options.schema import Config
 VERSIONS_SECONDS = 15.0
 """Time limit for reading the versions of torch, CUDA, NCCL and this package's source."""
 FACTS_SECONDS = 90.0
-"""From the start until host 0 has the facts of all hosts."""
+"""Time limit for host 0 to have the facts of all hosts, from the start."""
 CLOCK_SECONDS = 10.0
 """Time limit for reading the clocks of all hosts, which are asked at once."""
 SHARED_SECONDS = 15.0
@@ -192,7 +192,7 @@ class HostDoctor:
         return self.peers.wait_for("verdict", limit)
 
     def _facts(self, endpoint: Facts) -> Facts:
-        """What this host sends to host 0 before the hosts test anything together."""
+        """The facts that this host sends to host 0 before the hosts test anything together."""
         began = time.monotonic()
         digest_check = IsolatedCheck(host_checks.data_digest, self.config)
         self.gpus, findings = check_at_rest(self.config, self.peers.count > 1, under_torchrun=True)

@@ -8,7 +8,7 @@ from typing import Any
 from ddp_lab.doctor.collective_runner import RankResult
 from ddp_lab.doctor.collective_stages import NEIGHBOURS, Stage
 from ddp_lab.doctor.findings import Finding, failure, ok, skipped, warning
-from ddp_train.errors import HangError, LaunchError
+from ddp_train.errors import HangError
 from ddp_train.options.schema import Config
 from ddp_train.resilience.failure import is_peer_error
 from ddp_train.text import counted
@@ -24,7 +24,7 @@ TOO_EARLY = "the test processes did not get that far: see the row exchange"
 def exchange(
     results: list[RankResult], backend: str, without_peer_access: list[RankResult] | None = None
 ) -> Finding:
-    """Whether every rank could send to the others, in time and with correct data.
+    """Check that every rank could send to the others, in time and with correct data.
 
     without_peer_access: results of a second test with NCCL_P2P_DISABLE=1, if there was one.
     """
@@ -32,85 +32,77 @@ def exchange(
         return _failed_exchange(results, backend, without_peer_access)
     if len(results) == 1:
         return skipped("one process")
-    received = [result.results["exchange"] for result in results]
-    wrong = [pair for one in received for pair in one["wrong"]]
-    if wrong or not all(one["summed"] for one in received):
-        pairs = (
-            ", ".join(f"rank {sender} to rank {receiver}" for sender, receiver in wrong)
-            or "all-reduce"
-        )
+    wrong = []
+    sums_are_right = True
+    unreachable = []
+    for result in results:
+        received = result.results["exchange"]
+        wrong += received["wrong"]
+        sums_are_right &= received["summed"]
+        for other in result.results["compute"].get("no_peer_access", []):
+            unreachable.append(f"rank {result.rank} to GPU {other}")
+    if wrong or not sums_are_right:
+        pairs = ", ".join(f"rank {sender} to rank {receiver}" for sender, receiver in wrong)
         remedy = (
             "try NCCL_P2P_DISABLE=1: if it helps, switch off IOMMU and ACS for the GPUs (NCCL user"
             " guide, Troubleshooting); if not, test memory and cables"
         )
-        return failure(f"received data is corrupt: {pairs}", remedy, wrong=wrong)
-    no_access = [
-        (result.rank, other)
-        for result in results
-        for other in result.results["compute"].get("no_peer_access", [])
-    ]
-    if backend == "nccl" and no_access:
-        pairs = ", ".join(f"rank {rank} to GPU {other}" for rank, other in no_access)
-        detail = f"no peer access: {pairs}; NCCL goes through host memory"
-        return warning(
-            detail, "`nvidia-smi topo -p2p r` shows why; consumer GPUs have no peer access"
-        )
-    return ok(
-        f"{counted(len(results), 'process')} over {backend}, up to {NEIGHBOURS} neighbours each",
-    )
+        return failure(f"received data is corrupt: {pairs or 'all-reduce'}", remedy, wrong=wrong)
+    if backend == "nccl" and unreachable:
+        detail = f"no peer access: {', '.join(unreachable)}; NCCL goes through host memory"
+        remedy = "`nvidia-smi topo -p2p r` shows why; consumer GPUs have no peer access"
+        return warning(detail, remedy)
+    processes = counted(len(results), "process")
+    return ok(f"{processes} over {backend}, up to {NEIGHBOURS} neighbours each")
 
 
 def _failed_exchange(
     results: list[RankResult], backend: str, without_peer_access: list[RankResult] | None
 ) -> Finding:
-    """Names the cause: in this order a process that survives SIGKILL, is stopped, died, or is
-    furthest behind."""
-    unkillable = [result for result in results if result.unkillable_state]
+    """The finding that names the cause: in this order a process that survives SIGKILL, is stopped,
+    died, or is furthest behind."""
+    unkillable = [
+        f"{result.where} survives SIGKILL (state {result.unkillable_state})"
+        for result in results
+        if result.unkillable_state
+    ]
     if unkillable:
-        detail = " and ".join(
-            f"{result.where} survives SIGKILL (state {result.unkillable_state})"
-            for result in unkillable
-        )
         remedy = (
             "it waits in the kernel: see `cat /proc/PID/stack` and `dmesg`; if it waits for the"
             " GPU's driver, reboot the host"
         )
-        return failure(detail, remedy, HangError.exit_code)
-    stopped = [result for result in results if result.stopped]
+        return failure(" and ".join(unkillable), remedy, HangError.exit_code)
+    stopped = [f"{result.where} is stopped" for result in results if result.stopped]
     if stopped:
-        detail = " and ".join(f"{result.where} is stopped" for result in stopped)
         remedy = (
             "find out what stopped it (SIGSTOP): a debugger, a batch system, a frozen container?"
         )
-        return failure(detail, remedy, HangError.exit_code)
+        return failure(" and ".join(stopped), remedy, HangError.exit_code)
     died = [result for result in results if result.code]
     if died:
-        first = next(
-            (result for result in died if not is_peer_error(RuntimeError(result.error))), died[0]
-        )
+        # an error of a peer is an echo of another rank's
+        died.sort(key=lambda result: is_peer_error(RuntimeError(result.error)))
+        first = died[0]
         code = first.code or 0
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
-        detail = (
-            f"{first.name} died in stage '{first.stage}' ({cause}):"
-            f" {first.error or 'no error message'}"
-        )
+        error = first.error or "no error message"
+        detail = f"{first.name} died in stage '{first.stage}' ({cause}): {error}"
         remedy = "see that message; `dmesg` shows whether the kernel killed the process"
-        return failure(detail, remedy, LaunchError.exit_code)
+        return failure(detail, remedy)
     return _hang(results, backend, without_peer_access)
 
 
 def _hang(
     results: list[RankResult], backend: str, without_peer_access: list[RankResult] | None
 ) -> Finding:
-    """Names the ranks that are in the earliest stage: the others wait for them."""
+    """The finding that names the ranks in the earliest stage: the others wait for them."""
     code = HangError.exit_code
     present = {result.stage for result in results}
     stage = next(stage for stage in Stage if stage in present)
     behind = [result for result in results if result.stage == stage]
     seconds = min(result.seconds for result in behind)
-    if len(behind) == len(results):
-        names = "all ranks"
-    else:
+    names = "all ranks"
+    if len(behind) < len(results):
         names = " and ".join(result.name for result in behind)
     detail = f"no progress for {seconds:.0f} s in stage '{stage}': {names}"
     if stage in (Stage.IMPORT, Stage.RENDEZVOUS):
@@ -119,25 +111,24 @@ def _hang(
         detail += "; it works with NCCL_P2P_DISABLE=1, so peer access between the GPUs is broken"
         remedy = (
             "switch off IOMMU and ACS for the GPUs (NCCL user guide, Troubleshooting); until then"
-            " export "
+            " export NCCL_P2P_DISABLE=1"
         )
-        return failure(detail, f"{remedy}NCCL_P2P_DISABLE=1", code)
-    remedies = {
-        "gloo": (
+    elif backend == "gloo":
+        remedy = (
             "check the firewall between the hosts (all ports of net.ipv4.ip_local_port_range) and "
             "GLOO_SOCKET_IFNAME"
-        ),
-        "nccl": (
+        )
+    else:
+        remedy = (
             "set NCCL_DEBUG=INFO to see which transport is used; try NCCL_P2P_DISABLE=1,"
             " NCCL_SHM_DISABLE=1, NCCL_IB_DISABLE=1 one by one, and name the network interface with"
             " NCCL_SOCKET_IFNAME"
-        ),
-    }
-    return failure(detail, remedies[backend], code)
+        )
+    return failure(detail, remedy, code)
 
 
 def hangs_in_nccl(results: list[RankResult], backend: str) -> bool:
-    """Whether a second test without peer access between GPUs could show the cause."""
+    """Tell whether a second test without peer access between GPUs could show the cause."""
     hung = [result for result in results if result.code is None]
     return (
         backend == "nccl"
@@ -147,30 +138,31 @@ def hangs_in_nccl(results: list[RankResult], backend: str) -> bool:
 
 
 def bandwidth(results: list[RankResult], link: tuple[float, str]) -> Finding:
-    """Bus bandwidth of an all-reduce: what each link of a ring would have to carry (nccl-tests,
-    PERFORMANCE.md).
+    """Judge the bus bandwidth of an all-reduce: what each link of a ring would have to carry
+    (nccl-tests, PERFORMANCE.md).
 
-    link: of the slowest link between the ranks, bytes per second in one direction (0 if unknown)
-    and its name.
+    link: slowest link between the ranks, bytes per second in one direction (0 if unknown) and its
+        name.
     """
     size = len(results)
     if size == 1:
         return skipped("one process")
     if any("all_reduce" not in result.results for result in results):
         return skipped(TOO_EARLY)
-    measured = [
-        {**row, "bus_bytes_per_second": 2 * (size - 1) / size * row["bytes"] / row["seconds"]}
-        for row in results[0].results["all_reduce"]
-    ]
+    measured = []
+    shown = []
+    for row in results[0].results["all_reduce"]:
+        speed = 2 * (size - 1) / size * row["bytes"] / row["seconds"]
+        measured.append({**row, "bus_bytes_per_second": speed})
+        shown.append(f"{row['bytes'] / 2**20:g} MiB {speed / 1e9:.3g} GB/s")
     best = max(row["bus_bytes_per_second"] for row in measured)
-    detail = ", ".join(
-        f"{row['bytes'] / 2**20:g} MiB {row['bus_bytes_per_second'] / 1e9:.3g} GB/s"
-        for row in measured
-    )
+    detail = ", ".join(shown)
     capacity, name = link
     numbers = {"sizes": measured, "link_bytes_per_second": capacity}
     if not capacity:
-        return ok(f"{detail}; bandwidth of {name} unknown" if name else detail, **numbers)
+        if name:
+            detail += f"; bandwidth of {name} unknown"
+        return ok(detail, **numbers)
     detail += f"; {best / capacity:.0%} of {capacity / 1e9:.3g} GB/s ({name})"
     if best < LINK_SHARE * capacity:
         remedy = (
@@ -182,18 +174,17 @@ def bandwidth(results: list[RankResult], link: tuple[float, str]) -> Finding:
 
 
 def stragglers(results: list[RankResult]) -> Finding:
-    """The same matrix product on all ranks at once: in training every step waits for the slowest
-    rank."""
+    """Compare the times of the same matrix product on all ranks at once: in training every step
+    waits for the slowest rank."""
     computed = {
         result.name: result.results["compute"] for result in results if "compute" in result.results
     }
     if len(computed) < 2:
         return skipped("one process" if len(results) == 1 else TOO_EARLY)
-    seconds = {name: result["seconds"] for name, result in computed.items()}
+    seconds = {name: product["seconds"] for name, product in computed.items()}
     fastest = min(seconds.values())
-    limit = SLOWER[
-        "cpu" if any(result["name"] == "cpu" for result in computed.values()) else "cuda"
-    ]
+    on_cpu = any(product["name"] == "cpu" for product in computed.values())
+    limit = SLOWER["cpu" if on_cpu else "cuda"]
     slow = [
         f"{name} takes {time / fastest:.2f} times as long as the fastest rank (limit {limit})"
         for name, time in seconds.items()
@@ -206,13 +197,14 @@ def stragglers(results: list[RankResult]) -> Finding:
         )
         return warning("; ".join(slow), remedy, seconds=seconds)
     ratio = max(seconds.values()) / fastest
-    return ok(f"the slowest rank takes {ratio:.2f} times as long as the fastest", seconds=seconds)
+    detail = f"the slowest rank takes {ratio:.2f} times as long as the fastest"
+    return ok(detail, seconds=seconds)
 
 
 def torch_installation(
     results: list[RankResult], config: Config, driver_cuda: tuple[int, int] | None
 ) -> Finding:
-    """Whether torch on one host can be imported and use its GPUs.
+    """Check that torch on one host can be imported and use its GPUs.
 
     driver_cuda: the newest CUDA that the driver supports, None without a driver.
     """
@@ -221,24 +213,24 @@ def torch_installation(
         died = [result for result in results if result.code]
         if not died:
             return skipped(TOO_EARLY)
-        detail = (
-            f"{died[0].name} failed to import its modules: {died[0].error or 'no error message'}"
-        )
-        return failure(detail, "set up the environment again (make train)", LaunchError.exit_code)
+        error = died[0].error or "no error message"
+        detail = f"{died[0].name} failed to import its modules: {error}"
+        return failure(detail, "set up the environment again (make train)")
     values = imported[0].results
     versions = values["versions"]
     detail = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "cuda", "nccl"))
     if config.device == "cpu" or values["cuda_available"]:
         return ok(detail, **versions)
     if values["torch_cuda"] is None:
-        return failure(f"{detail}: this torch was built without CUDA", "install the build for CUDA")
+        detail += ": this torch was built without CUDA"
+        return failure(detail, "install the build for CUDA")
     newest = ".".join(map(str, driver_cuda or ())) or "none"
     detail += f": torch finds no GPU that it can use; the driver supports CUDA up to {newest}"
     return failure(detail, "update the driver, or install a torch for an older CUDA")
 
 
 def gpu_loads(results: list[RankResult]) -> dict[str, dict[str, Any]]:
-    """What the driver reported of each GPU under load, by rank; {} for a rank without it."""
+    """The driver's report on each GPU under load, by rank; {} for a rank without one."""
     return {
         result.name: result.results["compute"].get("load", {})
         for result in results

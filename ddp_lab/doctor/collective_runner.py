@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ START_SECONDS_OF_A_PROCESS = 0.5
 and so much for each process. 2,048 took 1,047 s to open their groups before that was improved
 (arXiv:2402.15627, section 3.5)."""
 PEER_ERROR_GRACE_SECONDS = 3.0
-"""After one test process failed, the others get this long to report their own errors."""
+"""Time for the other test processes to report their own errors after one has failed."""
 
 
 @dataclass
@@ -48,9 +48,9 @@ class RankResult:
     pid: int
     stage: str = Stage.IMPORT
     seconds: float = 0.0
-    """Since its last progress line."""
+    """Seconds since its last progress line."""
     stopped: bool = False
-    """By a signal or a debugger."""
+    """It was stopped by a signal or a debugger."""
     code: int | None = None
     """Exit code; None if it had to be killed."""
     error: str = ""
@@ -87,22 +87,16 @@ def silence_limits(config: Config, size: int, several: bool) -> dict[str, float]
 
 
 def longest_seconds(limits: dict[str, float]) -> float:
-    """Upper bound on the duration of a test. limits: of `silence_limits`."""
-    reports = (
-        NUM_SIZES * REPORTS_PER_SIZE
-    )  # each may take one limit, in addition to the limits of the stages
-    return (
-        sum(limits.values())
-        + reports * limits[Stage.EXCHANGE]
-        + PEER_ERROR_GRACE_SECONDS
-        + END_SECONDS
-    )
+    """Upper bound on the duration of a test. limits: result of `silence_limits`."""
+    # each may take one limit, in addition to the limits of the stages
+    reports = NUM_SIZES * REPORTS_PER_SIZE * limits[Stage.EXCHANGE]
+    return sum(limits.values()) + reports + PEER_ERROR_GRACE_SECONDS + END_SECONDS
 
 
 def run_on_this_host(
     config: Config, import_path: Path | None, extra_environment: dict[str, str] | None = None
 ) -> list[RankResult]:
-    """Tests the ranks of a run on this host alone, in the environment that the launcher gives its
+    """Test the ranks of a run on this host alone, in the environment that the launcher gives its
     workers."""
     size = int(config.launch.nproc_per_node)
     threads = int(config.launch.threads_per_process)
@@ -123,19 +117,14 @@ def run_on_this_host(
 def run_with_other_hosts(
     config: Config, leader: World, import_path: Path | None
 ) -> list[RankResult]:
-    """Tests this host's ranks together with those of other hosts, under torchrun. leader: first
-    rank of this host."""
+    """Test this host's ranks together with those of other hosts, under torchrun.
+
+    leader: first rank of this host.
+    """
     threads = int(config.launch.threads_per_process)
     ranks = []
     for local in range(leader.local_size):
-        world = World(
-            leader.rank + local,
-            leader.size,
-            local,
-            leader.local_size,
-            leader.attempt,
-            leader.run_id,
-        )
+        world = replace(leader, rank=leader.rank + local, local_rank=local)
         ranks.append((world, probe_environment(world, threads, import_path)))
     return _run_processes(config, ranks, f"attempt_{leader.attempt}", ())
 
@@ -146,22 +135,21 @@ def _run_processes(
     run_id: str,
     descriptors: tuple[int, ...],
 ) -> list[RankResult]:
-    """Runs one test process for each (world, environment) until all have ended, one failed or the
+    """Run one test process for each (world, environment) until all have ended, one failed or the
     test hangs.
 
     descriptors: open files that the processes inherit.
     """
     size = ranks[0][0].size
     limits = silence_limits(config, size, several=size > len(ranks))
+    # Longer than our limits: a test process cannot tell which rank is to blame, we can.
+    timeout = longest_seconds(limits)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         running: list[RankProcess] = []
         stack.callback(kill_all, running)
         for world, env in ranks:
-            # Its own timeout is longer than ours: a test process cannot tell which rank is to
-            # blame, we can.
-            spec = CollectiveTestSpec(
-                world.device(config.device), config.launch.backend, longest_seconds(limits), run_id
-            )
+            device = world.device(config.device)
+            spec = CollectiveTestSpec(device, config.launch.backend, timeout, run_id)
             errors = Path(folder, f"{world.rank}")
             process = subprocess.Popen(
                 spec.argv(),
@@ -172,11 +160,8 @@ def _run_processes(
                 preexec_fn=end_with_parent,
                 start_new_session=True,
             )
-            running.append(
-                RankProcess(
-                    process, RankResult(world.rank, socket.gethostname(), process.pid), errors
-                )
-            )
+            result = RankResult(world.rank, socket.gethostname(), process.pid)
+            running.append(RankProcess(process, result, errors))
         watch(running, limits)
         return [process.result for process in running]
 
@@ -203,20 +188,18 @@ class RankProcess:
                 self.last_progress = time.monotonic()
 
     def poll(self) -> None:
-        """Updates `result` with the state of the process now."""
+        """Update `result` with the state of the process now."""
         self.result.code = self.process.poll()
         if self.result.code is not None:
             self.reader.join(1.0)  # its last lines
-            if self.result.code:
-                lines = self.errors.read_text(errors="replace").strip().splitlines()
-            else:
-                lines = []
+        if self.result.code:
+            lines = self.errors.read_text(errors="replace").strip().splitlines()
             self.result.error = lines[-1].strip() if lines else ""
         self.result.stopped = state_of(self.process.pid) in ("T", "t")
         self.result.seconds = time.monotonic() - self.last_progress
 
     def reap(self, deadline: float) -> None:
-        """Waits for the end after SIGKILL, until the deadline (time.monotonic()). Records a process
+        """Wait for the end after SIGKILL, until the deadline (time.monotonic()). Records a process
         that survives."""
         try:
             self.process.wait(max(0.0, deadline - time.monotonic()))
@@ -229,7 +212,7 @@ class RankProcess:
 
 
 def kill_all(running: list[RankProcess]) -> None:
-    """SIGKILL, which ends stopped processes too."""
+    """End all processes by SIGKILL, which ends stopped ones too."""
     for process in running:
         process.process.kill()
     deadline = time.monotonic() + END_SECONDS
@@ -238,29 +221,26 @@ def kill_all(running: list[RankProcess]) -> None:
 
 
 def watch(running: list[RankProcess], limits: dict[str, float]) -> None:
-    """Returns when all have ended, one has failed, or none has made progress for too long. limits:
-    `silence_limits`."""
+    """Return when all have ended, one has failed, or none has made progress for too long.
+
+    limits: result of `silence_limits`.
+    """
     failed_at: float | None = None
     while True:
         for process in running:
             process.poll()
         results = [process.result for process in running]
-        codes = [result.code for result in results]
-        if None not in codes:
+        alive = [result for result in results if result.code is None]
+        if not alive:
             return
         now = time.monotonic()
-        if any(codes):
+        if any(result.code for result in results):
             failed_at = failed_at or now
             if now - failed_at > PEER_ERROR_GRACE_SECONDS:
                 return
-        stopped = [
-            result
-            for result in results
-            if result.stopped and result.seconds > limits[Stage.EXCHANGE]
-        ]
+        if any(result.stopped and result.seconds > limits[Stage.EXCHANGE] for result in results):
+            return
         silent_seconds = min(result.seconds for result in results)
-        if stopped or silent_seconds > max(
-            limits[result.stage] for result in results if result.code is None
-        ):
+        if silent_seconds > max(limits[result.stage] for result in alive):
             return
         time.sleep(0.05)

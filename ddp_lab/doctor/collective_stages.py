@@ -18,7 +18,7 @@ and to the next host."""
 
 
 class Stage(StrEnum):
-    """In the order in which every rank goes through them."""
+    """The stages of a test, in the order in which every rank goes through them."""
 
     IMPORT = "import torch"
     RENDEZVOUS = "rendezvous"

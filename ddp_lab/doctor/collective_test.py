@@ -37,7 +37,7 @@ MESSAGE_NUMBERS = 2**16
 
 
 def main() -> None:
-    """Runs all stages. A world of one process stops after the computation."""
+    """Run all stages. A world of one process stops after the computation."""
     end_with_parent()
     spec = CollectiveTestSpec(**json.loads(sys.argv[1]))
     world = world_from_environment()
@@ -74,13 +74,16 @@ def main() -> None:
 
 
 def report_stage(stage: str, **results: Any) -> None:
-    """Prints a progress line: the stage that begins now, and the results of the one before."""
+    """Print a progress line: the stage that begins now, and the results of the one before."""
     print(json.dumps({"stage": stage, **results}), flush=True)
 
 
 def compute(device: str) -> dict[str, Any]:
-    """Times a matrix product, repeated. Returns the device's name and the seconds of one product;
-    for a GPU also its clock during the computation and the GPUs that it has no peer access to."""
+    """Time a matrix product, repeated.
+
+    Returns the device's name and the seconds of one product; for a GPU also its clock during the
+    computation and the GPUs that it has no peer access to.
+    """
     if device == "cpu":
         a = torch.ones(512, 512)
         seconds = _repeat(lambda: a @ a, lambda: None, COMPUTE_SECONDS)
@@ -122,7 +125,7 @@ def compute(device: str) -> dict[str, Any]:
 
 
 def _repeat(work: Callable[[], Any], wait: Callable[[], None], seconds: float) -> list[float]:
-    """Calls `work` for about so many seconds, after two calls to warm up. Returns the seconds of
+    """Call `work` for about so many seconds, after two calls to warm up. Returns the seconds of
     each call.
 
     wait: returns when the device has finished the call.
@@ -166,7 +169,7 @@ def exchange(world: World, device: str) -> dict[str, Any]:
 
 
 def measure(size: int, device: str) -> dict[str, float]:
-    """Times an all-reduce of `size` bytes. Returns the bytes and the seconds of one on the slowest
+    """Time an all-reduce of `size` bytes. Returns the bytes and the seconds of one on the slowest
     rank.
 
     Prints REPORTS_PER_SIZE progress lines.

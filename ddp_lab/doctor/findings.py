@@ -40,12 +40,12 @@ class Finding:
     """Name of the check; `run_check` sets it."""
     status: str
     detail: str
-    """What was found; for a check that was skipped, why."""
+    """The result in words; the reason if the check was skipped."""
     remedy: str = ""
     host: str = ""
     """Empty: all hosts together."""
     exit_code: int = 0
-    """For a failure: the exit code of a run that meets it."""
+    """The exit code of a run that meets this failure."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Measured values for programs, as plain JSON types."""
 

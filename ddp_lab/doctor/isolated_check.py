@@ -31,7 +31,7 @@ class NoAnswerError(Exception):
 
 
 class IsolatedCheck:
-    """Starts check(*arguments) in a child process. Its return value comes back as JSON, dataclasses
+    """A call check(*arguments) in a child process. Its return value comes back as JSON, dataclasses
     as dicts."""
 
     def __init__(self, check: Callable[..., Any], *arguments: Any) -> None:
@@ -79,7 +79,7 @@ class IsolatedCheck:
             os.close(self.reader)
 
     def _kill(self) -> str:
-        """Sends SIGKILL. Returns the process state (one letter) if it survives END_SECONDS, else an
+        """Send SIGKILL. Returns the process state (one letter) if it survives END_SECONDS, else an
         empty string."""
         os.kill(self.pid, signal.SIGKILL)
         deadline = time.monotonic() + END_SECONDS
@@ -91,8 +91,8 @@ class IsolatedCheck:
 
 
 def _run_in_child(writer: int, check: Callable[..., Any], arguments: tuple[Any, ...]) -> NoReturn:
-    """Runs the check, writes [succeeded, value] as JSON, exits. Closes every other descriptor of
-    the parent."""
+    """Run the check, write [succeeded, value] as JSON, exit. Closes every other descriptor of the
+    parent."""
     try:
         end_with_parent()
         null = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Checks that need several hosts, by what each host has sent of itself."""
+"""Checks that need several hosts, by the facts that each host sends."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def all_present(facts_by_host: dict[int, Facts], count: int, seconds: float) -> 
 
 @dataclass(frozen=True)
 class HostComparison:
-    """What hosts have in common, as far as they answer."""
+    """Compares the facts of the hosts that answer."""
 
     facts_by_host: dict[int, Facts]
     """The hosts that answered, by number; host 0 always does."""

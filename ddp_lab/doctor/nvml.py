@@ -1,4 +1,4 @@
-"""What NVML reports of the GPUs of this host. Torch-free."""
+"""The GPUs of this host, as NVML reports them. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""What the checks of one process found, and the file in which the process leaves it. Torch-free."""
+"""The findings of the checks of one process, and the file in which it leaves them. Torch-free."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ddp_lab.doctor.findings import FAILURE, Finding
 from ddp_train.resilience.whole_files import write_json
@@ -20,7 +19,14 @@ class Examined:
     """The findings of a job, and what its real runs must know."""
 
     findings: list[Finding] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+    precision: str = ""
+    """The precision that the checks computed in; empty if the job does not begin."""
+    draws: list[str] = field(default_factory=list)
+    """Functions in the model that drew random numbers, and were fixed."""
+    unfixed: bool = False
+    """The model draws random numbers of torch that cannot be fixed."""
+    data_digests: dict[str, str] = field(default_factory=dict)
+    """Digests of the samples that train; empty if they are not known."""
 
     def failed_checks(self) -> list[str]:
         return [finding.check for finding in self.findings if finding.status == FAILURE]
@@ -31,15 +37,14 @@ class Examined:
         return list(dict.fromkeys(cause for cause in causes if cause))
 
     def write(self, folder: Path) -> None:
-        values = {"findings": [asdict(one) for one in self.findings], "facts": self.facts}
-        plain = json.loads(json.dumps(values))
-        write_json(folder / ANSWER, plain)
+        write_json(folder / ANSWER, asdict(self))
 
 
 def read_answer(folder: Path) -> Examined | None:
-    """What the process left; None if it left nothing."""
+    """The findings that the process left; None if it left none."""
     path = folder / ANSWER
     if not path.is_file():
         return None
     values = json.loads(path.read_text())
-    return Examined([Finding(**finding) for finding in values["findings"]], values["facts"])
+    findings = [Finding(**finding) for finding in values.pop("findings")]
+    return Examined(findings, **values)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_lab.doctor.findings import Finding, failure, ok
-from ddp_lab.prove.division import GENERATORS, Culprit, Pass, first_mixing
+from ddp_lab.prove.division import Pass
+from ddp_lab.prove.layer_trace import GENERATORS, Culprit, first_mixing
 from ddp_lab.study.model_pitfalls import TINY_BATCH
 from ddp_train.data.rng import global_states
 from ddp_train.errors import DataError
@@ -142,7 +143,7 @@ class Divided:
         """The first layer that mixes samples, if all layers could be watched."""
         one = self.whole.forwards[0]
         parts = self.parts.forwards
-        if not one.complete or not all(part.complete for part in parts):
+        if not one.is_complete or not all(part.is_complete for part in parts):
             return None
         return first_mixing(self.module.model, one, parts, self.tolerance)
 

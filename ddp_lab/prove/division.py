@@ -6,64 +6,51 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from ddp_lab.prove.fixed_draws import fixed_draws
+from ddp_lab.prove.layer_trace import Trace, recording
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.mix import Mix
-from ddp_train.data.rng import StepSeed, global_states
+from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tensor_tree import map_tensors, tensors
 
 GATHERS = "prove: rows of several processes are wanted, and there is one"
-MOST_BYTES = 2**28
-"""Of the outputs of layers that are kept to find the first one that differs."""
-GENERATORS = ("torch's", "numpy's (numpy.random)", "Python's (random)")
 
 
 class GathersError(Exception):
     """The loss asks for the rows of all processes: only several processes can compute it."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Pass:
-    """What the optimizer would get for one global batch."""
+    """The values that the optimizer would get for one global batch."""
 
     gradients: dict[str, np.ndarray]
-    """Of the mean over its units, by the names of the model's parameters."""
+    """Gradients of the mean over its units, by the names of the model's parameters."""
     missing: list[set[str]]
-    """Of each process, the parameters without a gradient."""
-    loss: float
-    """Sum over the global batch."""
-    units: float
-    forwards: list[Trace] = field(default_factory=list)
-    """Of each micro-batch, in the order of the global batch."""
+    """The parameters without a gradient, for each process."""
+    forwards: list[Trace]
+    """The forward passes of all micro-batches with samples, in the order of the global batch."""
 
+    @property
+    def loss(self) -> float:
+        """Sum over the global batch."""
+        return sum(forward.loss for forward in self.forwards)
 
-@dataclass
-class Trace:
-    """What went into the layers of a model in one forward pass, and what came out, in the order in
-    which they ended."""
-
-    calls: list[tuple[str, list[Tensor], list[Tensor]]] = field(default_factory=list)
-    samples: int = 0
-    loss: float = 0.0
-    units: float = 0.0
-    drew: dict[str, str] = field(default_factory=dict)
-    """The generators of numpy and Python that moved, and where: the name of a layer, or "" outside
-    of the model."""
-    complete: bool = True
+    @property
+    def units(self) -> float:
+        return sum(forward.units for forward in self.forwards)
 
 
 class Division:
@@ -85,109 +72,109 @@ class Division:
         self.options = options
         self.mix = mix
         self.met: set[str] = set()
-        """What drew random numbers in the model, and was fixed."""
+        """Functions in the model that drew random numbers, and were fixed."""
         self.unfixed = False
-        """Whether something else drew from torch's generator."""
+        """Something else drew from torch's generator."""
 
     def micro_batches(self, step: int, processes: int, accumulation: int) -> list[list[MicroBatch]]:
-        """Those of each process."""
+        """The micro-batches of each process."""
         plan = replace(
             self.plan, world_size=processes, accumulation_steps=accumulation, steps=step + 1
         )
         return [list(replace(plan, rank=rank).micro_batches(step)) for rank in range(processes)]
 
-    def fetched(self, micro_batches: Sequence[MicroBatch]) -> list[Batch]:
+    def batches(self, micro_batches: Sequence[MicroBatch]) -> list[Batch]:
         return list(Loader(self.source, micro_batches, "cpu", self.options, self.mix))
 
     def compute(
         self, step: int, processes: int = 1, accumulation: int = 1, trace: bool = False
     ) -> Pass:
-        """Forward and backward of each micro-batch; gradients and units are summed as a strategy
-        does it.
+        """Compute forward and backward of each micro-batch; gradients and units are summed as a
+        strategy does it.
+
+        trace: whether the calls of layers are kept.
 
         Raises GathersError.
         """
-        parts = self.micro_batches(step, processes, accumulation)
-        total = {}
-        scaled = 0.0
+        is_divided = processes > 1 or accumulation > 1
+        total: dict[str, Tensor] = {}
+        scaled_units = 0.0
         missing = []
-        forwards = []
-        counts_units = not self.module.task.units_are_samples
-        for rank, micro_batches in enumerate(parts):
-            with self._alone(rank, step):
-                for batch in self.fetched(micro_batches):
-                    forward, units = self._forward_backward(
-                        batch, processes > 1 or accumulation > 1, trace
-                    )
-                    scaled += units * batch.micro_batch.scale if counts_units else 0.0
+        forwards: list[tuple[MicroBatch, Trace]] = []
+        for rank, micro_batches in enumerate(self.micro_batches(step, processes, accumulation)):
+            with self._as_rank(rank, step):
+                for batch in self.batches(micro_batches):
+                    forward = self._forward_backward(batch, is_divided, trace)
+                    scaled_units += forward.units * batch.micro_batch.scale
                     forwards.append((batch.micro_batch, forward))
-                mine = self._taken()
-            missing.append({name for name, gradient in mine.items() if gradient is None})
-            for name, gradient in mine.items():
+                gradients = self._gradients()
+            missing.append({name for name, gradient in gradients.items() if gradient is None})
+            for name, gradient in gradients.items():
                 if gradient is not None:
                     total[name] = total.get(name, 0.0) + gradient / processes
-        divisor = scaled / processes if counts_units else 1.0
-        found = {name: (gradient / divisor).numpy() for name, gradient in total.items()}
-        counted = [
-            forward
-            for one, forward in sorted(forwards, key=lambda pair: pair[0].shard_index)
-            if one.num_real
-        ]
-        loss = sum(one.loss for one in counted)
-        units = sum(one.units for one in counted)
-        return Pass(found, missing, loss, units, counted)
+        divisor = 1.0 if self.module.task.units_are_samples else scaled_units / processes
+        forwards.sort(key=lambda pair: pair[0].shard_index)
+        return Pass(
+            gradients={name: (gradient / divisor).numpy() for name, gradient in total.items()},
+            missing=missing,
+            forwards=[forward for micro_batch, forward in forwards if micro_batch.num_real],
+        )
 
     def loss_of_cut(self, step: int, processes: int, accumulation: int) -> float | None:
-        """The loss of the parts of a global batch, if each part is cut from the whole batch. None
-        if what holds the samples is more than tensors with a row for each."""
+        """The loss of the parts of a global batch, if each part is cut from the whole batch.
+
+        None if what holds the samples is more than tensors with a row for each.
+        """
         ((whole,),) = self.micro_batches(step, 1, 1)
-        (batch,) = self.fetched([whole])
-        if not all(one.ndim and len(one) == len(whole.indices) for one in tensors(batch.data)):
-            return None
-        rows = {int(number): row for row, number in enumerate(whole.indices)}
+        (batch,) = self.batches([whole])
+        for tensor in tensors(batch.data):
+            if not tensor.ndim or len(tensor) != len(whole.indices):
+                return None
+        row_of = {int(number): row for row, number in enumerate(whole.indices)}
         loss = 0.0
         for rank, parts in enumerate(self.micro_batches(step, processes, accumulation)):
-            with self._alone(rank, step):
+            with self._as_rank(rank, step):
                 for part in parts:
                     if part.num_real:
-                        places = torch.tensor([rows[int(number)] for number in part.indices])
-                        cut = Batch(
-                            map_tensors(lambda one, places=places: one[places], batch.data), part
-                        )
-                        loss += self._forward_backward(cut, True, trace=False)[0].loss
+                        rows = torch.tensor([row_of[int(number)] for number in part.indices])
+                        data = map_tensors(lambda tensor, rows=rows: tensor[rows], batch.data)
+                        loss += self._forward_backward(Batch(data, part), True, trace=False).loss
         return loss
 
     @contextmanager
-    def _alone(self, rank: int, step: int) -> Iterator[None]:
-        """As one process finds the world in a step: buffers and generators. Afterwards they are as
-        before."""
+    def _as_rank(self, rank: int, step: int) -> Iterator[None]:
+        """Inside, generators are as a process has them in a step. Afterwards generators and buffers
+        are as before."""
         model = self.module
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        torch_state = torch.get_rng_state()
+        numpy_state = np.random.get_state()
+        python_state = random.getstate()
         StepSeed(self.plan.seed, rank, "cpu")(step)
         model.zero_grad(set_to_none=True)
         try:
             yield
         finally:
             model.zero_grad(set_to_none=True)
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
+            torch.set_rng_state(torch_state)
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
-                    if name in before and before[name].shape == buffer.shape:
-                        buffer.copy_(before[name])
+                    if name in buffers and buffers[name].shape == buffer.shape:
+                        buffer.copy_(buffers[name])
 
-    def _forward_backward(self, batch: Batch, divided: bool, trace: bool) -> tuple[Trace, float]:
+    def _forward_backward(self, batch: Batch, is_divided: bool, trace: bool) -> Trace:
         micro_batch = batch.micro_batch
-        found = Trace(samples=len(batch.micro_batch.indices))
-        refused = GATHERS if divided else ""
+        model = self.module.model
+        forward = Trace()
+        refusal = GATHERS if is_divided else ""
         generator = torch.get_rng_state()
         try:
             with (
-                fixed_draws(self.module.model) as draws,
-                TrainingStep(True, True, refused),
-                _watched(self, found, trace),
+                fixed_draws(model) as draws,
+                TrainingStep(True, True, refusal),
+                recording(model, forward, keeps_calls=trace),
             ):
                 loss, units = self.module(batch.data)
         except ConfigError as error:
@@ -197,133 +184,15 @@ class Division:
         self.met |= draws.met
         self.unfixed |= not torch.equal(generator, torch.get_rng_state())
         torch.autograd.backward((loss,), (torch.full_like(loss, micro_batch.scale),))
-        found.loss = float(loss.detach())
-        found.units = float(micro_batch.num_real) if units is None else float(units)
-        return found, found.units
+        forward.loss = float(loss.detach())
+        forward.units = float(micro_batch.num_real if units is None else units)
+        return forward
 
-    def _taken(self) -> dict[str, Tensor | None]:
-        """The gradients of what trains."""
-        return {
-            name: None if parameter.grad is None else parameter.grad.detach().double().clone()
-            for name, parameter in self.module.model.named_parameters()
-            if parameter.requires_grad
-        }
-
-
-@contextmanager
-def _watched(division: Division, found: Trace, trace: bool) -> Iterator[None]:
-    """Notes where the generators of numpy and Python move; with `trace` what goes through each
-    layer."""
-    model = division.module.model
-    kept = 0
-    inside: list[tuple[bytes, ...]] = []
-
-    def enter(layer: nn.Module, given: Any) -> None:
-        inside.append(global_states())
-
-    def note(before: tuple[bytes, ...], name: str) -> None:
-        for generator, one, other in zip(
-            GENERATORS[1:], before[1:], global_states()[1:], strict=True
-        ):
-            if one != other:
-                found.drew.setdefault(generator, name)
-
-    def leave(name: str) -> Any:
-        def left(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            nonlocal kept
-            note(inside.pop(), name)
-            if not trace:
-                return
-            given = list(tensors((args, kwargs)))
-            made = list(tensors(_plain(output)))
-            kept += sum(one.numel() * one.element_size() for one in (*given, *made))
-            found.complete &= kept <= MOST_BYTES
-            if found.complete:
-                found.calls.append(
-                    (name, [one.detach() for one in given], [one.detach().clone() for one in made])
-                )
-
-        return left
-
-    handles = [layer.register_forward_pre_hook(enter) for layer in model.modules()]
-    handles += [
-        layer.register_forward_hook(leave(name), with_kwargs=True)
-        for name, layer in model.named_modules()
-    ]
-    outside = global_states()
-    try:
-        yield
-        note(outside, "")
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _plain(output: Any) -> Any:
-    """What a model gives, as a tree of tensors: objects of transformers are mappings."""
-    return dict(output) if hasattr(output, "items") else output
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """The first layer whose output for a sample depends on the others of its micro-batch."""
-
-    name: str
-    layer: nn.Module
-    difference: float
-
-    @property
-    def is_batch_norm(self) -> bool:
-        return isinstance(self.layer, _BatchNorm)
-
-
-def first_mixing(
-    model: nn.Module, whole: Trace, parts: Sequence[Trace], tolerance: float
-) -> Culprit | None:
-    """The first layer that gives rows of a part something else than the same rows of the whole
-    batch. None if there is none, or it cannot be seen: in batches that are padded anew, rows have
-    other lengths."""
-    layers = dict(model.named_modules())
-    taken = {name: given for name, given, _ in reversed(whole.calls)}
-    of_parts = [{name: given for name, given, _ in reversed(part.calls)} for part in parts]
-    for place, (name, given, made) in enumerate(whole.calls):
-        theirs = [part.calls[place] for part in parts if place < len(part.calls)]
-        if len(theirs) < len(parts) or any(call[0] != name for call in theirs):
-            return None
-        difference = _rows_differ(made, [call[2] for call in theirs])
-        if difference <= tolerance:
-            continue
-        if (
-            _rows_differ(given, [call[1] for call in theirs]) > tolerance
-        ):  # it only passes on what a caller mixed
-            name = name.rpartition(".")[0]
-            while (
-                name
-                and _rows_differ(taken.get(name, []), [part.get(name, []) for part in of_parts])
-                > tolerance
-            ):
-                name = name.rpartition(".")[0]
-        return Culprit(name, layers[name], difference)
-    return None
-
-
-def _rows_differ(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]]) -> float:
-    """The largest relative difference of rows, of what can be compared."""
-    worst = 0.0
-    for number, output in enumerate(whole):
-        rows = [part[number] for part in parts if number < len(part)]
-        fits = (
-            len(rows) == len(parts)
-            and output.is_floating_point()
-            and output.ndim > 0
-            and output.numel() > 0
-        )
-        if not fits or any(
-            one.ndim != output.ndim or one.shape[1:] != output.shape[1:] for one in rows
-        ):
-            continue
-        together = torch.cat(rows)
-        if together.shape == output.shape:
-            difference = float((together - output).norm() / max(float(output.norm()), 1e-30))
-            worst = max(worst, difference if difference == difference else 0.0)
-    return worst
+    def _gradients(self) -> dict[str, Tensor | None]:
+        """The gradients of the parameters that train; None for one without."""
+        gradients: dict[str, Tensor | None] = {}
+        for name, parameter in self.module.model.named_parameters():
+            if parameter.requires_grad:
+                gradient = parameter.grad
+                gradients[name] = None if gradient is None else gradient.detach().double()
+        return gradients

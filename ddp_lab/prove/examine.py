@@ -88,13 +88,13 @@ def check_all(bench: Bench, folder: Path | None, deadline: Deadline) -> Examined
     # if gradients differ, scores of other batches differ for the same reason
     scores = partial(ScoreCheck(bench).finding, by_size=not gradients_failed)
     findings.append(deadline.check(EVALUATION, scores))
-    facts = {
-        "precision": bench.precision,
-        "draws": sorted(bench.division.met),
-        "unfixed": bench.division.unfixed,
-        "data_digests": digests(train),
-    }
-    return Examined(findings, facts)
+    return Examined(
+        findings,
+        precision=bench.precision,
+        draws=sorted(bench.division.met),
+        unfixed=bench.division.unfixed,
+        data_digests=digests(train),
+    )
 
 
 def _does_not_begin(error: Exception) -> Finding:

@@ -128,7 +128,7 @@ class GradientChecks:
     def _description(
         self, step: int, whole: Pass, divisions: tuple[tuple[int, int], ...], unit: str
     ) -> str:
-        """What was compared, in words."""
+        """The description of the comparison."""
         parameters = counted(len(whole.gradients), "parameter")
         samples = counted(len(self.bench.plan.global_batch(step)), "sample")
         computed = ", ".join(f"{processes} x {steps}" for processes, steps in divisions)

@@ -17,7 +17,8 @@ from ddp_train.engine.hook_context import HookContext
 from ddp_train.linux import wait_until
 
 WRITTEN_SECONDS = 60.0
-"""For a checkpoint that was begun. Without one the proof says that the killed run left none."""
+"""Time limit for a checkpoint whose writing has started. Without one the proof says that the killed
+run left none."""
 
 
 class Fixed:

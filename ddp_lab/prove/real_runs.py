@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from ddp_lab.doctor.findings import WARNING, Finding, failure, ok, skipped
 from ddp_lab.prove.answer import GRADIENTS, Examined
@@ -46,6 +47,14 @@ PRECONDITIONS = ("gradients", "augmentation", "random numbers", "state", "unused
 """Checks of one process without which real processes cannot agree."""
 
 
+class _RunFailedError(Exception):
+    """A run that should complete did not."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.reason)
+        self.outcome = outcome
+
+
 class RealRuns:
     """Adds the findings of real runs to those of one process."""
 
@@ -56,11 +65,10 @@ class RealRuns:
         self.config = config
         self.runner = runner
         self.examined = examined
-        self.facts = examined.facts
         self.progress = progress
         self.checkpoint_of_killed: Path | None = None
-        if "precision" in self.facts:
-            tuning = replace(config.tuning, precision=self.facts["precision"])
+        if examined.precision:
+            tuning = replace(config.tuning, precision=examined.precision)
             self.config = replace(config, tuning=tuning)
 
     def run(self) -> None:
@@ -89,15 +97,24 @@ class RealRuns:
         if reason:
             finding = skipped(reason).named(name)
         else:
-            finding = self.progress.check(name, function)
+            finding = self.progress.check(name, lambda: self._finding(function))
             if finding.detail != LATE:
                 self.progress.print(f"{name}: {finding.status}")
         self.examined.findings.append(finding)
 
+    def _finding(self, function: Callable[[], Finding]) -> Finding:
+        """The finding of a check, also if one of its runs fails."""
+        try:
+            return function()
+        except _RunFailedError as error:
+            code = error.outcome.exit_code or LaunchError.exit_code
+            detail = f"the run failed: {error.outcome.reason}"
+            return failure(detail, self._see_log, code, cause="run")
+
     def _reason_to_skip_all(self, failed: list[str]) -> str:
         if not self.config.prove.runs:
             return LEFT_OUT
-        if "job" in failed or "precision" not in self.facts:
+        if "job" in failed or not self.examined.precision:
             return "the job does not begin"
         return ""
 
@@ -105,14 +122,10 @@ class RealRuns:
 
     def gradients(self) -> Finding:
         """Compare the gradients of the first step with DDP with those of one process without it."""
-        from safetensors.numpy import load_file
-
         processes = max(counts_of(self.config))
         hooks = [f"{HOOKS}.Gradients"]
         outcome = self._run(RealRun("gradients", processes, hooks, max_steps=1))
-        if not outcome.completed:
-            return self._failed(outcome)
-        if self.facts.get("unfixed"):
+        if self.examined.unfixed:
             return skipped("the model draws random numbers that cannot be fixed")
         if self._has_other_data(outcome.run_dir):
             return _data_made_anew()
@@ -122,13 +135,12 @@ class RealRuns:
         many = load_file(probe / "gradients.safetensors")
         differences = compare(one, many)
         relative = differences[0].relative if differences else 0.0
-        allowed = GRADIENTS_ALLOWED[self.facts["precision"]]
+        allowed = GRADIENTS_ALLOWED[self.examined.precision]
         numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
-        is_close = relative <= allowed
-        if is_close and not ranks_differ and one.keys() == many.keys():
+        if relative <= allowed and not ranks_differ and one.keys() == many.keys():
             return ok(f"{counted(len(many), 'parameter')} over gloo", **numbers)
-        where = [*ranks_differ[:1], *(difference.name for difference in differences[:1]), ""]
-        detail = f"real processes compute other gradients than one does in turns: {where[0]}"
+        names = [*ranks_differ, *(difference.name for difference in differences), ""]
+        detail = f"real processes compute other gradients than one does in turns: {names[0]}"
         warned = [finding.check for finding in self.examined.findings if finding.status == WARNING]
         if warned:
             detail += f"; see {' and '.join(warned)}"
@@ -145,20 +157,19 @@ class RealRuns:
         steps = self.config.prove.steps
         last_step = max(EVERY_STEPS + 1, steps // 2)
         whole = self._run(RealRun("whole", processes))
-        if not whole.completed:
-            return self._failed(whole)
         kill = {"_target_": f"{HOOKS}.KillAt", "step": last_step}
-        self._run(RealRun("killed", processes, [kill]))
+        self.runner.run(self.config, RealRun("killed", processes, [kill]))
         checkpoints = places(self.runner.folder / "killed")
         if not checkpoints:
             detail = "the run that was killed left no checkpoint"
             return failure(detail, self._see_log, cause="run")
         self.checkpoint_of_killed = checkpoints[0]
-        resumed = self._run(RealRun("killed", processes, in_new_processes=True))
+        resumed_run = RealRun("killed", processes, in_new_processes=True)
+        resumed = self.runner.run(self.config, resumed_run)
         if not resumed.completed:
             if any(text in resumed.reason for text in OTHER_DATA):
                 return _data_made_anew()
-            return self._failed(resumed)
+            raise _RunFailedError(resumed)
         step = int(checkpoints[0].name.partition("_")[2])
         if _weight_digests(whole.run_dir) == _weight_digests(resumed.run_dir):
             detail = (
@@ -185,25 +196,21 @@ class RealRuns:
         two, other = counts_of(self.config)
         if self.checkpoint_of_killed is None:
             return skipped("there is no checkpoint of a run that was killed")
-        if self.facts.get("unfixed"):
+        if self.examined.unfixed:
             return skipped("the model draws random numbers that cannot be fixed")
         checkpoint = str(self.checkpoint_of_killed)
         reference = self.runner.folder / "whole"
-        draws = self.facts.get("draws")
+        draws = self.examined.draws
         hooks = []
         fixed = ""
         if draws:
             hooks = [f"{HOOKS}.Fixed"]
             fixed = f"; fixed: {', '.join(draws)}"
             same = self._run(RealRun("fixed", two, hooks, resume=checkpoint))
-            if not same.completed:
-                return self._failed(same)
             reference = same.run_dir
         moved = self._run(RealRun("other", other, hooks, resume=checkpoint))
-        if not moved.completed:
-            return self._failed(moved)
         relative, name = _weight_difference(reference, moved.run_dir)
-        allowed = WEIGHTS_ALLOWED[self.facts["precision"]]
+        allowed = WEIGHTS_ALLOWED[self.examined.precision]
         numbers: dict[str, Any] = {"found": relative, "allowed": allowed}
         if relative <= allowed:
             steps = self.config.prove.steps
@@ -223,8 +230,6 @@ class RealRuns:
         for processes in counts_of(self.config):
             name = f"evaluation_{processes}"
             outcome = self._run(RealRun(name, processes, resume=checkpoint, mode="evaluate"))
-            if not outcome.completed:
-                return self._failed(outcome)
             scores.append(outcome.summary["test"])
         before, after = scores
         worst = 0.0
@@ -233,7 +238,7 @@ class RealRuns:
             if isinstance(value, float | int) and isinstance(after.get(name), float | int):
                 difference = relative_difference(after[name], value)
                 worst, metric = max((worst, metric), (difference, name))
-        allowed = SCORES_ALLOWED[self.facts["precision"]]
+        allowed = SCORES_ALLOWED[self.examined.precision]
         numbers: dict[str, Any] = {"found": worst, "allowed": allowed}
         if worst <= allowed:
             return ok(f"{before.get('samples')} samples", **numbers)
@@ -244,20 +249,19 @@ class RealRuns:
     # --- what they need ---------------------------------------------------------------------------
 
     def _run(self, real_run: RealRun) -> Outcome:
-        return self.runner.run(self.config, real_run)
+        """Run to the end. Raises _RunFailedError if the run does not complete."""
+        outcome = self.runner.run(self.config, real_run)
+        if not outcome.completed:
+            raise _RunFailedError(outcome)
+        return outcome
 
     @property
     def _see_log(self) -> str:
         return f"see {self.runner.folder / LOG}"
 
-    def _failed(self, outcome: Outcome) -> Finding:
-        code = outcome.exit_code or LaunchError.exit_code
-        detail = f"the run failed: {outcome.reason}"
-        return failure(detail, self._see_log, code, cause="run")
-
     def _has_other_data(self, run_dir: Path) -> bool:
         """Compare the samples of a run with those of the checks of one process."""
-        digests = self.facts.get("data_digests")
+        digests = self.examined.data_digests
         checkpoints = places(run_dir)
         if not digests or not checkpoints:
             return False
@@ -280,8 +284,6 @@ def _weight_digests(run_dir: Path) -> dict[str, str]:
 
 def _weight_difference(one: Path, other: Path) -> tuple[float, str]:
     """The largest relative difference of the weights at the end of two runs, and its parameter."""
-    from safetensors.numpy import load_file
-
     mine = load_file(places(one)[0] / "model.safetensors")
     theirs = load_file(places(other)[0] / "model.safetensors")
     floats = {

@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from ddp_lab.doctor.findings import FAILURE, FILE_WIDTH, OK, SKIPPED, STYLES, WARNING, Finding
+from ddp_lab.doctor.findings import (
+    FAILURE,
+    OK,
+    SKIPPED,
+    STYLES,
+    WARNING,
+    Finding,
+    report_console,
+    status_counts,
+)
 from ddp_lab.study.provenance import provenance
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.telemetry.pages.page import write
@@ -57,10 +65,8 @@ def report(findings: Sequence[Finding], run_dir: Path, seconds: float, command: 
     findings = sorted(findings, key=_place)
     seconds = round(seconds, 1)
     result, code = verdict(findings)
-    counts = {status: sum(finding.status == status for finding in findings) for status in STYLES}
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = FILE_WIDTH
+    counts = status_counts(findings)
+    console = report_console()
     console.print(table(findings))
     console.print(f"{result}: {_summary(counts)}, {seconds} s", soft_wrap=True)
     if result != BROKEN and counts[SKIPPED]:

@@ -54,7 +54,7 @@ class ScoreCheck:
         return ok(detail, found=worst, allowed=allowed)
 
     def _broken_by_size(self, scores: Scores) -> Finding | None:
-        """What is wrong if batches of another size give another score.
+        """The finding if batches of another size give another score; None if they do not.
 
         It is averaged by batch, or a sample's depends on the others in its batch.
 

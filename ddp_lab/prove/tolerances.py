@@ -4,10 +4,10 @@ from __future__ import annotations
 
 GRADIENTS_ALLOWED = {"fp64": 1e-10, "fp32": 1e-5}
 WEIGHTS_ALLOWED = {"fp64": 1e-5, "fp32": 1e-2}
-"""After some steps: an optimizer that divides by small numbers makes rounding larger."""
+"""For weights after some steps: an optimizer that divides by small numbers enlarges rounding."""
 SCORES_ALLOWED = {"fp64": 1e-12, "fp32": 1e-6}
 BY_SIZE_ALLOWED = {"fp64": 1e-9, "fp32": 1e-4}
-"""Of scores with batches of another size: a matrix product of other rows adds up in another
+"""For scores with batches of another size: a matrix product of other rows adds up in another
 order."""
 TINY = 1e-30
 """Smallest number that something is compared with."""

@@ -1,9 +1,8 @@
-"""What makes code give something else the second time: numbers that nobody has seeded."""
+"""Numbers that nobody has seeded, and the code that asks for them."""
 
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import random
 import sys
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,43 +18,56 @@ import torch
 from ddp_train.models.python_state import is_users
 
 _OUTSIDE: dict[Any, str] = {
-    **{
-        getattr(time, name): f"the clock (time.{name})"
-        for name in ("time", "time_ns", "perf_counter", "monotonic")
-    },
+    time.time: "the clock (time.time)",
+    time.time_ns: "the clock (time.time_ns)",
+    time.perf_counter: "the clock (time.perf_counter)",
+    time.monotonic: "the clock (time.monotonic)",
     id: "the address of an object (id)",
     hash: "hash(), which for texts is another in each process",
     os.getpid: "the process number (os.getpid)",
     os.urandom: "random numbers of the operating system",
     threading.get_ident: "the thread number",
 }
-_ANYWHERE = (os.urandom,)
-"""Reported also if a library calls them for the user's code."""
+"""Functions in C whose results are others in each process, and what they are."""
+_NO_SEED = "random numbers without a seed"
+_SEED_ARGUMENTS = {
+    random.Random.__init__.__code__: "x",
+    random.Random.seed.__code__: "a",
+    torch.random.seed.__code__: "",
+}
+"""Functions in Python that seed a generator anew, and the argument with the seed, without which
+they take an unknown one; empty: they always do."""
 
 
 def unseeded(function: Callable[[], Any]) -> list[str]:
-    """What the user's code asks, while `function` runs, that is another in each process: with its
-    line. Two calls may agree all the same: a clock need not have moved."""
+    """Call a function, and name what the user's code asks meanwhile that is another in each
+    process, each with its line.
+
+    Two calls may agree all the same: a clock need not have moved.
+    """
     found: dict[str, None] = {}
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
-        what = ""
-        caller = frame
         if event == "c_call":
-            what = _asked(argument)
-        elif event == "call" and frame.f_code in _reseeding() and frame.f_back and _reseeds(frame):
-            what = "random numbers without a seed"
+            question = _question_to_c(argument)
+            # reported also if a library calls it for the user's code
+            is_indirect = argument is os.urandom
+            caller: FrameType | None = frame
+        elif event == "call":
+            question = _NO_SEED if _takes_unknown_seed(frame) else ""
+            is_indirect = True
             caller = frame.f_back
-        if not what:
-            return
-        near = argument in _ANYWHERE if event == "c_call" else True
-        if near:
-            line = next((one for one in _stack(caller) if is_users(one.f_code.co_filename)), None)
         else:
-            line = caller
-        if line and is_users(line.f_code.co_filename):
-            file = Path(line.f_code.co_filename).name
-            found[f"{what}, {file}:{line.f_lineno} in {line.f_code.co_name}()"] = None
+            return
+        if not question or not caller:
+            return
+        callers = _stack(caller) if is_indirect else [caller]
+        for line in callers:
+            code = line.f_code
+            if is_users(code.co_filename):
+                file = Path(code.co_filename).name
+                found[f"{question}, {file}:{line.f_lineno} in {code.co_name}()"] = None
+                return
 
     before = sys.getprofile()
     sys.setprofile(watch)
@@ -66,36 +78,29 @@ def unseeded(function: Callable[[], Any]) -> list[str]:
     return list(found)
 
 
-def _asked(function: Any) -> str:
+def _question_to_c(function: Any) -> str:
+    """The result of a function in C that is another in each process, in words; empty for others."""
     try:
         if function in _OUTSIDE:
             return _OUTSIDE[function]
     except TypeError:  # a method of something that cannot be hashed
         return ""
+    name = function.__name__
     owner = getattr(function, "__self__", None)
-    if (
-        function.__name__ in ("now", "utcnow", "today")
-        and isinstance(owner, type)
-        and issubclass(owner, datetime.date)
-    ):
-        return f"the clock (datetime.{function.__name__})"
-    if function.__name__ == "seed" and isinstance(owner, torch.Generator):
-        return "random numbers without a seed"
+    if isinstance(owner, type) and issubclass(owner, datetime.date):
+        if name in ("now", "utcnow", "today"):
+            return f"the clock (datetime.{name})"
+    elif isinstance(owner, torch.Generator) and name == "seed":
+        return _NO_SEED
     return ""
 
 
-@functools.cache
-def _reseeding() -> frozenset[CodeType]:
-    return frozenset(
-        (random.Random.__init__.__code__, random.Random.seed.__code__, torch.random.seed.__code__)
-    )
-
-
-def _reseeds(frame: FrameType) -> bool:
-    if frame.f_code is torch.random.seed.__code__:
-        return True
-    given = frame.f_locals.get("x" if frame.f_code is random.Random.__init__.__code__ else "a")
-    return given is None
+def _takes_unknown_seed(frame: FrameType) -> bool:
+    """Tell whether a call seeds a generator with a number that nobody gave."""
+    argument = _SEED_ARGUMENTS.get(frame.f_code)
+    if argument is None:
+        return False
+    return not argument or frame.f_locals.get(argument) is None
 
 
 def _stack(frame: FrameType | None) -> Iterator[FrameType]:

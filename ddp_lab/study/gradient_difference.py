@@ -18,7 +18,7 @@ class Difference:
     name: str
     absolute: float
     relative: float
-    """To the scale that `compare` chooses."""
+    """The difference relative to the scale that `compare` chooses."""
 
 
 def compare(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[Difference]:

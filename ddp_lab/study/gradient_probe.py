@@ -7,7 +7,7 @@ Used in a run of one step: micro-batches, strategy and precision are those of th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ GRADIENTS = "gradients.safetensors"
 FACTS = "model.json"
 
 
-class GradientProbe:
+class GradientProbe(StepObserver):
     """Inside, the first optimizer step writes its gradients to RUN_DIR/probe, from rank 0.
 
     Switches dropout off: its random numbers depend on the process.
@@ -40,6 +40,7 @@ class GradientProbe:
         self.folder = run_dir / FOLDER
         self.is_leader = world.is_leader
         self.model = job.module.model
+        self.is_written = False
         self.facts: dict[str, Any] = {
             "batch_norm": {},
             "bias_before_norm": [],
@@ -53,96 +54,90 @@ class GradientProbe:
             if isinstance(layer, _DropoutNd) and layer.p:
                 self.facts["dropout"].append(name)
                 layer.p = 0.0
-        if not self.model._compiled_call_impl and not self.job.module._compiled_call_impl:
-            self.handles = [self.model.register_forward_pre_hook(self._look)]
-        else:
+        if self.model._compiled_call_impl or self.job.module._compiled_call_impl:
             self.facts["unseen"].append("the layers of a compiled model")
-        self.observer = _FirstUpdate(self.take)
-        self.job.observe(self.observer)
+        else:
+            self.handles = [self.model.register_forward_pre_hook(self._before_first_forward)]
+        self.job.observe(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._forget()
-        self.job.stop_observing(self.observer)
+        self._remove_hooks()
+        self.job.stop_observing(self)
 
-    def _look(self, model: nn.Module, given: tuple[Any, ...]) -> None:
-        """Called before the first forward pass."""
-        self._forget()  # removes its own hook: the lint runs a copy of the model with all hooks
-        biases = biases_before_norm(model, given[0])
+    def before_update(self) -> None:
+        """Write the gradients of the first step: they are complete, exchanged and as the backward
+        pass left them."""
+        if self.is_written:
+            return
+        self.is_written = True
+        scale = self._scale()
+        gradients: dict[str, Tensor] = {}
+        unused = []
+        for name, parameter in self._trained():
+            if parameter.grad is None:
+                unused.append(name)
+            else:
+                gradients[name] = parameter.grad.detach() / scale
+        self.facts["unused"] = unused
+        self.facts["ranks_differ"] = self._differing(gradients)
+        if self.is_leader:
+            self.folder.mkdir(exist_ok=True)
+            plain = {name: gradient.cpu().contiguous() for name, gradient in gradients.items()}
+            save_file(plain, self.folder / GRADIENTS)
+            (self.folder / FACTS).write_text(json.dumps(self.facts) + "\n")
+
+    def _before_first_forward(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        self._remove_hooks()  # this one too: the lint runs a copy of the model with all hooks
+        biases = biases_before_norm(model, args[0])
         if biases is None:
             self.facts["unseen"].append(
                 "biases before norm layers: the model cannot run on the meta device"
             )
         self.facts["bias_before_norm"] = biases or []
-        norms = [
-            (name, layer) for name, layer in model.named_modules() if isinstance(layer, _BatchNorm)
-        ]
-        self.handles = [
-            layer.register_forward_pre_hook(self._received(name), with_kwargs=True)
-            for name, layer in norms
-        ]
+        for name, layer in model.named_modules():
+            if isinstance(layer, _BatchNorm):
+                hook = partial(self._note_batch, name)
+                self.handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def _received(self, name: str):
-        def note(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-            samples = len(next(iter((*given, *named.values()))))
-            self.facts["batch_norm"][name] = min(
-                self.facts["batch_norm"].get(name, samples), samples
-            )
+    def _note_batch(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Note the smallest batch of a layer of batch norm."""
+        samples = len(next(iter((*args, *kwargs.values()))))
+        smallest = self.facts["batch_norm"]
+        smallest[name] = min(smallest.get(name, samples), samples)
 
-        return note
-
-    def _forget(self) -> None:
+    def _remove_hooks(self) -> None:
         for handle in self.handles:
             handle.remove()
+        self.handles = []
 
-    def take(self) -> None:
-        """Before the optimizer step: the gradients are complete, exchanged and as the backward pass
-        left them."""
-        scale = self.job.stepper.scaler.get_scale() if self.job.stepper.scaled else 1.0
-        if (
-            self.job.stepper.divisor
-        ):  # the number of tokens or pixels, by which the optimizer step divides
-            units = self.job.stepper.divisor()
-            self.job.stepper.divisor = lambda: units
+    def _scale(self) -> float | Tensor:
+        """The factor of the gradients before the optimizer step divides them."""
+        stepper = self.job.stepper
+        scale = stepper.scaler.get_scale() if stepper.scaled else 1.0
+        if stepper.divisor:  # the number of tokens or pixels, which may be asked for once
+            units = stepper.divisor()
+            stepper.divisor = lambda: units
             scale *= units
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        missing = [name for name, parameter in named.items() if parameter.grad is None]
-        found = {name: p.grad.detach() / scale for name, p in named.items() if p.grad is not None}
-        self.facts["unused"] = missing
-        self.facts["ranks_differ"] = self._differing(found)
-        if self.is_leader:
-            self.folder.mkdir(exist_ok=True)
-            save_file(
-                {name: grad.cpu().contiguous() for name, grad in found.items()},
-                self.folder / GRADIENTS,
-            )
-            (self.folder / FACTS).write_text(json.dumps(self.facts) + "\n")
+        return scale
 
-    def _differing(self, found: dict[str, Tensor]) -> list[str]:
+    def _trained(self) -> list[tuple[str, nn.Parameter]]:
+        named = self.model.named_parameters()
+        return [(name, parameter) for name, parameter in named if parameter.requires_grad]
+
+    def _differing(self, gradients: dict[str, Tensor]) -> list[str]:
         """Parameters whose gradients are not bit for bit equal on all ranks. A collective: every
         rank must call it."""
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        device = named[0][1].device
-        sums = [
-            found[n].double().abs().sum() if n in found else torch.zeros((), device=device).double()
-            for n, _ in named
-        ]
+        names = []
+        sums = []
+        for name, parameter in self._trained():
+            names.append(name)
+            if name in gradients:
+                sums.append(gradients[name].double().abs().sum())
+            else:
+                sums.append(torch.zeros((), dtype=torch.float64, device=parameter.device))
         of_all = from_all_ranks(torch.stack(sums))
-        return [
-            name
-            for (name, _), same in zip(named, (of_all == of_all[0]).all(0).tolist(), strict=True)
-            if not same
-        ]
-
-
-class _FirstUpdate(StepObserver):
-    """Calls a function before the first optimizer step."""
-
-    def __init__(self, take: Callable[[], None]) -> None:
-        self.take = take
-        self.is_taken = False
-
-    def before_update(self) -> None:
-        if not self.is_taken:
-            self.take()
-            self.is_taken = True
+        are_equal = (of_all == of_all[0]).all(0).tolist()
+        return [name for name, is_equal in zip(names, are_equal, strict=True) if not is_equal]

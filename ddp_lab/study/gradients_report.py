@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from ddp_lab.study.gradient_difference import Difference, compare
 from ddp_lab.study.model_pitfalls import UNUSED_REMEDY, Pitfalls, pitfalls_of
@@ -165,11 +166,9 @@ class GradientsReport:
 
 
 def _facts(run_dir: Path) -> dict[str, Any]:
-    """What the gradient probe noted of the model."""
+    """The facts that the gradient probe noted of the model."""
     return json.loads((run_dir / "probe" / "model.json").read_text())
 
 
 def _gradients(run_dir: Path) -> dict[str, np.ndarray]:
-    from safetensors.numpy import load_file
-
     return load_file(run_dir / "probe" / "gradients.safetensors")

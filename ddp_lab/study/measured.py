@@ -44,7 +44,7 @@ RETINANET = 36_849_004
 """torchvision's, with ResNeXt-50 32x4d and 264 classes: those with gradients, with three trainable
 layers of five."""
 BERT_LARGE = 336_232_258
-"""With the heads of pretraining, 30,528 tokens."""
+"""Parameters of BERT-large with the heads of pretraining and 30,528 tokens."""
 GPT2_124M = 124_475_904
 """50,304 tokens."""
 

@@ -1,4 +1,4 @@
-"""What of a model often goes wrong with several processes, from what the gradient probe noted."""
+"""Parts of a model that often go wrong with several processes, as the gradient probe noted them."""
 
 from __future__ import annotations
 

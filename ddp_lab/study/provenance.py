@@ -51,8 +51,8 @@ def provenance(load_before: float | None = None) -> dict[str, str]:
 
 @functools.cache
 def conditions(program: Program) -> dict[str, str]:
-    """What results depend on besides the overrides: runs under different conditions cannot be
-    compared."""
+    """The conditions that results depend on besides the overrides: runs under different ones cannot
+    be compared."""
     return {
         "hardware": hardware_description(detect_hardware(visible_devices())),
         **versions(),

@@ -24,7 +24,7 @@ class Metric:
 
     label: str
     read: Callable[[Outcome], float | None]
-    """Returns the value of one run, None if the run has none."""
+    """A function that gives the value of one run, None if the run has none."""
     lower_is_better: bool = True
     is_time: bool = False
     """Times are compared by ratio (speed-up), other metrics by difference."""

@@ -135,10 +135,23 @@ def _breakdown_table(measurements: Measurements, cores: int | None) -> Table:
         "host, ms",
         "verdict",
     ]
-    rows = []
+    rows: list[list[Any]] = []
     for cell in measurements.cells:
         outcome = measurements.split_outcomes.get(cell)
-        rows.append([cell.processes, cell.batch_per_process, *_parts(cell, outcome, cores)])
+        if outcome and outcome.completed:
+            breakdown = read_breakdown(outcome.run_dir)
+            parts = [
+                1e3 * breakdown.step,
+                1e3 * breakdown.compute,
+                1e3 * breakdown.exchange,
+                1e3 * breakdown.waiting,
+                1e3 * breakdown.data,
+                1e3 * breakdown.host,
+                verdict(breakdown, cell.processes, cores),
+            ]
+        else:
+            parts = [*[None] * 6, outcome.reason if outcome else "not run"]
+        rows.append([cell.processes, cell.batch_per_process, *parts])
     note = (
         "From separate runs with hooks=[ddp_lab.study.step_times.StepTimes], without CUDA graphs,"
         " whose steps cannot be split, so they may be slower. Means over ranks and over the middle"
@@ -149,25 +162,6 @@ def _breakdown_table(measurements: Measurements, cores: int | None) -> Table:
         " request for the next batch."
     )
     return Table("Step breakdown", columns, rows, note)
-
-
-def _parts(cell: Cell, outcome: Outcome | None, cores: int | None) -> list[Any]:
-    """Milliseconds of a step and its five parts, and the verdict."""
-    if outcome is None:
-        return [*[None] * 6, "not run"]
-    if not outcome.completed:
-        return [*[None] * 6, outcome.reason]
-    breakdown = read_breakdown(outcome.run_dir)
-    seconds = [
-        breakdown.step,
-        breakdown.compute,
-        breakdown.exchange,
-        breakdown.waiting,
-        breakdown.data,
-        breakdown.host,
-    ]
-    milliseconds = [1e3 * part for part in seconds]
-    return [*milliseconds, verdict(breakdown, cell.processes, cores)]
 
 
 def _plot(measurements: Measurements) -> Plot:

@@ -26,13 +26,14 @@ class StepBreakdown:
     exchange: float
     """Gradient exchange that does not overlap with the backward pass: the wait of the last rank."""
     waiting: float
-    """For slower ranks, before the exchange begins."""
+    """Wait for slower ranks, before the exchange begins."""
     host: float
     slowest: int
     """The rank that was last most often."""
     slowest_share: float
-    """Fraction of the steps in which it was last."""
+    """Fraction of the steps in which this rank was last."""
     gpu_waits_for_host: float | None
+    """Fraction of the steps at whose end the GPU was idle; None on the CPU."""
 
     @property
     def step(self) -> float:
@@ -88,11 +89,11 @@ def verdict(breakdown: StepBreakdown, processes: int, cores: int | None) -> str:
 
     cores: number of cores of a host without GPUs, else None.
     """
-    shares = {
-        "data": breakdown.data / breakdown.step,
-        "exchange": breakdown.exchange / breakdown.step,
-        "waiting": breakdown.waiting / breakdown.step,
-        "host": breakdown.host / breakdown.step,
+    seconds = {
+        "data": breakdown.data,
+        "exchange": breakdown.exchange,
+        "waiting": breakdown.waiting,
+        "host": breakdown.host,
     }
     advice = {
         "data": (
@@ -108,11 +109,12 @@ def verdict(breakdown: StepBreakdown, processes: int, cores: int | None) -> str:
             "host-bound: log less often (train.log_every_steps), or find the work between the steps"
         ),
     }
-    by_share = sorted(shares, key=lambda part: -shares[part])
+    by_size = sorted(seconds, key=lambda part: -seconds[part])
+    shares = {part: seconds[part] / breakdown.step for part in by_size}
     bottlenecks = [
-        f"{advice[part]} ({100 * shares[part]:.0f} % of a step)"
-        for part in by_share
-        if shares[part] > SIGNIFICANT_SHARE
+        f"{advice[part]} ({100 * share:.0f} % of a step)"
+        for part, share in shares.items()
+        if share > SIGNIFICANT_SHARE
     ]
     if breakdown.gpu_waits_for_host is not None and breakdown.gpu_waits_for_host > 0.5:
         bottlenecks.append(
@@ -122,7 +124,7 @@ def verdict(breakdown: StepBreakdown, processes: int, cores: int | None) -> str:
     if bottlenecks:
         return "; ".join(bottlenecks)
     if sum(shares.values()) > SIGNIFICANT_SHARE:
-        parts = [f"{part} {100 * shares[part]:.0f} %" for part in by_share if shares[part] >= 0.01]
+        parts = [f"{part} {100 * share:.0f} %" for part, share in shares.items() if share >= 0.01]
         return f"compute-bound; smaller parts: {', '.join(parts)}"
     return "compute-bound: little overhead"
 

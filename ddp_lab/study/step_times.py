@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_lab.study.step_breakdown import PARTS
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.world import World
@@ -32,12 +33,11 @@ from ddp_train.engine.hook_context import HookContext
 from ddp_train.optim.stepper import StepObserver
 
 FOLDER = "probe"
-PARTS = ("data", "compute", "exposed", "host")
 Mark = Any
 """A point in time: seconds on the CPU, an event on a GPU."""
 
 
-class StepTimes:
+class StepTimes(StepObserver):
     """Inside, times every step of a job; at the end writes their seconds to
     RUN_DIR/probe/step_times_rank_#.json."""
 
@@ -48,26 +48,29 @@ class StepTimes:
         self.steps: list[list[tuple[str, Mark]]] = [[]]
         """The marks of each step: the name of the part that ends there, and the time."""
         self.ready: Mark = None
-        self.behind = 0
+        self.steps_behind = 0
         """Number of steps at whose end the GPU had finished all launched work: it waits for the
         host."""
-        self.gradients = self.gradients_before = 0
-        """Number of gradients in the current and in the previous backward pass."""
+        self.gradients = 0
+        """Number of gradients in the current backward pass."""
+        self.gradients_before = 0
+        """Number of gradients in the previous backward pass."""
 
     def __enter__(self) -> StepTimes:
         job = self.job
         self.handles = [
-            parameter.register_post_accumulate_grad_hook(self._note)
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
             for parameter in job.module.parameters()
             if parameter.requires_grad
         ]
         job.batches = _TimedBatches(job.batches, self)
-        self.job.observe(_Marks(self))
+        job.observe(self)
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         for handle in self.handles:
             handle.remove()
+        self.job.stop_observing(self)
         if failed:
             return
         if self.on_gpu:
@@ -75,18 +78,20 @@ class StepTimes:
         pairs = itertools.pairwise(self.steps)  # the host part of the last step has no end
         content = {
             "steps": [
-                self._seconds(marks, after[0][1]) for marks, after in pairs if marks and after
+                self._seconds(marks, following[0][1])
+                for marks, following in pairs
+                if marks and following
             ],
-            "gpu_waits_for_host": self.behind / len(self.steps) if self.on_gpu else None,
+            "gpu_waits_for_host": self.steps_behind / len(self.steps) if self.on_gpu else None,
         }
         self.path.parent.mkdir(exist_ok=True)
         self.path.write_text(json.dumps(content) + "\n")
 
     def mark(self, part: str) -> None:
-        """Ends a part now."""
+        """End a part now."""
         self.steps[-1].append((part, self._now()))
 
-    def backward_ends(self) -> None:
+    def after_backward(self, micro_batch: MicroBatch) -> None:
         if self.ready is not None:  # None if no parameter has a gradient
             self.steps[-1].append(("compute", self.ready))
         self.mark("exposed")
@@ -94,19 +99,18 @@ class StepTimes:
         self.gradients_before = self.gradients
         self.gradients = 0
 
-    def step_ends(self) -> None:
+    def after_update(self, steps_done: int) -> None:
         """`exchanged` was recorded before the optimizer's launches: if the GPU is already past it,
         it is idle."""
         if self.on_gpu:
-            self.behind += self.steps[-1][-1][1].query()
+            self.steps_behind += self.steps[-1][-1][1].query()
         self.mark("compute")
         self.steps.append([])
 
-    def _note(self, _: Tensor) -> None:
+    def _after_gradient(self, _: Tensor) -> None:
         self.gradients += 1
-        if (
-            self.gradients >= self.gradients_before
-        ):  # only the last one is recorded: an event costs some microseconds
+        # only the last gradient is recorded: an event costs some microseconds
+        if self.gradients >= self.gradients_before:
             self.ready = self._now()
 
     def _now(self) -> Mark:
@@ -119,10 +123,13 @@ class StepTimes:
     def _seconds(self, marks: list[tuple[str, Mark]], end: Mark) -> dict[str, float]:
         """The seconds of each part. The first mark starts the step; the host part lasts until the
         next step."""
-        found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
-        for (_, before), (part, after) in zip(marks, [*marks[1:], ("host", end)], strict=True):
-            found[part] += before.elapsed_time(after) / 1e3 if self.on_gpu else after - before
-        return found
+        seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        for (_, before), (part, after) in itertools.pairwise([*marks, ("host", end)]):
+            if self.on_gpu:
+                seconds[part] += before.elapsed_time(after) / 1e3
+            else:
+                seconds[part] += after - before
+        return seconds
 
 
 class _TimedBatches:
@@ -141,16 +148,3 @@ class _TimedBatches:
                 return
             self.times.mark("data")
             yield batch
-
-
-class _Marks(StepObserver):
-    """Marks where backward passes and optimizer steps end."""
-
-    def __init__(self, times: StepTimes) -> None:
-        self.times = times
-
-    def after_backward(self, micro_batch: MicroBatch) -> None:
-        self.times.backward_ends()
-
-    def after_update(self, steps_done: int) -> None:
-        self.times.step_ends()

@@ -31,7 +31,7 @@ from ddp_train.text import word
 
 POLL_SECONDS = 0.05
 PATIENCE_SECONDS = 20.0
-"""From SIGTERM to SIGKILL for the running trial when the study is stopped."""
+"""Time from SIGTERM to SIGKILL for the running trial when the study is stopped."""
 REASON_LETTERS = 200
 NEVER = 1_000_000_000
 NO_PAGE = "launch.page=false"
@@ -46,10 +46,10 @@ TRAIN_ONLY = (
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: its overrides without `run_dir`, and its folder. Its output and its record lie next
-    to the folder."""
+    """One run. Its output and its record lie next to its folder."""
 
     overrides: list[str]
+    """Overrides of the run without `run_dir`."""
     run_dir: Path
 
     @property
@@ -105,14 +105,17 @@ def trial_session(request: Request) -> Iterator[None]:
             before = there.get(name, "unknown")
             now = here.get(name, "none")
             if before != now:
-                rule = f"holds trials from other conditions, {name} was {before} and is {now}"
-                raise ConfigError([f"run_dir={request.run_dir}: {rule}; use another run_dir"])
+                problem = (
+                    f"run_dir={request.run_dir}: holds trials from other conditions, {name} was"
+                    f" {before} and is {now}; use another run_dir"
+                )
+                raise ConfigError([problem])
     with request.stop.listening():
         yield
 
 
 def lock_run_dir(request: Request) -> None:
-    """Locks the run directory. Raises ConfigError if another study uses it, or if it cannot be
+    """Lock the run directory. Raises ConfigError if another study uses it, or if it cannot be
     written."""
     try:
         request.resources.callback(run_lock.acquire(request.run_dir / run_lock.FILE).release)
@@ -128,14 +131,16 @@ def lock_run_dir(request: Request) -> None:
 
 
 def run(trial: Trial, program: Program, stop: StopRequests) -> Outcome | None:
-    """Runs a trial from the start, in a process session that ends with this process. Must be called
-    inside `trial_session`. Returns None if the study is stopped, before or during the trial."""
+    """Run a trial from the start, in a process session that ends with this process. Must be called
+    inside `trial_session`.
+
+    Returns None if the study is stopped, before or during the trial.
+    """
     if stop.received:
         return None
-    shutil.rmtree(
-        trial.run_dir, ignore_errors=True
-    )  # of an interrupted trial: resuming it would falsify its times
-    trial.record.unlink(missing_ok=True)  # its folder is gone, and this run may be interrupted too
+    # left by an interrupted trial: resuming it would falsify its times
+    shutil.rmtree(trial.run_dir, ignore_errors=True)
+    trial.record.unlink(missing_ok=True)
     trial.run_dir.parent.mkdir(parents=True, exist_ok=True)
     command = program.again([*trial.overrides, NO_PAGE, trial.run_dir_word])
     began = time.monotonic()
@@ -164,8 +169,8 @@ def run(trial: Trial, program: Program, stop: StopRequests) -> Outcome | None:
 
 
 def _wait(process: subprocess.Popen[bytes], stop: StopRequests) -> None:
-    """Waits for the end. If the study is stopped, sends SIGTERM and returns after PATIENCE_SECONDS
-    at the latest."""
+    """Wait for the end. If the study is stopped, send SIGTERM and return after PATIENCE_SECONDS at
+    the latest."""
     deadline = None
     while process.poll() is None:
         if stop.received and deadline is None:
@@ -185,19 +190,22 @@ def recorded_outcome(trial: Trial) -> Outcome | None:
         return None
     record = json.loads(trial.record.read_text())
     if record["words"] != trial.overrides:
-        before = set(record["words"])
-        now = set(trial.overrides)
-        differ = " ".join(sorted(before ^ now))
-        rule = f"holds a trial with other settings ({differ})"
-        raise ConfigError([f"run_dir={trial.run_dir}: {rule}; use another run_dir"])
+        differing = " ".join(sorted(set(record["words"]) ^ set(trial.overrides)))
+        problem = (
+            f"run_dir={trial.run_dir}: holds a trial with other settings ({differing}); use another"
+            " run_dir"
+        )
+        raise ConfigError([problem])
     return read_outcome(trial.run_dir, record["exit_code"], record["seconds"], trial.output)
 
 
 def completed_outcome(trial: Trial) -> Outcome | None:
-    """The outcome of an earlier `run` of this trial if it completed. Raises as `recorded_outcome`
-    does."""
-    before = recorded_outcome(trial)
-    return before if before and before.completed else None
+    """The outcome of an earlier `run` of this trial if it completed.
+
+    Raises ConfigError if that run had other overrides.
+    """
+    outcome = recorded_outcome(trial)
+    return outcome if outcome and outcome.completed else None
 
 
 def run_or_load(
@@ -206,42 +214,48 @@ def run_or_load(
     """The outcome of the trial, which is run unless it completed earlier. None if the study is
     stopped.
 
-    name: printed before the run. describe: text to print after a completed run.
+    name: text to print before the run.
+    describe: makes the text to print after a completed run.
     """
-    before = completed_outcome(trial)
-    if before or request.stop.received:
-        return before
+    earlier = completed_outcome(trial)
+    if earlier or request.stop.received:
+        return earlier
     print(name, end="  ", flush=True)
-    now = run(trial, request.program, request.stop)
-    print("stopped" if now is None else now.reason or describe(now), flush=True)
-    return now
+    outcome = run(trial, request.program, request.stop)
+    if outcome is None:
+        print("stopped", flush=True)
+    else:
+        print(outcome.reason or describe(outcome), flush=True)
+    return outcome
 
 
 def read_outcome(
     run_dir: Path, exit_code: int, seconds: float, output: Path | None = None
 ) -> Outcome:
-    """Reads a run directory. output: file with the output of the command, for a run that failed
-    without one."""
+    """The outcome of a run from its directory.
+
+    output: file with the output of the command, for a run that failed without a report.
+    """
     summary = _read(run_dir / SUMMARY)
-    failure = _read(run_dir / FAILURE)
     if exit_code == 0 and summary.get("status") == "completed":
-        if (run_dir / "metrics.jsonl").is_file():
-            lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        else:
-            lines = []
-        return Outcome(
-            exit_code, seconds, summary, [json.loads(line) for line in lines], "", run_dir
-        )
+        metrics = [json.loads(line) for line in _lines(run_dir / "metrics.jsonl")]
+        return Outcome(exit_code, seconds, summary, metrics, run_dir=run_dir)
+    failure = _read(run_dir / FAILURE)
     if failure:
         reason = f"{failure['kind']}: {failure['detail']}"
     else:
-        lines = output.read_text().splitlines() if output and output.is_file() else []
+        lines = _lines(output) if output else []
         problems = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
         reason = "; ".join([f"exit code {exit_code}", *(problems or lines[-1:])])
-    flat = " ".join(reason.split())
-    flat = flat if len(flat) <= REASON_LETTERS else flat[: REASON_LETTERS - 3] + "..."
-    return Outcome(exit_code, seconds, {}, [], flat, run_dir)
+    reason = " ".join(reason.split())
+    if len(reason) > REASON_LETTERS:
+        reason = reason[: REASON_LETTERS - 3] + "..."
+    return Outcome(exit_code, seconds, {}, reason=reason, run_dir=run_dir)
 
 
 def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []

@@ -36,7 +36,7 @@ class VariantTrials:
 
     @property
     def is_comparison(self) -> bool:
-        """Whether the baseline has a result, and another variant if there is one."""
+        """True if the baseline has a result, and another variant if there is one."""
         completed = set()
         for name, outcomes in self.outcomes.items():
             if any(outcome.completed for outcome in outcomes):

@@ -882,7 +882,7 @@ def proof(case: Case) -> Any:
 def parts_of_a_proof(case: Case) -> Any:
     """Which real runs a proof makes, ten seconds after its begin."""
     progress = Progress(time.monotonic() - 10, case.config.prove.seconds)
-    examined = Examined(facts={"precision": "fp64"})
+    examined = Examined(precision="fp64")
     with contextlib.ExitStack() as stack:
         for name in ("gradients", "resume", "other_number", "evaluation"):
             stack.enter_context(mock.patch.object(RealRuns, name, lambda *_: ok("")))

@@ -61,7 +61,10 @@ WITH_TORCH = [
         "ddp_lab.doctor.multihost_checks",
     ),
     *(f"ddp_lab.study.{name}" for name in ("dry_plan", "step_times", "gradient_probe")),
-    *(f"ddp_lab.prove.{name}" for name in ("bench", "causes", "data_checks", "division")),
+    *(
+        f"ddp_lab.prove.{name}"
+        for name in ("bench", "causes", "data_checks", "division", "layer_trace")
+    ),
     *(f"ddp_lab.prove.{name}" for name in ("examine", "gradient_checks", "score_checks")),
     *(f"ddp_lab.prove.{name}" for name in ("fixed_draws", "hooks", "unseeded")),
 ]

@@ -156,7 +156,7 @@ def test_a_planted_defect_is_named_by_its_cause(name: str, tmp_path: Path) -> No
     assert words in named.detail and named.remedy, named
 
 
-def test_numbers_of_a_process_are_a_warning_as_long_as_one_process_sees_no_effect(
+def test_hash_without_effect_is_a_warning(
     tmp_path: Path,
 ) -> None:
     found = examined(tmp_path, **own(**{**DEFAULTS, "data": "Hashed"}))
@@ -192,7 +192,7 @@ SOUND: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_nothing_is_said_of_a_sound_job(name: str, tmp_path: Path) -> None:
+def test_sound_job_has_no_findings(name: str, tmp_path: Path) -> None:
     sections = {
         key: value(tmp_path) if callable(value) else value for key, value in SOUND[name].items()
     }
@@ -200,12 +200,12 @@ def test_nothing_is_said_of_a_sound_job(name: str, tmp_path: Path) -> None:
     assert {one.status for one in found.findings} == {"ok"}, [
         one for one in found.findings if one.status != "ok"
     ]
-    assert len(found.findings) == 8 and found.facts["precision"] == "fp64"
+    assert len(found.findings) == 8 and found.precision == "fp64"
     if name == "dropout and noise":
         drawn = {"dropout", "randn_like"}
     else:
         drawn = {"dropout"} if "language" in name else set()
-    assert set(found.facts["draws"]) == drawn
+    assert set(found.draws) == drawn
 
 
 FORGETFUL = """
