@@ -137,172 +137,133 @@ def read_epochs(run_dir: Path, _: str) -> dict[str, float]:
 
 
 def contenders(arguments: argparse.Namespace) -> list[Contender]:
-    n = arguments.processes
-    device = arguments.device
-    common = [f"device={device}", f"launch.threads_per_process={'auto' if device == 'cpu' else 4}"]
     if arguments.work == "mnist":
-        words = [
-            *common,
-            "data=mnist",
-            f"data.root={arguments.data}",
-            "train.global_batch_size=64",
-            f"train.epochs={EPOCHS}",
-            "train.evaluate_batch_size=1000",
-            "train.log_every_steps=1000",
-            "optimizer=adamw",
-            "optimizer.lr=3e-3",
-            "schedule=constant",
-            *([f"data.limit={arguments.limit}"] if arguments.limit else []),
-        ]
-        same = [*words, "model._target_=benchmarks.peers.lenet", "trusted_modules=[benchmarks]"]
-        small = [
-            *same,
-            "model._target_=benchmarks.peers.one_convolution",
-            "tuning=max",
-            "tuning.precision=fp32",
-        ]
-        rest = ["--device", device, "--data", arguments.data, "--epochs", "3"]
-        rest += ["--limit", str(arguments.limit)] if arguments.limit else []
-        graph = ["tuning.cuda_graph=true"] if device == "cuda" else []
-        return [
-            ours("recommended, cuda_graph", n, read_epochs, *same, *graph),
-            ours("max", n, read_epochs, *same, "tuning=max"),
-            ours("max, strategy=single", n, read_epochs, *same, "tuning=max", "strategy=single"),
-            ours(
-                "max, fp32 (tf32), single",
-                n,
-                read_epochs,
-                *same,
-                "tuning=max",
-                "tuning.precision=fp32",
-                "strategy=single",
-            ),
-            ours("none", n, read_epochs, *same, "tuning=none", "train.epochs=3"),
-            ours(
-                "its own cnn",
-                n,
-                read_epochs,
-                *words,
-                "model=cnn",
-                "model.channels=16",
-                "model.norm=none",
-            ),
-            ours(
-                "max, fp32 (tf32), single, one convolution",
-                n,
-                read_epochs,
-                *small,
-                "strategy=single",
-            ),
-            ours(
-                "the same, one epoch, one_cycle",
-                n,
-                read_epochs,
-                *small,
-                "strategy=single",
-                "train.epochs=1",
-                "schedule=one_cycle",
-            ),
-            *(
-                peer(name, "mnist", n, *rest)
-                for name in (
-                    "plain DDP, DataLoader",
-                    "plain DDP, DataLoader tuned",
-                    "plain DDP, images on the device",
-                )
-            ),
-            peer(
-                "plain DDP, images on the device", "mnist", n, *rest, "--network", "one_convolution"
-            ),
-        ]
+        return mnist_contenders(arguments)
+    return resnet_contenders(arguments)
 
-    def resnet(name: str, batch: int, *more: str) -> Contender:
-        size = (
-            f"data.image_size={arguments.side}",
-            f"data.samples={16 * arguments.batch * n}",
-            "data.classes=1000",
-        )
-        size = *size, f"data.test_samples={batch}"
-        return ours(
-            name,
-            n,
-            read_speed,
-            *common,
-            "model=resnet50",
-            "data=synthetic",
-            *size,
-            f"train.global_batch_size={batch * n}",
-            f"train.evaluate_batch_size={batch}",
-            f"train.max_steps={arguments.steps + 100}",
-            "train.epochs=1000",
-            "train.log_every_steps=25",
-            "train.evaluate_every_epochs=1000",
-            "optimizer.weight_decay=5e-5",
-            *more,
-        )
 
-    b = arguments.batch
-    rest = [
-        "--device",
-        device,
-        "--batch",
-        str(b),
-        "--steps",
-        str(arguments.steps),
-        "--side",
-        str(arguments.side),
+def common_words(device: str) -> list[str]:
+    """Words of every run of launch.py."""
+    threads = "auto" if device == "cpu" else 4
+    return [f"device={device}", f"launch.threads_per_process={threads}"]
+
+
+LENET = ("model._target_=benchmarks.peers.lenet", "trusted_modules=[benchmarks]")
+ONE_CONVOLUTION = (
+    *LENET,
+    "model._target_=benchmarks.peers.one_convolution",
+    "tuning=max",
+    "tuning.precision=fp32",
+    "strategy=single",
+)
+MNIST_RUNS = {
+    "max": (*LENET, "tuning=max"),
+    "max, strategy=single": (*LENET, "tuning=max", "strategy=single"),
+    "max, fp32 (tf32), single": (
+        *LENET,
+        "tuning=max",
+        "tuning.precision=fp32",
+        "strategy=single",
+    ),
+    "none": (*LENET, "tuning=none", "train.epochs=3"),
+    "its own cnn": ("model=cnn", "model.channels=16", "model.norm=none"),
+    "max, fp32 (tf32), single, one convolution": ONE_CONVOLUTION,
+    "the same, one epoch, one_cycle": (
+        *ONE_CONVOLUTION,
+        "train.epochs=1",
+        "schedule=one_cycle",
+    ),
+}
+"""Words of the runs of launch.py on MNIST, by the name of the row."""
+
+
+def mnist_contenders(arguments: argparse.Namespace) -> list[Contender]:
+    device = arguments.device
+    processes = arguments.processes
+    words = [
+        *common_words(device),
+        "data=mnist",
+        f"data.root={arguments.data}",
+        "train.global_batch_size=64",
+        f"train.epochs={EPOCHS}",
+        "train.evaluate_batch_size=1000",
+        "train.log_every_steps=1000",
+        "optimizer=adamw",
+        "optimizer.lr=3e-3",
+        "schedule=constant",
     ]
-    eager = "tuning.compile=false"
+    of_peers = ["--device", device, "--data", arguments.data, "--epochs", "3"]
+    if arguments.limit:
+        words.append(f"data.limit={arguments.limit}")
+        of_peers += ["--limit", str(arguments.limit)]
+    graph = ["tuning.cuda_graph=true"] if device == "cuda" else []
+    runs = {"recommended, cuda_graph": (*LENET, *graph), **MNIST_RUNS}
+    on_device = "plain DDP, images on the device"
     return [
-        resnet("eager", b, eager),
-        resnet("recommended", b, "tuning.compile=true", "strategy.broadcast_buffers=false"),
-        resnet("tuning=max", b, "tuning=max", "strategy.broadcast_buffers=false"),
-        resnet(
-            "tuning=max, fp16, batch 512",
-            2 * b,
-            "tuning=max",
-            "tuning.precision=fp16",
-            "strategy.broadcast_buffers=false",
-        ),
-        resnet(
-            "tuning=max, fp16, batch 1024",
-            4 * b,
-            "tuning=max",
-            "tuning.precision=fp16",
-            "strategy.broadcast_buffers=false",
-        ),
-        resnet(
-            "tuning=max, fp16, batch 1024, torch's own kernels",
-            4 * b,
-            "tuning=max",
-            "tuning.precision=fp16",
-            "strategy.broadcast_buffers=false",
-            "tuning.triton_kernels=false",
-        ),
-        resnet(
-            "tuning=max, fp16, batch 1024, conv_sums",
-            4 * b,
-            "tuning=max",
-            "tuning.precision=fp16",
-            "strategy.broadcast_buffers=false",
-            "tuning.conv_sums=true",
-        ),
-        *(
-            peer(name, "images", n, *rest)
-            for name in (
-                "plain DDP",
-                "plain DDP, compiled",
-                "DataParallel",
-                "Accelerate",
-                "Lightning Fabric",
-                "Lightning Trainer",
-            )
-        ),
+        *(ours(name, processes, read_epochs, *words, *more) for name, more in runs.items()),
+        peer("plain DDP, DataLoader", "mnist", processes, *of_peers),
+        peer("plain DDP, DataLoader tuned", "mnist", processes, *of_peers),
+        peer(on_device, "mnist", processes, *of_peers),
+        peer(on_device, "mnist", processes, *of_peers, "--network", "one_convolution"),
     ]
+
+
+BROADCAST = "strategy.broadcast_buffers=false"
+MAX_FP16 = ("tuning=max", "tuning.precision=fp16", BROADCAST)
+RESNET_RUNS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "eager": (1, ("tuning.compile=false",)),
+    "recommended": (1, ("tuning.compile=true", BROADCAST)),
+    "tuning=max": (1, ("tuning=max", BROADCAST)),
+    "tuning=max, fp16, batch 512": (2, MAX_FP16),
+    "tuning=max, fp16, batch 1024": (4, MAX_FP16),
+    "tuning=max, fp16, batch 1024, torch's own kernels": (
+        4,
+        (*MAX_FP16, "tuning.triton_kernels=false"),
+    ),
+    "tuning=max, fp16, batch 1024, conv_sums": (4, (*MAX_FP16, "tuning.conv_sums=true")),
+}
+"""Runs of launch.py with ResNet-50, by the name of the row: the factor of the batch, and words."""
+RESNET_PEERS = (
+    "plain DDP",
+    "plain DDP, compiled",
+    "DataParallel",
+    "Accelerate",
+    "Lightning Fabric",
+    "Lightning Trainer",
+)
+
+
+def resnet_contenders(arguments: argparse.Namespace) -> list[Contender]:
+    processes = arguments.processes
+    words = [
+        *common_words(arguments.device),
+        "model=resnet50",
+        "data=synthetic",
+        f"data.image_size={arguments.side}",
+        f"data.samples={16 * arguments.batch * processes}",
+        "data.classes=1000",
+        f"train.max_steps={arguments.steps + 100}",
+        "train.epochs=1000",
+        "train.log_every_steps=25",
+        "train.evaluate_every_epochs=1000",
+        "optimizer.weight_decay=5e-5",
+    ]
+    found = []
+    for name, (factor, more) in RESNET_RUNS.items():
+        batch = factor * arguments.batch
+        sizes = (
+            f"data.test_samples={batch}",
+            f"train.global_batch_size={batch * processes}",
+            f"train.evaluate_batch_size={batch}",
+        )
+        found.append(ours(name, processes, read_speed, *words, *sizes, *more))
+    of_peers = [f"--{name}={getattr(arguments, name)}" for name in ("device", "batch", "steps")]
+    of_peers.append(f"--side={arguments.side}")
+    return found + [peer(name, "images", processes, *of_peers) for name in RESNET_PEERS]
 
 
 def run(contender: Contender, folder: Path) -> None:
-    """Once. A failure is kept."""
+    """Run a contender once. A failure is kept."""
     folder.mkdir()
     began = time.perf_counter()
     try:
@@ -338,7 +299,7 @@ def run(contender: Contender, folder: Path) -> None:
 
 
 def table(work: str, found: list[Contender]) -> list[str]:
-    """One row each, the failed ones with their reason."""
+    """A row for each contender, the failed ones with their reason."""
 
     def cell(contender: Contender, key: str, spec: str) -> str:
         values = [result[key] for result in contender.results if result[key] == result[key]]
