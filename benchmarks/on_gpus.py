@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+DONE = "done.jsonl"
 PYTEST = "PYTHON -m pytest -p no:cacheprovider -q -rA --tb=short"
 ONE_BY_ONE = f"{PYTEST} -x"
 GPU_TESTS = "tests/end_to_end/test_gpu.py"
@@ -168,8 +169,8 @@ WORK = [
         )
     ),
 ]
-"""Those for two GPUs side by side in the list: one that waits for its second GPU leaves the first
-idle."""
+"""The jobs in their order. Those for two GPUs are side by side: one that waits for its second GPU
+leaves the first idle."""
 
 
 def run(work: Work, gpus: list[int], folder: Path, cores: list[int]) -> subprocess.Popen[bytes]:
@@ -206,6 +207,82 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
+@dataclass(frozen=True)
+class RunningWork:
+    """One job that has begun."""
+
+    work: Work
+    gpus: list[int]
+    began: float
+    process: subprocess.Popen[bytes]
+
+
+class Schedule:
+    """Jobs in their order, on the GPUs that are free."""
+
+    def __init__(self, todo: list[Work], gpus: int, folder: Path, seconds: float) -> None:
+        self.todo = todo
+        self.gpus = gpus
+        self.folder = folder
+        self.end = time.monotonic() + seconds
+        self.free = set(range(gpus))
+        self.cores = sorted(os.sched_getaffinity(0))
+        self.running: list[RunningWork] = []
+
+    def run(self) -> None:
+        """Run all jobs for which there is time."""
+        try:
+            while True:
+                if self._begin_next():
+                    continue
+                if not self.running:
+                    return  # nothing fits any more
+                time.sleep(0.2)
+                for job in list(self.running):
+                    self._end_if_over(job)
+        finally:
+            for job in self.running:
+                stop(job.process)
+
+    def _begin_next(self) -> bool:
+        """Begin the first job that there is time for. False if its GPUs are not free."""
+        now = time.monotonic()
+        fitting = (
+            work for work in self.todo if work.gpus <= self.gpus and now + work.limit < self.end
+        )
+        work = next(fitting, None)
+        if work is None or work.gpus > len(self.free):
+            return False
+        gpus = sorted(self.free)[: work.gpus]
+        share = len(self.cores) // self.gpus
+        cores = [core for gpu in gpus for core in self.cores[gpu * share : (gpu + 1) * share]]
+        self.free -= set(gpus)
+        self.todo.remove(work)
+        self.running.append(RunningWork(work, gpus, now, run(work, gpus, self.folder, cores)))
+        return True
+
+    def _end_if_over(self, job: RunningWork) -> None:
+        seconds = time.monotonic() - job.began
+        in_time = job.process.poll() is not None
+        if not in_time:
+            if seconds < job.work.limit:
+                return
+            stop(job.process)
+        self.running.remove(job)
+        self.free |= set(job.gpus)
+        log = self.folder / f"{job.work.name}.log"
+        line = {
+            "name": job.work.name,
+            "exit_code": job.process.returncode,
+            "in_time": in_time,
+            "seconds": round(seconds),
+        }
+        with (self.folder / DONE).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        last_lines = log.read_text(errors="replace").splitlines()[-6:]
+        print(json.dumps(line), *last_lines, sep="\n", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -217,75 +294,29 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    done = folder / "done.jsonl"
-    if done.exists():
-        ended = {json.loads(line)["name"] for line in done.read_text().splitlines()}
-    else:
-        ended = set()
+    ended = set()
+    if (folder / DONE).exists():
+        lines = (folder / DONE).read_text().splitlines()
+        ended = {json.loads(line)["name"] for line in lines}
     by_name = {work.name: work for work in WORK}
-    asked = arguments.only or list(by_name)
-    if unknown := set(asked) - set(by_name):
+    names = arguments.only or list(by_name)
+    unknown = set(names) - set(by_name)
+    if unknown:
         sys.exit(f"--only {' '.join(sorted(unknown))}: no such job; there are {', '.join(by_name)}")
-    todo = [by_name[name] for name in asked if name not in ended]
+    todo = [by_name[name] for name in names if name not in ended]
     if arguments.list:
-        print(
-            "\n".join(
-                f"{work.name}: {work.gpus} GPU, at most {work.limit} s: {work.command}"
-                for work in todo
-            )
-        )
+        for work in todo:
+            print(f"{work.name}: {work.gpus} GPU, at most {work.limit} s: {work.command}")
         return
-    count = torch.cuda.device_count()
-    if not count:
+    gpus = torch.cuda.device_count()
+    if not gpus:
         sys.exit(
             "torch.cuda.device_count() is 0: there is no GPU here; --list says what there would be"
             " to do"
         )
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // count
-    end = time.monotonic() + arguments.seconds
-    free = set(range(count))
-    running: list[tuple[Work, list[int], float, subprocess.Popen[bytes]]] = []
-    try:
-        while True:
-            fitting = (
-                work for work in todo if work.gpus <= count and time.monotonic() + work.limit < end
-            )
-            work = next(fitting, None)
-            if work and work.gpus <= len(free):
-                gpus = sorted(free)[: work.gpus]
-                free -= set(gpus)
-                todo.remove(work)
-                own = [core for gpu in gpus for core in cores[gpu * share : (gpu + 1) * share]]
-                running.append((work, gpus, time.monotonic(), run(work, gpus, folder, own)))
-                continue
-            if not running:
-                break  # nothing fits any more
-            time.sleep(0.2)
-            for one in list(running):
-                work, gpus, began, process = one
-                seconds = time.monotonic() - began
-                if process.poll() is None and seconds < work.limit:
-                    continue
-                in_time = process.poll() is not None
-                if not in_time:
-                    stop(process)
-                running.remove(one)
-                free |= set(gpus)
-                said = (folder / f"{work.name}.log").read_text(errors="replace").splitlines()
-                line = {
-                    "name": work.name,
-                    "exit_code": process.returncode,
-                    "in_time": in_time,
-                    "seconds": round(seconds),
-                }
-                with done.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                print(json.dumps(line), *said[-6:], sep="\n", flush=True)
-    finally:
-        for *_, process in running:
-            stop(process)
-    left = [work.name for work in todo]
+    schedule = Schedule(todo, gpus, folder, arguments.seconds)
+    schedule.run()
+    left = [work.name for work in schedule.todo]
     print(f"not begun: {', '.join(left)}" if left else "all done")
 
 

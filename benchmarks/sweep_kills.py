@@ -85,7 +85,7 @@ def start(folder: Path, sweeper: str) -> subprocess.Popen[bytes]:
 
 
 def family(pid: int) -> dict[int, str]:
-    """A process and all that it has started, with what each one is."""
+    """The kind of a process and of all that it has started, by their ids."""
     found = {pid: "the sweep"}
     for child in (waiting := list(children_of(pid))):
         command = Path(f"/proc/{child}/cmdline")
@@ -95,14 +95,12 @@ def family(pid: int) -> dict[int, str]:
             continue
         grandchildren = list(children_of(child))
         waiting += grandchildren
-        of_trial = child not in children_of(pid)
-        found[child] = (
-            "a worker"
-            if "rank=" in text
-            else "a process of a trial"
-            if of_trial
-            else "a trial's launcher"
-        )
+        if "rank=" in text:
+            found[child] = "a worker"
+        elif child in children_of(pid):
+            found[child] = "a trial's launcher"
+        else:
+            found[child] = "a process of a trial"
     return found
 
 
