@@ -1,4 +1,4 @@
-"""A trained model without its data: what a checkpoint must say for it, and how it is built
+"""A trained model without its data: the facts that a checkpoint has for it, and how it is built
 again."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
 
 
 def facts_of_model(config: Config, source: BatchSource, task: Task) -> dict[str, Any]:
-    """What a manifest must say so that the model can be used without the config's data: loaded,
+    """The entries of a manifest by which the model can be used without the config's data: loaded,
     exported, its outputs read."""
     sample = source.get_batch(np.array([0]), None)
     inputs = inputs_of(sample)

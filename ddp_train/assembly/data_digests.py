@@ -1,4 +1,4 @@
-"""Whether all processes read the same data, and whether a resumed run reads those of before."""
+"""Checks that all processes read the same data, and a resumed run those of before."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class JobBuilder:
     """Where batches and steps are reported."""
 
     def build_job(self, splits: Splits, first_step: int = 0) -> Job:
-        """What `fit` needs after `first_step` optimizer steps, with the weights of rank 0."""
+        """The job that `fit` takes up after `first_step` steps, with the weights of rank 0."""
         config = self.config
         module = self.module
         plan = self.build_plan(splits)
@@ -111,7 +111,7 @@ class JobBuilder:
         return mix_of(source, self.config.seed, data.mixup, data.cutmix, classifies)
 
     def build_schedule(self, plan: BatchPlan) -> Factor:
-        """Raises ConfigError if the warm-up is longer than the run."""
+        """The learning-rate schedule. Raises ConfigError if the warm-up is longer than the run."""
         schedule = self.config.schedule
         shape = arguments_of(schedule, "warmup_steps", "warmup_epochs", "warmup_at_most")
         return build_schedule(schedule.name, plan.steps, warmup_steps(schedule, plan), **shape)
@@ -123,7 +123,7 @@ class JobBuilder:
         mix: Mix | None,
         stream: torch.cuda.Stream | None,
     ) -> nn.Module:
-        """What the training step calls; again when other parameters want gradients.
+        """The model as the training step calls it; again when other parameters want gradients.
 
         stream: the one on which steps are captured; None if they are not.
         """
@@ -196,7 +196,7 @@ class JobBuilder:
         return Loader(source, plan.from_step(first_step), self.device, options, mix)
 
     def build_evaluation(self, source: BatchSource) -> Evaluation:
-        """What `evaluate` needs to score a data set."""
+        """The evaluation of a data set, with its loader and scorer."""
         batch_size = self.config.train.evaluate_batch_size
         micro_batches = evaluation_batches(
             len(source), batch_size, self.world.rank, self.world.size

@@ -159,7 +159,7 @@ def _unknown_directions(task: Task, target: str, names: list[str]) -> list[str]:
 def build_selection(
     config: Config, better: Mapping[str, str | None], sources: Splits, metrics_hook: MetricsHook
 ) -> SelectionHook:
-    """What follows from each evaluation. better: see `directions`."""
+    """The hook that compares evaluations. better: see `directions`."""
     split = sources.scored[0]
     known = {name: direction for name, direction in better.items() if direction}
 

@@ -81,7 +81,7 @@ def assemble_module(
 
 
 def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
-    """What the model is trained for.
+    """The task that the model is trained for.
 
     sample: a batch of one sample.
 
@@ -123,7 +123,7 @@ def try_user_task(config: Config, module: ModelWithTask, source: BatchSource, de
 
 
 def inputs_of(sample: Any) -> Any:
-    """What a batch gives to the model: the first of (inputs, targets), or all of it."""
+    """The part of a batch that the model gets: the first of (inputs, targets), or all of it."""
     return sample[0] if isinstance(sample, tuple | list) else sample
 
 

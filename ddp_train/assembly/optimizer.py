@@ -1,4 +1,4 @@
-"""What of a model trains, and the optimizer that a config names for it."""
+"""The parameters that train, and the optimizer that a config names for them."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ EXAMPLES = {"train": ("true", "false"), "split": ("train", "test"), "root": ("PA
 
 
 def arguments_of_splits(data: CustomDataConfig, parameters: list[str]) -> dict[str, dict[str, Any]]:
-    """What the user's class is called with for each split, beside the arguments that all have; no
-    entry: there is none.
+    """The arguments of the user's class for each split, beside those that all have; no entry: there
+    is no such split.
 
     parameters: of the class.
 

@@ -1,5 +1,5 @@
-"""What people look at beside the numbers: weights and images in TensorBoard, a text that a language
-model writes."""
+"""Hooks for people to look at: weights and images in TensorBoard, a text that a language model
+writes."""
 
 from __future__ import annotations
 

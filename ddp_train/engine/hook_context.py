@@ -1,4 +1,4 @@
-"""What a user's hook is given: the part of a training job that it may read and change."""
+"""The part of a training job that a user's hook may read and change."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class HookContext:
 
     @property
     def evaluation(self) -> Evaluation:
-        """What `ddp_train.engine.loop.evaluate` takes to score the validation or test set."""
+        """An argument for `ddp_train.engine.loop.evaluate`: scores the validation or test set."""
         return self._job.evaluation
 
     def stop(self, reason: str) -> None:
@@ -100,7 +100,7 @@ class HookContext:
 
     @property
     def wrapped(self) -> Forward:
-        """What the loop calls with the data of each micro-batch."""
+        """The model as the loop calls it, with the data of each micro-batch."""
         return self._job.wrapped
 
     @wrapped.setter

@@ -68,20 +68,17 @@ class Hook(Protocol):
 
 
 def fit(job: Job) -> None:
-    """Trains from `job.step` to the end of the plan, or to where the stop controller stops it."""
+    """Train from `job.step` to the end of the plan, or to where the stop controller stops it."""
     batches = iter(job.batches)
     while job.step < job.plan.steps and job.stop.allows(job.step):
-        train(
-            job,
-            batches,
-            until=min([job.plan.epoch_end(job.step), *(hook.due(job) for hook in job.hooks)]),
-        )
+        due = [hook.due(job) for hook in job.hooks]
+        train(job, batches, until=min([job.plan.epoch_end(job.step), *due]))
         for hook in job.hooks:
             hook.act(job)
 
 
 def train(job: Job, batches: Iterator[Batch], until: int) -> None:
-    """Trains until `until` optimizer steps are done, or until the stop controller stops it."""
+    """Train until `until` optimizer steps are done, or until the stop controller stops it."""
     job.module.train()
     while (job.step < job.stop.limit or job.stop.allows(job.step)) and job.step < until:
         job.seed_step(job.step)
@@ -98,8 +95,10 @@ def train(job: Job, batches: Iterator[Batch], until: int) -> None:
 
 @torch.no_grad()
 def evaluate(evaluation: Evaluation) -> Score | None:
-    """Scores a data set: each sample once, the same numbers on any number of processes. None if one
-    was stopped."""
+    """Score a data set: each sample once, the same numbers on any number of processes.
+
+    Returns None if a process was stopped.
+    """
     evaluation.module.eval()
     scorer = evaluation.new_scorer()
     with evaluation.strategy.averaged(evaluation.module):

@@ -63,7 +63,7 @@ class MetricsHook:
         self.seconds_before = 0.0
         """Seconds of training in earlier processes of this run."""
         self.epoch_seconds_before = 0.0
-        """Those in the unfinished epoch."""
+        """Seconds in the unfinished epoch, likewise."""
         self.units_before = 0.0
         """Units of `interval_loss` that earlier processes computed: this one's clock knows nothing
         of them."""
@@ -92,7 +92,7 @@ class MetricsHook:
         return self.epoch_seconds_before + time.perf_counter() - self.epoch_began
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know to report on the whole of it."""
+        """The numbers that a resumed run needs to report on the whole of it."""
         return {
             "seconds": self.seconds,
             "epoch_seconds": list(self.epoch_seconds),
@@ -149,7 +149,7 @@ class MetricsHook:
         self.epoch_began = self.interval_began = time.perf_counter()
 
     def _evaluate(self, job: Job) -> None:
-        """If a stop cuts it off, training ends with this step: a later one has other weights."""
+        """Score this step. If a stop cuts that off, training ends here: later weights differ."""
         job.score = score_with_average(job.evaluation, job.stepper.average)
         self.owes_score = job.score is None
         if job.score:

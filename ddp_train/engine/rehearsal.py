@@ -1,4 +1,4 @@
-"""What is compiled and captured before the clock starts, by steps that are undone."""
+"""Compilation and capture before the clock starts, by steps that are undone."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ STATE = ("rank", "metric", "value", "step", "waited")
 
 @dataclass(frozen=True)
 class Selection:
-    """What one evaluation is better than another by."""
+    """The rule by which one evaluation is better than another."""
 
     split: str
     """validation or test."""
@@ -83,7 +83,7 @@ class Best:
         return {"metric": str(self), "better": better, "value": self.value, "step": self.step}
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run must know."""
+        """The state that a resumed run needs."""
         values = {name: getattr(self, name) for name in STATE}
         return {"by": [self.selection.split, self.selection.metric], **values}
 

@@ -1,4 +1,4 @@
-"""Reports to the status board where a rank is; batches, stepper and hooks know nothing of it.
+"""Reports of where a rank is to the status board; batches, stepper and hooks do not know of it.
 
 The launcher reads these phases to tell which rank hangs, and where (resilience/hang_detector.py).
 An assignment to shared memory is all that a report costs.
@@ -53,7 +53,7 @@ class ReportedBatches:
         self.status.fetching = self.loader.stream.in_flight
 
     def _report_fetched(self) -> None:
-        """Reports that the host has the batch: what is waited for from here on is the device."""
+        """Report that the host has the batch: from here on only the device is waited for."""
         self.status.batches += 1
         self.status.phase_number = self.forward
 

@@ -1,4 +1,4 @@
-"""What happens when the frozen part of a model begins to train."""
+"""A hook that lets the frozen part of a model train from a step on."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MARGIN = 0.97
 """Part of torch's time that cuDNN may take, so that not every tie is decided for it."""
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-"""Takes x, weight, y and sums."""
+"""A function of x, weight, y and sums, which fills in the last two."""
 
 
 class Case(NamedTuple):

@@ -53,7 +53,7 @@ def for_rate(kernel: Any, rate: float | Tensor) -> Any:
 
 
 def _flags(optimizer: Any) -> dict[str, Tensor | None]:
-    """What a GradScaler, or the guard, has set on a fused optimizer: see torch.optim.Optimizer."""
+    """Attributes that a GradScaler, or the guard, sets on a fused optimizer."""
     return {name: getattr(optimizer, name, None) for name in ("grad_scale", "found_inf")}
 
 

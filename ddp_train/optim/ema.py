@@ -94,7 +94,7 @@ class WeightAverage:
         return torch.where(self.updates == 0, 1.0, rate)
 
     def _move(self, live: list[Tensor], rate: Tensor, may_skip: bool) -> None:
-        """As `lerp`, for which torch has no call that takes a rate on the device for many tensors.
+        """Do as `lerp`, for which torch has no call with a rate on the device for many tensors.
 
         A rate of 0 changes nothing: a step that is skipped leaves finite weights, but perhaps
         statistics that are not, and 0 * NaN is NaN.

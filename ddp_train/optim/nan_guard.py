@@ -109,8 +109,8 @@ class NonFiniteCheck:
         wait for the device."""
 
     def to_exchange(self, steps_done: int) -> ExtraPayload | None:
-        """What does the same as `check_losses` in an exchange of others; None if there is nothing
-        to check."""
+        """A payload that does the same as `check_losses` in an exchange of others; None if there is
+        nothing to check."""
 
     def check_weights(self, steps_done: int) -> None:
         """Raise NonFiniteLossError if a weight is not finite. Waits for the device: for

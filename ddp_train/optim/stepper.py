@@ -40,7 +40,7 @@ class StepObserver:
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """What happens to gradients between the backward passes and the update."""
+    """Rules for gradients between the backward passes and the update."""
 
     mean_of_units: Callable[[Tensor], Callable[[], Tensor]] = lambda scaled: scaled.sum
     """Begins the exchange of a step's number of units; see `Strategy`."""
@@ -118,7 +118,7 @@ class Stepper:
             self.set_lr(self.factor(step - 1))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold beside the weights."""
+        """The state that a checkpoint must hold beside the weights."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),

@@ -60,7 +60,7 @@ def refusal(model: nn.Module, path: Path, *ignore: str) -> str:
 
 @pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.", "module.model."])
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
-def test_weights_are_found_under_the_names_that_wrappers_give_them(
+def test_weights_are_found_under_the_names_of_wrappers(
     prefix: str, suffix: str, tmp_path: Path
 ) -> None:
     theirs = network()
@@ -120,7 +120,7 @@ def test_two_networks_in_one_file_are_not_guessed_at(tmp_path: Path) -> None:
     )
 
 
-def test_names_and_shapes_that_differ_are_all_listed_and_must_be_named(tmp_path: Path) -> None:
+def test_all_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
     theirs = network(outputs=10).state_dict()
     ours = network()
     theirs["0.wieght"] = theirs.pop("0.weight")
@@ -254,7 +254,7 @@ FILE = "shufflenetv2_x0.5-f707e7126e.pth"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("channels", "classes"), [(3, 10), (1, 10), (3, 1000)])
-def test_weights_of_torchvision_leave_a_head_of_other_classes_as_drawn(
+def test_torchvision_weights_leave_a_head_of_other_classes(
     channels: int, classes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torchvision.models import get_model
@@ -369,9 +369,7 @@ def test_what_is_frozen_rests_until_it_is_not() -> None:
         (["*"], r"model\.freeze=\[\*\]: nothing is left to train"),
     ],
 )
-def test_globs_without_a_match_and_those_that_match_all_are_refused(
-    globs: list[str], expected: str
-) -> None:
+def test_globs_that_match_none_or_all_are_refused(globs: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         Frozen(network(), globs)
 
@@ -475,7 +473,7 @@ def test_ranks_that_die_around_the_unfreezing_cost_no_step(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_another_and_leaves_what_is_frozen_as_it_was(tmp_path: Path) -> None:
+def test_run_begins_with_another_and_keeps_what_is_frozen(tmp_path: Path) -> None:
     """Batch norms rest, on three ranks: their statistics stay too. An evaluation, `load` and a
     resumed run need no file; one that does not fit is refused once, before step 0."""
     begun = tmp_path / "begun"

@@ -68,7 +68,7 @@ def test_the_steps_asked_for_are_traced_on_every_rank(tmp_path: Path) -> None:
     assert said in read(tmp_path / "never", "failure.json")["detail"]
 
 
-def test_a_stop_within_the_steps_leaves_the_trace_of_those_that_were_done(tmp_path: Path) -> None:
+def test_stop_within_the_steps_leaves_a_trace_of_those_done(tmp_path: Path) -> None:
     stop = StopController()
     job: Any = SimpleNamespace(step=3, plan=SimpleNamespace(steps=99), stop=stop)
     (hook,) = profile_hooks("4:50", job, tmp_path / "rank_0", "cpu", Display(False))

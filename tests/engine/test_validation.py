@@ -78,7 +78,7 @@ def test_a_part_that_leaves_nothing_is_refused() -> None:
         split_for_validation(20, 0.99, 0)
 
 
-def test_no_sample_trains_and_validates_and_the_test_set_stays_whole() -> None:
+def test_no_sample_both_trains_and_validates() -> None:
     whole, parts = (
         open_datasets(Config(data=DigitsConfig(validation=part))) for part in (None, 0.25)
     )
@@ -194,7 +194,7 @@ def test_a_class_with_split_gives_its_own_validation_set() -> None:
     )
 
 
-def test_a_class_with_train_is_parted_and_validates_without_augmentation() -> None:
+def test_class_with_train_validates_without_augmentation() -> None:
     assert own("ByTrain").validation is None
     train, test, validation = own("ByTrain", 0.3)[:3]
     assert sorted(map(math.floor, firsts(train) + firsts(validation))) == list(range(10))
@@ -438,7 +438,7 @@ def test_the_objective_is_read_with_its_direction(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_selects_by_the_validation_set_in_the_right_direction(tmp_path: Path) -> None:
+def test_sweep_selects_by_validation_in_the_right_direction(tmp_path: Path) -> None:
     words = [*SMALL, ONE, "train.epochs=1", "data.validation=0.2", f"run_dir={tmp_path}/sweep"]
     done = run("-m", *words, "optimizer.lr=0.0001,0.3", "objective=validation.top5")
     assert done.returncode == 0, done.stderr
@@ -634,7 +634,7 @@ def test_early_stopping_is_exact_after_a_resume(
 
 
 @pytest.mark.slow
-def test_a_run_that_stopped_early_is_over_until_it_may_wait_longer(
+def test_run_that_stopped_early_is_over_until_it_may_wait(
     stopped: tuple[Path, str], tmp_path: Path
 ) -> None:
     run_dir, _ = stopped
@@ -739,14 +739,12 @@ def test_one_rank_validates_on_the_same_samples(stopped: tuple[Path, str], tmp_p
 @pytest.mark.parametrize(
     ("data", "remedy"), [("digits", "data.validation=0.1"), ("text", "another text")]
 )
-def test_what_helps_against_selection_by_the_test_set_can_be_done_with_these_data(
-    data: str, remedy: str
-) -> None:
+def test_advice_against_selection_by_test_fits_the_data(data: str, remedy: str) -> None:
     assert remedy in metrics.by_test(Config(data=OPTIONS["data"][data]()))
 
 
 @pytest.mark.slow
-def test_without_a_validation_set_the_test_set_selects_and_that_is_said(tmp_path: Path) -> None:
+def test_without_validation_the_test_set_selects_with_a_note(tmp_path: Path) -> None:
     done = run(f"run_dir={tmp_path}/run", ONE, *SMALL, "train.epochs=2", "checkpoint.best=true")
     assert done.returncode == 0, done.stderr
     assert "note: checkpoint.best=true: selects by the test set" in done.stdout

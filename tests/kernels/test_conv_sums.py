@@ -242,9 +242,7 @@ def learned(
 
 
 @pytest.mark.parametrize(("kind", "fit"), [(Net, 2), (Changed, 2)])
-def test_a_batch_norm_learns_the_same_from_the_sums_of_its_convolution(
-    kind: type[nn.Module], fit: int
-) -> None:
+def test_batch_norm_learns_the_same_from_sums(kind: type[nn.Module], fit: int) -> None:
     """Output, gradients, running averages. What the kernels of cuDNN cannot do is left as it is."""
     torch.manual_seed(0)
     net = kind()
@@ -276,9 +274,7 @@ def test_a_batch_norm_learns_the_same_from_the_sums_of_its_convolution(
         (with_a_frozen_scale, 1),
     ],
 )
-def test_what_lies_between_a_convolution_and_its_batch_norm_keeps_its_place(
-    between: Any, fit: int
-) -> None:
+def test_what_lies_between_convolution_and_norm_keeps_its_place(between: Any, fit: int) -> None:
     torch.manual_seed(0)
     net = Between(between)
     x = torch.randn(4, 8, 9, 9) + 1
@@ -511,7 +507,7 @@ def test_the_compiler_moves_fewer_bytes() -> None:
 
 
 @pytest.mark.slow
-def test_its_batch_norm_is_fused_though_something_was_compiled_before() -> None:
+def test_batch_norm_is_fused_after_another_compilation() -> None:
     """In a process that has not imported it."""
     code = (
         "from torch._inductor import decomposition; decomposition.select_decomp_table(); import"

@@ -221,7 +221,7 @@ def ordered(world: World) -> tuple[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_ordered_reduction_gives_the_same_bits_on_1_2_and_4_processes() -> None:
+def test_ordered_average_has_the_same_bits_on_1_2_and_4_ranks() -> None:
     ((digest, score),) = on_ranks(1, ordered)
     assert score.metrics["ema_loss"] != score.metrics["loss"] and "ema_accuracy" in score.metrics
     for ranks in (2, 4):
@@ -275,7 +275,7 @@ def whole_and_resumed(world: World, folder: str) -> tuple[dict[str, Any], dict[s
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_resumed_in_the_middle_of_an_epoch_it_ends_in_the_same_bytes(tmp_path: Path) -> None:
+def test_run_resumed_within_an_epoch_ends_in_the_same_bytes(tmp_path: Path) -> None:
     whole, again = on_ranks(3, whole_and_resumed, str(tmp_path), timeout_seconds=200)[0]
     one, other = (tmp_path / name / "checkpoints/step_00000008" for name in ("whole", "again"))
     for name in ("model.safetensors", "ema.safetensors"):
@@ -332,7 +332,7 @@ def begun_and_ended(world: World, folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_evaluation_scores_both_and_a_run_may_begin_or_end_an_average(tmp_path: Path) -> None:
+def test_run_may_begin_or_end_an_average(tmp_path: Path) -> None:
     ((first, evaluated, without, anew),) = on_ranks(
         1, begun_and_ended, str(tmp_path), timeout_seconds=200
     )
@@ -373,7 +373,7 @@ def test_an_evaluation_that_is_stopped_has_no_score() -> None:
     assert headline({"accuracy": 0.5, "ema_accuracy": 0.6}) == "50.00% (ema 60.00%)"
 
 
-def test_the_average_is_copied_when_the_checkpoint_before_is_written() -> None:
+def test_average_is_copied_after_the_last_checkpoint_is_written() -> None:
     """So that there are never two snapshots, and half of a third."""
     config = config_of(
         World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY}

@@ -58,7 +58,7 @@ def names_and(job: Job, *keys: str) -> list[tuple[Any, ...]]:
 # --- by name --------------------------------------------------------------------------------------
 
 
-def test_the_first_match_wins_and_each_group_has_its_own_arguments() -> None:
+def test_first_match_wins_and_groups_have_their_arguments() -> None:
     groups = [
         {"match": "5.*", "lr": 0.4, "weight_decay": 0.0},
         {"match": "*.bias", "momentum": 0.5},
@@ -76,7 +76,7 @@ def test_the_first_match_wins_and_each_group_has_its_own_arguments() -> None:
     )
 
 
-def test_groups_follow_the_batch_and_spare_norms_and_biases_as_all_do() -> None:
+def test_groups_follow_the_batch_and_spare_norms_and_biases() -> None:
     scaling = {
         "lr_scaling": "linear",
         "lr_base_batch": 8,

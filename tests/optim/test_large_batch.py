@@ -364,7 +364,7 @@ def test_norms_and_biases_decay_or_not(name: str) -> None:
         assert moved == [decay or start.ndim > 1 for start in before]
 
 
-def test_only_lars_and_lamb_leave_norms_and_biases_out_by_themselves() -> None:
+def test_lars_and_lamb_alone_spare_norms_and_biases_by_default() -> None:
     outside = {name for name in OPTIMIZERS if not OPTIONS["optimizer"][name]().decay_norm_and_bias}
     assert outside == {"lars", "lamb"}
     vectors = optimizer_of([nn.Parameter(torch.ones(3))], LarsConfig(), "foreach")

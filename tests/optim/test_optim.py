@@ -300,7 +300,7 @@ def vars_of(plan: Any) -> dict[str, Any]:
         ("inf", 1, {"strategy": "ordered", "max_grad_norm": 1.0}),
     ],
 )
-def test_a_bad_loss_on_one_rank_stops_all_before_the_step_and_names_it(
+def test_bad_loss_on_one_rank_stops_all_and_names_the_rank(
     kind: str, accumulation: int, extra: dict
 ) -> None:
     for ranks in (
@@ -380,7 +380,7 @@ def test_weights_that_are_not_finite_are_never_saved() -> None:
         job.stepper.check()
 
 
-def test_a_loss_that_is_not_finite_without_a_bad_gradient_is_seen_too() -> None:
+def test_bad_loss_without_a_bad_gradient_is_seen() -> None:
     """x + nan has the gradient of x: the loss itself must poison the exchange."""
     world = World()
     config = config_of(
@@ -393,9 +393,7 @@ def test_a_loss_that_is_not_finite_without_a_bad_gradient_is_seen_too() -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "clip"), [("sgd", None), ("adamw", None), ("sgd", 1.0)])
-def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(
-    optimizer: str, clip: float | None
-) -> None:
+def test_device_keeps_a_bad_loss_out_of_the_weights(optimizer: str, clip: float | None) -> None:
     """As on GPUs; torch's fused optimizers on the CPU obey the same flag."""
     bad = table(96)
     bad.inputs[40] = math.nan
@@ -430,7 +428,7 @@ def test_a_device_keeps_a_bad_loss_out_of_the_weights_until_the_host_looks(
         )
 
 
-def test_a_first_step_that_is_left_out_leaves_no_garbage_in_the_momentum() -> None:
+def test_skipped_first_step_leaves_no_garbage_in_the_momentum() -> None:
     """torch's fused SGD would leave it as the memory was."""
     weight = torch.nn.Parameter(torch.ones(70_000))
     optimizer = optimizer_of([weight], SgdConfig(lr=0.1, momentum=0.9), "fused")
@@ -502,7 +500,7 @@ def micro_batch(count: int) -> MicroBatch:
     )
 
 
-def test_losses_of_scalars_and_of_unequal_numbers_of_replicas_add_up() -> None:
+def test_losses_of_scalars_and_replicas_add_up() -> None:
     losses = RunningLoss()
     losses.add(3.0, 2, micro_batch(2))  # as on the CPU
     losses.add(torch.tensor([1.0, 2.0, 4.0, 5.0]), 8, micro_batch(8))  # DataParallel on four GPUs
@@ -513,7 +511,7 @@ def test_losses_of_scalars_and_of_unequal_numbers_of_replicas_add_up() -> None:
     assert losses.mean("cpu") == Mean(36, 15)
 
 
-def test_losses_that_lie_on_a_device_are_added_up_in_a_handful_of_kernels() -> None:
+def test_losses_on_a_device_are_summed_in_few_kernels() -> None:
     losses = RunningLoss()
     calls = Calls()
     for number in range(100):
@@ -552,7 +550,7 @@ def look_at_losses(world: World) -> list[tuple[bool, Any, int, int]]:
     return found
 
 
-def test_bad_losses_that_a_device_kept_show_in_the_one_exchange_of_all_losses() -> None:
+def test_bad_losses_on_a_device_show_in_the_exchange_of_losses() -> None:
     for found in on_ranks(3, look_at_losses):
         good = (False, Mean(9, 18), 1, 0)
         bad = (True, "1 1", 0, 3)

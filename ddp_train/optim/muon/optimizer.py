@@ -181,7 +181,7 @@ class Muon(SkippableOptimizer):
         return directions
 
     def _orthogonalise(self, stack: Stack) -> Tensor:
-        """What the momenta would become, orthogonalised, [number, rows, columns]."""
+        """The momenta as they would become, orthogonalised, [number, rows, columns]."""
         momentum = stack.group["momentum"]
         gradients = [matrix.grad for matrix in stack.matrices if matrix.grad is not None]
         momenta = [
@@ -204,7 +204,7 @@ class Stack:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which they are orthogonalised."""
+        """The type in which they are orthogonalised."""
         first = self.matrices[0]
         return torch.bfloat16 if first.is_cuda else first.dtype
 
@@ -249,7 +249,7 @@ def shares_of(costs: Sequence[float], ranks: int) -> list[list[int]]:
 def _exchanged(
     computed: dict[int, Tensor], stacks: list[Stack], shares: list[list[int]]
 ) -> dict[int, Tensor]:
-    """What all ranks have computed, by the number of the stack. A collective."""
+    """The updates of all ranks, by the number of the stack. A collective."""
     sizes = [[stacks[number].size for number in share] for share in shares]
     dtype = functools.reduce(torch.promote_types, (stack.dtype for stack in stacks))
     device = stacks[0].matrices[0].device
@@ -288,8 +288,8 @@ def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
 def hidden_matrices(
     model: nn.Module, trained: Mapping[str, nn.Parameter], globs: Sequence[str] = ()
 ) -> set[nn.Parameter]:
-    """What Muon is made for: weights of two and more dimensions, but not those of embeddings and of
-    the output layer.
+    """The parameters that Muon is made for: weights of two and more dimensions, but not those of
+    embeddings and of the output layer.
 
     globs: over names, in place of that rule; every parameter that they match. The rule looks for
         parameters whose own name has `weight` in it, so that class tokens and positions stay
