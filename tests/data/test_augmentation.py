@@ -12,6 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor, nn
 from torchvision.transforms import v2
@@ -378,3 +380,29 @@ def test_sample_is_erased_alike_in_any_batch_of_training_alone() -> None:
     assert 5 < touched.sum() < 24
     other = (source.get_batch(numbers, 4)[0] != plain.get_batch(numbers, 4)[0]).flatten(1).any(1)
     assert not torch.equal(touched, other), "another epoch, other draws"
+
+
+def test_shift_moves_and_fills_with_zeros() -> None:
+    images = torch.arange(1.0, 17).view(1, 1, 4, 4).repeat(3, 1, 1, 1)
+    draws = torch.tensor([[0.5, 0.5], [0.0, 0.0], [0.99, 0.5]])
+    moved = augmentation.shift(images, draws, by=1)
+    assert torch.equal(moved[0], images[0])
+    assert torch.equal(moved[1, 0, 1:, 1:], images[1, 0, :-1, :-1]) and moved[1, 0, 0].sum() == 0
+    assert torch.equal(moved[2, 0, :-1], images[2, 0, 1:]) and moved[2, 0, -1].sum() == 0
+
+
+def test_flip_mirrors_half() -> None:
+    images = torch.rand(2, 3, 4, 5)
+    flipped = augmentation.flip(images, torch.tensor([0.2, 0.7]))
+    assert torch.equal(flipped[0], images[0].flip(-1)) and torch.equal(flipped[1], images[1])
+
+
+@given(
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.lists(st.floats(0, 0.999999), min_size=4, max_size=4),
+)
+def test_a_crop_lies_inside_the_image(width: int, height: int, draws: list[float]) -> None:
+    top, left, crop_height, crop_width = augmentation.random_crop(width, height, draws)
+    assert crop_height >= 1 and crop_width >= 1 and top >= 0 and left >= 0
+    assert top + crop_height <= height and left + crop_width <= width
