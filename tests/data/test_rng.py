@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import numpy as np
+import pytest
 import torch
 
 from ddp_train.data import rng
+from ddp_train.data.rng import global_states
 
 
 def test_a_draw_depends_on_its_key_and_number_alone() -> None:
@@ -51,3 +57,18 @@ def test_keys_do_not_collide_by_adding_up() -> None:
     keys = {rng.hash_key(seed, "augment", epoch) for seed in range(50) for epoch in range(50)}
     assert len(keys) == 2500
     assert rng.hash_key(1, 2) != rng.hash_key(2, 1)
+
+
+@pytest.mark.parametrize(
+    "which, draw", [(0, lambda: torch.rand(1)), (1, np.random.rand), (2, random.random)]
+)
+def test_a_draw_is_seen_in_the_state_of_its_own_generator(which: int, draw: Any) -> None:
+    """numpy keeps a position beside its 624 words: they change once in 624 draws."""
+    before = global_states()
+    for _ in range(2):
+        draw()
+        after = global_states()
+        assert [one != other for one, other in zip(before, after, strict=True)] == [
+            i == which for i in range(3)
+        ]
+        before = after

@@ -1,0 +1,77 @@
+"""Data sets that have changed, or differ between processes, are noticed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_train.assembly.data_digests import common_digests, scored_digests
+from ddp_train.data.splits import Splits
+from ddp_train.data.user_dataset import UserDataset
+from ddp_train.distributed.world import World
+from ddp_train.errors import PeerError
+from tests.support.jobs import table
+from tests.support.ranks import on_ranks
+from tests.support.user_data import Rows
+
+
+class Drawn(Rows):
+    """Draws with a generator of its own, which is not keyed."""
+
+    draws = np.random.default_rng()
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.full((2,), self.draws.random()), 0
+
+
+def test_a_set_that_is_scored_and_has_changed_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not one that draws its samples anew, nor one of a checkpoint that knows no digests."""
+    then = scored_digests(Splits(table(9), table(7), table(4)), {})
+    assert list(then) == ["validation", "test"] and caplog.text == ""
+    assert scored_digests(Splits(table(8), table(7), table(4)), then) == then and caplog.text == ""
+    drawn = Splits(table(9), UserDataset(Drawn("train"), 0))
+    scored_digests(drawn, scored_digests(drawn, {}))
+    assert caplog.text == ""
+    scored_digests(Splits(table(9), table(6), UserDataset(Rows("train", 100), 0)), then)
+    assert (
+        "the test set has changed since the checkpoint: 6 samples, not 7; scores before and after"
+        in caplog.text
+    )
+    assert "the validation set has changed since the checkpoint: " in caplog.text
+
+
+def read_by(world: World) -> list[str]:
+    """What the last process finds if it reads other files than the others."""
+    same = table(9)
+    other = world.rank == 2
+    found = []
+    for sources in (
+        Splits(table(8) if other else same, same),
+        Splits(same, same, table(4 - other)),
+        Splits(same, table(7) if other else same),
+        Splits(UserDataset(Rows("train", 100 * other), 0), same),
+    ):
+        with pytest.raises(PeerError) as caught:
+            common_digests(sources, sources.train, "cpu")
+        found.append(f"{caught.value}")
+    drawn = UserDataset(Drawn("train"), 0)
+    assert common_digests(Splits(drawn, drawn), drawn, "cpu")["count"] == "20"
+    assert common_digests(Splits(same, same), same, "cpu") == common_digests(
+        Splits(same, drawn), same, "cpu"
+    )
+    return found
+
+
+def test_processes_that_read_different_data_are_refused() -> None:
+    found, *others = on_ranks(3, read_by)
+    assert all(other == found for other in others)
+    sizes = ["training set", "validation set", "test set"]
+    assert [size in text for size, text in zip(sizes, found, strict=False)] == [True] * 3
+    assert (
+        "(rank 0: 9, rank 1: 9, rank 2: 8)" in found[0]
+        and "a digest of the samples is not the same" in found[3]
+    )
