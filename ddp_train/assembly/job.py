@@ -92,7 +92,7 @@ class JobBuilder:
         )
 
     def build_plan(self, splits: Splits) -> BatchPlan:
-        """Which process computes which samples in which step."""
+        """The plan of which process computes which samples in which step."""
         config = self.config
         source = splits.train
         units = 1.0
@@ -101,8 +101,7 @@ class JobBuilder:
         lengths = None
         if config.data.batch_by == "tokens":
             lengths = lengths_of(source, config.train.global_batch_size)
-        plan = build_plan(config, self.world, len(source), splits.weights, lengths)
-        return replace(plan, units_per_sample=units)
+        return build_plan(config, self.world, len(source), splits.weights, lengths, units)
 
     def build_mix(self, source: BatchSource) -> Mix | None:
         """Mixup and CutMix; None if the config asks for neither."""

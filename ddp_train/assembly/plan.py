@@ -21,19 +21,15 @@ def build_plan(
     samples: int,
     weights: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
+    units_per_sample: float = 1.0,
 ) -> BatchPlan:
-    """Which process computes which samples in which step.
+    """The plan of which process computes which samples in which step.
 
     weights: of the samples, where the config asks for draws by weight.
     lengths: of the samples, where it asks for batches by length.
+    units_per_sample: see `BatchPlan`.
     """
     train = config.train
-    draws = None
-    if weights is not None:
-        draws = WeightedDraws(weights)
-    length_batches = None
-    if lengths is not None:
-        length_batches = LengthBatches(lengths, train.global_batch_size)
     plan = BatchPlan(
         samples=samples,
         global_batch_size=train.global_batch_size,
@@ -42,9 +38,10 @@ def build_plan(
         seed=config.seed,
         rank=world.rank,
         world_size=world.size,
-        virtual_shards=getattr(config.strategy, "virtual_shards", None),
-        weights=draws,
-        lengths=length_batches,
+        virtual_shards=config.strategy.virtual_shards,
+        weights=None if weights is None else WeightedDraws(weights),
+        lengths=None if lengths is None else LengthBatches(lengths, train.global_batch_size),
+        units_per_sample=units_per_sample,
     )
     steps = train.epochs * plan.steps_per_epoch
     if train.max_steps:
@@ -53,7 +50,7 @@ def build_plan(
 
 
 def warmup_steps(schedule: Any, plan: BatchPlan) -> int:
-    """The optimizer steps of the warm-up. Raises ConfigError if it is longer than the run."""
+    """Number of optimizer steps of the warm-up. Raises ConfigError if it is longer than the run."""
     steps = schedule.warmup_asked(plan.steps_per_epoch)
     if schedule.warmup_at_most is not None:
         return min(steps, int(schedule.warmup_at_most * plan.steps))
