@@ -22,14 +22,13 @@ OUTPUT = "--output"
 
 
 def compare(arguments: list[str]) -> int:
-    """Prints the comparison, and writes its page if one is asked for. Returns the exit code.
+    """Print the comparison, and write its page if one is asked for. Return the exit code.
 
     Raises ConfigError.
     """
     paths, page = parse_arguments(arguments)
-    report = compare_page(
-        read_runs(paths), shlex.join([*command_name().split(), COMPARE, *arguments])
-    )
+    command = shlex.join([*command_name().split(), COMPARE, *arguments])
+    report = compare_page(read_runs(paths), command)
     for table in report.tables:
         show(table, in_blocks=True)
         print()
@@ -48,7 +47,10 @@ def compare(arguments: list[str]) -> int:
 
 
 def parse_arguments(arguments: list[str]) -> tuple[list[Path], Path | None]:
-    """The paths of runs, and the file of the page if one is asked for. Raises ConfigError."""
+    """The paths of runs, and the file of the page if one is asked for.
+
+    Raises ConfigError.
+    """
     paths = []
     page = None
     rest = iter(arguments)
@@ -90,7 +92,9 @@ def read_runs(paths: list[Path]) -> list[RunFiles]:
 
 
 def find_runs(command: str, path: Path) -> list[str]:
-    """The run at a path, or those in the folder. Raises ConfigError if there are none.
+    """The run at a path, or those in the folder.
+
+    Raises ConfigError if there are none.
 
     command: for messages.
     """

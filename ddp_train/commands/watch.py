@@ -1,4 +1,4 @@
-"""`ddp-train watch RUNS`: all runs of a folder in the terminal, as they go. It only reads.
+"""`ddp-train watch RUNS`: show all runs of a folder in the terminal, as they go. It only reads.
 
 Torch-free.
 """
@@ -6,6 +6,7 @@ Torch-free.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -18,7 +19,7 @@ from ddp_train.config.program import command_name
 from ddp_train.errors import ConfigError
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, RunFiles, glance, main_metric
 from ddp_train.telemetry.pages.run_page import duration
-from ddp_train.telemetry.pages.tables import Table, fitted, show, width_of
+from ddp_train.telemetry.pages.tables import Table, fitted, show, width_of, without
 from ddp_train.telemetry.score_lines import column_of, in_column
 from ddp_train.text import counted
 
@@ -32,7 +33,10 @@ LEAST_NAME_WIDTH = 20
 
 
 def watch(arguments: list[str]) -> int:
-    """Shows the runs until Ctrl-C, into a pipe once. Returns the exit code. Raises ConfigError."""
+    """Show the runs until Ctrl-C, or once into a pipe. Return the exit code.
+
+    Raises ConfigError if there are none.
+    """
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError(
             [f"{WATCH}: needs the folder of runs, or one run; use {command_name()} {WATCH} runs"]
@@ -83,19 +87,17 @@ def fitted_table(table: Table, console: Console) -> tuple[RichTable, list[str]]:
     """
     width = max(LEAST_NAME_WIDTH, console.width // 3)
     rows = [[_end_of(str(row[0]), width), *row[1:]] for row in table.rows]
+    table = replace(table, rows=rows)
     if not any(row[-1] for row in rows):
-        columns = table.columns[:-1]
-        without_reasons = Table(table.title, columns, [row[:-1] for row in rows], kept=table.kept)
-        return fitted(without_reasons, console, True)
-    table = Table(table.title, table.columns, rows, kept=table.kept)
-    narrow, _ = fitted(with_short_reasons(table, SHORTEST_REASON), console, True)
+        return fitted(without(table, table.columns[-1:]), console, one_line=True)
+    narrow, _ = fitted(with_short_reasons(table, SHORTEST_REASON), console, one_line=True)
     letters = SHORTEST_REASON + console.width - width_of(narrow, console)
-    return fitted(with_short_reasons(table, letters), console, True)
+    return fitted(with_short_reasons(table, letters), console, one_line=True)
 
 
 def with_short_reasons(table: Table, letters: int) -> Table:
     rows = [[*row[:-1], _beginning_of(row[-1], letters)] for row in table.rows]
-    return Table(table.title, table.columns, rows, kept=table.kept)
+    return replace(table, rows=rows)
 
 
 def _end_of(text: str, letters: int) -> str:

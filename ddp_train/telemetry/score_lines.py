@@ -70,7 +70,7 @@ def shown_metric(name: str, value: float) -> str:
 
 
 def is_percent(name: str) -> bool:
-    """Whether a metric, or an objective such as `test.accuracy`, is read as a percentage."""
+    """Tell whether a metric, or an objective such as `test.accuracy`, is read as a percentage."""
     return name.rpartition(".")[2] in PERCENT
 
 

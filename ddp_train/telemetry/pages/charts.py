@@ -26,12 +26,12 @@ class Axis:
     label: str
     """With the unit."""
     log: bool = False
-    """Whether it is logarithmic: a vertical one only where its values span more than a decade."""
+    """Logarithmic; a vertical axis only where its values span more than a decade."""
     ticks: Sequence[float] = ()
     percent: bool = False
-    """Whether values from 0 to 1 are shown as 0 % to 100 %."""
+    """Show values from 0 to 1 as 0 % to 100 %."""
     whole: bool = False
-    """Whether it begins at 0: a small part of a whole looks small."""
+    """Begin at 0: a small part of a whole looks small."""
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, STOPPED, RunFiles
 from ddp_train.text import counted, word
 
 LEAST_SECONDS = 5.0
-"""Of observed training: less says nothing."""
+"""Observed training of a rank below which nothing is said."""
 MUCH = 0.15
-"""Share of the time, below which a cause is not worth a word."""
+"""Share of the time below which a cause is not worth a word."""
 LITTLE = 0.05
 IDLE_GPU = 70.0
 """Per cent of the time in which a GPU computes, below which something else limits."""
@@ -31,78 +31,72 @@ def findings(run: RunFiles) -> list[str]:
     return [*_end(run), *_recoveries(run), *_phases(run), *_gpus(run), *_start(run)]
 
 
-def _end(run: RunFiles) -> list[str]:
+def _end(run: RunFiles) -> Iterator[str]:
     resume = shlex.quote(word("run_dir", run.run_dir))
     if run.state == FAILED and run.failure:
-        return _failure(run.failure)
-    if run.state == STOPPED:
-        return [f"Stopped and saved; {resume} goes on."]
-    if run.state not in (FAILED, RUNNING) and not run.summary:
-        return [f"Its processes were killed, or their host was lost; {resume} goes on."]
-    return []
+        yield from _failure(run.failure)
+    elif run.state == STOPPED:
+        yield f"Stopped and saved; {resume} goes on."
+    elif run.state not in (FAILED, RUNNING) and not run.summary:
+        yield f"Its processes were killed, or their host was lost; {resume} goes on."
 
 
-def _failure(failure: Mapping[str, object]) -> list[str]:
-    parts = [str(failure.get("kind"))]
-    where = []
-    if failure.get("rank") is not None:
-        where.append(f"rank {failure['rank']}")
-    if failure.get("step") is not None:
-        where.append(f"step {failure['step']}")
-    where.append(str(failure.get("phase")))
-    parts.append(", ".join(where))
-    return [
-        f"Failed ({'; '.join(parts)}): {failure.get('detail')}",
-        f"Remedy: {failure.get('remedy')}. Log: {failure.get('log')}",
-    ]
+def _failure(failure: Mapping[str, object]) -> Iterator[str]:
+    places = []
+    for name in ("rank", "step"):
+        if failure.get(name) is not None:
+            places.append(f"{name} {failure[name]}")
+    where = ", ".join([*places, str(failure.get("phase"))])
+    yield f"Failed ({failure.get('kind')}; {where}): {failure.get('detail')}"
+    yield f"Remedy: {failure.get('remedy')}. Log: {failure.get('log')}"
 
 
-def _recoveries(run: RunFiles) -> list[str]:
-    sentences = []
-    recoveries = run.summary.get("recoveries") or []
+def _recoveries(run: RunFiles) -> Iterator[str]:
+    recoveries = run.summary.get("recoveries")
     if recoveries:
         times = counted(len(recoveries), "time")
         redone = counted(run.summary.get("steps_redone") or 0, "step")
-        sentences.append(f"A rank was lost {times}; {redone} computed again.")
+        yield f"A rank was lost {times}; {redone} computed again."
     early = run.summary.get("stopped_early")
     if early:
-        sentences.append(f"Stopped early: {early['reason']}.")
-    return sentences
+        yield f"Stopped early: {early['reason']}."
 
 
-def _phases(run: RunFiles) -> list[str]:
+def _phases(run: RunFiles) -> Iterator[str]:
     """Causes that show in the phases that the launcher saw."""
     ranks = [rank for rank in run.timeline.get("seconds", []) if rank]
     total = sum(sum(rank.values()) for rank in ranks)
     step = sum(_seconds(ranks, phase) for phase in STEP)
-    if not ranks or total < LEAST_SECONDS * len(ranks) or not step:
-        return []
-    sentences = [*_input(run, _seconds(ranks, "data") / step), *_straggler(ranks)]
+    if not step or total < LEAST_SECONDS * len(ranks):
+        return
+    yield from _input(run, _seconds(ranks, "data") / step)
+    yield from _straggler(ranks)
     saving = _seconds(ranks, "checkpoint") / total
     if saving > MUCH:
         helps = "save less often (checkpoint.every_steps), or to a faster disk (run_dir)"
-        sentences.append(f"Slow checkpoints: {saving:.0%} of the time; {helps}.")
-    phases = {phase for rank in ranks for phase in rank if phase.startswith("evaluation")}
-    evaluation = sum(_seconds(ranks, phase) for phase in phases) / total
+        yield f"Slow checkpoints: {saving:.0%} of the time; {helps}."
+    evaluation = _seconds(ranks, "evaluation") / total
     if evaluation > MUCH:
         helps = "train.evaluate_every_epochs, train.evaluate_batch_size"
-        sentences.append(f"Evaluation took {evaluation:.0%} of the time: {helps}.")
+        yield f"Evaluation took {evaluation:.0%} of the time: {helps}."
     if len(ranks) > 1 and run.config.get("strategy", {}).get("name") in ("ddp", "ordered"):
         backward = _seconds(ranks, "backward") / step
-        sentences.append(
+        yield (
             f"Backward pass with the exchange of gradients: {backward:.0%} of a step. {SPLIT_STEPS}"
             " measures the two apart, and so whether the run is exchange-bound."
         )
-    return sentences
 
 
-def _seconds(ranks: Sequence[Phases], phase: str) -> float:
-    """Seconds of all ranks in a phase."""
-    return sum(rank.get(phase, 0.0) for rank in ranks)
+def _seconds(ranks: Sequence[Phases], name: str) -> float:
+    """Seconds of all ranks in the phases whose names begin so."""
+    total = 0.0
+    for rank in ranks:
+        total += sum(seconds for phase, seconds in rank.items() if phase.startswith(name))
+    return total
 
 
-def _input(run: RunFiles, share: float) -> list[str]:
-    """Whether training waited for data.
+def _input(run: RunFiles, share: float) -> Iterator[str]:
+    """Sentences on whether training waited for data.
 
     share: of the time of a step that was spent waiting for a batch.
     """
@@ -112,57 +106,53 @@ def _input(run: RunFiles, share: float) -> list[str]:
             "raise tuning.num_workers, or hold the data on the device (data.placement=device) where"
             " it fits"
         )
-        return [f"Input-bound: {share:.0%} of the time of a step was waiting for a batch; {helps}."]
+        yield f"Input-bound: {share:.0%} of the time of a step was waiting for a batch; {helps}."
     if share <= LITTLE:
-        return [f"Not input-bound: {share:.1%} of the time of a step was waiting for a batch."]
-    return []
+        yield f"Not input-bound: {share:.1%} of the time of a step was waiting for a batch."
 
 
-def _straggler(ranks: Sequence[Phases]) -> list[str]:
+def _straggler(ranks: Sequence[Phases]) -> Iterator[str]:
     """A rank that takes longer for what it does alone; the others wait in their backward pass."""
     if len(ranks) < 2:
-        return []
+        return
     alone = [rank.get("data", 0.0) + rank.get("forward", 0.0) for rank in ranks]
     slowest = alone.index(max(alone))
     others = [seconds for rank, seconds in enumerate(alone) if rank != slowest]
     step = sum(ranks[slowest].get(phase, 0.0) for phase in STEP)
     late = (alone[slowest] - statistics.median(others)) / max(step, 1e-9)
     if late <= MUCH:
-        return []
+        return
     if ranks[slowest].get("data", 0.0) > alone[slowest] / 2:
         why = "its data are slow to come"
     else:
         why = "its model or its device is slower: look for other work there"
-    return [
+    yield (
         f"Straggler: rank {slowest} is {late:.0%} of a step behind the others, which wait for it;"
         f" {why}."
-    ]
+    )
 
 
 def _utilisation(run: RunFiles) -> float | None:
     """Per cent of the time in which the GPUs computed; None without a GPU."""
-    figures = run.summary.get("figures") or {}
-    return figures.get("gpu_utilisation")
+    return (run.summary.get("figures") or {}).get("gpu_utilisation")
 
 
-def _gpus(run: RunFiles) -> list[str]:
+def _gpus(run: RunFiles) -> Iterator[str]:
     utilisation = _utilisation(run)
-    if utilisation is None or utilisation >= IDLE_GPU:
-        return []
-    helps = (
-        "tuning.cuda_graph=true, tuning.compile=true or a larger train.global_batch_size, unless it"
-        " waits for data"
-    )
-    return [f"The GPUs computed {utilisation:.0f} % of the time: {helps}."]
+    if utilisation is not None and utilisation < IDLE_GPU:
+        helps = (
+            "tuning.cuda_graph=true, tuning.compile=true or a larger train.global_batch_size,"
+            " unless it waits for data"
+        )
+        yield f"The GPUs computed {utilisation:.0f} % of the time: {helps}."
 
 
-def _start(run: RunFiles) -> list[str]:
+def _start(run: RunFiles) -> Iterator[str]:
     """A start and an end that took long, in a run that was not resumed."""
     wall = run.summary.get("wall_seconds")
     training = run.summary.get("seconds")
     if len(run.commands) != 1 or not wall or not training:
-        return []
+        return
     rest = wall - training
-    if rest < LEAST_SECONDS or rest <= MUCH * wall:
-        return []
-    return [f"Start and end took {rest:.0f} s, {rest / wall:.0%} of the whole."]
+    if rest >= LEAST_SECONDS and rest > MUCH * wall:
+        yield f"Start and end took {rest:.0f} s, {rest / wall:.0%} of the whole."

@@ -34,7 +34,7 @@ class Plot:
     chart: Chart | None
     caption: str = ""
     full: bool = False
-    """Whether it is as wide as the page."""
+    """As wide as the page."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Lines:
     lines: Sequence[str]
     note: str = ""
     folded: bool = False
-    """Whether the lines are shown on demand."""
+    """Shown on demand."""
 
 
 Section = Table | Plot | Lines

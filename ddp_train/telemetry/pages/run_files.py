@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Collection
@@ -66,7 +67,14 @@ class RunFiles:
 
     def lines(self, kind: str) -> list[Line]:
         """The lines of metrics.jsonl of one kind."""
-        return [line for line in self.metrics if line["kind"] == kind]
+        return self._lines_by_kind.get(kind, [])
+
+    @functools.cached_property
+    def _lines_by_kind(self) -> dict[str, list[Line]]:
+        kinds: dict[str, list[Line]] = {}
+        for line in self.metrics:
+            kinds.setdefault(line["kind"], []).append(line)
+        return kinds
 
     @property
     def intervals(self) -> list[Line]:
@@ -154,7 +162,7 @@ def glance(run_dir: Path) -> RunFiles:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process of this host holds the lock of a run, by the kernel's list.
+    """Tell whether a process of this host holds the lock of a run, by the kernel's list.
 
     Taking the lock to find out, as `run_lock.is_held` does, may refuse a run that starts just then.
     """
@@ -169,7 +177,7 @@ def is_locked(path: Path) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder has the config of a run, or the files that a session leaves."""
+    """Tell whether a folder has the config of a run, or the files that a session leaves."""
     if (path / CONFIG).is_file():
         return True
     return (path / SUMMARY).is_file() and (path / "logs").is_dir()

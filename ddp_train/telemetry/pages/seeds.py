@@ -128,7 +128,7 @@ class SeedGroups:
         return test is not None and not test.is_more_than_noise
 
     def _is_always_worse(self, settings: str) -> bool:
-        """Whether each run of a setting is worse than all of the best one."""
+        """Tell whether each run of a setting is worse than all of the best one."""
         if self.is_max:
             return max(self.values[settings]) < min(self.values[self.best])
         return min(self.values[settings]) > max(self.values[self.best])

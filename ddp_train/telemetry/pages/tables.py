@@ -65,7 +65,7 @@ class Column:
 
     @property
     def is_numeric(self) -> bool:
-        """Whether it holds numbers, which are aligned to the right."""
+        """True for a column of numbers, which are aligned to the right."""
         known = [value for value in self.values if value is not None]
         return bool(known) and all(map(_is_number, known))
 
@@ -175,7 +175,7 @@ def fitted(table: Table, console: Console, one_line: bool = False) -> tuple[Rich
 
     The rightmost columns are left out first, those of `Table.kept` last.
 
-    one_line: whether each row takes one line.
+    one_line: break no text, so that each row takes one line.
     """
     drawn = _rich_table(table, one_line)
     if not console.is_terminal or width_of(drawn, console) <= console.width:
@@ -188,7 +188,7 @@ def fitted(table: Table, console: Console, one_line: bool = False) -> tuple[Rich
     left_out: list[str] = []
     while len(by_worth) > 1 and width_of(drawn, console) > console.width:
         left_out.append(by_worth.pop())
-        drawn = _rich_table(_without(table, left_out), one_line, is_narrow=True)
+        drawn = _rich_table(without(table, left_out), one_line, is_narrow=True)
     return drawn, [name for name in names if name in left_out]
 
 
@@ -197,7 +197,8 @@ def width_of(drawn: RichTable, console: Console) -> int:
     return max(map(Segment.get_line_length, Segment.split_lines(console.render(drawn))))
 
 
-def _without(table: Table, names: Sequence[str]) -> Table:
+def without(table: Table, names: Sequence[str]) -> Table:
+    """The table without some of its columns."""
     places = [place for place, name in enumerate(table.columns) if name not in names]
     columns = [table.columns[place] for place in places]
     rows = [[row[place] for place in places] for row in table.rows]
@@ -210,10 +211,10 @@ def _blocks(table: Table, console: Console) -> Iterator[Table]:
     title = table.title
     while rest:
         count = len(rest)
-        block = _without(table, [name for name in table.columns[1:] if name not in rest])
+        block = without(table, [name for name in table.columns[1:] if name not in rest])
         while count > 1 and fitted(block, console)[1]:
             count -= 1
-            block = _without(block, rest[count:])
+            block = without(block, rest[count:])
         yield replace(block, title=title)
         rest = rest[count:]
         title = ""

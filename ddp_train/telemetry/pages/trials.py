@@ -121,7 +121,7 @@ def _status(row: Row) -> str:
 
 
 def is_stopped(row: Row) -> bool:
-    """Whether a trial was stopped by a request, which is no failure."""
+    """Tell whether a trial was stopped by a request, which is not a failure."""
     return row.get("kind") == STOPPED
 
 
