@@ -48,8 +48,10 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
     if not count:
         return None
     if not isinstance(source, TokenSource):
-        rule = "only data=text and tokens tell how tokens are read; use 0"
-        raise ConfigError([f"task.sample_tokens={count}: {rule}"])
+        problem = (
+            f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read; use 0"
+        )
+        raise ConfigError([problem])
     prompt = config.task.sample_prompt
     key = f"task.sample_prompt={prompt}"
     codec = source.codec

@@ -27,6 +27,7 @@ from ddp_train.resilience.preemption import (
     stop_signals,
 )
 from ddp_train.resilience.stdio import tolerate_closed_streams
+from ddp_train.resilience.whole_files import write_json
 from ddp_train.runs.failure_reporter import FailureReporter
 from ddp_train.runs.worker_process import (
     JOIN_SECONDS,
@@ -170,7 +171,7 @@ class SessionProcess:
             "steps": position.step,
             "epochs": position.epoch,
         }
-        failure_report.write_json(self.settings.run_dir / failure_report.SUMMARY, summary)
+        write_json(self.settings.run_dir / failure_report.SUMMARY, summary)
         if not self.is_stopped:
             return
         place = f"epoch {position.epoch}"

@@ -174,8 +174,9 @@ def _start(settings: Settings) -> int:
 def _this_command() -> tuple[list[str], list[str]]:
     """Python's options with the script or module that runs here, and the script's arguments."""
     if is_interactive():
-        raise _usage_error(
-            "it starts processes by running the script again, and a notebook or a prompt has none",
+        raise UsageError(
+            "ddp_train.session: it starts processes by running the script again, and a notebook or"
+            " a prompt has none",
             "write the loop into a file and run that, use ddp_train.run for a run of ddp-train, or"
             " processes=1",
         )
@@ -185,8 +186,9 @@ def _this_command() -> tuple[list[str], list[str]]:
     arguments = argv[first_argument:]
     if not program or program[-1] == "-" or arguments != sys.argv[1:]:
         command = " ".join(sys.orig_argv) or "it is not known"
-        raise _usage_error(
-            f"the command that started this process cannot be given again ({command})",
+        raise UsageError(
+            "ddp_train.session: the command that started this process cannot be given again"
+            f" ({command})",
             "start a script that lies in a file: python train.py",
         )
     return program, arguments
