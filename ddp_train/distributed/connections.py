@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddp_train.errors import PeersLostError
 
-_of_groups: set[int] = set()
+_group_sockets: set[int] = set()
 """The sockets that process groups have opened, by number."""
 _breaking = threading.Lock()
 _stop_flag: list[StopFlag] = []
@@ -59,11 +59,10 @@ class StopFlag:
 
 
 def watch_for_losses(device: str) -> StopFlag | None:
-    """Makes the host check a flag after each collective of this package that it reads, from here
-    on.
+    """Let the host check a flag after each collective of this package that it reads, from here on.
 
-    Returns the flag, for the kernels that update weights; None if they could not read it. There is
-    one for each process.
+    Returns the flag of this process, for the kernels that update weights; None if they could not
+    read it.
     """
     if not _stop_flag:
         flag = StopFlag(device)
@@ -91,11 +90,13 @@ def trusted(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def noting_sockets() -> Iterator[None]:
-    """Notes the sockets that a process group opens inside. The connections of the store, of
-    trackers and of loaders are not among them."""
+    """A context that notes the sockets that a process group opens.
+
+    The connections of the store, of trackers and of loaders are not among them.
+    """
     before = _sockets()
     yield
-    _of_groups.update(_sockets() - before)
+    _group_sockets.update(_sockets() - before)
 
 
 def _sockets() -> set[int]:
@@ -107,7 +108,7 @@ def _sockets() -> set[int]:
 
 
 def break_connections() -> None:
-    """Ends every collective of this process, from any thread, and lets those of its peers fail too.
+    """End every collective of this process, from any thread, and let those of its peers fail too.
 
     gloo fails only the pair whose socket broke: a rank that waits for a living peer that has given
     up itself waits until the timeout. `ProcessGroup.abort` does nothing for gloo (torch 2.13 and
@@ -133,8 +134,8 @@ def break_connections() -> None:
 
 
 def _shut_sockets() -> None:
-    for number in _of_groups:
-        # OSError: it is no socket, or closed.
+    for number in _group_sockets:
+        # OSError: it is not a socket, or closed.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
             is_listening = copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             if copy.type == socket.SOCK_STREAM and not is_listening:

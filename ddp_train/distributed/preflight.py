@@ -45,7 +45,7 @@ Facts = dict[str, str]
 def agree(
     store: Store, world: World, argv: list[str], frozen: Path, text: str, timeout_seconds: float
 ) -> None:
-    """Returns if all processes agree, and raises the same error on all ranks if not.
+    """Check that all processes agree, with the same error on all ranks if they do not.
 
     argv: the command line.
     frozen: the config file that rank 0 wrote.
@@ -81,7 +81,7 @@ def agree(
 
 
 def acknowledge(store: Store, world: World, wait: bool) -> None:
-    """Records that this rank has read rank 0's message.
+    """Record that this rank has read rank 0's message.
 
     wait: whether rank 0 waits until all ranks have, READ_SECONDS at most.
     """

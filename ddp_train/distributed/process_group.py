@@ -23,12 +23,12 @@ from ddp_train.errors import PeerError
 from ddp_train.text import first_line
 
 CONFIG_KEY = "ddp_train/config"
-_of_session: dict[str, Any] = {}
+_session: dict[str, Any] = {}
 """The timeout and the `side_group`s of the session that is open."""
 
 
 def open_store(world: World, timeout_seconds: float) -> Store:
-    """Opens the key-value store of this run.
+    """Open the key-value store of this run.
 
     Under our launcher rank 0 serves it on a socket that the launcher has bound to loopback: no
     other process can take the port, and nothing listens on other interfaces. Under torchrun it is
@@ -67,9 +67,10 @@ def open_store(world: World, timeout_seconds: float) -> Store:
 
 
 def share_config(store: Store, world: World, text: str | None) -> str:
-    """Sends the frozen config from rank 0 to all ranks. Returns it; empty if rank 0 has none.
+    """Send the frozen config from rank 0 to all ranks.
 
-    Raises PeerError if rank 0 does not send it within the store's timeout.
+    Returns it; empty if rank 0 has none. Raises PeerError if rank 0 does not send it within the
+    store's timeout.
     """
     if world.is_leader:
         store.set(CONFIG_KEY, text or "")
@@ -107,10 +108,10 @@ def session(
             timeout=timedelta(seconds=timeout_seconds),
             device_id=torch.device(device) if backend == "nccl" else None,
         )
-    _of_session["timeout"] = timedelta(seconds=timeout_seconds)
+    _session["timeout"] = timedelta(seconds=timeout_seconds)
     yield
     gc.collect()  # DDP objects are in reference cycles: `del` alone does not free them
-    _of_session.clear()
+    _session.clear()
     # rank 0 serves the store: it must not leave while other ranks still read from it
     dist.barrier()
     dist.destroy_process_group()
@@ -134,16 +135,21 @@ def backend() -> str:
 
 def side_group(name: str = "side_group") -> Any:
     """A further process group of all ranks, for collectives whose place among those of DDP may
-    differ between ranks. It is made when it is first asked for, by all ranks alike."""
-    if name not in _of_session:
+    differ between ranks.
+
+    It is made when it is first asked for, by all ranks alike.
+    """
+    if name not in _session:
         with noting_sockets():
-            _of_session[name] = dist.new_group(timeout=_of_session.get("timeout"))
-    return _of_session[name]
+            _session[name] = dist.new_group(timeout=_session.get("timeout"))
+    return _session[name]
 
 
 def total(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums `tensor` over all ranks, in place (all-reduce). Returns it; unchanged without a process
-    group."""
+    """Sum `tensor` over all ranks, in place (all-reduce), and return it.
+
+    Without a process group it is unchanged.
+    """
     if ranks() > 1:
         dist.all_reduce(tensor)
         trusted(tensor)
@@ -161,7 +167,7 @@ def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrites the tensors of all ranks with those of rank 0 (broadcast)."""
+    """Overwrite the tensors of all ranks with those of rank 0 (broadcast)."""
     if ranks() > 1:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), 0)
@@ -184,8 +190,11 @@ def from_leader(value: Any, device: str) -> Any:
 
 
 def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Starts to take the mean of `tensor` over all ranks, in place (all-reduce), while other work
-    continues. Returns a function that waits for it (on a GPU its stream does) and returns it."""
+    """Start to take the mean of `tensor` over all ranks, in place (all-reduce), while other work
+    continues.
+
+    Returns a function that waits for it (on a GPU its stream does) and returns it.
+    """
     if ranks() == 1:
         return lambda: tensor
     work = dist.all_reduce(tensor, async_op=True)
@@ -199,8 +208,10 @@ def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def gather_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Starts an all-gather of [n] in a group of its own, while other work continues. Returns a
-    function that waits for it and returns [ranks, n]."""
+    """Start an all-gather of [n] in a group of its own, while other work continues.
+
+    Returns a function that waits for it and returns [ranks, n].
+    """
     gathered = tensor.new_empty(ranks() * tensor.numel())
     work = dist.all_gather_into_tensor(
         gathered, tensor, group=side_group("gather_later"), async_op=True
@@ -271,8 +282,10 @@ def buffer_places(module: torch.nn.Module) -> list[tuple[dict[str, torch.Tensor 
 
 
 def set_buffers(module: torch.nn.Module, values: torch.Tensor) -> None:
-    """Sets all floating-point buffers of a module from `values` [n], in the order of
-    `module.buffers()`."""
+    """Set all floating-point buffers of a module.
+
+    values: [n], in the order of `module.buffers()`.
+    """
     buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
     parts = values.split([buffer.numel() for buffer in buffers])
     with torch.no_grad():
@@ -282,8 +295,8 @@ def set_buffers(module: torch.nn.Module, values: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def local_leader_first(world: World, device: str) -> Iterator[None]:
-    """Local rank 0 runs the body first, the other ranks of the host after it: a download happens
-    once per host."""
+    """A context that local rank 0 runs first, the other ranks of the host after it: a download
+    happens once per host."""
     if not world.is_local_leader:
         barrier(device)
     yield
@@ -292,5 +305,5 @@ def local_leader_first(world: World, device: str) -> Iterator[None]:
 
 
 def barrier(device: str) -> None:
-    """Waits for all ranks, by an all-reduce on `device`."""
+    """Wait for all ranks, by an all-reduce on `device`."""
     total(torch.zeros(1, device=device)).item()

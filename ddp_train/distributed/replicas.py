@@ -16,7 +16,7 @@ another order, by which weights drift apart by some 1e-7 a step."""
 
 @torch.no_grad()
 def check_same_weights(module: nn.Module) -> None:
-    """Compares the norm of each parameter, but for whole numbers and 8-bit floats. One all-gather.
+    """Compare the norm of each parameter, but for whole numbers and 8-bit floats. One all-gather.
 
     Raises ModelError, on all processes alike, with the name of the parameter that differs most.
     """

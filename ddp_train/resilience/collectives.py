@@ -72,8 +72,10 @@ def _tensors(entry: dict[str, Any]) -> str:
 
 
 def compare(ranks: Mapping[int, Calls]) -> str:
-    """Describes where the calls of the ranks part; empty if they do not, or fewer than two ranks
-    are known."""
+    """Where the calls of the ranks part, in words.
+
+    Empty if they do not, or fewer than two ranks are known.
+    """
     groups = {group for calls in ranks.values() for group in calls}
     texts = []
     for group in sorted(groups):
@@ -83,7 +85,7 @@ def compare(ranks: Mapping[int, Calls]) -> str:
 
 
 def _describe_parting(ranks: Mapping[int, Mapping[int, Call]]) -> str:
-    """Describes the first call of one process group that is not the same on all ranks.
+    """The first call of one process group that is not the same on all ranks, in words.
 
     Only what all records still hold is compared: old calls are overwritten.
     """
@@ -102,7 +104,10 @@ def _describe_parting(ranks: Mapping[int, Mapping[int, Call]]) -> str:
 
 
 def _describe(number: int, made: Mapping[int, Call], missing: Sequence[int]) -> str:
-    """Describes who made which call in one place. missing: the ranks that made none."""
+    """Who made which call in one place, in words.
+
+    missing: the ranks that made none.
+    """
     usual, _ = Counter(made.values()).most_common(1)[0]
     callers = sorted(rank for rank, call in made.items() if call == usual)
     text = f"{_ranks(callers)} called {usual} (collective {number})"

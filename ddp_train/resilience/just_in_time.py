@@ -3,7 +3,7 @@ Torch-free.
 
 Under DDP every rank has the same weights and moments, so a death need not cost the steps since the
 last checkpoint. The idea is that of just-in-time checkpointing (EuroSys 2024,
-doi:10.1145/3627703.3650085). This is the launcher's part; the workers' is training/just_in_time.py.
+doi:10.1145/3627703.3650085). This is the launcher's part; the workers' is recovery/just_in_time.py.
 They speak through the status board alone: the store may have died with rank 0.
 """
 
@@ -45,8 +45,7 @@ def save_by_survivor(
     before_saving: Callable[[], None] = lambda: None,
     on_late: Callable[[list[int]], None] = lambda _: None,
 ) -> int | None:
-    """Lets the survivors stop, and the one that is furthest save its state. Returns its step; None
-    if none was saved.
+    """Let the survivors stop, and the one that is furthest save its state.
 
     Survivors are at most one step apart. One that has completed a step had everybody's contribution
     to it, so the highest one is right; a step that only the dead rank had completed is computed
@@ -59,6 +58,8 @@ def save_by_survivor(
     given_up: ends the waiting.
     before_saving: returns once a survivor may write.
     on_late: called with the ranks that are not waited for.
+
+    Returns the step that is saved; None if none is.
     """
     statuses = board.ranks
     ranks = range(len(statuses))
