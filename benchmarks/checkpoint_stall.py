@@ -62,7 +62,7 @@ class Clock:
         now = time.perf_counter()
         if job.step > 3:  # the first ones choose algorithms and allocate
             self.steps[self.writing].append(now - self.began)
-        if job.step % (self.save.every_steps or 1) == 0:
+        if job.step % (self.save.times.every_steps or 1) == 0:
             self.writer.finish()
             now = time.perf_counter()
             self.save.act(job)

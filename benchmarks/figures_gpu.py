@@ -58,7 +58,7 @@ def look(gib: float) -> int:
         before = dict(zip(GPU_METRICS, gpus.take(), strict=True))
         held = torch.empty(int(gib * GIB), dtype=torch.uint8, device=f"cuda:{number}")
         square = torch.randn(8192, 8192, device=f"cuda:{number}", dtype=torch.bfloat16)
-        gpus.keep_sampling()
+        gpus.start()
         began = time.perf_counter()
         while time.perf_counter() - began < SECONDS:
             for _ in range(50):

@@ -183,8 +183,8 @@ def agreement(source: FolderSource, device: torch.device) -> list[str]:
         if image is not None
     ]
     windows = [
-        crop_box_for(image.shape[1], image.shape[2], source.image_size, draws)
-        for image, draws in zip(whole, source._draws(indices, 0), strict=True)
+        crop_box_for(image.shape[1], image.shape[2], source.image_size, draws and draws[:4])
+        for image, draws in zip(whole, source.draws(indices, 0), strict=True)
     ]
     there = resize_crops([image.to(device) for image in whole], windows, source.image_size).cpu()
     same = torch.equal(there, resize_crops(whole, windows, source.image_size))
