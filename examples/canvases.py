@@ -18,8 +18,10 @@ INK = 4 / 16  # of the darkest; what is lighter than this belongs to the backgro
 
 
 class Canvases:
-    """`labels="mask"`: a class for each pixel, 0 for the background and 1 + n for the digit n,
-    int64 [32, 32]. `labels="digits"`: 1 for each digit that is on the canvas, float32 [10].
+    """Handwritten digits on canvases, with one of two targets.
+
+    labels: "mask" for a class of each pixel, 0 for the background and 1 + n for the digit n, int64
+        [32, 32]. "digits" for 1 for each digit that is on the canvas, float32 [10].
 
     Canvases are drawn with torch's random numbers, which the launcher keys by seed, epoch and
     sample number: those to train on are new in every epoch, those of the test are always the same.

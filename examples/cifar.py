@@ -156,8 +156,10 @@ class Net(nn.Module):
         classes: int = 10,
         views: bool = True,
     ) -> None:
-        """path: of the pictures, of which the first 5,000 to train with say what is white. views:
-        in evaluation."""
+        """path: file of the pictures, of which the first 5,000 to train with say what is white.
+
+        views: whether several views of a picture are averaged in evaluation.
+        """
         super().__init__()
         for name, of_channels in (("mean", MEAN), ("std", STD)):
             self.register_buffer(
@@ -231,9 +233,12 @@ class FilterMuon(torch.optim.Optimizer):
         ns_steps: int = 3,
         compiled: bool = False,
     ) -> None:
-        """until: the part of the run after which a group's rate is 0, if a schedule takes `lr` to 0
-        in a straight line. ns_steps: iterations of Newton and Schulz. compiled: the update of
-        filters by torch.compile."""
+        """until: part of the run after which a group's rate is 0, if a schedule takes `lr` to 0 in
+        a straight line.
+
+        ns_steps: iterations of Newton and Schulz.
+        compiled: whether torch.compile compiles the update of filters.
+        """
         super().__init__(
             params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "until": until}
         )

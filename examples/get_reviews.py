@@ -47,8 +47,11 @@ def fetch() -> list[tuple[str, int]]:
 
 
 def prepare(reviews: list[tuple[str, int]], path: Path) -> None:
-    """Every fifth review tests; of the words of the others the most frequent are the vocabulary.
-    Some texts are there twice, and must not train and test."""
+    """Number the words of all reviews. Every fifth review tests; the most frequent words of the
+    others are the vocabulary.
+
+    Some texts are there twice, and must not be among both the training and the test reviews.
+    """
     labels = dict(reviews)
     words = [re.findall(r"[a-z0-9']+|[!?]", text.lower().replace("<br />", " ")) for text in labels]
     counts = Counter(word for number, review in enumerate(words) if number % 5 for word in review)

@@ -16,8 +16,11 @@ PADDING = 0
 
 
 class Reviews:
-    """(numbers of the words, int64 [up to `longest`]; 0 or 1). Every fifth review tests. Of a long
-    one the beginning and the end are read, where opinions stand."""
+    """Film reviews: the numbers of the words, int64 [up to `longest`], and 0 or 1.
+
+    Every fifth review tests. Of a long one the beginning and the end are read, where opinions
+    stand.
+    """
 
     classes = ("complaint", "praise")
 

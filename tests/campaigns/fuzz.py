@@ -150,9 +150,13 @@ def outcome(run_dir: Path, ledger: Path) -> Outcome:
 def differences(
     found: Outcome, expected: Outcome, stopped: bool, lines_lost: bool, resized: bool = False
 ) -> list[str]:
-    """stopped: a stop adds a line to metrics.jsonl. lines_lost: the fault was that lines went, or a
-    digit of one. resized: the number of processes has changed: other ranks had the samples of a
-    step, and sums were made in another order."""
+    """The differences between two outcomes.
+
+    stopped: a stop adds a line to metrics.jsonl.
+    lines_lost: the fault was that lines went, or a digit of one.
+    resized: the number of processes has changed: other ranks had the samples of a step, and sums
+        were made in another order.
+    """
     rounding = (
         1e-8 if resized else 1e-13
     )  # a sum of losses that was saved in between is rounded once more

@@ -68,9 +68,12 @@ RESTARTED = {
 def killed(
     job: Running, ranks: int, draw: random.Random, before: set[int], is_restarted: bool
 ) -> str:
-    """Kills one rank, at some time after all have begun to train, in other processes than `before`,
-    to which those of now are added. is_restarted: the survivors have nothing to offer, and never
-    say so. Returns which, and where it was.
+    """Kill one rank at some time after all have begun to train, in other processes than `before`,
+    to which those of now are added.
+
+    is_restarted: the survivors have nothing to offer, and never say so.
+
+    Returns the rank, and where it was.
     """
 
     def training() -> bool:
