@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_task
 from ddp_train.assembly.strategy import build_strategy
-from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.batch import Batch
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.loader import Loader
 from ddp_train.distributed.world import World
-from ddp_train.engine.loop import Job
 from ddp_train.models.python_state import state_of
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Single
@@ -45,11 +47,15 @@ class Bench:
         self.module: ModelWithTask = build_module(config, self.splits.train, self.strategy, "cpu")
         try_user_task(config, self.module, self.splits.train, "cpu")
         builder = self._builder(World())
-        job: Job = builder.build_job(self.splits)
+        job = builder.build_job(self.splits)
         self.plan: BatchPlan = dataclasses.replace(job.plan, virtual_shards=None)
         mix = builder.build_mix(self.splits.train)
         options = dataclasses.replace(loader_options(config, self.module.task), num_workers=0)
-        self.division = Division(self.module, self.splits.train, self.plan, options, mix)
+
+        def load(micro_batches: Sequence[MicroBatch]) -> Iterable[Batch]:
+            return Loader(self.splits.train, micro_batches, "cpu", options, mix)
+
+        self.division = Division(self.module, self.plan, load)
 
     def _builder(self, world: World, config: Config | None = None) -> JobBuilder:
         return JobBuilder(

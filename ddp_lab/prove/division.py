@@ -4,7 +4,7 @@ this process."""
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,9 +16,6 @@ from ddp_lab.prove.fixed_draws import fixed_draws
 from ddp_lab.prove.layer_trace import Trace, recording
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
-from ddp_train.data.datasets import BatchSource
-from ddp_train.data.loader import Loader, LoaderOptions
-from ddp_train.data.mix import Mix
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.errors import ConfigError
@@ -60,17 +57,16 @@ class Division:
     def __init__(
         self,
         module: ModelWithTask,
-        source: BatchSource,
         plan: BatchPlan,
-        options: LoaderOptions,
-        mix: Mix | None,
+        load: Callable[[Sequence[MicroBatch]], Iterable[Batch]],
     ) -> None:
-        """plan: that of one process."""
+        """plan: that of one process.
+
+        load: the batches of these micro-batches.
+        """
         self.module = module
-        self.source = source
         self.plan = plan
-        self.options = options
-        self.mix = mix
+        self.load = load
         self.met: set[str] = set()
         """Functions in the model that drew random numbers, and were fixed."""
         self.unfixed = False
@@ -82,9 +78,6 @@ class Division:
             self.plan, world_size=processes, accumulation_steps=accumulation, steps=step + 1
         )
         return [list(replace(plan, rank=rank).micro_batches(step)) for rank in range(processes)]
-
-    def batches(self, micro_batches: Sequence[MicroBatch]) -> list[Batch]:
-        return list(Loader(self.source, micro_batches, "cpu", self.options, self.mix))
 
     def compute(
         self, step: int, processes: int = 1, accumulation: int = 1, trace: bool = False
@@ -103,7 +96,7 @@ class Division:
         forwards: list[tuple[MicroBatch, Trace]] = []
         for rank, micro_batches in enumerate(self.micro_batches(step, processes, accumulation)):
             with self._as_rank(rank, step):
-                for batch in self.batches(micro_batches):
+                for batch in list(self.load(micro_batches)):
                     forward = self._forward_backward(batch, is_divided, trace)
                     scaled_units += forward.units * batch.micro_batch.scale
                     forwards.append((batch.micro_batch, forward))
@@ -126,7 +119,7 @@ class Division:
         None if what holds the samples is more than tensors with a row for each.
         """
         ((whole,),) = self.micro_batches(step, 1, 1)
-        (batch,) = self.batches([whole])
+        (batch,) = self.load([whole])
         for tensor in tensors(batch.data):
             if not tensor.ndim or len(tensor) != len(whole.indices):
                 return None

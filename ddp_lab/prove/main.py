@@ -12,7 +12,7 @@ from ddp_lab.prove.progress import Progress
 from ddp_lab.prove.proof import Proof
 from ddp_lab.prove.report import report
 from ddp_lab.prove.runner import StoppedError
-from ddp_lab.study.request import key_of
+from ddp_lab.study.request import key_of, raise_problems
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import lock_run_dir, read_run, resolve_and_check
 from ddp_train.config.program import Program
@@ -38,7 +38,7 @@ def prove(program: Program, argv: list[str], world: World | None) -> int:
             " torchrun"
         )
         raise ConfigError([problem])
-    flags = [word for word in argv if word.startswith("-")]
+    flags = [argument for argument in argv if argument.startswith("-")]
     if flags:
         raise ConfigError([f"{flags[0]}: mode=prove takes no flags; leave it out"])
     asked, run_dir = read_job(program, argv)
@@ -58,12 +58,11 @@ def prove(program: Program, argv: list[str], world: World | None) -> int:
 
 def read_job(program: Program, argv: Sequence[str]) -> tuple[Config, Path]:
     """The job on CPUs, resolved, and the directory of its proof. Raises ConfigError."""
-    values = {key_of(word): word.partition("=")[2] for word in argv}
-    of_job = [word for word in argv if key_of(word) not in ("mode", "run_dir")]
-    config, problems = read_run(program, read_overrides(program, [*of_job, *CPU_OVERRIDES]))
+    values = {key_of(override): override.partition("=")[2] for override in argv}
+    overrides = [override for override in argv if key_of(override) not in ("mode", "run_dir")]
+    config, problems = read_run(program, read_overrides(program, [*overrides, *CPU_OVERRIDES]))
     run_dir = values.get("run_dir") or f"runs/{config.name}/prove_{new_run_id(None)}"
     config.run_dir = run_dir
     resolved, unsuited = resolve_and_check(config, None)
-    if problems or unsuited:
-        raise ConfigError(list(dict.fromkeys(problems + unsuited)))
+    raise_problems(problems + unsuited)
     return resolved, Path(run_dir)
