@@ -79,8 +79,9 @@ class BatchPlan:
 
     @property
     def micro_batch_size(self) -> int:
-        """The size of the largest micro-batch in the unit of the global batch; with lengths about
-        that.
+        """The size of the largest micro-batch in the unit of the global batch.
+
+        With lengths it is approximate.
         """
         return -(-self.global_batch_size // (self.accumulation_steps * self.world_size))
 
@@ -165,12 +166,16 @@ class BatchPlan:
         for number in numbers:
             start = cuts(number)
             part = indices[start : cuts(number + 1)]
-            scale = sum_to_mean if len(part) else 0.0
+            num_real = len(part)
+            scale = sum_to_mean
+            if not num_real:
+                part = stand_in
+                scale = 0.0
             yield MicroBatch(
                 epoch=step // self.steps_per_epoch,
                 step=step,
-                indices=part if len(part) else stand_in,
-                num_real=len(part),
+                indices=part,
+                num_real=num_real,
                 scale=scale / self.units_per_sample,
                 is_last=number == numbers[-1],
                 shard_index=number,

@@ -209,7 +209,9 @@ def _outputs_for(targets: Tensor) -> int:
     """The number of classes, up to the largest label; for a regression the numbers of a target."""
     if not targets.is_floating_point():
         return int(targets.max()) + 1
-    return 1 if targets.ndim == 1 else targets[0].numel()
+    if targets.ndim == 1:
+        return 1
+    return targets[0].numel()
 
 
 def _digest(source: BatchSource, number: int) -> str:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def decode_image(content: bytes) -> Any:
@@ -19,3 +24,13 @@ def decode_image(content: bytes) -> Any:
             cause = "no image format that PIL knows"
         raise ValueError(cause) from error
     return image
+
+
+def pixels_of(image: Any) -> Tensor:
+    """The pixels of an image of PIL, [channels, height, width]."""
+    import torch  # late: a config may name a data set of this room before torch is needed
+
+    pixels = torch.from_numpy(np.array(image))
+    if pixels.ndim == 2:
+        return pixels[None]
+    return pixels.permute(2, 0, 1)

@@ -11,14 +11,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ddp_train.data.augmentation import normalise
 from ddp_train.data.crop import crop_box_for, resize_crop
-from ddp_train.data.image_files import decode_image
+from ddp_train.data.image_files import decode_image, pixels_of
 from ddp_train.data.sample_tensors import as_tensors
 from ddp_train.data.sample_transforms import Transform, apply_transform
 from ddp_train.errors import DataError
@@ -80,7 +79,9 @@ class ImageInput:
                 f"pixels of shape {list(pixels.shape)}",
                 "pass one image: [h, w], [h, w, c] or [c, h, w]",
             )
-        return pixels.permute(2, 0, 1) if self._is_channels_last(pixels) else pixels
+        if self._is_channels_last(pixels):
+            return pixels.permute(2, 0, 1)
+        return pixels
 
     def _resize(self, pixels: Tensor) -> Tensor:
         """The pixels in the size that the model takes."""
@@ -98,8 +99,7 @@ class ImageInput:
 
     def _pixels_of_pil(self, image: Any) -> Tensor:
         mode = PIL_MODES.get(self.shape[0], image.mode)
-        pixels = torch.from_numpy(np.array(image.convert(mode)))
-        return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
+        return pixels_of(image.convert(mode))
 
     def _is_channels_last(self, pixels: Tensor) -> bool:
         """True for [h, w, c], False for [c, h, w]. Raises DataError if it may be either."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_train.data.image_files import pixels_of
 from ddp_train.errors import DataError
 
 TV_TENSORS = "torchvision.tv_tensors"
@@ -77,6 +77,4 @@ def _pixels(image: Any) -> Tensor:
             "add data.transform=[torchvision.transforms.v2.RGB]; if it is a mask, return a tensor"
             " of integers",
         )
-    pixels = torch.from_numpy(np.array(image))
-    channels_first = pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1)
-    return channels_first.contiguous().float().div(255)
+    return pixels_of(image).contiguous().float().div(255)

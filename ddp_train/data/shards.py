@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ddp_train.data.image_files import decode_image
+from ddp_train.data.image_files import decode_image, pixels_of
 from ddp_train.data.shard_index import (
     IMAGE_EXTENSIONS,
     INDEX,
@@ -180,5 +180,4 @@ def _decode_image(content: bytes, may_be_mask: bool) -> Any:
         raise ValueError(
             f"an image of PIL's mode {image.mode}, whose numbers are no pixels of 0 to 255"
         )
-    pixels = np.array(image.convert("RGB"))
-    return tv_tensors.Image(torch.from_numpy(pixels).permute(2, 0, 1).contiguous())
+    return tv_tensors.Image(pixels_of(image.convert("RGB")).contiguous())

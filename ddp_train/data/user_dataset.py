@@ -173,7 +173,9 @@ class UserDataset:
         if not is_pair(sample) or not isinstance(sample[1], Tensor | np.ndarray | float):
             return None
         target = torch.as_tensor(sample[1])
-        return target.numel() if target.is_floating_point() else None
+        if not target.is_floating_point():
+            return None
+        return target.numel()
 
     def _batch_of_data_set(self, numbers: np.ndarray, epoch: int | None) -> Any:
         """The batch that the data set itself makes. Raises DataError if a row is missing."""

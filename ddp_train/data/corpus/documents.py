@@ -131,4 +131,6 @@ def _cut_off_end(
 def _end_of_line(content: Tensor, place: int) -> int:
     """The first place from here on that follows an end of line; this one if no line ends soon."""
     ends = (content[place - 1 : place + LONGEST_LINE] == ord("\n")).nonzero()
-    return place + int(ends[0]) if len(ends) else place
+    if not len(ends):
+        return place
+    return place + int(ends[0])

@@ -92,7 +92,11 @@ class TokenSource:
         self.numbers: np.ndarray | None = None
         """Windows that were selected, int64 [n]; None: all."""
         if not self.windows:
-            split, needed = ("test", length + 1) if seed is None else ("training", 2 * length)
+            split = "training"
+            needed = 2 * length
+            if seed is None:
+                split = "test"
+                needed = length + 1
             raise DataError(
                 f"{self.facts.where}: the {split} split has"
                 f" {counted(int(sizes.sum()), 'token')}, and data.length={length} needs {needed:,}",

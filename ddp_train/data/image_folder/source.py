@@ -17,7 +17,7 @@ from torch import Tensor
 from ddp_train.data import augmentation
 from ddp_train.data.crop import CropBox, crop_box_for, resize_crop, resize_crops
 from ddp_train.data.device_copy import to_device
-from ddp_train.data.image_files import decode_image
+from ddp_train.data.image_files import decode_image, pixels_of
 from ddp_train.data.image_folder.decoder import (
     decode_jpegs,
     decode_or_skip,
@@ -198,8 +198,7 @@ class FolderSource:
                 return decode_jpegs([torch.from_numpy(file)], torch.device("cpu"))[0]
             except RuntimeError:  # PIL supports more, and its errors name the cause
                 pass
-        image = self._decode_by_pil(number, file)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        return pixels_of(self._decode_by_pil(number, file))
 
     def _crop_by_pil(self, number: int, file: np.ndarray, draws: list[float] | None) -> np.ndarray:
         from PIL.Image import Resampling
