@@ -114,8 +114,10 @@ def _no_run(_: object) -> None:
 
 
 def suggestion_for(flag: str) -> str:
-    """What was probably meant by an unknown flag: another flag, or a key typed like one (`--lr
-    0.1`)."""
+    """What was probably meant by an unknown flag.
+
+    Another flag, or a key that was typed like one (`--lr 0.1`).
+    """
     from ddp_train.config.keys import key_named_like
 
     if len(flag) <= len("-x"):

@@ -50,8 +50,7 @@ def usage(typed: str) -> str:
 
 
 def help_text(program: Program) -> str:
-    """Usage, the config groups with their options, and each key with its default, choices and
-    meaning."""
+    """The usage, the config groups with their options, and all keys."""
     folders = " and ".join(str(folder) for folder in program.folders())
     lines = [
         usage(program.typed),

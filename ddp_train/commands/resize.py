@@ -24,10 +24,11 @@ RESIZE = "resize"
 
 
 def resize(argv: list[str]) -> int:
-    """Asks for another number of processes, and waits until the run has done its first step with
-    it. Returns the exit code.
+    """Asks for another number of processes, and waits for the first step with it.
 
-    argv: the run directory and the number. Raises ConfigError for what cannot be asked.
+    argv: the run directory and the number.
+
+    Returns the exit code. Raises ConfigError for what cannot be asked.
     """
     example = f"{command_name()} {RESIZE} RUN 3"
     if len(argv) != 2 or argv[0].startswith("-"):

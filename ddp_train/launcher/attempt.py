@@ -110,8 +110,10 @@ class Attempt:
         return self._watch()
 
     def start(self) -> None:
-        """Starts one process per rank; none if a stop is requested before the fork server can
-        fork."""
+        """Starts one process per rank.
+
+        Starts none if a stop is requested before the fork server can fork.
+        """
         count = int(self.config.launch.nproc_per_node)
         with socket.socket() as listener:  # of the store: rank 0 inherits it
             listener.bind(("127.0.0.1", 0))
@@ -161,8 +163,10 @@ class Attempt:
         return AttemptEnd(code, is_for_change=self.stage in IN_CHANGE)
 
     def _begin_stop(self, codes: Sequence[int | None]) -> None:
-        """Asks the workers to stop if the user wants that, or has asked one of them, which has
-        saved."""
+        """Asks the workers to stop if the user has asked the launcher, or one of them, to stop.
+
+        A worker that was asked has saved.
+        """
         is_stopped_by_worker = SAVED in codes and self.stage is Stage.TRAINING
         if not self.launch.stop.received and not is_stopped_by_worker:
             return
@@ -176,8 +180,10 @@ class Attempt:
         self.stage = Stage.STOPPING
 
     def _wait(self) -> None:
-        """Sleeps for a moment, and does what comes up meanwhile: a page, a request for another
-        number of processes."""
+        """Sleeps for a moment, and does what comes up meanwhile.
+
+        That is a page, or a request for another number of processes.
+        """
         elastic = self.launch.elastic
         board = self.workers.board
         elastic.wait(POLL_SECONDS)
@@ -243,8 +249,10 @@ class Attempt:
         return any(status.recovery.state != STARTING for status in self.workers.board.ranks)
 
     def _wait_for_checkpoint(self) -> None:
-        """Lets rank 0 complete a checkpoint that it is writing, for launch.grace_seconds at
-        most."""
+        """Lets rank 0 complete a checkpoint that it is writing.
+
+        Waits for launch.grace_seconds at most.
+        """
         seconds = min(self.config.launch.grace_seconds, self.deadline - time.monotonic())
         self.workers.wait_for_checkpoint(seconds, given_up=lambda: self.launch.stop.repeated)
 

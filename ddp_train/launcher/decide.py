@@ -55,8 +55,10 @@ class FailedAttempt:
         return self.failure.kind, str(self.failure.rank), str(self.failure.step), detail
 
     def suspect_rank(self) -> int | None:
-        """The rank that failed, if that may be due to its GPU, or to the host's memory: then its
-        replacement may fail too, and other ranks need not."""
+        """The rank that failed, if that may be due to its GPU, or to the host's memory.
+
+        Then its replacement may fail too, and other ranks need not.
+        """
         failure = self.failure
         if failure is None:
             return None
@@ -105,8 +107,10 @@ class History:
         )
 
     def after(self, failed: FailedAttempt, size: Size, restart: Restart) -> History:
-        """The history after a failure and the restart that followed. Other processes, or the same
-        on other GPUs, have not failed yet."""
+        """The history after a failure and the restart that followed.
+
+        Other processes, or the same on other GPUs, have not failed yet.
+        """
         seen = self.with_failure(failed, size)
         if restart.counts_as_restart:
             return dataclasses.replace(seen, restarts_used=seen.restarts_used + 1)

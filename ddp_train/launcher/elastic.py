@@ -26,8 +26,10 @@ class Elastic:
     """Changes the number of processes between two attempts: on request, or after failures."""
 
     def __init__(self, config: Config, at_another_number: Callable[[int], Config] | None) -> None:
-        """at_another_number: makes the config for a number of processes. If it is None, or the
-        config has no range, the number stays."""
+        """Opens the socket for requests if the config has a range.
+
+        at_another_number: makes the config for a number of processes; None: the number stays.
+        """
         self.config = config
         """The config of the next attempt."""
         self.at_another_number = at_another_number
@@ -89,10 +91,11 @@ class Elastic:
         return True
 
     def become_requested(self, from_step: int) -> bool:
-        """Takes the requested size, once the processes of before have ended. Returns whether it
-        did.
+        """Takes the requested size, once the processes of before have ended.
 
         from_step: the step from which the next processes will train.
+
+        Returns whether it did.
         """
         if not self.is_requested:
             return False

@@ -83,8 +83,10 @@ class WorkerSpec:
 
 
 class ForkedWorker:
-    """A child of this process that another process forked: the part of subprocess.Popen that the
-    launcher needs."""
+    """A child of this process that another process forked.
+
+    It has the part of subprocess.Popen that the launcher needs.
+    """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -116,8 +118,10 @@ def can_fork(program: list[str]) -> bool:
 
 
 class ForkServer:
-    """The launcher's side. If the server could not be started, or has ended, `fork` returns no
-    workers."""
+    """The launcher's side of the server.
+
+    If the server could not be started, or has ended, `fork` returns no workers.
+    """
 
     def __init__(self, import_path: Path | None, changed: dict[str, str] | None = None) -> None:
         """Starts the server without waiting for it.
@@ -226,8 +230,10 @@ class _CannotForkError(Exception):
 
 
 def _adopt(answer: Any, count: int) -> list[ForkedWorker]:
-    """The workers of an answer: their process ids, or a reason. Raises _CannotForkError if any is
-    missing or is not a child of this process."""
+    """The workers of an answer: their process ids, or a reason.
+
+    Raises _CannotForkError if any is missing or is not a child of this process.
+    """
     if isinstance(answer, str):
         raise _CannotForkError(answer)
     workers = [ForkedWorker(pid) for pid in answer]
@@ -252,8 +258,10 @@ def _send(connection: socket.socket, message: Any, descriptors: list[int]) -> No
 
 
 def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
-    """A message and the descriptors that came with it. Raises OSError or ValueError if the other
-    side ends before."""
+    """A message and the descriptors that came with it.
+
+    Raises OSError or ValueError if the other side ends before.
+    """
     mark, descriptors, _, _ = socket.recv_fds(connection, 1, MAX_DESCRIPTORS)
     if not mark:
         raise ConnectionError("the process at the other end has exited")
@@ -265,8 +273,10 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 
 
 def main() -> NoReturn:
-    """`python -m ddp_train.launcher.fork_server SOCKET LAUNCHER_PID SPACE`: imports torch, then
-    serves requests."""
+    """Imports torch, then serves requests.
+
+    Started as `python -m ddp_train.launcher.fork_server SOCKET LAUNCHER_PID SPACE`.
+    """
     end_with_parent()
     launcher = int(sys.argv[2])
     if os.getppid() == launcher:  # else it died before end_with_parent took effect
@@ -285,11 +295,10 @@ def _serve(connection: socket.socket) -> None:
 
 
 def preload(import_path: Path | None) -> dict[str, str] | None:
-    """Imports what workers need, so that this process and those that it forks can fork servers,
-    which fork workers.
+    """Imports what workers need, so that this process and its children can fork servers.
 
-    Returns the variables that libraries have set in the environment, for `ForkServer`; None if
-    the libraries could not be imported.
+    Returns the variables that libraries have set in the environment, for `ForkServer`; None if the
+    libraries could not be imported.
     """
     with preloading(import_path) as changed:
         is_imported = _import()
@@ -327,8 +336,10 @@ def _answer(connection: socket.socket, changed: dict[str, str]) -> None:
 
 
 def unfit() -> str:
-    """Why this process must not fork, or an empty string. A child would lack its threads, and CUDA
-    does not survive."""
+    """Why this process must not fork; empty if it may.
+
+    A child would lack its threads, and CUDA does not survive.
+    """
     import torch
 
     threads = len(list(Path("/proc/self/task").iterdir()))
@@ -373,8 +384,10 @@ def _fork(specs: list[WorkerSpec], descriptors: set[int]) -> list[int]:
 
 
 def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -> NoReturn:
-    """Runs a worker. It finds what a new interpreter would; Python itself reseeds `random` and
-    `tempfile` in a fork."""
+    """Runs a worker, which finds what a new interpreter would.
+
+    Python itself reseeds `random` and `tempfile` in a fork.
+    """
     try:
         os.setsid()
         os.close(writing)

@@ -37,6 +37,7 @@ def launch(
     workload: Workload = Workload(),  # noqa: B008  it is frozen
 ) -> int:
     """Runs a frozen config in new processes, and again after a failure if restarts are left.
+
     Returns the exit code.
 
     import_path: the folder of a checkout, from which workers import first.
@@ -106,8 +107,10 @@ class LocalRun:
         return self.stop.exit_code(ended.code)
 
     def _decide(self, ended: AttemptEnd) -> Restart | End:
-        """Decides what follows a failure, and takes the number of processes and the history that
-        go with it. A stop from now on is the next attempt's."""
+        """Decides what follows a failure, and takes over the size and the history that go with it.
+
+        A stop from now on is the next attempt's.
+        """
         failed = self._failed_attempt(ended)
         size = self.elastic.size
         decision = decide(failed, self.history, size, self.max_restarts)

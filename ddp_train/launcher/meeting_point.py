@@ -1,5 +1,4 @@
-"""The endpoint where the hosts of a run meet once the host of `launch.rdzv_endpoint` is lost.
-Torch-free.
+"""The endpoint where hosts meet once that of `launch.rdzv_endpoint` is lost. Torch-free.
 
 torchrun's rendezvous is a store on one host. With a range of hosts the launchers of the others,
 which share the run directory, name another host: the first to enter. The file holds for as long as
@@ -51,8 +50,10 @@ def chosen(run_dir: Path) -> str | None:
 
 
 def choose(run_dir: Path, lost: str, here: str) -> str:
-    """Another endpoint than the lost one: `here`, unless another launcher was faster. Raises
-    LockHeldError."""
+    """Chooses another endpoint than the lost one, and returns it.
+
+    It is `here`, unless another launcher was faster. Raises LockHeldError.
+    """
     with run_lock.acquire(run_dir / LOCK, LOCK_SECONDS):
         other = chosen(run_dir)
         if other and other != lost:

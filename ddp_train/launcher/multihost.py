@@ -1,5 +1,6 @@
-"""This host's part of a run on several hosts: starts, watches and ends torchrun's agent. Does not
-import torch.
+"""This host's part of a run on several hosts: starts, watches and ends torchrun's agent.
+
+Does not import torch.
 
 The agents of all hosts meet at `launch.rdzv_endpoint`. This module decides what torchrun would
 guess: which host serves the store, the address and the interface by which the others reach this
@@ -147,8 +148,10 @@ def command(
 
 @contextlib.contextmanager
 def registered(run_dir: Path) -> Iterator[None]:
-    """Registers this host inside: `present_hosts` lists it on every host that sees the same run
-    directory."""
+    """Registers this host inside.
+
+    `present_hosts` lists it on every host that sees the same run directory.
+    """
     path = run_dir / "hosts" / socket.gethostname()
     try:
         lock = run_lock.acquire(path)
@@ -360,8 +363,11 @@ def _unexplained(ended: AgentEnd) -> LaunchError:
 
 
 def _is_final(run_dir: Path, codes: list[int]) -> bool:
-    """Whether a restart would only repeat the failure after which workers of this host have ended
-    with these codes. That of another host makes them end with one of `OF_PEERS`."""
+    """Whether a restart would only repeat a failure of this run.
+
+    codes: exit codes of this host's workers. The failure of another host makes them end with one of
+        `OF_PEERS`.
+    """
     if any(code in FINAL for code in codes):
         return True
     if not OF_PEERS & {*codes}:
@@ -372,8 +378,10 @@ def _is_final(run_dir: Path, codes: list[int]) -> bool:
 
 
 def _print_report_of_other_host(run_dir: Path) -> int:
-    """Prints the failure that a worker on another host reported there. Returns its exit code, 0 if
-    there is none."""
+    """Prints the failure that a worker on another host reported there.
+
+    Returns its exit code, 0 if there is none.
+    """
     if not failure_report.wait_for_report(run_dir, AGENT_PATIENCE_SECONDS):
         return 0
     failure = failure_report.recorded_failure(run_dir)

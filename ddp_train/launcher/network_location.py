@@ -76,8 +76,10 @@ def _source_address(endpoint: str, family: int, target: tuple) -> str:
 
 
 def _check_free(endpoint: str, family: int, port: int) -> None:
-    """Raises PeerError if the port is in use: torchrun would take any listener for the store and
-    wait for it."""
+    """Raises PeerError if the port is in use.
+
+    torchrun would take any listener for the store and wait for it.
+    """
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -93,8 +95,10 @@ def _check_free(endpoint: str, family: int, port: int) -> None:
 
 
 def addresses_of_interfaces() -> dict[str, str]:
-    """The IPv4 address of each network interface that has one. With IPv6, gloo and NCCL choose an
-    interface."""
+    """The IPv4 address of each network interface that has one.
+
+    With IPv6, gloo and NCCL choose an interface.
+    """
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

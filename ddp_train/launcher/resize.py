@@ -1,6 +1,6 @@
-"""Requests for another number of processes, on the side of the launcher. `ddp-train resize` sends
-them. Torch-free.
+"""Requests for another number of processes, on the side of the launcher. Torch-free.
 
+`ddp-train resize` sends them.
 The launcher listens on a socket whose name is the random id of its lock, in the abstract namespace
 of this host: the kernel removes it with the process, and knows who is at the other end. Nothing is
 written to the run directory for it.

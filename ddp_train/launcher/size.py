@@ -21,8 +21,10 @@ class Size:
     """The GPUs that the run no longer uses."""
 
     def gpus_in_use(self) -> list[str]:
-        """The GPU of each rank; empty on the CPU. A GPU that was given up is used again if the
-        others are too few."""
+        """The GPU of each rank; empty on the CPU.
+
+        A GPU that was given up is used again if the others are too few.
+        """
         kept = [gpu for gpu in self.gpus if gpu not in self.given_up]
         chosen = [*kept, *self.given_up][: self.count]
         return [gpu for gpu in self.gpus if gpu in chosen]
@@ -48,8 +50,10 @@ class Size:
         return dataclasses.replace(self, count=count, given_up=given_up)
 
     def without(self, devices: Collection[str]) -> Size | None:
-        """The largest size that does without some devices, at most the present one; None if no
-        allowed number is that small."""
+        """The largest size that does without some devices, at most the present one.
+
+        None if no allowed number is that small.
+        """
         if self.gpus:
             left = len({*self.gpus} - {*self.given_up, *devices})
         else:

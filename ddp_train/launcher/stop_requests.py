@@ -25,8 +25,11 @@ class StopRequests:
     """Records the stop signals of a launcher. Its handlers do nothing else."""
 
     def __init__(self, program_ends: bool = False) -> None:
-        """program_ends: whether the program ends after `listening`. A later signal, which has
-        nothing to stop, must not hide the exit code."""
+        """Records nothing before `listening`.
+
+        program_ends: whether the program ends after `listening`. A later signal, which has
+            nothing to stop, must not hide the exit code.
+        """
         self.program_ends = program_ends
         self.received: list[int] = []
         self.repeated = False
@@ -35,8 +38,10 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Records all stop signals inside; restores the previous handlers after it, if the program
-        continues."""
+        """Records all stop signals inside.
+
+        Restores the previous handlers after it, if the program continues.
+        """
         previous = {number: signal.signal(number, self._record) for number in stop_signals()}
         try:
             yield
@@ -45,8 +50,10 @@ class StopRequests:
                 signal.signal(number, signal.SIG_IGN if self.program_ends else handler)
 
     def forward(self) -> None:
-        """Raises the first signal again for the previous handler, if there was one. Call it after
-        `listening`."""
+        """Raises the first signal again for the previous handler, if there was one.
+
+        Call it after `listening`.
+        """
         handler = signal.getsignal(self.received[0]) if self.received else None
         if callable(handler) and handler is not signal.default_int_handler:
             signal.raise_signal(self.received[0])
@@ -58,8 +65,12 @@ class StopRequests:
         self.received.append(number)
 
     def exit_code(self, code: int) -> int:
-        """The exit code of a stopped run: INTERRUPTED if the first signal came from a terminal
-        (SIGINT, SIGHUP), else `code` (SAVED or UNSAVED)."""
+        """The exit code of a stopped run.
+
+        INTERRUPTED if the first signal came from a terminal (SIGINT, SIGHUP), else `code`.
+
+        code: SAVED or UNSAVED.
+        """
         if self.received and exit_code(self.received[0]) == INTERRUPTED:
             return INTERRUPTED
         return code

@@ -16,8 +16,10 @@ from ddp_train.resilience.whole_files import part_of
 
 
 class Workers:
-    """One process per rank, each in a session of its own, so that it can be killed with its
-    children."""
+    """One process per rank, each in a session of its own.
+
+    It can be killed with its children.
+    """
 
     def __init__(self, run_dir: Path, count: int) -> None:
         """Starts none. count: the number of ranks."""
@@ -61,8 +63,10 @@ class Workers:
         return returncode is not None and returncode < 0
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM, whatever signal came: a worker that still imports would die of SIGINT with
-        a traceback."""
+        """Sends SIGTERM, whatever signal came.
+
+        A worker that still imports would die of SIGINT with a traceback.
+        """
         for process in self.processes:
             process.send_signal(signal.SIGTERM)
 
@@ -83,8 +87,7 @@ class Workers:
         return self.run_dir / "logs" / f"rank_{rank}.log"
 
     def close(self) -> None:
-        """Kills the process group of each worker, waits for the workers, and closes the status
-        board."""
+        """Kills all workers with their process groups, and closes the status board."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):  # the whole group has ended
                 os.killpg(process.pid, signal.SIGKILL)

@@ -20,8 +20,10 @@ def _run_dir_and_rank(run_dir: Path, rank: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The program of a run's processes. The defaults are those of `python launch.py`: our worker,
-    with a frozen config."""
+    """The program of a run's processes.
+
+    The defaults are those of `python launch.py`: our worker, with a frozen config.
+    """
 
     program: tuple[str, ...] = (*MODULE, WORKER)
     """What Python runs in each process, as on its command line."""

@@ -1,5 +1,4 @@
-"""`sweep.baseline=true`: one trial of a sweep runs again, alone, after the others, to show what
-sharing the host cost it."""
+"""What sharing the host cost a trial: `sweep.baseline=true` runs one again, alone."""
 
 from __future__ import annotations
 
@@ -18,8 +17,10 @@ MOST = 1.1
 
 @dataclass
 class Baseline:
-    """The baseline run. Its row is not among those of the sweep, as it would count as another
-    seed."""
+    """The baseline run.
+
+    Its row is not among those of the sweep, where it would count as another seed.
+    """
 
     is_wanted: bool = False
     number: int | None = None
@@ -28,8 +29,9 @@ class Baseline:
     def choose(
         self, rows: list[dict[str, Any]], earlier: list[dict[str, Any]], numbers: TrialNumbers
     ) -> tuple[int, list[str]] | None:
-        """The number and the overrides of the run; None if there is nothing to compare, or it is
-        known, or was chosen before.
+        """Chooses the number and the overrides of the run, and returns them.
+
+        None if there is nothing to compare, or the run is known, or was chosen before.
 
         rows: of this start.
         earlier: of earlier starts too.

@@ -45,8 +45,7 @@ def print_results(
 
 
 class SweepPageOfTrial(NoPage):
-    """The page of a trial that runs in the process of the sweep: keeps the page of the sweep up to
-    date."""
+    """The page of a trial in the process of the sweep: keeps that of the sweep up to date."""
 
     def __init__(self, look_at_sweep: Callable[[], None]) -> None:
         self.look_at_sweep = look_at_sweep
@@ -99,8 +98,10 @@ class SweepPage:
             print(f"{state}; to go on:\n  {goes_on(plan.command, plan.sweep_dir)}")
 
     def _write(self, is_running: bool) -> Path | None:
-        """Writes the page. Returns its path; None after a failure, which is only a note, since the
-        results of the trials stand."""
+        """Writes the page. Returns its path; None after a failure.
+
+        A failure is only a note, since the results of the trials stand.
+        """
         began = time.monotonic()
         path = None
         try:

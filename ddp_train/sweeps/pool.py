@@ -52,8 +52,7 @@ class LauncherSettings:
 
 
 def read_settings(arguments: list[str]) -> tuple[LauncherSettings, list[str]]:
-    """The settings on the command line (`hydra.launcher.processes_at_once=2`), and what is wrong
-    with them."""
+    """The settings on the command line, and what is wrong with them."""
     settings = LauncherSettings()
     problems = []
     for name, least in (("gpus_per_trial", 0), ("processes_at_once", 1)):

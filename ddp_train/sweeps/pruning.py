@@ -44,8 +44,10 @@ class ObjectiveValues:
         return [math.nan if value is None else float(value) for value in values]
 
     def _read_lines(self) -> None:
-        """Reads new lines. A resumed run replaces the file by one without the steps that it
-        computes again."""
+        """Reads new lines.
+
+        A resumed run replaces the file by one without the steps that it computes again.
+        """
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())

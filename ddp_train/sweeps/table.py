@@ -111,8 +111,9 @@ class SweepTable:
         return value_of(row)
 
     def learn(self, row: dict[str, Any]) -> ConfigError | None:
-        """Takes over what only a trial can tell: the name of the objective, the better direction,
-        and whether there is a validation set.
+        """Takes over what only a trial can tell about the objective.
+
+        That is its name, its better direction, and whether there is a validation set.
 
         Returns an error if the sweeper was given something else.
         """

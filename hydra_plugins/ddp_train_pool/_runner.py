@@ -177,8 +177,10 @@ class JobRunner:
         return not self.signals.received and len(self.running) < self.devices.at_once
 
     def _composed(self, key: int, overrides: list[str]) -> ComposedJob | None:
-        """The job, or None if its result is known, or its config cannot be composed. That ends no
-        other job."""
+        """The job; None if its result is known, or its config cannot be composed.
+
+        The latter ends no other job.
+        """
         number = self.listener.job_number(key, overrides)
         value = self.listener.known_value(number, overrides)
         if value is not None:

@@ -45,7 +45,9 @@ class StopSignals:
             job.send(number)
 
     def raise_first(self) -> None:
-        """Raises the first signal again, for the handler of before: KeyboardInterrupt, or the end
-        of this process."""
+        """Raises the first signal again, for the handler of before.
+
+        That raises KeyboardInterrupt, or ends this process.
+        """
         if self.received:
             signal.raise_signal(self.received[0])

@@ -1,5 +1,4 @@
-"""The study of Optuna behind `hydra/sweeper=pool_optuna`: what is drawn from which overrides, ask
-and tell."""
+"""The study of Optuna behind `hydra/sweeper=pool_optuna`: what is drawn, ask and tell."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`hydra/launcher=pool`: each job in a process of its own, as many at a time as there are free
-devices."""
+"""`hydra/launcher=pool`: each job in a process of its own, while devices are free."""
 # No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where
 # dataclasses look.
 

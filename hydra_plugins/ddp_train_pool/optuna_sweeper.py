@@ -1,5 +1,7 @@
-"""`hydra/sweeper=pool_optuna`: Optuna draws a job whenever a device is free, and learns each result
-as it comes."""
+"""`hydra/sweeper=pool_optuna`: Optuna draws a job whenever a device is free.
+
+It learns each result as it comes.
+"""
 
 # No `from __future__ import annotations`: Hydra runs this module before it is in sys.modules, where
 # dataclasses look.
