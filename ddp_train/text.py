@@ -57,6 +57,12 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
+def named_ranks(ranks: Sequence[int]) -> str:
+    """`rank 1`, `ranks 1, 2`."""
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
 def did_you_mean(word: str, candidates: list[str]) -> str:
     """'; did you mean X?' for the closest candidate; empty if none is close."""
     close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.5)

@@ -25,7 +25,7 @@ from ddp_train.distributed.environment import gloo_interface
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, PeerError
 from ddp_train.linux import wait_until
-from ddp_train.text import first_line
+from ddp_train.text import first_line, named_ranks
 
 FACTS = "ddp_train/facts"
 CLOCK = "ddp_train/clock"
@@ -165,7 +165,7 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
     store.set(f"{CLOCK}/0", str(requested_at))
     if missing:
         return [
-            f"{_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
+            f"{named_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
             "see their logs; launch.join_timeout_seconds is the limit",
         ]
     facts_by_rank = [json.loads(store.get(f"{FACTS}/{rank}")) for rank in range(world.size)]
@@ -291,11 +291,6 @@ def _missing_ranks(store: Store, prefix: str, world: World, deadline: float) -> 
 
     wait_until(complete, deadline - time.monotonic())
     return missing
-
-
-def _ranks(ranks: list[int]) -> str:
-    numbers = ", ".join(map(str, ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ddp_train.text import named_ranks
+
 SHOWN_TENSORS = 2
 """Tensors of a call that are named."""
 
@@ -110,16 +112,10 @@ def _describe(number: int, made: Mapping[int, Call], missing: Sequence[int]) -> 
     """
     usual, _ = Counter(made.values()).most_common(1)[0]
     callers = sorted(rank for rank, call in made.items() if call == usual)
-    text = f"{_ranks(callers)} called {usual} (collective {number})"
+    text = f"{named_ranks(callers)} called {usual} (collective {number})"
     if missing:
-        text += f", {_ranks(missing)} did not"
+        text += f", {named_ranks(missing)} did not"
     for rank, call in sorted(made.items()):
         if call != usual:
             text += f"; rank {rank} called {call} there"
     return text
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 1`; `ranks 1, 2`."""
-    numbers = ", ".join(map(str, ranks))
-    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

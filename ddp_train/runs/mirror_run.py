@@ -104,8 +104,8 @@ def _checked_config(
     if manifests and not resumes:
         raise DataError(
             f"{place} holds checkpoints, the newest of step {max(manifests)}",
-            "a run that does not resume would mix its own with them; name another folder, or"
-            " empty that one",
+            "a fresh run would mix its checkpoints with these; name another folder, or empty that"
+            " one",
         )
     newest = next(iter(manifests.values()), {})
     if not newest.get("config"):
