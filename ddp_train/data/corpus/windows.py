@@ -91,17 +91,7 @@ class TokenSource:
         self.windows = int(self.counts.sum())
         self.numbers: np.ndarray | None = None
         """Windows that were selected, int64 [n]; None: all."""
-        if not self.windows:
-            split = "training"
-            needed = 2 * length
-            if seed is None:
-                split = "test"
-                needed = length + 1
-            raise DataError(
-                f"{self.facts.where}: the {split} split has"
-                f" {counted(int(sizes.sum()), 'token')}, and data.length={length} needs {needed:,}",
-                "use a smaller data.length, or more text",
-            )
+        self._check_windows()
 
     @property
     def outputs(self) -> int:
@@ -175,6 +165,21 @@ class TokenSource:
         if self.seed is None:
             self._ignore_repeated(targets, begins - starts)
         return ids, targets
+
+    def _check_windows(self) -> None:
+        """Raise DataError if there is no whole window."""
+        if self.windows:
+            return
+        split = "training"
+        needed = 2 * self.length
+        if self.seed is None:
+            split = "test"
+            needed = self.length + 1
+        raise DataError(
+            f"{self.facts.where}: the {split} split has {counted(self.tokens, 'token')}, and"
+            f" data.length={self.length} needs {needed:,}",
+            "use a smaller data.length, or more text",
+        )
 
     def _ignore_repeated(self, targets: Tensor, repeated: np.ndarray) -> None:
         """Marks the targets that the window before counted, in place.
