@@ -136,6 +136,18 @@ def test_a_hook_that_is_owed_acts_only_if_it_was_due() -> None:
         assert hook.acted == acted
 
 
+def test_hook_reads_the_score_and_stops_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    job = at(7)
+    context = context_of(job)
+    caplog.set_level("INFO", "ddp_train.engine")
+    assert context.score is None and job.stop.allows(7)
+    job.score = cast(Any, SimpleNamespace(metrics={"loss": 0.5}))
+    assert context.score is not None and context.score.metrics == {"loss": 0.5}
+    context.stop("the loss is low enough")
+    assert job.stop.last_step == 7 and not job.stop.allows(7)
+    assert "stops the run after step 7: the loss is low enough" in caplog.text
+
+
 def test_states_find_the_hooks_of_their_class() -> None:
     saved = hooks_of(
         [Acts({"n": 1}), Acts([torch.ones(2), None]), Acts()], ["a.A", "a.A", "b.B"]
