@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from ddp_train.config import earlier_runs, metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.code_checks import package_of
 from ddp_train.config.earlier_runs import EarlierRun
-from ddp_train.config.keys import own_keys, why_no_list
+from ddp_train.config.keys import all_keys, list_rule, own_keys
 from ddp_train.config.overrides import Overrides
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.values import as_typed, plain
@@ -31,7 +31,7 @@ from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import CustomOption, hooks_of, trackers_of
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
-from ddp_train.text import did_you_mean, shown
+from ddp_train.text import did_you_mean, first_line, shown
 
 SCHEMA = "_schema"
 """Where Hydra finds the defaults of the schema: `_schema/optimizer/adam` before
@@ -53,18 +53,18 @@ def read_config(
     from hydra.errors import HydraException
 
     try:
-        values, choices = compose(program, overrides)
+        values, choices, problems = compose(program, overrides)
         if _choose_own_classes(overrides, values, choices):
-            values, choices = compose(program, overrides)
+            values, choices, problems = compose(program, overrides)
     except ConfigError as error:
         return Config(), [*overrides.problems, *error.problems]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
-        return Config(), [*overrides.problems, *_Refusal(program, overrides, error).messages()]
+        return Config(), [*overrides.problems, _Refusal(program, overrides, error).message()]
     of_files = list(_problems_of_files(program, overrides, choices))
     if of_files:
         return Config(), [*overrides.problems, *of_files]
-    values.pop(earlier_runs.KEY, None)
-    ground, problems = _ground_of(overrides)
+    ground, problems_of_ground = _ground_of(overrides)
+    problems += problems_of_ground
     named = {**overrides.choices, **overrides.given}
     from_elsewhere = {
         section: content
@@ -80,16 +80,25 @@ def read_config(
     return config, overrides.problems + problems
 
 
-def compose(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dict[str, str]]:
-    """The composed configuration as plain data, and the option of each group.
+def compose(
+    program: Program, overrides: Overrides
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """The composed configuration as plain data, the option of each group, and all problems.
 
     Raises HydraException, OmegaConfBaseException, YAMLError or ValueError where a file under conf/
     cannot be composed, ConfigError where a variable of the environment is missing.
     """
+    arguments = [text for text in overrides.arguments if not text.startswith("++")]
+    composed, choices = compose_options(program, arguments)
+    set_values = [_set_value(composed, key, value) for key, value in overrides.given.items()]
+    return plain(composed), choices, [problem for problem in set_values if problem]
+
+
+def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig, dict[str, str]]:
+    """What Hydra makes of the choices of options, and the option of each group."""
     import hydra
 
     register_schema(program)
-    arguments = overrides.arguments
     if program.own:  # after ours, which nothing there can replace: `Program.problem_of`
         folder = str(program.own.absolute()).replace("\\", "\\\\").replace("'", "\\'")
         arguments = [*arguments, f"hydra.searchpath=['file://{folder}']"]
@@ -98,7 +107,27 @@ def compose(program: Program, overrides: Overrides) -> tuple[dict[str, Any], dic
     choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
     OmegaConf.set_struct(composed, False)
     del composed["hydra"]
-    return plain(composed), choices
+    return composed, choices
+
+
+def _set_value(composed: DictConfig, key: str, value: Any) -> str:
+    """Set a key as Hydra does. Returns what is wrong with it, "" if nothing."""
+    found = f"{key}={shown(value)}"
+    below = next((name for name in all_keys() if name.startswith(f"{key}.")), None)
+    if below and not isinstance(value, dict):  # another override would make a section of it again
+        return f"{found}: is a section; set one of its keys, {below}=..."
+    parent, _, name = key.rpartition(".")
+    try:
+        if parent and OmegaConf.is_list(OmegaConf.select(composed, parent)) and not name.isdigit():
+            return f"{found}: {parent} {list_rule(parent)}"
+        is_list = OmegaConf.is_list(OmegaConf.select(composed, key))
+        merge = not (is_list and isinstance(value, dict))  # else `bind` reports it
+        OmegaConf.update(composed, key, value, merge=merge, force_add=True)
+    except IndexError:
+        return f"{found}: the list has no such item; give it whole"
+    except (OmegaConfBaseException, ValueError) as error:
+        return f"{found}: {first_line(error)}"
+    return ""
 
 
 def register_schema(program: Program) -> None:
@@ -186,30 +215,24 @@ def _problems_of_files(
 
 
 class _Refusal:
-    """What Hydra or OmegaConf refuses, as messages that name the file to blame."""
+    """What Hydra or OmegaConf refuses, as a message that names the file to blame."""
 
     def __init__(self, program: Program, overrides: Overrides, error: Exception) -> None:
         self.program = program
         self.overrides = overrides
         self.error = error
 
-    def messages(self) -> list[str]:
+    def message(self) -> str:
         from hydra.errors import MissingConfigException
 
-        given = self.overrides.given.items()
-        no_lists = [why_no_list(key, value, of_any=True) for key, value in given]
-        if any(no_lists):
-            return list(filter(None, no_lists))
         error = self.error
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-            return [self._of_yaml(error, error.problem_mark)]
+            return self._of_yaml(error, error.problem_mark)
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-            return [self._of_missing_file(str(error.missing_cfg_file))]
+            return self._of_missing_file(str(error.missing_cfg_file))
         text = ": ".join(str(part) for part in (error, error.__cause__) if part and str(part))
-        # The `++` before the key, and the places below, were not typed.
-        text = re.sub(r"^Error merging override \++|\s+full_key: .*$", "", text, flags=re.DOTALL)
-        text = text.replace("list index out of range", "the list has no such item; give it whole")
-        return [self._of_text(" ".join(text.split()))]
+        text = re.sub(r"\s+full_key: .*$", "", text, flags=re.DOTALL)
+        return self._of_text(" ".join(text.split()))
 
     def _of_yaml(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:
         """A file that is not YAML, or has a key twice."""
@@ -280,9 +303,9 @@ def _wrong_kind(path: Path, text: str) -> str:
         if is_section and isinstance(values, dict):
             by_key = {f"{section}.{name}": value for name, value in values.items()}
         for key, value in by_key.items():
-            problem = why_no_list(key, value)
-            if problem:
-                return problem
+            rule = list_rule(key)
+            if rule and isinstance(value, dict):
+                return f"{key}={shown(value)}: {rule}"
     return text
 
 

@@ -129,39 +129,13 @@ def _owners(section: str, name: str) -> str:
     return f"{section}={' and '.join(owners)} {verb} it"
 
 
-def why_no_list(dotted: str, value: Any, of_any: bool = False) -> str:
-    """What is wrong with a mapping, or with keys, in place of a list; "" if nothing.
-
-    of_any: the key need be a list in one option of its section only: elsewhere your own class may
-    have another argument of that name.
-    """
-    parts = dotted.split(".")
-    longest = len(parts) if isinstance(value, dict) else len(parts) - 1
-    for count in range(1, longest + 1):
-        key = ".".join(parts[:count])
-        inner = parts[count:]
-        is_item = inner and inner[0].isdigit()
-        schema = _schema_with_list(key, of_any)
-        if schema is not None and not is_item:
-            subject = f"{key} must be" if inner else "must be"
-            rule = expected(schema, key.rpartition(".")[2])
-            return f"{dotted}={shown(value)}: {subject} {rule}"
-    return ""
-
-
-def _schema_with_list(key: str, of_any: bool) -> type | None:
-    """A schema of which a key is a list; None if it is something else in one of its section."""
+def list_rule(key: str) -> str:
+    """The rule of a key that is a list in all options of its section that have it; else ""."""
     section, _, name = key.rpartition(".")
-    schemas = schemas_of(section)
-    having = [schema for schema in schemas if name in field_types(schema)]
-    if not having or (len(having) < len(schemas) and not of_any):
-        return None
-    hints = [field_types(schema)[name] for schema in having]
-    return having[0] if all(map(_is_list, hints)) else None
-
-
-def _is_list(hint: Any) -> bool:
-    return list in [typing.get_origin(one) for one in (hint, *typing.get_args(hint))]
+    having = [schema for schema in schemas_of(section) if name in field_types(schema)]
+    rules = {f"must be {expected(schema, name)}" for schema in having}
+    rule = rules.pop() if len(rules) == 1 else ""
+    return rule if rule.startswith("must be a list") else ""
 
 
 def rules_of(schema: type, name: str) -> typing.Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """The overrides of a command line, checked one by one and prepared for Hydra.
 
-Hydra stops at the first mistake, so values are passed to it as `++key=value` and bound to the
-schema later: a user sees all mistakes at once.
+Hydra stops at the first mistake, so it is given the choices of options alone; values are set and
+bound to the schema one by one later: a user sees all mistakes at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_train.config import earlier_runs
-from ddp_train.config.keys import all_keys, why_no_list
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.user_code import torch_optimizers
 from ddp_train.config.values import grammatical, in_quotes, leaves, quoted, unclosed
@@ -38,7 +37,7 @@ class Overrides:
     """The overrides of a command line, prepared for Hydra, and what is wrong with them."""
 
     arguments: list[str]
-    """For Hydra."""
+    """For Hydra, which gets values (`++key=value`) in the trials of a sweep alone."""
     given: dict[str, Any]
     """Value overrides: the dotted key and the value that was given."""
     choices: dict[str, str]
@@ -69,7 +68,6 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
     reader = _Reader(program, sweep)
     for number, argument in enumerate(arguments):
         reader.read(argument, is_first=number == 0)
-    reader.drop_values_of_sections()
     reader.choose_own_classes()
     return reader.overrides
 
@@ -218,33 +216,6 @@ class _Reader:
             names.append(name)
             self.overrides.set_value(tracker_key(name), values, grammatical(values))
         return [item for item in items if not _is_class(item)] or "none"
-
-    def drop_values_of_sections(self) -> None:
-        """Refuse values of sections, and keys of what is a list, which Hydra cannot merge with it.
-
-        Another override would make a section of it again, unseen.
-        """
-        for name, value in self.overrides.given.items():
-            problem = why_no_list(name, value) or self._why_a_section(name, value)
-            if not problem:
-                continue
-            self.overrides.problems.append(problem)
-            self.overrides.arguments = [
-                argument
-                for argument in self.overrides.arguments
-                if not argument.startswith(f"++{name}=")
-            ]
-
-    def _why_a_section(self, name: str, value: Any) -> str:
-        if isinstance(value, dict):
-            return ""
-        keys = [*self.overrides.given, *self.overrides.swept]
-        if isinstance(value, list):  # Hydra merges none with a section
-            keys += all_keys()
-        below = next((key for key in keys if key.startswith(f"{name}.")), None)
-        if below is None or why_no_list(below, None):
-            return ""
-        return f"{name}={shown(value)}: is a section; set one of its keys, {below}=..."
 
     def choose_own_classes(self) -> None:
         """Choose the option `custom` of each section for which a class is given."""
