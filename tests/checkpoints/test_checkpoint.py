@@ -159,7 +159,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path: Path) -> None:
     assert find("auto", tmp_path) == only
 
 
-def test_leftovers_of_a_torn_save_are_never_taken_and_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_torn_save_are_removed(tmp_path: Path) -> None:
     good = write_checkpoint(tmp_path, snapshot(1))
     for name in ("step_00000002.part-123", "step_00000001.part-old"):
         shutil.copytree(good, good.with_name(name))
@@ -373,7 +373,7 @@ def test_a_full_disk_is_not_a_mistake_in_the_config(
     assert refused.value.exit_code == 2
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_is_tried_again(
+def test_full_disk_keeps_the_old_checkpoint_and_retries(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(tmp_path / "disk", "size=400k") as disk:

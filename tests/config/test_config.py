@@ -574,7 +574,7 @@ def test_one_mistake_is_one_message(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key", ["train.epochs", "mode", "train.early_stopping", "train.foo", "strategy.comm_hook"]
 )
-def test_a_wrong_value_from_the_environment_is_shown_as_it_was_typed(
+def test_wrong_environment_value_is_shown_as_typed(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2")
@@ -607,7 +607,7 @@ def test_a_run_fills_no_folder_that_is_another_ones(
     )
 
 
-def test_a_run_may_begin_in_an_empty_working_folder_and_resume_there(tmp_path: Path) -> None:
+def test_run_begins_and_resumes_in_an_empty_folder(tmp_path: Path) -> None:
     accepted("run_dir=.", "model=mlp")
     assert (tmp_path / "config.yaml").exists()
     accepted("run_dir=.", "model=mlp")
@@ -756,7 +756,7 @@ def test_trusted_code_is_imported_when_it_is_called(
         instantiate("model", dataclasses.replace(config.model, target="mine_alone.Thin"))
 
 
-def test_arguments_are_judged_by_the_signature_and_errors_inside_come_through(
+def test_arguments_are_judged_by_the_signature(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ddp_train.config.user_code import instantiate
@@ -907,7 +907,7 @@ def test_mistyped_hook_is_answered_with_a_likely_name(
     assert problems_of(target) == [f"{target}: my_hooks has no Actts; did you mean Acts?"]
 
 
-def test_a_hook_whose_source_does_not_show_it_is_refused_by_the_workers() -> None:
+def test_workers_refuse_what_the_source_does_not_show() -> None:
     from ddp_train.config.user_code import build_hooks
 
     for path in ("json.JSONDecoder", "json.dumps"):
@@ -1153,9 +1153,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", [None, "seed: 77\n", "model: {name: cnn}\n", "- 1\n"])
-def test_what_a_run_has_is_said_by_its_checkpoint_whatever_its_config_file_says(
-    text: str | None, tmp_path: Path
-) -> None:
+def test_checkpoint_overrides_its_config_file(text: str | None, tmp_path: Path) -> None:
     words = [
         "model=mlp",
         "train.epochs=2",
@@ -1184,7 +1182,7 @@ def test_what_a_run_has_is_said_by_its_checkpoint_whatever_its_config_file_says(
     assert "holds a training run" in problem
 
 
-def test_a_checkpoint_of_another_run_that_was_copied_in_is_noticed(tmp_path: Path) -> None:
+def test_checkpoint_copied_from_another_run_is_noticed(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=mlp")
     other = checkpoint_of(tmp_path / "other", "model=mlp", "seed=3")
     shutil.copytree(other, tmp_path / "run/checkpoints/step_00000020")
@@ -1241,7 +1239,7 @@ def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path)
     ],
     ids=lambda text: text[:20],
 )
-def test_words_of_any_length_and_depth_are_refused_with_a_message(
+def test_overrides_of_any_length_and_depth_get_a_message(
     word: str, expected: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -1285,9 +1283,7 @@ def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["run", "run/checkpoints/step_00000010"])
-def test_an_evaluation_adopts_the_model_and_the_data_of_its_checkpoint(
-    place: str, tmp_path: Path
-) -> None:
+def test_evaluation_adopts_model_and_data_of_checkpoint(place: str, tmp_path: Path) -> None:
     words = [
         "model._target_=torch.nn.Linear",
         "model.in_features=64",
@@ -1676,7 +1672,7 @@ def test_an_old_python_is_told_what_is_needed(
     assert ", and 3.11 or newer is needed; make PYTHON=/path/to/python3.11" in said
 
 
-def test_a_module_in_the_folder_hides_nothing_and_is_told_if_it_is_hidden(tmp_path: Path) -> None:
+def test_hidden_module_of_the_folder_is_named(tmp_path: Path) -> None:
     Path("yaml.py").touch()
     (problem,) = problems_of("model._target_=yaml.Net")
     assert problem.startswith("model._target_=yaml.Net: yaml.py in this folder is hidden by ")
@@ -1847,7 +1843,7 @@ def test_a_frozen_config_that_is_none_is_refused(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_strategy_of_a_run_is_kept_and_its_placement_chosen_anew(tmp_path: Path) -> None:
+def test_resume_keeps_the_strategy_and_places_anew(tmp_path: Path) -> None:
     words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
     ordered = [*words, "strategy=ordered", "launch.nproc_per_node=2"]
     config = prepare(PROGRAM, [*ordered, "data.placement=host"], None)
@@ -2017,7 +2013,7 @@ def test_completion_installs_itself() -> None:
 
 
 @pytest.mark.slow
-def test_only_combinations_of_a_sweep_are_checked_not_the_defaults() -> None:
+def test_sweep_checks_its_combinations_not_the_defaults() -> None:
     """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
     argv = ["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100", "seed=1,2,3"]
     assert plan_sweep(PROGRAM, argv).total == 6

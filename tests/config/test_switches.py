@@ -411,7 +411,7 @@ def test_buckets_have_the_size_that_is_asked_for(words: str, mib: int, cut: bool
     ],
 )
 @mock.patch.dict(BUCKET_MB, large=0.9)
-def test_a_model_is_cut_where_a_step_is_short_beside_its_exchange(
+def test_model_is_cut_where_the_exchange_is_long(
     ranks: int, flops: int | None, buckets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_graphs, "ranks", lambda: ranks)
@@ -442,7 +442,7 @@ def test_buffers_are_sent_only_where_somebody_receives_them(
         (False, "cuda:0", 3, False),
     ],
 )
-def test_buckets_are_final_from_the_start_where_bits_depend_on_them(
+def test_buckets_are_final_where_bits_depend_on_them(
     deterministic: bool, device: str, ranks: int, fixed: bool
 ) -> None:
     config = case_of(f"strategy=ddp deterministic={str(deterministic).lower()}", CPU).config
@@ -1358,7 +1358,7 @@ def test_the_plan_says_why() -> None:
         ("model=cnn data=digits tuning.compile=false", True, "", ""),
     ],
 )
-def test_a_model_is_cut_seldom_or_never_where_gradients_travel_fast(
+def test_model_is_seldom_cut_where_gradients_travel_fast(
     words: str, nvlink: bool, on: str, off: str
 ) -> None:
     machine = dataclasses.replace(GPU, gpus=4, nvlink=nvlink)
@@ -1381,7 +1381,7 @@ def test_a_model_is_cut_seldom_or_never_where_gradients_travel_fast(
         ("sysconfig.get_path", "/nowhere", "no Python.h (python3-dev)"),
     ],
 )
-def test_where_triton_can_make_nothing_it_is_left_out_and_refused(
+def test_triton_that_cannot_compile_is_left_out_or_refused(
     asked: str, answer: Any, what: str
 ) -> None:
     words = "model=resnet50 data=synthetic train.max_steps=9999"

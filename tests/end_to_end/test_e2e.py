@@ -74,7 +74,7 @@ def only_run(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.slow
-def test_the_default_job_learns_the_digits_and_leaves_all_its_files(tmp_path: Path) -> None:
+def test_default_job_learns_the_digits_and_leaves_files(tmp_path: Path) -> None:
     done = run(cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
@@ -225,7 +225,7 @@ def test_torchrun_is_refused_and_leaves_no_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_worker_whose_agent_has_died_ends_before_it_imports_torch(tmp_path: Path) -> None:
+def test_orphaned_worker_ends_before_it_imports_torch(tmp_path: Path) -> None:
     """One that died in the worker's first moments: the kernel does not end it, and the agent's
     store is gone."""
     with socket.socket() as nobody:
@@ -264,9 +264,7 @@ def test_a_worker_whose_agent_has_died_ends_before_it_imports_torch(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.true_command
-def test_a_resumed_run_ends_in_the_same_bytes_as_an_uninterrupted_one(
-    by_one: Path, tmp_path: Path
-) -> None:
+def test_resumed_run_ends_in_the_same_bytes(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     first = run(f"run_dir={run_dir}", ONE, *TWENTY)
     assert first.returncode == 0, first.stderr
@@ -285,7 +283,7 @@ def test_a_resumed_run_ends_in_the_same_bytes_as_an_uninterrupted_one(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_three_ranks_ends_where_one_process_does(
+def test_resumed_run_of_three_ranks_equals_one_process(
     by_one: Path, by_three: tuple[Path, str], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -298,9 +296,7 @@ def test_a_resumed_run_of_three_ranks_ends_where_one_process_does(
 
 
 @pytest.mark.slow
-def test_resume_never_starts_over_and_sets_the_old_checkpoints_aside(
-    by_one: Path, tmp_path: Path
-) -> None:
+def test_start_over_sets_old_checkpoints_aside(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(by_one, run_dir)
     done = run(f"run_dir={run_dir}", ONE, *TWENTY, "checkpoint.resume=never")
@@ -369,9 +365,7 @@ def test_a_spoilt_checkpoint_does_not_push_out_a_good_one(by_one: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_with_spoilt_checkpoints_only_does_not_start_over_silently(
-    by_one: Path, tmp_path: Path
-) -> None:
+def test_run_with_spoilt_checkpoints_does_not_start_over(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(by_one, run_dir)
     for name in checkpoints(run_dir):
@@ -385,9 +379,7 @@ def test_a_run_with_spoilt_checkpoints_only_does_not_start_over_silently(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_another_model_is_refused_by_the_names_that_differ(
-    by_one: Path, tmp_path: Path
-) -> None:
+def test_checkpoint_of_another_model_is_refused_by_names(by_one: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = [word for word in FORTY if not word.startswith("model=")]
     done = run(f"run_dir={run_dir}", ONE, *words, "model=cnn", f"checkpoint.resume={by_one}")
@@ -483,9 +475,7 @@ def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_sweep_over_checkpoints_evaluates_each_with_its_own_model(
-    by_one: Path, tmp_path: Path
-) -> None:
+def test_sweep_evaluates_each_checkpoint_with_its_model(by_one: Path, tmp_path: Path) -> None:
     """The checkpoints are of model=mlp, the default is another; a run and a single checkpoint both
     are a path."""
     places = f"{by_one},{by_one}/checkpoints/step_00000030"
@@ -567,7 +557,7 @@ def fetched(world: World, folder: str) -> bool:
         return file.exists()
 
 
-def test_only_one_process_per_host_downloads_and_the_others_wait_for_it(tmp_path: Path) -> None:
+def test_one_process_per_host_downloads(tmp_path: Path) -> None:
     assert on_ranks(3, fetched, str(tmp_path)) == [True, True, True]
 
 

@@ -233,7 +233,7 @@ def test_a_forward_pass_that_waits_for_the_gpu_is_not_captured(
     ), said
 
 
-def test_what_a_forward_pass_warns_of_is_still_said_while_it_is_watched() -> None:
+def test_warnings_of_a_watched_forward_pass_are_shown() -> None:
     mode = torch.cuda.get_sync_debug_mode()
     with pytest.warns(UserWarning) as seen, worth_capturing.places_that_wait() as places:
         warnings.warn("of the model", stacklevel=1)
@@ -352,7 +352,7 @@ class Closed(nn.Module):
     ("precision", "optimizer"),
     [("fp32", "sgd"), ("fp16", "sgd"), ("fp32", "lamb"), ("fp16", "lars")],
 )
-def test_a_bad_loss_stays_out_of_the_weights_until_the_host_looks(
+def test_bad_loss_stays_out_of_the_weights(
     graph: bool, precision: str, optimizer: str, own_model: dict[str, Any]
 ) -> None:
     sources = datasets_of(DigitsConfig(), 0)
@@ -495,7 +495,7 @@ def test_batches_are_whole_however_late_they_are_read(copy_stream: bool) -> None
     assert len(seen) == 40
 
 
-def test_a_model_that_records_graphs_of_its_own_trains_as_others_do() -> None:
+def test_model_with_its_own_cuda_graphs_trains() -> None:
     ends = []
     for mode in ("default", "reduce-overhead"):
         torch._dynamo.reset()
@@ -634,7 +634,7 @@ def test_a_trace_has_the_kernels_of_its_steps(captured: bool, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_rank_that_hangs_before_an_exchange_over_nccl_is_named_with_it(tmp_path: Path) -> None:
+def test_rank_that_hangs_before_nccl_is_named(tmp_path: Path) -> None:
     (tmp_path / "wayward.py").write_text(WAYWARD)
     words = [
         "model._target_=wayward.Net",
@@ -844,7 +844,7 @@ def test_convolutions_sum_up_their_outputs(dtype: torch.dtype) -> None:
     not importlib.util.find_spec("cudnn"), reason="needs the package nvidia-cudnn-frontend"
 )
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_resnet_learns_the_same_by_the_sums_of_its_convolutions(
+def test_resnet_learns_the_same_with_conv_sums(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients and running averages as near to those in 32 bits as by two passes."""

@@ -71,7 +71,7 @@ def named_by_a_checkpoint(target: str, *words: str) -> list[str]:
         "torch.nnx.Thing",
     ],
 )
-def test_code_that_a_checkpoint_names_is_refused_before_it_is_imported(target: str) -> None:
+def test_code_named_by_a_checkpoint_is_not_imported(target: str) -> None:
     (problem,) = named_by_a_checkpoint(target)
     assert f"model._target_={target}: loads code from outside" in problem
     package = target.partition(".")[0]
@@ -107,7 +107,7 @@ def test_code_that_a_preset_names_is_trusted(tmp_path: Path) -> None:
     assert resolve_and_check(config, None)[1] == []
 
 
-def test_trust_in_one_package_is_no_trust_in_what_a_checkpoint_names() -> None:
+def test_trust_in_a_package_does_not_reach_further() -> None:
     (problem,) = named_by_a_checkpoint("os.system", "optimizer._target_=json.JSONDecoder")
     assert problem.startswith("model._target_=os.system: loads code from outside")
 
@@ -273,9 +273,7 @@ class Net(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fail", [False, True])
-def test_a_secret_of_the_environment_is_in_no_file_and_on_no_screen(
-    fail: bool, tmp_path: Path
-) -> None:
+def test_secret_of_the_environment_is_never_written(fail: bool, tmp_path: Path) -> None:
     secret = "canary-5c1d7a"
     unused = "canary-00ff42"
     (tmp_path / "keeper.py").write_text(KEEPER)

@@ -50,7 +50,7 @@ def test_the_page_is_found_from_the_root() -> None:
 
 
 @pytest.mark.slow
-def test_the_tables_have_the_keys_that_a_sweep_and_its_runs_write(tmp_path: Path) -> None:
+def test_tables_have_the_keys_that_sweeps_and_runs_write(tmp_path: Path) -> None:
     done = run(
         "-m", "optimizer.lr=1e30,0.01", *SMALL, "train.epochs=2", ONE, "run_dir=s", cwd=tmp_path
     )

@@ -299,7 +299,7 @@ def digest(run_dir: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=COMPILED)])
-def test_the_command_trains_alike_on_one_and_three_processes_and_after_a_resume(
+def test_cifar_trains_alike_on_one_and_three_ranks(
     path: str, tmp_path: Path, compiled: bool
 ) -> None:
     words = (

@@ -99,7 +99,7 @@ def test_what_is_copied_into_the_image_is_there_and_not_ignored() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
-def test_the_image_has_the_python_that_the_constraints_were_tested_with() -> None:
+def test_image_has_the_python_of_the_constraints() -> None:
     tested = re.search(
         r"Python (\d+\.\d+)", (ROOT / "constraints.txt").read_text().partition("\n")[0]
     )

@@ -73,7 +73,7 @@ def some_reviews(count: int = 60) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_a_canvas_has_the_same_digits_in_its_picture_its_mask_and_its_labels() -> None:
+def test_canvas_picture_mask_and_labels_agree() -> None:
     from examples.canvases import INK, Canvases  # imports scikit-learn, in two seconds
 
     for number in range(20):
@@ -95,7 +95,7 @@ def test_a_canvas_has_the_same_digits_in_its_picture_its_mask_and_its_labels() -
         assert torch.equal(*images) and digits[0] == digits[1] and len(digits[0]) <= 4
 
 
-def test_training_canvases_are_new_in_each_epoch_and_the_others_never() -> None:
+def test_only_training_canvases_change_by_epoch() -> None:
     from examples.canvases import Canvases, UNet
 
     train, test = (UserDataset(Canvases(part), seed=0) for part in (True, False))

@@ -121,7 +121,7 @@ def test_the_judge_sees_what_is_wrong(change: Callable[[Outcome], None], seen: s
     assert len(wrong) == 1 and seen in wrong[0], wrong
 
 
-def test_a_stop_adds_a_line_and_the_next_one_is_the_mean_of_fewer_steps() -> None:
+def test_stop_adds_a_line_of_fewer_steps() -> None:
     found = copy.deepcopy(EXPECTED)
     found.lines.insert(2, {"kind": "train", "step": 4, "loss": 0.3, "lr": 0.1})
     found.lines[3]["loss"] = 0.45
@@ -140,7 +140,7 @@ def test_the_faults_have_names_of_their_own_and_a_row_each() -> None:
     assert table(results).splitlines()[-1] == "| all | 1 |  |  |  | 1 |"
 
 
-def test_with_another_number_other_ranks_have_the_samples_of_a_step() -> None:
+def test_resized_run_gives_samples_to_other_ranks() -> None:
     found = copy.deepcopy(EXPECTED)
     found.state = "others"
     found.samples = {(0, 0, 0): "1", (1, 0, 0): "2", (2, 0, 0): "3", (3, 0, 0): "1"}

@@ -201,7 +201,7 @@ def test_a_job_goes_back_into_the_queue_if_it_can_go_on(
 
 @on_slurm
 @pytest.mark.slow
-def test_the_trials_of_a_sweep_are_jobs_and_one_that_is_stopped_goes_on(slurm: SlurmLab) -> None:
+def test_trials_are_slurm_jobs_and_resume(slurm: SlurmLab) -> None:
     sweep = slurm.folder / "sweep"
     words = (
         *WORDS,
@@ -265,7 +265,7 @@ def test_a_cancelled_job_saves_and_leaves_nothing(slurm: SlurmLab, limited: Job)
 @on_slurm
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_job_at_its_time_limit_saves_and_goes_on_to_the_same_weights(
+def test_job_at_its_time_limit_resumes_to_same_weights(
     slurm: SlurmLab, limited: Job, tmp_path: Path
 ) -> None:
     known = slurm.wait_for(limited.number, "COMPLETED")

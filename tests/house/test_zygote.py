@@ -47,7 +47,7 @@ def test_a_worker_finds_what_that_of_a_real_command_finds(
         assert one["common"] == other["common"] and one["forked"] == other["forked"]
 
 
-def test_a_command_is_a_child_of_the_test_with_a_command_line_of_its_own(tmp_path: Path) -> None:
+def test_command_is_a_child_with_its_own_command_line(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
         job.wait_for_step()
         line = (

@@ -192,7 +192,7 @@ def carrying(mark: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_server_ends_with_a_refused_config_and_with_a_killed_launcher(tmp_path: Path) -> None:
+def test_fork_server_ends_with_its_launcher(tmp_path: Path) -> None:
     env = {"FORK_SERVER_TEST": str(tmp_path)}
     assert run("train.epochs=0", env=env).returncode == 2
     assert carrying(str(tmp_path)) == []

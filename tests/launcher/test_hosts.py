@@ -52,7 +52,7 @@ pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine tha
 
 
 @pytest.mark.slow
-def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_path: Path) -> None:
+def test_second_run_in_a_directory_is_refused(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, ONE) as job:
         job.wait_for_step()
         frozen = (job.run_dir / "config.yaml").read_bytes()
@@ -73,7 +73,7 @@ def test_a_second_run_in_the_same_directory_is_refused_before_any_worker(tmp_pat
     assert third.returncode == 0, "the lock of a dead process is taken over"
 
 
-def test_a_lock_file_that_somebody_removed_belongs_to_nobody_else(tmp_path: Path) -> None:
+def test_removed_lock_file_is_owned_by_nobody_else(tmp_path: Path) -> None:
     """The run went on for hours, and then said that "process ? on ?" owned its directory."""
     path = tmp_path / run_lock.FILE
     with contextlib.closing(run_lock.acquire(path).file):
@@ -403,7 +403,7 @@ def test_the_others_end_when_a_host_is_lost(lost: str, silent: bool, cluster: Cl
 @on_hosts
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_a_host_that_was_cut_off_and_a_new_run_never_write_together(cluster: Cluster) -> None:
+def test_host_cut_off_never_writes_beside_a_new_run(cluster: Cluster) -> None:
     """The old rank 0 hangs in a collective, alive. Until it ends nobody else gets its run
     directory."""
     words = (

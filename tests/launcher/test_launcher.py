@@ -109,7 +109,7 @@ def test_a_worker_whose_torchrun_has_died_already_ends_too(tmp_path: Path, rank:
     assert "torchrun's agent, which served it, has ended" in fatal
 
 
-def test_torchrun_restarts_a_lost_rank_into_the_same_run_directory(tmp_path: Path) -> None:
+def test_torchrun_restarts_into_the_same_run_directory(tmp_path: Path) -> None:
     marker = tmp_path / "vanished"
     words = foreign_net(fault="vanish once", rank=2, call=5, marker=str(marker))
     done = run(
@@ -132,7 +132,7 @@ def test_torchrun_restarts_a_lost_rank_into_the_same_run_directory(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_in_the_same_way_three_times_is_given_up(tmp_path: Path) -> None:
+def test_run_that_fails_alike_three_times_is_ended(tmp_path: Path) -> None:
     words = [*foreign_net(fault="raise", rank=1, call=3), "launch.max_restarts=9", THREE]
     done = run(*words, f"run_dir={tmp_path}/run", env=foreign_code(tmp_path))
     assert done.returncode == 70
@@ -184,7 +184,7 @@ def test_a_failure_that_a_worker_printed_is_not_recorded_again(
 
 
 @pytest.mark.parametrize(("reported", "code"), [(65, 65), (0, 70)])
-def test_the_exit_code_is_that_of_the_report_though_another_rank_ends_first(
+def test_exit_code_is_that_of_the_reported_failure(
     reported: int, code: int, tmp_path: Path
 ) -> None:
     config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path))
@@ -224,7 +224,7 @@ class Net(nn.Sequential):
 
 
 @pytest.mark.slow
-def test_a_rank_that_takes_long_to_end_after_its_report_is_not_restarted(tmp_path: Path) -> None:
+def test_rank_slow_to_end_after_report_is_not_restarted(tmp_path: Path) -> None:
     """The others end before it, with 70, for which a run is restarted; what it has reported is
     final."""
     (tmp_path / "slow_end.py").write_text(SLOW_END)
@@ -274,7 +274,7 @@ def test_a_stopped_launcher_takes_its_workers_with_it(
 
 
 @pytest.mark.slow
-def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_time(tmp_path: Path) -> None:
+def test_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     words = foreign_net(fault="deaf", delay=0.05)
     with running(
         tmp_path / "run",

@@ -101,7 +101,7 @@ def test_a_run_starts_with_as_many_as_there_are_devices(
     )
 
 
-def test_ordered_reduction_goes_without_the_numbers_that_do_not_divide_its_shards() -> None:
+def test_ordered_resize_uses_divisors_of_its_shards() -> None:
     config = resolve(asked_config("2:8", strategy=OrderedConfig()), CORES, None)
     assert config.process_counts == [2, 4, 8]
 
@@ -187,9 +187,7 @@ def test_what_auto_chooses_by_the_number_is_chosen_anew() -> None:
 
 
 @pytest.mark.parametrize(("batch", "accumulation"), [(96, 1), (50, 1), (50, 3), (7, 2)])
-def test_every_number_trains_the_same_global_batches_in_as_many_passes(
-    batch: int, accumulation: int
-) -> None:
+def test_every_size_trains_the_same_global_batches(batch: int, accumulation: int) -> None:
     for world in (1, 2, 3, 5):
         plans = [
             BatchPlan(200, batch, accumulation, 2, seed=0, rank=rank, world_size=world)
@@ -211,7 +209,7 @@ def test_every_number_trains_the_same_global_batches_in_as_many_passes(
 # --- how many come next ---------------------------------------------------------------------------
 
 
-def test_a_request_uses_gpus_again_that_were_given_up_if_it_needs_them() -> None:
+def test_resize_request_uses_given_up_gpus_again() -> None:
     size = Size(2, [1, 2, 3], ["a", "b", "c"], given_up=["b"])
     assert size.gpus_in_use() == ["a", "c"]
     assert size.resized(1).gpus_in_use() == ["a"]

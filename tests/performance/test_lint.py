@@ -98,7 +98,7 @@ def test_what_is_named_has_no_effect_and_the_rest_has(name: str) -> None:
                 assert same == (bias_name in expected), bias_name
 
 
-def test_a_model_that_cannot_be_looked_through_is_told_in_the_log(
+def test_opaque_model_is_named_in_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = Uses(lambda layer, norm, images: norm(layer(images)) * images.sum().item())

@@ -178,7 +178,7 @@ def test_limits_of_the_host_are_told_with_what_raises_them(
     assert remedy in failure_from(caught.value, 1, RankStatus(), Path("log"), "").remedy
 
 
-def test_a_connection_of_the_users_own_is_not_one_to_another_rank(tmp_path: Path) -> None:
+def test_connection_of_the_user_is_not_one_to_a_rank(tmp_path: Path) -> None:
     """A data set behind a server: an innocent rank was blamed, six seconds later."""
     by_loader = (
         f"Caught {ConnectionResetError.__name__} in DataLoader worker process 0.\nConnection reset"

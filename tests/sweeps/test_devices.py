@@ -35,7 +35,7 @@ def test_gpus_are_those_that_cuda_visible_devices_allows(
     assert named(visible, GPUS) == expected
 
 
-def test_devices_that_are_named_by_number_are_those_named_by_uuid(
+def test_devices_by_number_are_those_by_uuid(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or two sweeps would lock one GPU under two names."""
@@ -92,7 +92,7 @@ def test_a_folder_of_locks_is_not_replaced_by_another_sweeps(
     assert stat.S_IMODE((tmp_path / "locks").stat().st_mode) == EVERYBODY
 
 
-def test_a_device_is_held_until_all_who_inherited_its_lock_have_ended(tmp_path: Path) -> None:
+def test_device_is_held_until_all_heirs_have_ended(tmp_path: Path) -> None:
     mine = Locks(tmp_path / "locks")
     theirs = Locks(tmp_path / "locks")
     assert stat.S_IMODE((tmp_path / "locks").stat().st_mode) == EVERYBODY
@@ -112,7 +112,7 @@ def test_a_device_is_held_until_all_who_inherited_its_lock_have_ended(tmp_path: 
     }
 
 
-def test_what_somebody_else_has_put_in_the_place_of_locks_is_refused(tmp_path: Path) -> None:
+def test_foreign_files_in_place_of_locks_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with pytest.raises(PoolError, match=r"hydra\.launcher\.lock_folder=.*/link: .*; name another"):

@@ -112,7 +112,7 @@ def test_parameters_of_the_sweeper_are_words_as_others() -> None:
         assert "++seed=int(interval(1,9))" in plan.hydra_arguments and plan.swept == {"seed"}
 
 
-def test_what_hydra_itself_refuses_has_the_exit_code_of_a_mistake(
+def test_refusal_by_hydra_has_the_exit_code_of_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["launch.py"])

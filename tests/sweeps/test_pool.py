@@ -25,7 +25,7 @@ from tests.support.commands import (
 )
 
 
-def test_what_the_launcher_is_told_directly_is_what_the_trials_share() -> None:
+def test_direct_launcher_settings_are_shared_by_trials() -> None:
     """Threads and loader processes are planned for so many trials at a time."""
     gpus = Hardware(cpus=8, gpus=4, gpu_name="NVIDIA H200", compute_capability=(9, 0))
 

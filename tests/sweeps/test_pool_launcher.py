@@ -84,7 +84,7 @@ def assert_no_lock_is_held(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_sweeps_share_the_devices_and_a_failed_job_ends_no_other(tmp_path: Path) -> None:
+def test_two_sweeps_share_devices(tmp_path: Path) -> None:
     sweeps = [app(tmp_path, f"+x={names}", "+seconds=0.2") for names in ("1,bad,2,3", "4,5,6")]
     said = [end_of(sweep) for sweep in sweeps]
     assert [sweep.returncode for sweep in sweeps] == [1, 0], said

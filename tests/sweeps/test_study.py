@@ -29,7 +29,7 @@ from hydra_plugins.ddp_train_pool._study import (  # noqa: E402
 NO_PRUNER = {"name": "none"}
 
 
-def test_words_are_read_as_users_of_hydras_own_optuna_sweeper_know_them() -> None:
+def test_overrides_are_those_of_hydras_optuna_sweeper() -> None:
     def of(word: str) -> Any:
         return distribution_of(OverridesParser.create().parse_override(word))
 
@@ -90,7 +90,7 @@ def score(words: list[str]) -> float:
     return float(words[1].partition("=")[2])
 
 
-def test_a_study_that_is_cut_off_draws_what_an_undisturbed_one_does(
+def test_interrupted_study_draws_the_same_trials(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "calm").mkdir()

@@ -156,7 +156,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_trial_that_hangs_or_has_no_memory_keeps_its_row_and_gives_its_device_back(
+def test_failed_trial_keeps_its_row_and_frees_its_device(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "faulty.py").write_text(FAULTY)

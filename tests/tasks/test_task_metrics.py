@@ -247,7 +247,7 @@ def both(world: World) -> Any:
 
 @pytest.mark.slow
 @needs_library
-def test_metrics_are_those_of_the_whole_set_to_the_bit_on_any_number_of_processes() -> None:
+def test_metrics_have_the_same_bits_on_any_world() -> None:
     alone = both(World())
     assert on_ranks(3, both) == [alone] * 3
     (of_five, better), (of_twelve, _), (of_regression, _) = alone
@@ -609,7 +609,7 @@ def test_keys_name_further_metrics() -> None:
     }
 
 
-def test_a_metric_of_which_nobody_says_the_direction_cannot_select() -> None:
+def test_metric_without_a_direction_cannot_select() -> None:
     config = Config()
     config.checkpoint.best_metric = "test.acc"
     (problem,) = metrics.unusable(config, ["loss", "acc"], {"loss": "min"})
@@ -700,7 +700,7 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
     ]
 
 
-def test_the_metrics_of_a_checkpoint_are_not_trusted_beyond_torchmetrics(
+def test_metrics_of_a_checkpoint_must_be_torchmetrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(code_checks, "has_metrics", lambda: True)

@@ -67,7 +67,7 @@ def test_a_damaged_line_of_metrics_is_set_aside(
     assert len(caplog.messages) == 1
 
 
-def test_a_file_that_cannot_take_its_place_leaves_nothing_beside_it(tmp_path: Path) -> None:
+def test_failed_replacement_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     with pytest.raises(OSError, match="taken"):
         write_text(tmp_path / "taken", "text")

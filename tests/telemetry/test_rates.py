@@ -44,7 +44,7 @@ def gpt() -> nn.Module:
 IDS = torch.zeros(1, LENGTH, dtype=torch.int64)
 
 
-def test_operations_of_a_gpt_are_six_per_weight_and_those_of_attention() -> None:
+def test_flops_of_gpt_are_six_per_weight_plus_attention() -> None:
     """6 N + 12 layers x width x length per token (PaLM, appendix B), where N are the weights of
     matrices."""
     model = gpt().train()

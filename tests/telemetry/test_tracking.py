@@ -500,7 +500,7 @@ def test_trackers_are_classes_by_name(
     assert config.tracker == TrackerConfig(classes=classes)
 
 
-def test_a_wrong_tracker_and_a_missing_library_are_told_before_the_start(
+def test_wrong_tracker_is_refused_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
