@@ -252,6 +252,9 @@ class _Refusal:
             code = ", or `_target_: package.Name`" if CUSTOM in known else ""
             rule = f"names none of {', '.join(known)}; add `name: {known[0]}`{code}"
             return f"{self.program.shown(path)}: {rule}"
+        unused = self.program.unused().get((group, name))
+        if unused:
+            return unused
         if options:
             rule = f"must be one of {', '.join(options)}{did_you_mean(name, options)}"
         else:

@@ -201,9 +201,9 @@ class _Reader:
             self.overrides.set_value(f"{group}._target_", targets[0], targets[0])
             return
         guess = _meant_option(group, option, unknown[0], options)
-        self.overrides.problems.append(
-            f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}"
-        )
+        rule = f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}"
+        unused = self.program.unused().get((group, unknown[0]))
+        self.overrides.problems.append(unused or rule)
 
     def _read_own_trackers(self, items: list[Any]) -> list[Any] | str:
         """Set a key of `tracker.classes` for each class. Returns the other trackers."""

@@ -5,10 +5,12 @@ Torch-free.
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_train.errors import ConfigError
@@ -17,6 +19,8 @@ PACKAGE = Path(__file__).resolve().parent.parent
 CONFIG_DIR = ("-cd", "--config-dir")
 PRESETS = ("experiment", "debug")
 """Groups of whole runs, of which none need be chosen: their files set keys of all sections."""
+CLOSE = 0.8
+"""Likeness from which one name is a typo of another: modle is, and traces is not a tracker."""
 PACKAGE_LINE = "# @package _global_"
 FOLDER = "conf"
 """Your own presets: in the working folder, or beside launch.py."""
@@ -101,6 +105,34 @@ class Program:
             return f"{path}: its first line must be `{PACKAGE_LINE}`, to set keys of a run"
         return ""
 
+    def unused(self) -> dict[tuple[str, str], str]:
+        """Why files of your own do not act, by the group and the option that were meant.
+
+        Such a file stops only a command that chooses it: it may be another program's.
+        """
+        problems = {}
+        for path in sorted(self.own.rglob("[!.]*.y*ml")) if self.own else ():
+            group, problem = self._why_unused(path)
+            if problem:
+                problems[group, path.stem] = problem
+        return problems
+
+    def _why_unused(self, path: Path) -> tuple[str, str]:
+        """The group that a file was meant for, and why it does not act, "" if it does."""
+        group = path.parent.relative_to(self.own or "").as_posix()
+        groups = self.groups()
+        is_replaced = path.suffix == ".yml" and path.with_suffix(".yaml").exists()
+        if is_replaced:
+            return group, ""
+        if group in groups and path.suffix == ".yml":
+            return group, f"{path}: only *.yaml is read; rename it to {path.stem}.yaml"
+        if group in groups:
+            return group, self.problem_of(group, path.stem)
+        for meant in difflib.get_close_matches(group, groups, n=1, cutoff=CLOSE):
+            if path.stem not in self.options(meant):
+                return meant, f"{path}: there is no group {group}; did you mean {meant}?"
+        return group, ""
+
     def check(self) -> None:
         """Raise ConfigError for a folder of your own that is missing, or would be ignored."""
         if not self.own:
@@ -153,7 +185,18 @@ def find_program(script: Path | None, argv: list[str]) -> tuple[Program, list[st
     )
     program.check()
     import_from_working_folder()
-    return program, arguments
+    return replace(program, notes=(*program.notes, *_note_of_unused(program))), arguments
+
+
+def _note_of_unused(program: Program) -> Iterator[str]:
+    """What a user should know of files that do not act: the first, and how many there are."""
+    problems = list(program.unused().values())
+    if problems:
+        others = f", nor are {len(problems) - 1} others" if len(problems) > 1 else ""
+        yield (
+            f"{problems[0]}; not used until then{others}; if {program.own} belongs to another"
+            f" program, name presets of yours with {CONFIG_DIR[1]}=FOLDER"
+        )
 
 
 def _unnamed_presets(script: Path | None) -> list[Path]:

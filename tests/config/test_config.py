@@ -1427,11 +1427,40 @@ def test_files_of_others_stop_no_command() -> None:
     )
     Path("conf/experiment/mine.yml").write_text("old: 1\n")
     Path("conf/experiment/.#mine.yaml").symlink_to("nowhere")  # as Emacs does
+    assert program.unused() == {}
     assert (
         read_config(
             program, read_overrides(program, ["experiment=mine", "model=gpt", "data=text"])
         )[0].seed
         == 4
+    )
+
+
+def test_file_that_does_not_act_is_named_to_who_chooses_it() -> None:
+    program = own_presets(
+        experiment__late="# late\n# @package _global_\nseed: 5\n",
+        optimizers__mine="name: sgd\n",
+        schedule__mine="name: cosine\n",
+        nginx__a="port: 80\n",
+        traces__a="port: 80\n",
+        experiment__other="# @package _global_\ndefaults: [override /optimizer: mine]\n",
+    )
+    Path("conf/schedule/mine.yaml").rename("conf/schedule/mine.yml")
+    misspelt = "conf/optimizers/mine.yaml: there is no group optimizers; did you mean optimizer?"
+    not_read = "conf/schedule/mine.yml: only *.yaml is read; rename it to mine.yaml"
+    late = (
+        "conf/experiment/late.yaml: its first line must be `# @package _global_`, to set keys of"
+        " a run"
+    )
+    assert list(program.unused().values()) == [late, misspelt, not_read]
+    assert read_overrides(program, ["optimizer=mine"]).problems == [misspelt]
+    assert read_overrides(program, ["schedule=mine"]).problems == [not_read]
+    assert read_config(program, read_overrides(program, ["experiment=other"]))[1] == [misspelt]
+    assert read_config(program, read_overrides(program, ["experiment=late"]))[1] == [late]
+    assert read_config(program, read_overrides(program, ["optimizer=sgd"]))[1] == []
+    assert find_program(None, [])[0].notes == (
+        f"{late}; not used until then, nor are 2 others; if conf belongs to another program, name"
+        " presets of yours with --config-dir=FOLDER",
     )
 
 
