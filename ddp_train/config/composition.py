@@ -60,7 +60,10 @@ def read_config(
         return Config(), [*overrides.problems, *error.problems]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         return Config(), [*overrides.problems, _Refusal(program, overrides, error).message()]
-    of_files = list(_problems_of_files(program, overrides, choices))
+    of_files = [
+        *_problems_of_files(program, choices),
+        *_replaced_classes(program, overrides, values),
+    ]
     if of_files:
         return Config(), [*overrides.problems, *of_files]
     ground, problems_of_ground = _ground_of(overrides)
@@ -196,22 +199,54 @@ def _choose_own_classes(
     return chosen
 
 
-def _problems_of_files(
-    program: Program, overrides: Overrides, choices: dict[str, str]
-) -> Iterator[str]:
+def _problems_of_files(program: Program, choices: dict[str, str]) -> Iterator[str]:
     """What is wrong with chosen files of your own, although Hydra has composed them."""
     for group, option in choices.items():
         problem = program.problem_of(group, option)
         if problem:
             yield problem
+
+
+def _replaced_classes(
+    program: Program, overrides: Overrides, values: dict[str, Any]
+) -> Iterator[str]:
+    """Classes of presets that replace those of options that the command line chose.
+
+    Hydra merges a preset, and what it includes, over the options. Another composition, of options
+    without a class, shows what is named there. A preset that names a class beside a built-in option
+    is reported by `bind`.
+    """
+    has_preset = any(overrides.choices.get(group, "None") != "None" for group in PRESETS)
+    sections = [
+        section
+        for section, content in values.items()
+        if section in OPTIONS
+        and overrides.choices.get(section, CUSTOM) != CUSTOM
+        and isinstance(content, dict)
+        and content.get("name") == CUSTOM
+    ]
+    if not has_preset or not sections:
+        return
+    choices = [text for text in overrides.arguments if not text.startswith("++")]
+    without_class = [f"{section}={CUSTOM}" for section in sections]
+    others = [text for text in choices if text.partition("=")[0] not in sections]
+    composed, _ = compose_options(program, [*others, *without_class])
+    for section in sections:
+        target = composed[section].get("_target_")
+        if target:
+            rule = f"contradicts {section}={overrides.choices[section]}; give one of them"
+            origin = _preset_with_class(program, section, target)
+            yield f"{section}._target_={target}: {rule}{origin}"
+
+
+def _preset_with_class(program: Program, section: str, target: str) -> str:
+    """The preset that names a class, for a message."""
     for group in PRESETS:
-        path = program.file(group, choices.get(group))
-        for section, values in _content_of(path).items() if path else ():
-            chosen = overrides.choices.get(section, CUSTOM)
-            if path and chosen != CUSTOM and isinstance(values, dict) and "_target_" in values:
-                target = shown(values["_target_"])
-                rule = f"contradicts {section}={chosen}; give one of them"
-                yield f"{section}._target_={target}: {rule} (in {program.shown(path)})"
+        for path in program.files(group):
+            content = _content_of(path).get(section)
+            if isinstance(content, dict) and content.get("_target_") == target:
+                return f" (in {program.shown(path)})"
+    return ""
 
 
 class _Refusal:

@@ -40,6 +40,22 @@ from tests.support.user_data import V2
             "data._target_=a.B: contradicts data=digits; give one of them",
         ),
         (
+            "data: {_target_: a.B}",
+            "data=another",
+            "data._target_=a.B: contradicts data=another; give one of them (in conf/experiment/",
+        ),
+        (
+            "defaults: [inner]\nname: x",
+            "data=another",
+            "data._target_=a.B: contradicts data=another; give one of them (in conf/experiment/in",
+        ),
+        (
+            "defaults: [inner]",
+            "data=the_same",
+            "data._target_=a.B: contradicts data=the_same; give one of them (in conf/experiment/in",
+        ),
+        ("data: {size: 8}\ntrusted_modules: []", "data=the_same", ""),
+        (
             "defaults: [inner",
             "",
             "conf/experiment/mine.yaml: line 3: cannot be read: expected ',' or ']'",
@@ -52,6 +68,9 @@ def test_a_preset_names_a_data_set_of_ones_own(
     conf = tmp_path / "conf"
     (conf / "experiment").mkdir(parents=True)
     (conf / "experiment/inner.yaml").write_text("# @package _global_\ndata: {_target_: a.B}\n")
+    (conf / "data").mkdir()
+    (conf / "data/another.yaml").write_text("_target_: c.D\n")
+    (conf / "data/the_same.yaml").write_text("_target_: a.B\n")
     (conf / "experiment/mine.yaml").write_text(f"# @package _global_\n{preset}\n")
     program = dataclasses.replace(PROGRAM, own=conf)
     try:
