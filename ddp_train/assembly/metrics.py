@@ -132,14 +132,16 @@ def check_metrics(
     Raises ConfigError if a key names a metric that there is not, or a set that is not scored then,
     or if a further metric or a task of the user's own does not fit.
     """
-    problems = metrics.problems(config, sources.validation is not None)
+    has_validation = sources.validation is not None
+    problems = [str(problem) for problem in metrics.named_problems(config, has_validation)]
     target = config.task.target if isinstance(config.task, CustomOption) else ""
     if not problems and (module.further_metrics or target or any(metrics.named(config))):
         names = metric_names(module, scored_batches(config, sources.scored[1], device))
         if target:
             problems = _unknown_directions(module.task, target, names)
         all_names = names_with_average(names) if averaged else names
-        problems += metrics.unusable(config, all_names, directions(module))
+        unusable = metrics.unusable(config, all_names, directions(module))
+        problems += [str(problem) for problem in unusable]
     if problems:
         raise ConfigError(problems)
 

@@ -1,12 +1,14 @@
-"""Metrics that keys name: which there are, and which direction is better. What a task of your own
-has is known only once it is loaded, and whether data of your own have a validation set once they
-are opened."""
+"""Metrics that keys name: which there are, and which direction is better.
+
+What a task of your own has is known only once it is loaded, and whether data of your own have a
+validation set once they are opened.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +20,13 @@ from ddp_train.text import OF_AVERAGE, RESERVED, did_you_mean, shown, snake_case
 
 AUTO = "auto"
 SPLITS = ("validation", "test")
+OBJECTIVE = "objective"
 MEASURED = {"samples_per_second": "max", "seconds": "min"}
-"""Numbers of summary.json that are no metrics, and the better direction."""
+"""Numbers of summary.json that are not metrics, and the better direction."""
 BY_TEST = "selects by the test set, whose score then flatters what was selected; "
 LIBRARY = "torchmetrics"
+NOT_ARGUMENTS = ("_target_", "name", "better")
+"""Keys of an item of `metrics` that its class is not called with."""
 
 
 @dataclass(frozen=True)
@@ -35,49 +40,53 @@ class FurtherMetric:
     @property
     def code(self) -> Code:
         """What is called, and with what."""
-        own = ("_target_", "name", "better")
-        arguments = {name: value for name, value in self.given.items() if name not in own}
-        return Code(str(self.given.get("_target_") or ""), arguments)
+        target = str(self.given.get("_target_") or "")
+        arguments = {name: value for name, value in self.given.items() if name not in NOT_ARGUMENTS}
+        return Code(target, arguments)
 
     @property
     def name(self) -> str:
-        """As given, or that of the class in snake case. An object that holds several metrics has
-        names of its own."""
-        return str(self.given.get("name") or snake_case(self.code.target.rpartition(".")[2]))
+        """As given, or that of the class in snake case.
+
+        An object that holds several metrics has names of its own.
+        """
+        class_name = self.code.target.rpartition(".")[2]
+        return str(self.given.get("name") or snake_case(class_name))
 
     @property
     def is_named(self) -> bool:
-        """Whether its metrics surely have `name`, or begin with it: code of one's own may make a
-        collection."""
+        """Whether the names of its metrics surely begin with `name`.
+
+        Your own code may make a collection, which has others.
+        """
         return bool(self.given.get("name")) or self.code.target.startswith(f"{LIBRARY}.")
 
     @property
     def better(self) -> str | None:
-        """As given; None: what the class says."""
+        """The better direction as given; None: what the class says."""
         return self.given.get("better")
 
     def may_have(self, name: str) -> bool:
-        """Whether a metric of that name can come of it, as far as one can tell before it is
-        loaded."""
+        """Tell whether it may have a metric of that name, as far as is known before it is made."""
         return not self.is_named or f"{name}_".startswith(f"{self.name}_")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Iterator[Problem]:
         """What is wrong with the keys that are not arguments."""
         name = self.given.get("name")
         better = self.given.get("better")
-        found = []
-        if "name" in self.given and not (
-            isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name)
-        ):
-            found.append(f"{self.key}.name={shown(name)}: must be a name of letters, digits and _")
+        is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name)
+        if "name" in self.given and not is_name:
+            yield Problem(
+                f"{self.key}.name={shown(name)}", "must be a name of letters, digits and _"
+            )
         elif name in RESERVED:
-            found.append(
-                f"{self.key}.name={name}: no metric may have the name {name}; give it another,"
-                " name: NAME"
+            yield Problem(
+                f"{self.key}.name={name}",
+                f"no metric may have the name {name}",
+                "give it another, name: NAME",
             )
         if "better" in self.given and better not in ("max", "min"):
-            found.append(f"{self.key}.better={shown(better)}: must be one of max, min")
-        return found
+            yield Problem(f"{self.key}.better={shown(better)}", "must be one of max, min")
 
 
 def further(config: Config) -> list[FurtherMetric]:
@@ -85,174 +94,216 @@ def further(config: Config) -> list[FurtherMetric]:
     return [FurtherMetric(f"metrics[{place}]", given) for place, given in enumerate(config.metrics)]
 
 
-def further_problems(config: Config) -> list[str]:
+@dataclass(frozen=True)
+class MetricKey:
+    """A key that names a metric, `objective=validation.accuracy`."""
+
+    key: str
+    value: str
+
+    @property
+    def split(self) -> str:
+        return self.value.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """The metric."""
+        return self.value.partition(".")[2]
+
+    @property
+    def plain_name(self) -> str:
+        """The metric without what says that the average of the weights has it."""
+        return self.name.removeprefix(OF_AVERAGE)
+
+    def with_name(self, name: str) -> str:
+        """The override that names another metric of the same split."""
+        return f"{self.key}={self.split}.{name}"
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+def named(config: Config) -> Iterator[MetricKey]:
+    """The keys that name a metric, without those that are `auto` or name another number."""
+    values = {
+        OBJECTIVE: config.objective,
+        "checkpoint.best_metric": config.checkpoint.best_metric,
+        "train.early_stopping.metric": config.train.early_stopping.metric,
+    }
+    for key, value in values.items():
+        is_measured = key == OBJECTIVE and value in MEASURED
+        if value != AUTO and not is_measured:
+            yield MetricKey(key, value)
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """What can be known to be wrong with metrics before anything is loaded."""
+    yield from further_problems(config)
+    yield from named_problems(config, config.data.has_validation())
+
+
+def further_problems(config: Config) -> Iterator[Problem]:
     """What is wrong with the items of `metrics`, beside the code that they name."""
-    taken = list(metrics_of(config))
-    problems = []
-    for one in further(config):
-        problems += one.problems()
-        if not one.is_named or one.given.get("name") in RESERVED:
+    of_task = metrics_of(config)
+    names = set(of_task)
+    for item in further(config):
+        yield from item.problems()
+        if not item.is_named or item.given.get("name") in RESERVED:
             continue
-        if one.name in taken:
-            if one.name in metrics_of(config):
+        if item.name in names:
+            whose = "another item has"
+            if item.name in of_task:
                 whose = f"task={config.task.name} has"
-            else:
-                whose = "another item has"
-            problems.append(
-                f"{one.key}: {whose} a metric {one.name} too; give this one another, name: NAME"
+            yield Problem(
+                item.key,
+                f"{whose} a metric {item.name} too",
+                "give this one another, name: NAME",
             )
-        taken.append(one.name)
-    return problems
+        names.add(item.name)
+
+
+def named_problems(config: Config, has_validation: bool | None) -> Iterator[Problem]:
+    """What is wrong with the metrics that keys name.
+
+    has_validation: whether there is a validation set; None: unknown.
+    """
+    for key in named(config):
+        found = [
+            *_form_problems(config, key),
+            *_name_problems(config, key),
+            *_split_problems(key, has_validation),
+        ]
+        yield from found[:1]
+
+
+def _form_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
+    if key.split in SPLITS and key.name:
+        return
+    numbers = MEASURED if key.key == OBJECTIVE else ()
+    known = _known_metrics(config)
+    metrics = [f"{split}.{name}" for split in ("test", "validation") for name in known]
+    allowed = ", ".join([AUTO, *numbers, "test.NAME", "validation.NAME"])
+    yield Problem(str(key), f"must be one of {allowed}{did_you_mean(key.value, metrics)}")
+
+
+def _name_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
+    """Why no metric has a name; none if only the task knows."""
+    known = _known_metrics(config)
+    items = further(config)
+    possible = {key.name}
+    if _may_average(config):
+        possible.add(key.plain_name)
+    if not known or key.name in known or _may_be_further(items, possible):
+        return
+    is_of_average = key.name != key.plain_name
+    is_plain_known = key.plain_name in known or _may_be_further(items, {key.plain_name})
+    if config.data.is_regression and key.name == "accuracy":
+        rule = f"data={config.data.name} has no classes"
+        yield Problem(str(key), rule, f"use {key.with_name('loss')}")
+    elif is_of_average and is_plain_known:
+        yield Problem(str(key), "there is no average of the weights", "add train.ema_decay=0.999")
+    else:
+        listed = f"{', '.join(known)}{did_you_mean(key.name, list(known))}"
+        rule = f"task={config.task.name} has no metric {key.name}"
+        yield Problem(str(key), rule, f"it has {listed}")
+
+
+def _may_be_further(items: Sequence[FurtherMetric], names: set[str]) -> bool:
+    return any(item.may_have(name) for item in items for name in names)
+
+
+def _split_problems(key: MetricKey, has_validation: bool | None) -> Iterator[Problem]:
+    if key.split == "validation" and has_validation is False:
+        yield Problem(
+            str(key),
+            "there is no validation set",
+            f"add data.validation=0.1, or use {key.key}=test.{key.name}",
+        )
+    elif key.split == "test" and has_validation and key.key != OBJECTIVE:
+        yield Problem(
+            str(key),
+            "with a validation set the test set is scored at the end only",
+            f"use {key.key}=validation.{key.name}",
+        )
+
+
+def unusable(
+    config: Config, names: list[str], better: Mapping[str, str | None]
+) -> Iterator[Problem]:
+    """What is wrong with the metrics that keys name, once all metrics are known.
+
+    names: those of an average too.
+    better: their directions, where the task says so; None: torchmetrics does not.
+    """
+    for key in named(config):
+        name = key.name
+        plain_name = key.plain_name
+        if name not in names and plain_name in names:
+            whose = "the checkpoint has" if config.mode == "evaluate" else "there is"
+            rule = f"{whose} no average of the weights"
+            yield Problem(str(key), rule, f"use {key.with_name(plain_name)}")
+        elif name not in names:
+            listed = f"{', '.join(names)}{did_you_mean(name, names)}"
+            yield Problem(str(key), f"the task has no metric {name}", f"it has {listed}")
+        elif name not in better:
+            yield Problem(
+                str(key),
+                f"the task does not say which direction of {plain_name} is better",
+                f'add better = {{"{plain_name}": "max"}}, or "min", to its class',
+            )
+        elif better[name] is None:
+            yield Problem(
+                str(key),
+                f"{LIBRARY} does not say which direction of {name} is better",
+                "add better: max, or better: min, to its item of metrics",
+            )
 
 
 def metrics_of(config: Config) -> dict[str, str]:
     """The metrics of the task, and the better direction of each; {} if the task is not known yet.
-    An average of the weights has them too; whether a checkpoint has one, an evaluation sees only
-    when it loads it."""
+
+    An average of the weights has them too. Whether a checkpoint has one, an evaluation sees only
+    when it loads it.
+    """
     return _with_average(config, _of_task(config))
 
 
+def _of_task(config: Config) -> dict[str, str]:
+    if config.task.name != AUTO:
+        return config.task.metrics
+    tasks = ["classification", "regression"]
+    if config.data.is_regression is not None:
+        tasks = ["regression"] if config.data.is_regression else ["classification"]
+    of_tasks: dict[str, str] = {}
+    for task in tasks:
+        of_tasks |= OPTIONS["task"][task].metrics
+    return of_tasks
+
+
+def _known_metrics(config: Config) -> dict[str, Any]:
+    """The metrics of the task and of `metrics`, by name; {} if the task is not known yet."""
+    of_task = metrics_of(config)
+    if not of_task:
+        return {}
+    return of_task | _with_average(config, {item.name: item.better for item in further(config)})
+
+
 def _with_average(config: Config, better: dict[str, Any]) -> dict[str, Any]:
-    if _may_average(config):
-        averaged = {OF_AVERAGE + name: way for name, way in better.items()}
-    else:
-        averaged = {}
-    return {**better, **averaged}
+    if not _may_average(config):
+        return better
+    return better | {OF_AVERAGE + name: direction for name, direction in better.items()}
 
 
 def _may_average(config: Config) -> bool:
     return config.train.ema_decay is not None or config.uses_trained
 
 
-def _of_task(config: Config) -> dict[str, str]:
-    if config.task.name != AUTO:
-        return config.task.metrics
-    chosen = {
-        True: ("regression",),
-        False: ("classification",),
-        None: ("classification", "regression"),
-    }
-    return {
-        name: better
-        for task in chosen[config.data.is_regression]
-        for name, better in OPTIONS["task"][task].metrics.items()
-    }
-
-
-def unusable(config: Config, names: list[str], better: Mapping[str, str | None]) -> list[str]:
-    """What is wrong with the metrics that keys name, once all metrics are known, those of an
-    average too. better: their directions, where the task says so; None: torchmetrics does not."""
-    problems = []
-    for key, value in named(config):
-        name = value.partition(".")[2]
-        if name not in names and name.removeprefix(OF_AVERAGE) in names:
-            whose = "the checkpoint has" if config.mode == "evaluate" else "there is"
-            plain = f"{value.partition('.')[0]}.{name.removeprefix(OF_AVERAGE)}"
-            problems.append(f"{key}={value}: {whose} no average of the weights; use {key}={plain}")
-        elif name not in names:
-            close = did_you_mean(name, names)
-            problems.append(
-                f"{key}={value}: the task has no metric {name}; it has {', '.join(names)}{close}"
-            )
-        elif name not in better:
-            plain = name.removeprefix(OF_AVERAGE)
-            ways = f'better = {{"{plain}": "max"}}, or "min", to its class'
-            problems.append(
-                f"{key}={value}: the task does not say which direction of {plain} is better; add"
-                f" {ways}"
-            )
-        elif better[name] is None:
-            problems.append(
-                f"{key}={value}: {LIBRARY} does not say which direction of {name} is better; add"
-                " better: max, or better: min, to its item of metrics"
-            )
-    return problems
-
-
 def by_test(config: Config) -> str:
-    """What a user must know who selects by the test set. Windows of a text cannot be held out: see
-    `conflicts`."""
-    windows = config.data.task == "language_model"
-    return BY_TEST + (
-        "keep another text for the final score" if windows else "add data.validation=0.1"
-    )
-
-
-def has_validation(config: Config) -> bool | None:
-    """Whether there will be a validation set; None if only the data know."""
-    return config.data.has_validation()
-
-
-def named(config: Config) -> Iterator[tuple[str, str]]:
-    """The keys that name a metric, and their values; `auto` and what is no metric are left out."""
-    values = {
-        "objective": config.objective,
-        "checkpoint.best_metric": config.checkpoint.best_metric,
-        "train.early_stopping.metric": config.train.early_stopping.metric,
-    }
-    for key, value in values.items():
-        if value != AUTO and not (key == "objective" and value in MEASURED):
-            yield key, value
-
-
-def all_problems(config: Config) -> Iterator[Problem]:
-    """What can be known to be wrong with metrics before anything is loaded."""
-    messages = further_problems(config) + problems(config, has_validation(config))
-    for message in messages:
-        found, _, rest = message.partition(": ")
-        rule, _, remedy = rest.partition("; ")
-        yield Problem(found, rule, remedy)
-
-
-def problems(config: Config, validation: bool | None) -> list[str]:
-    """What is wrong with the metrics that keys name. validation: whether there is a validation set;
-    None: unknown."""
-    return [
-        problem
-        for key, value in named(config)
-        if (problem := _problem(config, key, value, validation))
-    ]
-
-
-def _problem(config: Config, key: str, value: str, validation: bool | None) -> str:
-    split, _, name = value.partition(".")
-    known = metrics_of(config)
-    added = further(config)
-    if known:
-        known |= _with_average(config, {one.name: one.better for one in added})
-    plain = name.removeprefix(OF_AVERAGE)
-    possible = {name, plain} if _may_average(config) else {name}
-    if split not in SPLITS or not name:
-        words = [AUTO, *(MEASURED if key == "objective" else ()), "test.NAME", "validation.NAME"]
-        close = did_you_mean(
-            value, [f"{one}.{metric}" for one in ("test", "validation") for metric in known]
-        )
-        return f"{key}={value}: must be one of {', '.join(words)}{close}"
-    if (
-        known
-        and name not in known
-        and not any(one.may_have(maybe) for one in added for maybe in possible)
-    ):
-        if config.data.is_regression and name == "accuracy":
-            return f"{key}={value}: data={config.data.name} has no classes; use {key}={split}.loss"
-        if name != plain and (plain in known or any(one.may_have(plain) for one in added)):
-            return f"{key}={value}: there is no average of the weights; add train.ema_decay=0.999"
-        close = did_you_mean(name, list(known))
-        return (
-            f"{key}={value}: task={config.task.name} has no metric {name}; it has"
-            f" {', '.join(known)}{close}"
-        )
-    if split == "validation" and validation is False:
-        return (
-            f"{key}={value}: there is no validation set; add data.validation=0.1, or use"
-            f" {key}=test.{name}"
-        )
-    if split == "test" and validation and key != "objective":
-        return (
-            f"{key}={value}: with a validation set the test set is scored at the end only; use"
-            f" {key}=validation.{name}"
-        )
-    return ""
+    """What a user must know who selects by the test set."""
+    # Windows of a text cannot be held out: see `DataConfig.problems`.
+    if config.data.task == "language_model":
+        return BY_TEST + "keep another text for the final score"
+    return BY_TEST + "add data.validation=0.1"
 
 
 def objective_name(objective: str, validation: bool | None) -> str:
@@ -263,24 +314,29 @@ def objective_name(objective: str, validation: bool | None) -> str:
 
 
 def direction_of(objective: str, config: Config) -> str | None:
-    """max or min; None if only the task knows."""
+    """The better direction, max or min; None if only the task knows."""
+    name = objective.partition(".")[2]
     if objective in MEASURED:
         return MEASURED[objective]
-    name = objective.partition(".")[2]
-    stated = _with_average(config, {one.name: one.better for one in further(config) if one.better})
     if objective == AUTO or name == "loss":
         return "min"
-    return {**metrics_of(config), **stated}.get(name)
+    stated = {item.name: item.better for item in further(config) if item.better}
+    return (metrics_of(config) | _with_average(config, stated)).get(name)
 
 
 def read_objective(objective: str, summary: dict[str, Any]) -> tuple[str, float | None, str]:
-    """Its name, its value in a summary.json, and the better direction, max or min.
+    """The name of an objective, its value in a summary.json, and the better direction, max or min.
 
     The value is None where there is no number: nothing was measured, or it is not finite. Raises
     KeyError if the summary has no such metric.
     """
     name = objective_name(objective, bool(summary.get("validation")))
-    split, _, metric = name.partition(".")
-    value = summary.get(name) if name in MEASURED else (summary.get(split) or {})[metric]
-    better = MEASURED.get(name) or summary.get("better", built_in_directions()).get(metric) or "min"
-    return name, value if isinstance(value, int | float) and math.isfinite(value) else None, better
+    if name in MEASURED:
+        value = summary.get(name)
+        better = MEASURED[name]
+    else:
+        split, _, metric = name.partition(".")
+        value = (summary.get(split) or {})[metric]
+        better = summary.get("better", built_in_directions()).get(metric) or "min"
+    is_finite = isinstance(value, int | float) and math.isfinite(value)
+    return name, value if is_finite else None, better

@@ -38,7 +38,7 @@ def problems_of(run: RequestedRun) -> Iterator[Problem]:
     yield from config.optimizer.problems(run)
     yield from config.schedule.problems(run)
     yield from tuning_checks.problems(run)
-    yield from metrics.all_problems(config)
+    yield from metrics.problems(config)
     yield from code_checks.problems(config)
     yield from checkpoint_checks.problems(run)
     yield from fine_tuning.problems(config)

@@ -10,7 +10,6 @@ from ddp_train.config.metrics import (
     BY_TEST,
     by_test,
     direction_of,
-    has_validation,
     objective_name,
 )
 from ddp_train.config.overrides import read_overrides
@@ -152,7 +151,7 @@ def _raise_if_any(problems: list[str]) -> None:
 
 def _with_objective(plan: SweepPlan, config: Config) -> SweepPlan:
     """The plan with the name of its objective, where that is known before a trial has run."""
-    validates = has_validation(config)
+    validates = config.data.has_validation()
     if validates is None:
         return plan
     objective = objective_name(config.objective, validates)

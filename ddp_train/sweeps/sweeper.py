@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from hydra.core.hydra_config import HydraConfig
 
-from ddp_train.config.metrics import MEASURED, has_validation
+from ddp_train.config.metrics import MEASURED
 from ddp_train.options.schema import Config
 from ddp_train.sweeps.overrides import key_of, last_value
 
@@ -106,7 +106,7 @@ def optuna_problems(arguments: list[str], config: Config) -> list[str]:
     if launcher not in ("", "pool"):
         rule = "needs hydra/launcher=pool, which says when a trial has ended"
         problems.append(f"{SWEEPER}={OPTUNA}: {rule}; leave out {LAUNCHER}={launcher}")
-    validates = bool(has_validation(config))
+    validates = bool(config.data.has_validation())
     return problems + pruner_problems(pruner_of(arguments), config.objective, validates)
 
 

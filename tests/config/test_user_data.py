@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_train.config import code_checks, metrics
+from ddp_train.config import code_checks
 from ddp_train.config.composition import read_config
 from ddp_train.config.overrides import read_overrides
 from ddp_train.errors import ConfigError
@@ -169,8 +169,8 @@ def test_wrong_keys_are_found_before_anything_starts(words: str, message: str) -
 
 def test_named_validation_split_is_known_before_data_are_opened() -> None:
     splits = {"test": {"x": 1}, "validation": {"x": 2}}
-    assert metrics.has_validation(Config(data=CustomDataConfig(splits=splits))) is True
-    assert metrics.has_validation(Config(data=CustomDataConfig())) is None
+    assert CustomDataConfig(splits=splits).has_validation() is True
+    assert CustomDataConfig().has_validation() is None
 
 
 def test_class_that_a_checkpoint_names_must_be_trusted() -> None:

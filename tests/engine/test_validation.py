@@ -374,7 +374,7 @@ def test_a_metric_that_is_not_there_is_refused(
     for part in path:
         section = getattr(section, part)
     setattr(section, name, value)
-    found = metrics.problems(config, metrics.has_validation(config))
+    found = [str(problem) for problem in metrics.problems(config)]
     assert (
         (not found)
         if not expected
@@ -390,14 +390,14 @@ def test_what_only_the_task_knows_is_left_to_it() -> None:
         }
     )
     config.objective = "validation.dice"
-    assert not problems and metrics.has_validation(config) is None
+    assert not problems and config.data.has_validation() is None
     assert (
-        metrics.problems(config, None) == []
+        list(metrics.named_problems(config, None)) == []
         and metrics.direction_of("validation.dice", config) is None
     )
-    assert metrics.problems(config, False), "once the data are open, it is known"
+    assert list(metrics.named_problems(config, False)), "once the data are open, it is known"
     regression = Config(data=LinearRegressionDataConfig(), objective="test.accuracy")
-    assert metrics.problems(regression, False) == [
+    assert [str(problem) for problem in metrics.named_problems(regression, False)] == [
         "objective=test.accuracy: data=linear_regression has no classes; use objective=test.loss"
     ]
 

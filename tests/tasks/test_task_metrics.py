@@ -613,10 +613,10 @@ def test_metric_without_a_direction_cannot_select() -> None:
     config = Config()
     config.checkpoint.best_metric = "test.acc"
     (problem,) = metrics.unusable(config, ["loss", "acc"], {"loss": "min"})
-    assert problem.endswith(
+    assert str(problem).endswith(
         'which direction of acc is better; add better = {"acc": "max"}, or "min", to its class'
     )
-    assert metrics.unusable(config, ["loss", "acc"], {"loss": "min", "acc": "max"}) == []
+    assert not list(metrics.unusable(config, ["loss", "acc"], {"loss": "min", "acc": "max"}))
 
 
 F1_OF_TEN = F1 | {"num_classes": 10}
@@ -625,8 +625,9 @@ F1_OF_TEN = F1 | {"num_classes": 10}
 def asked(*items: Any, **more: Any) -> list[str]:
     """All problems of a config with these items."""
     config, problems = bind({"metrics": list(items), **more})
-    found = [str(problem) for problem in code_checks.problems(config)]
-    return problems + found + metrics.further_problems(config) + metrics.problems(config, False)
+    found = [*code_checks.problems(config), *metrics.further_problems(config)]
+    found += metrics.named_problems(config, False)
+    return problems + [str(problem) for problem in found]
 
 
 def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
