@@ -48,9 +48,9 @@ def epoch_line(
 
 
 def checkpoint_line(checkpoint: Mapping[str, Any]) -> str:
-    """The checkpoint that is evaluated.
+    """A line that names the checkpoint that is evaluated, and the metric by which it is the best.
 
-    checkpoint: see `checkpoint.described`.
+    checkpoint: see `checkpoints.reader.described`.
     """
     which = WHICH.get(checkpoint["which"], "").format_map(checkpoint)
     line = f"checkpoint {checkpoint['path']}: step {checkpoint['step']:,}{which}"

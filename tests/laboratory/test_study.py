@@ -75,7 +75,7 @@ def refused(*words: str) -> str:
 def outcome(
     epoch_seconds: list[float], accuracy: float = 0.9, losses: tuple[float, ...] = (1.0, 0.5)
 ) -> Outcome:
-    """As `trials.outcome` reads it from the files of a run."""
+    """As `trials.read_outcome` reads it from the files of a run."""
     lines = [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
     test = {"loss": 0.1, "accuracy": accuracy}
     seen = 100 * len(epoch_seconds)
