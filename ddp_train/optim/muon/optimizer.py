@@ -112,7 +112,7 @@ class Muon(SkippableOptimizer):
         return sum(matrix.numel() for group in groups for matrix in group["params"])
 
     def update(self) -> None:
-        """A collective."""
+        """Change weights and moments. A collective where there is a process group."""
         directions = self._directions()
         for group in self.param_groups:
             for parameters, gradients in self.lists(group):
@@ -128,18 +128,22 @@ class Muon(SkippableOptimizer):
         gradients: list[Tensor],
         directions: dict[Tensor, Tensor],
     ) -> None:
+        """Count the gradients of matrices in their momenta, and take a step along the directions.
+
+        directions: of all matrices, from the momenta as they become here.
+        """
         factor = FACTORS[group["adjust_lr"]]
         momenta = self.moments(matrices, "momentum_buffer")
         move_towards(momenta, gradients, 1 - group["momentum"], self.found_inf)
         updates = [
-            directions[matrix].reshape(matrix.shape) * factor(len(matrix), matrix[0].numel())
-            for matrix in matrices
+            directions[matrix] * factor(len(matrix), matrix[0].numel()) for matrix in matrices
         ]
         descend(matrices, updates, self.found_inf, group["lr"], group["weight_decay"])
 
     def _update_vectors(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
+        """Take a step of AdamW with the parameters that are not orthogonalised."""
         fused = parameters[0].is_cuda or self.found_inf is not None  # the others know no flag
         for parameter in parameters:
             state = self.state[parameter]
@@ -165,7 +169,10 @@ class Muon(SkippableOptimizer):
         )
 
     def _directions(self) -> dict[Tensor, Tensor]:
-        """The orthogonalised momentum of each matrix, [rows, columns]. Nothing is changed."""
+        """The orthogonalised momentum of each matrix, in its shape and dtype.
+
+        A collective where there is a process group. Weights and moments stay as they are.
+        """
         stacks = [
             stack for group in self.param_groups if group[USE_MUON] for stack in stacks_of(group)
         ]
@@ -177,7 +184,7 @@ class Muon(SkippableOptimizer):
         directions = {}
         for number, stack in enumerate(stacks):
             for matrix, direction in zip(stack.matrices, computed[number], strict=True):
-                directions[matrix] = direction.to(matrix.dtype)
+                directions[matrix] = direction.to(matrix.dtype).reshape(matrix.shape)
         return directions
 
     def _orthogonalise(self, stack: Stack) -> Tensor:
@@ -249,15 +256,21 @@ def shares_of(costs: Sequence[float], ranks: int) -> list[list[int]]:
 def _exchanged(
     computed: dict[int, Tensor], stacks: list[Stack], shares: list[list[int]]
 ) -> dict[int, Tensor]:
-    """The updates of all ranks, by the number of the stack. A collective."""
+    """The directions that all ranks have computed, by the number of the stack. A collective.
+
+    computed: those of this rank.
+    shares: the numbers of the stacks of each rank.
+
+    Returns [number, elements] each: a matrix is one row.
+    """
     sizes = [[stacks[number].size for number in share] for share in shares]
     dtype = functools.reduce(torch.promote_types, (stack.dtype for stack in stacks))
     device = stacks[0].matrices[0].device
     row = torch.zeros(max(map(sum, sizes)), device=device, dtype=dtype)
     if computed:
-        flat = [update.to(dtype).flatten() for update in computed.values()]
+        flat = [directions.to(dtype).flatten() for directions in computed.values()]
         torch.cat(flat, out=row[: sum(map(len, flat))])
-    exchanged = dict(computed)
+    exchanged = {}
     for share, lengths, received in zip(shares, sizes, from_all_ranks(row), strict=True):
         if share:
             parts = received[: sum(lengths)].split(lengths)
