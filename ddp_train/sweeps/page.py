@@ -12,7 +12,7 @@ from typing import Any
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.hardware import detect_hardware, hardware_description, versions
 from ddp_train.sweeps.results import ALONE
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from ddp_train.telemetry.pages.live import EVERY_SECONDS, SHARE, NoPage
 from ddp_train.telemetry.score_lines import shown_metric
 from ddp_train.text import first_line
@@ -57,8 +57,8 @@ class SweepPageOfTrial(NoPage):
 class SweepPage:
     """report.html, .md, .csv and .json in the directory of a sweep."""
 
-    def __init__(self, table: SweepTable) -> None:
-        self.table = table
+    def __init__(self, state: SweepState) -> None:
+        self.state = state
         self.due = 0.0
         self.interval_seconds = EVERY_SECONDS
         """Time between two pages, longer if the last one took long."""
@@ -88,14 +88,14 @@ class SweepPage:
         from ddp_train.telemetry.pages.sweep_page import goes_on
         from ddp_train.telemetry.pages.trials import state_of
 
-        table = self.table
-        plan = table.plan
+        state = self.state
+        plan = state.plan
         at_once = plan.pool.at_once if plan.pool else 1
-        note = table.baseline.text(table.rows)
-        print_results(table.rows, table.objective, table.better, at_once, note)
-        state = state_of(table.rows, plan.total)
-        if state.startswith(STOPPED):
-            print(f"{state}; to go on:\n  {goes_on(plan.command, plan.sweep_dir)}")
+        note = state.baseline.text(state.rows)
+        print_results(state.rows, state.objective, state.better, at_once, note)
+        end = state_of(state.rows, plan.total)
+        if end.startswith(STOPPED):
+            print(f"{end}; to go on:\n  {goes_on(plan.command, plan.sweep_dir)}")
 
     def _write(self, is_running: bool) -> Path | None:
         """Writes the page. Returns its path; None after a failure.
@@ -122,11 +122,11 @@ class SweepPage:
         from ddp_train.telemetry.pages.run_files import RUNNING
         from ddp_train.telemetry.pages.sweep_page import Sweep, sweep_page
 
-        table = self.table
-        plan = table.plan
-        rows = {row["trial"]: row for row in table.rows}
+        state = self.state
+        plan = state.plan
+        rows = {row["trial"]: row for row in state.rows}
         if is_running:
-            ended = [id(row) for row in table.rows]
+            ended = [id(row) for row in state.rows]
             for number, row in self.running.items():
                 if id(row) not in ended:
                     rows[number] = row | {"status": RUNNING}
@@ -138,11 +138,11 @@ class SweepPage:
         sweep = Sweep(
             plan.sweep_dir,
             [*rows.values()],
-            table.objective,
-            table.better,
+            state.objective,
+            state.better,
             plan.command,
             total=plan.total,
-            note=table.baseline.text(table.rows),
+            note=state.baseline.text(state.rows),
             facts=facts,
         )
         refresh_seconds = math.ceil(self.interval_seconds) if is_running else 0

@@ -25,7 +25,7 @@ class PoolListener(SweepListener):
 
     def __init__(self, runner: TrialRunner) -> None:
         self.runner = runner
-        self.table = runner.table
+        self.state = runner.state
         self.page = runner.page
         self.sweep_dir = runner.plan.sweep_dir
         self.values: dict[int, pruning.ObjectiveValues] = {}
@@ -37,14 +37,14 @@ class PoolListener(SweepListener):
         return self.runner.numbers.number_of(number, trial_overrides(overrides))
 
     def known_value(self, number: int, overrides: list[str]) -> float | None:
-        return self.table.known_value(number, overrides)
+        return self.state.known_value(number, overrides)
 
     def job_started(self, number: int, overrides: list[str], devices: list[str]) -> None:
-        line = f"trial {self.table.title(number, overrides)}"
+        line = f"trial {self.state.title(number, overrides)}"
         if devices:
             line += f"  on {', '.join(devices)}"
-        if number == self.table.baseline.number:
-            line += f"  (trial {self.table.baseline.row[ALONE]} alone)"
+        if number == self.state.baseline.number:
+            line += f"  (trial {self.state.baseline.row[ALONE]} alone)"
         print(line, flush=True)
         self.page.begin(self._new_row(number, overrides))
 
@@ -61,15 +61,15 @@ class PoolListener(SweepListener):
             row = self._new_row(number, overrides)
             pruned = pruning.pruned_outcome(self.sweep_dir / str(number))
             row |= pruned or dead_outcome(exit_code, value)
-        self.table.results.add(row)
+        self.state.results.add(row)
         if isinstance(value, BaseException) or row["status"] == "pruned":
             returned.status = JobStatus.COMPLETED
             returned.return_value = value_of(row)
-        if number == self.table.baseline.number:
-            self.table.baseline.row = row
+        if number == self.state.baseline.number:
+            self.state.baseline.row = row
         else:
-            self.table.add(row)
-        contradiction = self.table.learn(row)
+            self.state.add(row)
+        contradiction = self.state.learn(row)
         if contradiction:
             returned.status = JobStatus.FAILED
             returned.return_value = SweepEnd(ConfigError.exit_code)
@@ -79,7 +79,7 @@ class PoolListener(SweepListener):
 
     def job_alone(self) -> tuple[int, list[str]] | None:
         earlier = read_rows(self.sweep_dir)
-        return self.table.baseline.choose(self.table.rows, earlier, self.runner.numbers)
+        return self.state.baseline.choose(self.state.rows, earlier, self.runner.numbers)
 
     def report_problem(self, problem: str) -> int:
         print(ConfigError([problem]), file=sys.stderr)
@@ -88,7 +88,7 @@ class PoolListener(SweepListener):
     def values_so_far(self, number: int) -> Sequence[float]:
         if number not in self.values:
             self.values[number] = pruning.ObjectiveValues(self.sweep_dir / str(number))
-        return self.values[number].read(self.table.objective)
+        return self.values[number].read(self.state.objective)
 
     def job_pruned(self, number: int, count: int, value: float) -> None:
         pruning.mark_pruned(self.sweep_dir / str(number), count, value)
@@ -100,9 +100,9 @@ class PoolListener(SweepListener):
         """Handles a stop signal while no trial runs, or after it has stopped those that did."""
         stop = StopRequests()
         stop.received.append(number)
-        codes = {row["exit_code"] for row in self.table.rows} & {SAVED, UNSAVED}
+        codes = {row["exit_code"] for row in self.state.rows} & {SAVED, UNSAVED}
         raise SystemExit(stop.exit_code(SAVED if codes == {SAVED} else UNSAVED))
 
     def _new_row(self, number: int, overrides: list[str]) -> dict[str, Any]:
         run_dir = (self.sweep_dir / str(number)).absolute()
-        return self.table.new_row(number, trial_overrides(overrides), run_dir)
+        return self.state.new_row(number, trial_overrides(overrides), run_dir)

@@ -26,7 +26,7 @@ from ddp_train.sweeps.outcomes import TrialValue, completed_outcome, failed_outc
 from ddp_train.sweeps.overrides import trial_overrides
 from ddp_train.sweeps.page import SweepPage, SweepPageOfTrial
 from ddp_train.sweeps.pruning import pruned_outcome
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from ddp_train.sweeps.trial_numbers import TrialNumbers
 
 
@@ -47,12 +47,12 @@ class TrialRunner:
     a pickled copy of this object.
     """
 
-    def __init__(self, program: Program, table: SweepTable, server: ForkServer | None) -> None:
+    def __init__(self, program: Program, state: SweepState, server: ForkServer | None) -> None:
         """server: forks the workers of trials that run one after the other."""
         self.program = program
-        self.table = table
-        self.plan = table.plan
-        self.page = SweepPage(table)
+        self.state = state
+        self.plan = state.plan
+        self.page = SweepPage(state)
         self.numbers = TrialNumbers(self.plan.sweep_dir, self.plan.total, self.plan.start)
         self.server = server
         self.preloaded: dict[str, str] | None = None
@@ -75,13 +75,13 @@ class TrialRunner:
         trial = self._asked_trial()
         in_this_process = not self.plan.pool and not self.plan.job_launcher
         if not self.plan.pool:
-            print(f"trial {self.table.title(trial.number, trial.overrides)}", flush=True)
+            print(f"trial {self.state.title(trial.number, trial.overrides)}", flush=True)
         if in_this_process:
-            known = self.table.known_value(trial.number, trial.overrides)
+            known = self.state.known_value(trial.number, trial.overrides)
             if known is not None:
                 return known
         stop = StopRequests(program_ends=bool(self.plan.pool))
-        row = self.table.new_row(trial.number, trial.overrides, trial.run_dir)
+        row = self.state.new_row(trial.number, trial.overrides, trial.run_dir)
         self.page.begin(row)
         workload = Workload()
         if in_this_process:
@@ -156,9 +156,9 @@ class TrialRunner:
 
     def _add(self, row: dict[str, Any], stop: StopRequests) -> None:
         """Takes in the row of a trial. Raises SystemExit if the sweep ends with it."""
-        self.table.rows.append(row)
-        self.table.results.add(row)
-        contradiction = self.table.learn(row)
+        self.state.rows.append(row)
+        self.state.results.add(row)
+        contradiction = self.state.learn(row)
         if contradiction:
             print(contradiction, file=sys.stderr)
             raise SystemExit(ConfigError.exit_code)

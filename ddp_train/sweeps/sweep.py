@@ -20,7 +20,7 @@ from ddp_train.sweeps.lock import sweep_lock
 from ddp_train.sweeps.plan import SweepPlan
 from ddp_train.sweeps.pool_listener import PoolListener
 from ddp_train.sweeps.runner import TrialRunner
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from hydra_plugins.ddp_train_pool import listening
 
 
@@ -29,17 +29,17 @@ def run_sweep(program: Program, plan: SweepPlan, server: ForkServer | None) -> i
 
     Raises ConfigError before any trial starts.
     """
-    table = SweepTable(plan)
-    runner = TrialRunner(program, table, server)
+    state = SweepState(plan)
+    runner = TrialRunner(program, state, server)
     if plan.job_launcher:
-        results = table.results.path
+        results = state.results.path
         print(
             f"trials are run by hydra/launcher={plan.job_launcher}; results: {results}", flush=True
         )
     try:
         return _run_trials(program, runner)
     finally:
-        if table.rows:
+        if state.rows:
             runner.page.write_last()
 
 
@@ -49,12 +49,12 @@ def _run_trials(program: Program, runner: TrialRunner) -> int:
         for number in stop_signals():
             signal.signal(number, listener.end_by_signal)
     with sweep_lock(runner.plan.sweep_dir), listening(listener):
-        runner.table.open()
+        runner.state.open()
         try:
             call_hydra(program, [*runner.plan.hydra_arguments], runner.run)
         finally:
             finish(runner)
-    return runner.table.exit_code()
+    return runner.state.exit_code()
 
 
 def call_hydra(
@@ -81,7 +81,7 @@ def call_hydra(
 
 def finish(runner: TrialRunner) -> None:
     """Prints the results of the trials so far."""
-    runner.table.close()
-    if runner.table.rows:
+    runner.state.close()
+    if runner.state.rows:
         runner.page.print_results()
-        print(f"results {runner.table.results.path}")
+        print(f"results {runner.state.results.path}")

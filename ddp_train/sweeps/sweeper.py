@@ -25,8 +25,10 @@ OPTIMIZERS = ("optuna", OPTUNA)
 """Sweepers that must be given the better direction."""
 DIRECTION = "hydra.sweeper.direction"
 DIRECTIONS = {"max": "maximize", "min": "minimize"}
+"""What DIRECTION must be given, by the better direction."""
+BETTER_WHEN = {"max": "the higher it is", "min": "the lower it is"}
+"""The better direction in words, after "is better"."""
 PARAMS = "hydra.sweeper.params."
-HIGHER = {"max": "the higher it is", "min": "the lower it is"}
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ def direction_for(arguments: list[str], config: Config, better: str | None) -> D
     if not given:
         return Direction(better, [f"{DIRECTION}={DIRECTIONS[better]}"])
     if given.lower() != DIRECTIONS[better]:
-        rule = f"objective={config.objective} is better {HIGHER[better]}"
+        rule = f"objective={config.objective} is better {BETTER_WHEN[better]}"
         remedy = f"leave it out, or use {DIRECTION}={DIRECTIONS[better]}"
         return Direction(better, problems=[f"{DIRECTION}={given}: {rule}; {remedy}"])
     return Direction(better)
@@ -165,12 +167,13 @@ def _direction_of_user(sweeper: str, given: str, objective: str) -> Direction:
     return Direction(None, problems=[f"{DIRECTION}={given}: must be one of {choices}"])
 
 
-def direction_problems(sweeper: str, objective: str, told: str | None, better: str) -> list[str]:
-    """What is wrong with the direction of a sweeper, once a trial has reported the better one.
+def direction_problems(sweeper: str, objective: str, given: str | None, better: str) -> list[str]:
+    """The message for a sweeper that was given the worse direction; empty if it was not.
 
-    told: the direction that the sweeper has; None: it has none.
+    given: max or min; None: the sweeper was given none.
+    better: max or min, as a trial has reported it.
     """
-    if sweeper not in OPTIMIZERS or told in (None, better):
+    if sweeper not in OPTIMIZERS or given is None or given == better:
         return []
-    rule = f"objective={objective} is better {HIGHER[better]} with this task"
-    return [f"{DIRECTION}={DIRECTIONS[str(told)]}: {rule}; use {DIRECTION}={DIRECTIONS[better]}"]
+    rule = f"objective={objective} is better {BETTER_WHEN[better]} with this task"
+    return [f"{DIRECTION}={DIRECTIONS[given]}: {rule}; use {DIRECTION}={DIRECTIONS[better]}"]

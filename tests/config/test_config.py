@@ -56,7 +56,7 @@ from ddp_train.sweeps.outcomes import completed_outcome
 from ddp_train.sweeps.plan import SweepPlan, plan_sweep
 from ddp_train.sweeps.runner import TrialRunner
 from ddp_train.sweeps.sweep import finish
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from ddp_train.tasks.builtin import Classification
 from ddp_train.telemetry.pages import page
 from ddp_train.text import shown
@@ -2163,11 +2163,11 @@ def test_a_report_that_fails_does_not_hide_the_results(
         raise OSError("no room for plots")
 
     monkeypatch.setattr(page, "write", failing)
-    runner = TrialRunner(PROGRAM, SweepTable(SweepPlan(tmp_path)), None)
+    runner = TrialRunner(PROGRAM, SweepState(SweepPlan(tmp_path)), None)
     row = {"trial": 0, "overrides": [], "status": "failed", "exit_code": 3}
-    runner.table.rows = [row | {"kind": "crash", "reason": "bad"}]
+    runner.state.rows = [row | {"kind": "crash", "reason": "bad"}]
     finish(runner)
-    assert runner.table.exit_code() == 3
+    assert runner.state.exit_code() == 3
     runner.page.write_last()
     told = capsys.readouterr()
     assert (

@@ -78,7 +78,7 @@ def test_trials_too_short_to_compare_are_called_so(
         [row | {"seconds": 20.0, "samples_per_second": 425.0}]
     )
     listener = listener_of(SweepPlan(tmp_path, total=2, swept=frozenset({"a"})))
-    listener.table.baseline = alone
-    listener.table.begun = {0, 1}
+    listener.state.baseline = alone
+    listener.state.begun = {0, 1}
     listener.job_started(2, ["a=1"], [])
     assert capsys.readouterr().out == "trial 2: a=1  (trial 0 alone)\n", "it is no third of two"

@@ -15,7 +15,7 @@ from ddp_train.sweeps.page import print_results
 from ddp_train.sweeps.plan import SweepPlan
 from ddp_train.sweeps.pool_listener import PoolListener
 from ddp_train.sweeps.runner import TrialRunner
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from ddp_train.telemetry.pages.sweep_page import Sweep, sweep_page
 from ddp_train.telemetry.pages.trials import trials_table
 from tests.support.commands import ENDLESS, ONE, PROGRAM, running, wait_until
@@ -67,7 +67,7 @@ def test_page_is_there_before_a_trial_ends_and_comes_seldom(
 ) -> None:
     page = tmp_path / "report.html"
     plan = SweepPlan(tmp_path, "python launch.py -m", swept=frozenset({"optimizer.lr"}))
-    listener = PoolListener(TrialRunner(PROGRAM, SweepTable(plan), None))
+    listener = PoolListener(TrialRunner(PROGRAM, SweepState(plan), None))
     leave_run(tmp_path / "0")
     listener.job_started(0, ["++optimizer.lr=0.1"], [])
     listener.while_waiting()

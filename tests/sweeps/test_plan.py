@@ -9,7 +9,7 @@ import pytest
 from ddp_train.commands.flags import run_with_flags
 from ddp_train.errors import ConfigError
 from ddp_train.sweeps.plan import SweepPlan, plan_sweep
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from tests.support.commands import (
     ONE,
     PROGRAM,
@@ -134,8 +134,8 @@ def test_who_has_a_validation_set_is_told_to_select_by_it(
     assert "objective=test.loss: selects by the test set" in said
     assert "; use objective=validation.loss\n" in said
     # data of your own: a trial tells
-    table = SweepTable(SweepPlan(Path(), pruner="median"))
+    state = SweepState(SweepPlan(Path(), pruner="median"))
     row = {"objective_name": "test.loss", "better": "min"}
-    assert table.learn(row) is None
-    contradiction = table.learn(row | {"validation": {"loss": 1.0}})
+    assert state.learn(row) is None
+    contradiction = state.learn(row | {"validation": {"loss": 1.0}})
     assert "use objective=validation.loss" in str(contradiction)

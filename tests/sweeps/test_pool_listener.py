@@ -16,7 +16,7 @@ from ddp_train.sweeps.pool import TrialPool
 from ddp_train.sweeps.pool_listener import PoolListener
 from ddp_train.sweeps.results import read_rows
 from ddp_train.sweeps.runner import TrialRunner
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from hydra_plugins.ddp_train_pool._jobs import JobFailedError
 from tests.support.commands import PROGRAM
 
@@ -31,13 +31,13 @@ def ended(listener: PoolListener, value: Any, exit_code: int = 0) -> dict[str, A
     )
     returned.return_value = value
     listener.job_ended(0, ["a=1"], returned, exit_code, 1.0)
-    return listener.table.rows[-1]
+    return listener.state.rows[-1]
 
 
 @pytest.fixture
 def listener(tmp_path: Path) -> PoolListener:
     plan = SweepPlan(tmp_path, swept=frozenset({"a"}), pool=TrialPool(2, 0))
-    return PoolListener(TrialRunner(PROGRAM, SweepTable(plan), None))
+    return PoolListener(TrialRunner(PROGRAM, SweepState(plan), None))
 
 
 def test_row_of_a_trial_comes_with_its_result(listener: PoolListener) -> None:

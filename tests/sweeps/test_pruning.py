@@ -17,7 +17,7 @@ from ddp_train.sweeps.results import (
     read_rows,
 )
 from ddp_train.sweeps.runner import TrialRunner
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from hydra_plugins.ddp_train_pool import Pruned
 from tests.support.commands import (
     PROGRAM,
@@ -58,7 +58,7 @@ def test_what_a_run_has_scored_so_far_is_read_from_its_metrics(tmp_path: Path) -
 
 
 def listener_of(plan: SweepPlan) -> PoolListener:
-    return PoolListener(TrialRunner(PROGRAM, SweepTable(plan), None))
+    return PoolListener(TrialRunner(PROGRAM, SweepState(plan), None))
 
 
 def test_a_pruned_trial_keeps_its_row_whoever_was_killed(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_pruned_trial_keeps_its_row_whoever_was_killed(tmp_path: Path) -> None
     returned.return_value = RuntimeError("killed")
     listener.job_pruned(1, 2, 0.25)
     listener.job_ended(1, ["a=2"], returned, -9, 1.0)
-    assert isinstance(returned.return_value, Pruned) and listener.table.exit_code() == 0
+    assert isinstance(returned.return_value, Pruned) and listener.state.exit_code() == 0
 
 
 def test_what_was_pruned_runs_in_a_sweep_that_prunes_nothing(tmp_path: Path) -> None:

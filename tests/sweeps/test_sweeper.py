@@ -8,7 +8,7 @@ import pytest
 
 from ddp_train.errors import ConfigError
 from ddp_train.sweeps.plan import SweepPlan, plan_sweep
-from ddp_train.sweeps.table import SweepTable
+from ddp_train.sweeps.sweep_state import SweepState
 from tests.support.commands import PROGRAM
 
 pytest.importorskip("optuna", reason="needs the extra optuna")
@@ -48,8 +48,8 @@ def test_user_gives_the_direction_that_only_a_task_knows() -> None:
     with pytest.raises(ConfigError, match=message):
         optuna_plan(*overrides)
 
-    table = SweepTable(optuna_plan(*overrides, "hydra.sweeper.direction=minimize"))
-    contradiction = table.learn({"objective_name": "test.dice", "better": "max"})
+    state = SweepState(optuna_plan(*overrides, "hydra.sweeper.direction=minimize"))
+    contradiction = state.learn({"objective_name": "test.dice", "better": "max"})
     remedy = "better the higher it is with this task; use hydra.sweeper.direction=maximize"
     assert remedy in str(contradiction)
 

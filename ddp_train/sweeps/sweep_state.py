@@ -1,4 +1,4 @@
-"""The trials of a sweep that have ended: their rows, and what they taught about the objective."""
+"""The state of a sweep: the rows of its ended trials, and what is known of the objective."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from ddp_train.sweeps.results import (
 from ddp_train.sweeps.sweeper import direction_problems, is_drawn, pruner_problems
 
 
-class SweepTable:
-    """The rows of the trials that have ended, and what they taught about the objective.
+class SweepState:
+    """The rows of the trials that have ended, and what is known of the objective so far.
 
+    Which columns are shown of a row is decided in `telemetry.pages.trials`.
     A Hydra launcher may run a trial in a pickled copy of this object, on another host. Only the
     rows in the results file come back from there.
     """
@@ -100,7 +101,7 @@ class SweepTable:
             pruned = pruning.pruned_outcome(run_dir)
             if pruned is None:
                 return None
-            # the sweep was killed before the row was written
+            # The sweep was killed before the row was written.
             row = self.new_row(number, own, run_dir.absolute()) | pruned
             self.results.add(row)
         self.begun.add(number)
@@ -119,7 +120,7 @@ class SweepTable:
         """
         if "objective_name" not in row:
             return None
-        told = self.better
+        assumed = self.better
         self.objective = row["objective_name"]
         self.better = row["better"]
         validates = bool(row.get("validation"))
@@ -128,7 +129,7 @@ class SweepTable:
             print(f"note: {note}", file=sys.stderr)
             self.test_set_rule = ""
         problems = pruner_problems(self.plan.pruner, self.objective, validates)
-        problems += direction_problems(self.plan.sweeper, self.objective, told, row["better"])
+        problems += direction_problems(self.plan.sweeper, self.objective, assumed, row["better"])
         return ConfigError(problems) if problems else None
 
     def close(self) -> None:
