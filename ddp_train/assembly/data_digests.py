@@ -21,7 +21,7 @@ SAME_FILES = (
 )
 
 
-def common_digests(sources: Splits, read: BatchSource, device: str) -> dict[str, str]:
+def common_digests(splits: Splits, read: BatchSource, device: str) -> dict[str, str]:
     """The digests of the split that is read, as `data.datasets.digests` gives them. One all-gather.
 
     Raises PeerError if not all processes read the same one, and splits of the same sizes: each
@@ -29,9 +29,9 @@ def common_digests(sources: Splits, read: BatchSource, device: str) -> dict[str,
     """
     found = digests(read)
     numbers = {
-        "the size of the training set": len(sources.train),
-        "the size of the validation set": len(sources.validation or ()),
-        "the size of the test set": len(sources.test),
+        "the size of the training set": len(splits.train),
+        "the size of the validation set": len(splits.validation or ()),
+        "the size of the test set": len(splits.test),
         "a digest of the samples": _number_of("".join(found.values())),
     }
     of_ranks = from_all_ranks(torch.tensor(list(numbers.values()), device=device)).T.tolist()
@@ -57,14 +57,14 @@ def _different(what: str, of_ranks: list[str]) -> PeerError:
     return PeerError(f"{what} is not the same for all processes ({table})", SAME_FILES)
 
 
-def scored_digests(sources: Splits, then: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+def scored_digests(splits: Splits, then: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     """The digests of the sets that are scored, by their names. Warns of one that has changed.
 
     then: those of a checkpoint; empty at the beginning.
     """
     found = {}
     for name in ("validation", "test"):
-        source = sources.named(name)
+        source = splits.named(name)
         if source is None:
             continue
         try:

@@ -85,7 +85,7 @@ class JobBuilder:
             strategy=self.strategy,
             stepper=stepper,
             batches=ReportedBatches(loader, self.status),
-            evaluation=self.build_evaluation(splits.scored[1]),
+            evaluation=self.build_evaluation(splits.scored.source),
             seed_step=StepSeed(config.seed, self.world.rank, self.device),
             hooks=hooks,
             step=first_step,

@@ -120,7 +120,7 @@ def directions(module: ModelWithTask) -> dict[str, str | None]:
 def check_metrics(
     config: Config,
     module: ModelWithTask,
-    sources: Splits,
+    splits: Splits,
     device: str,
     averaged: bool,
 ) -> None:
@@ -132,11 +132,11 @@ def check_metrics(
     Raises ConfigError if a key names a metric that there is not, or a set that is not scored then,
     or if a further metric or a task of the user's own does not fit.
     """
-    has_validation = sources.validation is not None
+    has_validation = splits.validation is not None
     problems = [str(problem) for problem in metrics.named_problems(config, has_validation)]
     target = config.task.target if isinstance(config.task, CustomOption) else ""
     if not problems and (module.further_metrics or target or any(metrics.named(config))):
-        names = metric_names(module, scored_batches(config, sources.scored[1], device))
+        names = metric_names(module, scored_batches(config, splits.scored.source, device))
         if target:
             problems = _unknown_directions(module.task, target, names)
         all_names = names_with_average(names) if averaged else names
@@ -159,10 +159,10 @@ def _unknown_directions(task: Task, target: str, names: list[str]) -> list[str]:
 
 
 def build_selection(
-    config: Config, better: Mapping[str, str | None], sources: Splits, metrics_hook: MetricsHook
+    config: Config, better: Mapping[str, str | None], splits: Splits, metrics_hook: MetricsHook
 ) -> SelectionHook:
     """The hook that compares evaluations. better: see `directions`."""
-    split = sources.scored[0]
+    split = splits.scored.name
     known = {name: direction for name, direction in better.items() if direction}
 
     def selection_by(metric: str, auto: str) -> Selection:

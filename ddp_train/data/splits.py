@@ -11,6 +11,14 @@ from ddp_train.data.rng import hash_key, order
 from ddp_train.errors import DataError
 
 
+class ScoredSplit(NamedTuple):
+    """The split that is scored while a run trains, and may select."""
+
+    name: str
+    """validation or test."""
+    source: BatchSource
+
+
 class Splits(NamedTuple):
     """The splits of a data set."""
 
@@ -30,11 +38,11 @@ class Splits(NamedTuple):
         return {"train": self.train, "validation": self.validation, "test": self.test}[name]
 
     @property
-    def scored(self) -> tuple[str, BatchSource]:
-        """Name and samples of the split that is scored while a run trains, and may select."""
+    def scored(self) -> ScoredSplit:
+        """The validation set; without one the test set."""
         if self.validation is None:
-            return ("test", self.test)
-        return ("validation", self.validation)
+            return ScoredSplit("test", self.test)
+        return ScoredSplit("validation", self.validation)
 
     def limited(self, limit: int | None) -> Splits:
         """The first `limit` samples of each split; None: all of them."""

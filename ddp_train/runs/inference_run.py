@@ -40,20 +40,20 @@ class InferenceRun:
         assert checkpoint, "config.validate asks for one, and finding raises if it is not valid"
         return checkpoint
 
-    def evaluate(self, sources: Splits) -> dict[str, Any]:
+    def evaluate(self, splits: Splits) -> dict[str, Any]:
         """Score the test set with a checkpoint."""
         run = self.run
         config = run.config
         checkpoint = self.find_checkpoint()
-        common_digests(sources, sources.test, run.device)
-        self._check_data(sources.test, reader.read_manifest(checkpoint))
+        common_digests(splits, splits.test, run.device)
+        self._check_data(splits.test, reader.read_manifest(checkpoint))
         strategy = build_strategy(config, run.world, run.device)
-        module = build_module(config, sources.train, strategy, run.device)
+        module = build_module(config, splits.train, strategy, run.device)
         if module.further_metrics:
             has_average = reader.has_average(checkpoint)
-            metrics.check_metrics(config, module, sources, run.device, has_average)
+            metrics.check_metrics(config, module, splits, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
-        evaluation = builder.build_evaluation(sources.test)
+        evaluation = builder.build_evaluation(splits.test)
         description = self._describe(checkpoint)
         began = time.perf_counter()
         score = score_checkpoint(checkpoint, evaluation)
@@ -61,7 +61,7 @@ class InferenceRun:
         scores = {"test": score} if score else None
         return summary_of_scores(run, scores, module) | _use_of(description, began)
 
-    def predict(self, sources: Splits) -> dict[str, Any]:
+    def predict(self, splits: Splits) -> dict[str, Any]:
         """Write what a checkpoint's model predicts for each sample of a split.
 
         Raises ConfigError, DataError, TaskError and WriteError.
@@ -70,12 +70,12 @@ class InferenceRun:
         config = run.config
         split = config.predict.split
         checkpoint = self.find_checkpoint()
-        source = sources.named(split)
+        source = splits.named(split)
         if source is None:
             raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
         manifest = reader.read_manifest(checkpoint)
         self._check_data(source, manifest)
-        common_digests(sources, source, run.device)
+        common_digests(splits, source, run.device)
         strategy = build_strategy(config, run.world, run.device)
         module = checkpoint_model.module_of(config, manifest, strategy, run.device)
         self._load_weights(checkpoint, module.model)
@@ -88,7 +88,7 @@ class InferenceRun:
         file = run.run_dir / f"predictions.{config.predict.format}"
         columns = {}
         if run.world.is_leader:
-            numbers = sources.numbers.get(split, np.arange(len(source)))[: len(source)]
+            numbers = splits.numbers.get(split, np.arange(len(source)))[: len(source)]
             paths = getattr(source, "paths", None)
             columns = write_predictions(rows, file, numbers, paths, manifest.get("classes"))
         else:

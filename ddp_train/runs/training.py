@@ -104,7 +104,7 @@ class Training:
     """
 
     run: RunContext
-    sources: Splits
+    splits: Splits
     start: StartingPoint
     job: Job
     test_evaluation: Evaluation
@@ -119,34 +119,34 @@ class Training:
     """Built by `attach_hooks`, when it is known what was restored."""
 
     @classmethod
-    def prepare(cls, run: RunContext, sources: Splits, start: StartingPoint) -> Training:
+    def prepare(cls, run: RunContext, splits: Splits, start: StartingPoint) -> Training:
         """Build everything, with the weights that the config names if there is no checkpoint."""
         config = run.config
-        data_digests = common_digests(sources, sources.train, run.device)
+        data_digests = common_digests(splits, splits.train, run.device)
         strategy = build_strategy(config, run.world, run.device)
-        module = build_module(config, sources.train, strategy, run.device)
+        module = build_module(config, splits.train, strategy, run.device)
         origin = None
         if start.checkpoint is None:
             origin = load_named_weights(config, module.model, run.world, run.device)
-        try_user_task(config, module, sources.train, run.device)
+        try_user_task(config, module, splits.train, run.device)
         has_average = config.train.ema_decay is not None
-        metrics.check_metrics(config, module, sources, run.device, has_average)
+        metrics.check_metrics(config, module, splits, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
-        job = builder.build_job(sources, start.step)
+        job = builder.build_job(splits, start.step)
         if config.host_range:
             job.stop.others_follow = hosts_follow
-        metrics_hook = build_metrics_hook(run, sources, start, job)
+        metrics_hook = build_metrics_hook(run, splits, start, job)
         better = metrics.directions(module)
-        selection_hook = metrics.build_selection(config, better, sources, metrics_hook)
+        selection_hook = metrics.build_selection(config, better, splits, metrics_hook)
         data_digests |= plan_digests(job.plan, run.device)
         test_evaluation = job.evaluation
-        if sources.validation is not None:
-            test_evaluation = builder.build_evaluation(sources.test)
+        if splits.validation is not None:
+            test_evaluation = builder.build_evaluation(splits.test)
         for evaluation in (job.evaluation, test_evaluation):
             evaluation.stop = job.stop
         return cls(
             run=run,
-            sources=sources,
+            splits=splits,
             start=start,
             job=job,
             test_evaluation=test_evaluation,
@@ -200,8 +200,8 @@ class Training:
         job = self.job
         if run.world.is_leader:
             run.display.plan(plan_rows(self.plan_facts()))
-            advice = display_facts.advice(run.config, job.module, self.sources.train)
-            has_validation = self.sources.validation is not None
+            advice = display_facts.advice(run.config, job.module, self.splits.train)
+            has_validation = self.splits.validation is not None
             for line in [*advice, *selects_by_test(run.config, has_validation)]:
                 run.display.line(line)
         self.selection_hook.stop_if_due(job)
@@ -219,7 +219,7 @@ class Training:
         job = self.job
         counts = parameter_counts(job.module.model)
         optimizer = job.stepper.optimizer
-        validation = self.sources.validation
+        validation = self.splits.validation
         return PlanFacts(
             config=self.run.config,
             plan=job.plan,
@@ -333,7 +333,7 @@ class Training:
 
 
 def build_metrics_hook(
-    run: RunContext, sources: Splits, start: StartingPoint, job: Job
+    run: RunContext, splits: Splits, start: StartingPoint, job: Job
 ) -> MetricsHook:
     """The hook that records losses, speeds and scores."""
     config = run.config
@@ -349,8 +349,8 @@ def build_metrics_hook(
             config.train.log_every_steps,
             config.train.evaluate_every_epochs,
         ),
-        split=sources.scored[0],
-        rates=display_facts.build_rates(config, run.world, run.device, job, sources.train),
+        split=splits.scored.name,
+        rates=display_facts.build_rates(config, run.world, run.device, job, splits.train),
     )
 
 
@@ -439,8 +439,8 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
         "torch": torch.__version__,
         "data_digests": training.data_digests,
         "trained": list(trained_parameters(config, module)),
-        **facts_of_model(config, training.sources.train, module.task),
-        "scored_digests": scored_digests(training.sources, digests_then),
+        **facts_of_model(config, training.splits.train, module.task),
+        "scored_digests": scored_digests(training.splits, digests_then),
         "begun_with": origin,
         "best_by": dataclasses.asdict(selection_hook.best.selection),
     }
@@ -485,13 +485,13 @@ def _tensorboard_hooks(training: Training, tracking: Tracking) -> list[Hook]:
     if not config.tracker.details:
         return []
     plan = training.job.plan
-    batch = partial(first_batch, config, plan, training.sources.train, training.run.device)
+    batch = partial(first_batch, config, plan, training.splits.train, training.run.device)
     return tensorboard_details(tracking.threads, training.job.module.model, batch)
 
 
 def _sample_hook(training: Training) -> Hook | None:
     run = training.run
-    write_sample = display_facts.text_writer(run.config, training.sources.train)
+    write_sample = display_facts.text_writer(run.config, training.splits.train)
     if not write_sample or not run.world.is_leader:
         return None
     hook = SampleHook(write_sample, run.display, run.run_dir / SAMPLE)

@@ -49,10 +49,10 @@ class TrainingRun(RunContext):
         inference = InferenceRun(self)
         if self.config.mode == "export":  # it reads no data
             return inference.export()
-        sources = self.open_data()
+        splits = self.open_data()
         if self.config.mode == "evaluate":
-            return inference.evaluate(sources)
-        return inference.predict(sources)
+            return inference.evaluate(splits)
+        return inference.predict(splits)
 
     def open_data(self) -> Splits:
         """The data sets of the run.
@@ -64,12 +64,12 @@ class TrainingRun(RunContext):
         if self.config.data.writes_files():
             turns = local_leader_first(self.world, self.device)
         with turns:
-            sources = open_datasets(self.config, downloads=self.world.is_local_leader)
+            splits = open_datasets(self.config, downloads=self.world.is_local_leader)
         set_garbage_collection(self.config.tuning.gc_freeze)
         self.status.phase = "build"
-        return sources
+        return splits
 
-    def train(self, sources: Splits) -> dict[str, Any]:
+    def train(self, splits: Splits) -> dict[str, Any]:
         """Train from step 0, or from a checkpoint, to the end or to an agreed stop.
 
         Returns the summary, which is published unless later processes continue the run.
@@ -82,16 +82,16 @@ class TrainingRun(RunContext):
         with open_trackers(
             self.trackers(), launch.grace_seconds, launch.timeout_seconds
         ) as tracking:
-            summary = self._train_from(start, sources, tracking)
+            summary = self._train_from(start, splits, tracking)
             if summary["status"] == "completed" or not self.status.goes_on:
                 self.publish(summary)
             tracking.finish(summary)
         return summary
 
     def _train_from(
-        self, start: StartingPoint, sources: Splits, tracking: Tracking
+        self, start: StartingPoint, splits: Splits, tracking: Tracking
     ) -> dict[str, Any]:
-        training = Training.prepare(self, sources, start)
+        training = Training.prepare(self, splits, start)
         training.restore()
         training.attach_hooks(tracking)
         training.announce()

@@ -49,14 +49,14 @@ def read_by(world: World) -> list[str]:
     same = table(9)
     other = world.rank == 2
     found = []
-    for sources in (
+    for splits in (
         Splits(table(8) if other else same, same),
         Splits(same, same, table(4 - other)),
         Splits(same, table(7) if other else same),
         Splits(UserDataset(Rows("train", 100 * other), 0), same),
     ):
         with pytest.raises(PeerError) as caught:
-            common_digests(sources, sources.train, "cpu")
+            common_digests(splits, splits.train, "cpu")
         found.append(f"{caught.value}")
     drawn = UserDataset(Drawn("train"), 0)
     assert common_digests(Splits(drawn, drawn), drawn, "cpu")["count"] == "20"
