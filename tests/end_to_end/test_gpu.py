@@ -520,9 +520,10 @@ def test_blocks_that_compute_again_take_less_memory(compiled: bool) -> None:
             model.compile()
         images = torch.randn(32, 3, 128, 128, generator=torch.Generator().manual_seed(0)).cuda()
         for _ in range(2):
+            held = torch.cuda.memory_allocated()  # earlier tests of this process leave some
             torch.cuda.reset_peak_memory_stats()
             model(images).square().mean().backward()
-        peaks.append(torch.cuda.max_memory_allocated())
+        peaks.append(torch.cuda.max_memory_allocated() - held)
         ends.append({name: buffer.clone() for name, buffer in model.named_buffers()})
         del model
     assert peaks[1] < 0.8 * peaks[0]
