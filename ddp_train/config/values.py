@@ -1,5 +1,4 @@
-"""Plain nested values: their leaves, the secrets among them, their references to the environment,
-their quotes."""
+"""Plain nested values: leaves, secrets, references to the environment, quotes."""
 
 from __future__ import annotations
 
@@ -20,7 +19,9 @@ from ddp_train.text import in_double_quotes, shown
 def from_environment(value: Any, key: str) -> Any:
     """A plain value, with each `${oc.env:NAME}` replaced by that variable of the environment.
 
-    Raises ConfigError for a variable that is not set. key: the name of the value, for that message.
+    Raises ConfigError for a variable that is not set.
+
+    key: the name of the value, for that message.
     """
     if isinstance(value, dict):
         return {name: from_environment(item, f"{key}.{name}") for name, item in value.items()}
@@ -44,28 +45,27 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     used. `bind` looks up all others, and shows what was typed where it is wrong.
     """
 
-    def kept(name: str, *default: str) -> str:
+    def reference(name: str, *default: str) -> str:
         return "${oc.env:" + ",".join([name, *map(str, default)]) + "}"
 
-    OmegaConf.register_new_resolver("oc.env", kept, replace=True)
+    OmegaConf.register_new_resolver("oc.env", reference, replace=True)
     try:
         values = typing.cast("dict[str, Any]", OmegaConf.to_container(composed, resolve=True))
     finally:
         OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
     for section, content in values.items():
-        from_environment(
-            content, section
-        )  # raises for a variable that is not set, before any worker starts
+        # Raises for a variable that is not set, before any worker starts.
+        from_environment(content, section)
     return values
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The plain values inside a nested value, with their dotted paths."""
     if isinstance(value, dict):
-        items = value.items()
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
     else:
-        items = enumerate(value) if isinstance(value, list) else None
-    if items is None:
         yield path, value
         return
     for name, item in items:
@@ -84,53 +84,63 @@ def grammatical(value: Any) -> str:
 
 
 def quoted(argument: str) -> str:
-    """An override whose value has letters outside of ASCII, in quotes: Hydra's grammar knows them
-    there alone."""
+    """An override, its value in quotes if it has letters outside of ASCII.
+
+    Hydra's grammar knows them there alone.
+    """
     key, equals, value = argument.partition("=")
-    plain = not value.isascii() and key.isascii() and re.fullmatch(r"[^'\"\[\]{}(),\\$]*", value)
-    return f"{key}{equals}'{value}'" if plain else argument
+    if value.isascii() or not key.isascii() or re.search(r"['\"\[\]{}(),\\$]", value):
+        return argument
+    return f"{key}{equals}'{value}'"
 
 
 def in_quotes(argument: str) -> str:
-    """What to type where Hydra reads a value in quotes alone; "" for a list, or what is no override
-    at all."""
+    """What to type where Hydra reads a value in quotes alone, for a message.
+
+    "" for a list, or what is not an override at all.
+    """
     parts = re.fullmatch(r"(\+{0,2}[\w./@-]+)=([^\s'\"\[\]{}(),].{0,200})", argument)
     if not parts:
         return ""
     key, value = parts.groups()
     if value.startswith("~/"):
         return f"no shell expands ~ there; use {key}=$HOME{value[1:]}"
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    plain = not re.search(r"['$`\"\\!]", value)
-    return "the value needs quotes; use " + (
-        f"\"{key}='{value}'\"" if plain else shlex.quote(f'{key}="{escaped}"')
-    )
+    if re.search(r"['$`\"\\!]", value):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        typed = shlex.quote(f'{key}="{escaped}"')
+    else:
+        typed = f"\"{key}='{value}'\""
+    return f"the value needs quotes; use {typed}"
+
+
+CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
 def unclosed(argument: str) -> str:
-    """Which bracket or quote of a word, that Hydra cannot read, lacks its other half, for a
-    message; "" if none."""
-    closing = [""]
+    """Which bracket or quote of an argument lacks its other half, for a message; "" if none."""
+    expected: list[str] = []
     quote = ""
     for letter in re.sub(r"\\.", "", argument):
-        if quote or letter in "'\"":
-            quote = "" if letter == quote else quote or letter
-        elif letter in "[{(":
-            closing.append("]})"["[{(".index(letter)])
-        elif letter in "]})" and letter != (due := closing.pop()):
-            if due:
-                return f", '{due}' is missing before '{letter}'"
-            return f", '{letter}' closes nothing"
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in ("'", '"'):
+            quote = letter
+        elif letter in CLOSING:
+            expected.append(CLOSING[letter])
+        elif letter in CLOSING.values():
+            if not expected:
+                return f", '{letter}' closes nothing"
+            missing = expected.pop()
+            if letter != missing:
+                return f", '{missing}' is missing before '{letter}'"
     if quote:
         return ", a quote is never closed"
-    missing = f"'{closing[-1]}'" if closing[-1] else ""
+    if not expected:
+        return ""
+    remedy = ""
     if argument.endswith(","):
-        spaces = "; put quotes around a word with spaces, for the shell"
-    else:
-        spaces = ""
-    if missing:
-        return f", {missing} is missing at its end{spaces}"
-    return ""
+        remedy = "; put quotes around a word with spaces, for the shell"
+    return f", '{expected[-1]}' is missing at its end{remedy}"
 
 
 _SECRET = re.compile(
@@ -141,19 +151,21 @@ _SECRET = re.compile(
 
 
 def is_secret(dotted: str) -> bool:
-    """Whether the name of a key suggests that its value is a secret."""
+    """Tell whether the name of a key suggests that its value is a secret."""
     return any(_SECRET.search(part.lower()) for part in dotted.split("."))
 
 
 def as_typed(problem: str, given: dict[str, Any]) -> str:
-    """A message about a section that there is not: of `tain.epochs=3` as it was typed, which became
-    tain={epochs:3}."""
+    """A message about an unknown section, with the keys as they were typed.
+
+    `tain.epochs=3` has become tain={epochs:3}.
+    """
     section, is_section, _ = problem.partition("={")
-    _, unknown, rest = problem.partition(": no such key")
-    below = [key for key in given if key.startswith(f"{section}.")]
-    words = " ".join(
-        f"{key}={'(hidden)' if is_secret(key) else shown(given[key])}" for key in below
-    )
-    if is_section and unknown and below:
-        return words + unknown + rest
+    _, is_unknown, rest = problem.partition(": no such key")
+    typed = []
+    for key, value in given.items():
+        if key.startswith(f"{section}."):
+            typed.append(f"{key}=(hidden)" if is_secret(key) else f"{key}={shown(value)}")
+    if is_section and is_unknown and typed:
+        return " ".join(typed) + is_unknown + rest
     return problem
