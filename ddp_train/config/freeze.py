@@ -17,6 +17,7 @@ from ddp_train.config.bind import bind
 from ddp_train.config.run_directory import unwritten
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, hardware_description, versions
+from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config, schema_of
 from ddp_train.resilience.failure_report import FILE as FAILURE
@@ -28,40 +29,42 @@ COMMANDS = "commands.jsonl"
 """In the run directory: a line for each command that worked in it."""
 GIT_SECONDS = 5.0
 """The longest wait for a revision; a file server may be slow."""
+NOT_ASKED_FOR = ("run_dir", "reasons", "process_range", "process_counts")
+"""Fields of a config that follow from others, or are of one run."""
 
 
 def freeze(config: Config) -> str:
-    """Writes the config into its run directory, atomically, and returns the text.
+    """Write the config into its run directory, atomically. Returns the text.
 
     Raises ConfigError if the directory cannot be written.
     """
     text = to_text(config)
     run_dir = Path(str(config.run_dir))
+    of_latest_run = (FAILURE, SUMMARY)
     try:
         (run_dir / "logs").mkdir(parents=True, exist_ok=True)
         write_text(run_dir / FILE, text)
-        for name in (FAILURE, SUMMARY):  # these two describe the latest run only
+        for name in of_latest_run:
             (run_dir / name).unlink(missing_ok=True)
-        for name in (
-            FILE,
-            FAILURE,
-            SUMMARY,
-            "metrics.jsonl",
-        ):  # of processes that were killed while they wrote
-            for left in run_dir.glob(f"{name}.part*"):
-                left.unlink(missing_ok=True)
+        # Of processes that were killed while they wrote.
+        for name in (FILE, *of_latest_run, "metrics.jsonl"):
+            for part in run_dir.glob(f"{name}.part*"):
+                part.unlink(missing_ok=True)
     except OSError as error:
         raise unwritten(config.run_dir, error) from None
     return text
 
 
 def record_command(run_dir: Path, command: str, hardware: Hardware) -> None:
-    """Adds a command to those of the run directory, with the time (UTC), the revision of the code
-    in the working folder, null if that is no git repository, host, hardware and versions. Raises
-    OSError."""
-    started = datetime.datetime.now(datetime.UTC).isoformat()
-    line = {"command": command, "started": started, "git_revision": git_revision()}
-    line |= {
+    """Add a command to those of the run directory. Raises OSError.
+
+    With it stand the time (UTC), host, hardware, versions, and the revision of the code in the
+    working folder, null if that is not a git repository.
+    """
+    line = {
+        "command": command,
+        "started": datetime.datetime.now(datetime.UTC).isoformat(),
+        "git_revision": git_revision(),
         "host": socket.gethostname(),
         "hardware": hardware_description(hardware),
         "versions": versions(),
@@ -71,26 +74,29 @@ def record_command(run_dir: Path, command: str, hardware: Hardware) -> None:
 
 
 def git_revision() -> str | None:
-    """Of the working folder; None if it has none, or git does not say."""
+    """The revision of the working folder; None if it has none, or git does not say."""
+    command = ["git", "rev-parse", "HEAD"]
     try:
-        asked = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=GIT_SECONDS
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def facts_of_start(run_dir: Path) -> dict[str, Any]:
-    """For summary.json: what `record_command` wrote last, null if it did not, and the seconds since
-    then."""
+    """What `record_command` wrote last, null if it did not, and the seconds since then.
+
+    For summary.json.
+    """
     try:
         line = json.loads((run_dir / COMMANDS).read_text().splitlines()[-1])
     except (OSError, ValueError, IndexError):
         line = dict.fromkeys(("command", "started", "git_revision"))
     started = line.get("started")
-    wall = started and time.time() - datetime.datetime.fromisoformat(started).timestamp()
-    return {**line, "wall_seconds": wall}
+    wall_seconds = None
+    if started:
+        wall_seconds = time.time() - datetime.datetime.fromisoformat(started).timestamp()
+    return {**line, "wall_seconds": wall_seconds}
 
 
 def to_text(config: Config) -> str:
@@ -98,31 +104,35 @@ def to_text(config: Config) -> str:
     return yaml.safe_dump(to_values(config), sort_keys=False)
 
 
-def to_values(config: Config) -> dict[str, Any]:
-    """The config as plain nested values."""
+def to_values(config: Any) -> dict[str, Any]:
+    """A config, or a section, as plain nested values."""
     return dataclasses.asdict(config)
 
 
 def not_default(config: Config) -> dict[str, Any]:
-    """The keys of a resolved config, dotted, whose values are neither the default of their option
-    nor what `auto` chose for this hardware; the options that are not the default ones too, as
-    `model: mlp`."""
-    whole = Config()
-    found = {}
-    for section in config.__dataclass_fields__:
-        value = getattr(config, section)
-        default = getattr(whole, section)
-        if section in ("run_dir", "reasons", "process_range", "process_counts"):
+    """The keys of a resolved config, dotted, that were set to something else than their default.
+
+    What `auto` chose for this hardware is not among them. Options that are not the default ones
+    are, as `model: mlp`.
+    """
+    defaults = Config()
+    found: dict[str, Any] = {}
+    for section, value in vars(config).items():
+        default = getattr(defaults, section)
+        if section in NOT_ASKED_FOR:
             continue
-        if not dataclasses.is_dataclass(value) or isinstance(value, type):
-            found |= {section: value} if value != default and default != "auto" else {}
+        if not dataclasses.is_dataclass(value):
+            if value != default and default != "auto":
+                found[section] = value
             continue
         name = getattr(value, "name", None)
         if name is not None and name != getattr(default, "name", None):
             found[section] = name
         schema = schema_of(section, str(name))
-        known = {} if name == "custom" or schema is None else dataclasses.asdict(schema())
-        found |= _differing(section, dataclasses.asdict(value), known)
+        known = {}
+        if schema is not None and name != CUSTOM:
+            known = to_values(schema())
+        found |= _differing(section, to_values(value), known)
     return found
 
 
@@ -138,7 +148,7 @@ def _differing(prefix: str, values: dict[str, Any], known: dict[str, Any]) -> di
 
 
 def load_frozen(text: str) -> Config:
-    """Loads what `freeze` wrote. Raises ConfigError if it is corrupt."""
+    """Load what `freeze` wrote. Raises ConfigError if it is corrupt."""
     try:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -152,7 +162,7 @@ def load_frozen(text: str) -> Config:
 
 
 def bind_frozen(values: dict[str, Any]) -> tuple[Config, list[str]]:
-    """Binds a frozen config. Returns it, with the default of each wrong key, and all problems."""
+    """Bind a frozen config. Returns it, with the default of each wrong key, and all problems."""
     values = dict(values)
     reasons = values.pop("reasons", {})
     process_range = values.pop("process_range", None)

@@ -1,5 +1,8 @@
-"""Imports and calls the user's own classes and functions. `config.code_checks` has decided that
-they may be."""
+"""Imports and calls the user's own classes and functions.
+
+`config.code_checks` has decided that they may be loaded. The functions of this module raise
+ConfigError for a name that does not exist, is not callable, or does not take its arguments.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,12 @@ from ddp_train.text import did_you_mean
 
 
 def instantiate(section: str, code: Code, *args: Any, **more: Any) -> Any:
-    """Imports `code.target` and calls it, with the values of `${oc.env:...}` among its arguments.
+    """Import `code.target` and call it, with the values of `${oc.env:...}` among its arguments.
 
-    Raises ConfigError if it does not exist, is not callable, or does not take these arguments.
     Exceptions of the call itself are passed on.
     """
-    found, target = _target_of(section, code)
-    return _called(found, section, target, code.arguments, *args, **more)
+    target = _target_of(section, code)
+    return _called(_found(section, code), section, target, code.arguments, *args, **more)
 
 
 def _called(
@@ -45,19 +47,14 @@ def _called(
     values = from_environment(arguments, section)
     try:
         inspect.signature(target).bind(*args, **values, **more)
-    except (
-        TypeError
-    ) as error:  # shows the arguments as written: a value of the environment may be a secret
+    except TypeError as error:
+        # The arguments as written: a value of the environment may be a secret.
         written = ", ".join(f"{key}={value!r}" for key, value in {**arguments, **more}.items())
-        theirs = [
-            key
-            for key in list(inspect.signature(target).parameters)[len(args) :]
-            if key not in more
-        ]
-        unknown = next(
-            (key for key in arguments if key not in theirs), ""
-        )  # the one that Python names, too
-        guess = did_you_mean(unknown, theirs)
+        parameters = list(inspect.signature(target).parameters)[len(args) :]
+        free = [name for name in parameters if name not in more]
+        # The one that Python names, too.
+        unknown = next((key for key in arguments if key not in free), "")
+        guess = did_you_mean(unknown, free)
         raise ConfigError([f"{found}: cannot be called with {written}: {error}{guess}"]) from error
     except ValueError:  # written in C, without a signature: the call itself fails
         pass
@@ -65,27 +62,26 @@ def _called(
 
 
 def parameters_of(section: str, code: Code) -> list[str]:
-    """The names of the parameters that `code.target` takes; [] if it does not say. Raises
-    ConfigError as above."""
-    return list(_parameters(_target_of(section, code)[1]))
+    """The names of the parameters that `code.target` takes; [] if it does not say."""
+    return list(_parameters(_target_of(section, code)))
 
 
 def call_of(section: str, code: Code) -> dict[str, Any]:
-    """What `code.target` is called with, the defaults of its signature included; if they do not
-    fit it, or it does not say, what is given. Raises ConfigError as above."""
+    """What `code.target` is called with, the defaults of its signature included.
+
+    What is given, if it does not fit the signature, or there is none.
+    """
+    target = _target_of(section, code)
     try:
-        signature = inspect.signature(_target_of(section, code)[1])
-        bound = signature.bind(**code.arguments)
+        bound = inspect.signature(target).bind(**code.arguments)
     except (TypeError, ValueError):
         return dict(code.arguments)
     bound.apply_defaults()
-    further = {
-        name
-        for name, one in signature.parameters.items()
-        if one.kind is inspect.Parameter.VAR_KEYWORD
-    }
-    found = {name: value for name, value in bound.arguments.items() if name not in further}
-    return found | {name: value for one in further for name, value in bound.arguments[one].items()}
+    call: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        is_mapping = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        call |= value if is_mapping else {name: value}
+    return call
 
 
 def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
@@ -96,8 +92,7 @@ def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def build_transforms(key: str, items: list[Any]) -> list[Callable[..., Any]]:
-    """What `data.transform` or `data.test_transform` names, built in their order. Raises
-    ConfigError as above."""
+    """What `data.transform` or `data.test_transform` names, in its order."""
     return [_transform(f"{key}[{place}]", item) for place, item in enumerate(items)]
 
 
@@ -105,31 +100,30 @@ def _transform(key: str, item: Any) -> Callable[..., Any]:
     """An item, {_target_: PATH, ...} or PATH: a class, called with the arguments beside it."""
     values = dict(item) if isinstance(item, dict) else {"_target_": item}
     path = values.pop("_target_")
+    found = f"{key}._target_={path}"
     arguments = {name: _typed(f"{key}.{name}", value) for name, value in values.items()}
-    for name, parameter in _parameters(_harmless(f"{key}._target_={path}", path)).items():
+    for name, parameter in _parameters(_harmless(found, path)).items():
         kind = type(parameter.default)
-        if issubclass(kind, enum.Enum) and arguments.get(name) in [one.value for one in kind]:
+        if issubclass(kind, enum.Enum) and arguments.get(name) in [item.value for item in kind]:
             arguments[name] = kind(arguments[name])  # policy: cifar10, interpolation: bicubic
-    made = instantiate(key, Code(path, arguments))
-    if not callable(made):
-        raise ConfigError(
-            [
-                f"{key}._target_={path}: made an object of {type(made).__name__}, which cannot be"
-                " called"
-            ]
-        )
-    return made
+    transform = instantiate(key, Code(path, arguments))
+    if not callable(transform):
+        rule = f"made an object of {type(transform).__name__}, which cannot be called"
+        raise ConfigError([f"{found}: {rule}"])
+    return transform
 
 
 def _typed(key: str, value: Any) -> Any:
-    """An argument of a transform as what it stands for: a transform within it, or a type of numbers
-    (torch.float32)."""
+    """An argument of a transform as what it stands for.
+
+    It may be a transform within it, or a type of numbers (torch.float32).
+    """
     if isinstance(value, dict) and "_target_" in value:
         return _transform(key, value)
     if isinstance(value, dict):
-        return {name: _typed(f"{key}.{name}", one) for name, one in value.items()}
+        return {name: _typed(f"{key}.{name}", item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_typed(f"{key}[{place}]", one) for place, one in enumerate(value)]
+        return [_typed(f"{key}[{place}]", item) for place, item in enumerate(value)]
     if isinstance(value, str) and value.startswith("torch."):
         import torch
 
@@ -139,73 +133,79 @@ def _typed(key: str, value: Any) -> Any:
 
 
 def named_function(key: str, path: str) -> Callable[..., Any]:
-    """The function that a key names. Raises ConfigError as above."""
+    """The function that a key names."""
     return _harmless(f"{key}={path}", path)
 
 
-def _target_of(section: str, code: Code) -> tuple[str, Any]:
-    """Key and value, for messages; and what they name."""
-    found = f"{section}._target_={code.target}"
-    return found, _harmless(found, code.target, trusted_for(section))
+def _found(section: str, code: Code) -> str:
+    """Key and value, for messages."""
+    return f"{section}._target_={code.target}"
+
+
+def _target_of(section: str, code: Code) -> Any:
+    return _harmless(_found(section, code), code.target, trusted_for(section))
 
 
 def _harmless(found: str, path: str, trusted: tuple[str, ...] = TRUSTED_MODULES) -> Any:
-    """The class or function at a dotted path, if it may be called. found: its key and value, for
-    messages. trusted: modules from which only what is harmless may be named."""
+    """The class or function at a dotted path, if it may be called.
+
+    found: its key and value, for messages.
+    trusted: modules from which only what is harmless may be named.
+    """
     target = _imported(found, path)
     if is_trusted(path, trusted) and not _is_harmless(target, trusted):
         rule = f"neither a class of {', '.join(trusted)} nor a model of torchvision"
-        raise ConfigError(
-            [
-                f"{found}: {rule}, and nothing else may be named there; call it in a class of"
-                " your own"
-            ]
-        )
+        remedy = "and nothing else may be named there; call it in a class of your own"
+        raise ConfigError([f"{found}: {rule}, {remedy}"])
     if not callable(target):
-        raise ConfigError(
-            [f"{found}: must be a class or function, and is of type {type(target).__name__}"]
-        )
+        rule = f"must be a class or function, and is of type {type(target).__name__}"
+        raise ConfigError([f"{found}: {rule}"])
     return target
 
 
 def build_hooks(items: list[Any], *args: Any) -> list[Any]:
-    """Objects of the classes that `hooks` names, called with (job, run_dir, world) and their
-    arguments. Raises ConfigError as above."""
+    """Objects of the classes that `hooks` names, called with `args` and their own arguments."""
     return [_hook(found, hook, *args) for found, hook in hooks_of(items).items()]
 
 
 def build_trackers(classes: dict[str, Any]) -> dict[str, Tracker]:
-    """The trackers that `tracker.classes` names, by their names. Raises ConfigError as above."""
+    """The trackers that `tracker.classes` names, by their names."""
     trackers = {}
     for name, code in trackers_of(classes).items():
-        made = tracker_class(name, code)
+        tracker = tracker_class(name, code)
         key = tracker_key(name)
-        found = f"{key}._target_={code.target}"
-        missing = missing_package(made)
+        found = _found(key, code)
+        missing = missing_package(tracker)
         if missing:
             install = f"{sys.executable} -m pip install {missing}"
             raise ConfigError([f"{found}: {missing} is not installed; run {install}"])
-        trackers[name] = _called(found, key, made, code.arguments)
+        trackers[name] = _called(found, key, tracker, code.arguments)
     return trackers
 
 
 def tracker_class(name: str, code: Code) -> type[Tracker]:
-    """The class of a tracker, imported. Raises ConfigError as above."""
-    found = f"{tracker_key(name)}._target_={code.target}"
-    made = _imported(found, code.target)
-    if not isinstance(made, type) or not issubclass(made, Tracker) or inspect.isabstract(made):
+    """The class of a tracker, imported."""
+    found = _found(tracker_key(name), code)
+    tracker = _imported(found, code.target)
+    is_tracker = isinstance(tracker, type) and issubclass(tracker, Tracker)
+    if not is_tracker or inspect.isabstract(tracker):
         raise ConfigError([f"{found}: {TRACKER_RULE}"])
-    if is_trusted(code.target, TRUSTED_TRACKERS) and not is_trusted(
-        made.__module__, TRUSTED_TRACKERS
-    ):
-        trusted = ", ".join(TRUSTED_TRACKERS)
-        raise ConfigError([f"{found}: is a class of {made.__module__}, not of {trusted}"])
-    return made
+    _check_origin(found, code, tracker, TRUSTED_TRACKERS)
+    return tracker
+
+
+def _check_origin(found: str, code: Code, target: type, trusted: tuple[str, ...]) -> None:
+    """Raise ConfigError for a class that a trusted module has imported from elsewhere."""
+    module = target.__module__
+    if is_trusted(code.target, trusted) and not is_trusted(module, trusted):
+        raise ConfigError([f"{found}: is a class of {module}, not of {', '.join(trusted)}"])
 
 
 def missing_package(tracker: type[Tracker]) -> str | None:
-    """The package that a tracker needs, if it is not installed. It is not imported: some take over
-    a second."""
+    """The package that a tracker needs, if it is not installed.
+
+    It is not imported: some take over a second.
+    """
     if tracker.package is None:
         return None
     spec = importlib.util.find_spec(tracker.package)
@@ -215,15 +215,14 @@ def missing_package(tracker: type[Tracker]) -> str | None:
     return None
 
 
-def _hook(found: str, hook: Code, *args: Any) -> Any:
-    made = _imported(found, hook.target)
-    made_in = str(getattr(made, "__module__", ""))
-    enters = hasattr(made, "__enter__") and hasattr(made, "__exit__")
-    if not isinstance(made, type) or not (enters or hasattr(made, "act")):
+def _hook(found: str, code: Code, *args: Any) -> Any:
+    hook = _imported(found, code.target)
+    enters = hasattr(hook, "__enter__") and hasattr(hook, "__exit__")
+    if not isinstance(hook, type) or not (enters or hasattr(hook, "act")):
         raise ConfigError([f"{found}: {HOOK_RULE}"])
-    if is_trusted(hook.target, TRUSTED_HOOKS) and not is_trusted(made_in, TRUSTED_HOOKS):
-        raise ConfigError([f"{found}: is a class of {made_in}, not of {', '.join(TRUSTED_HOOKS)}"])
-    return _called(found, found.partition(".")[0], made, hook.arguments, *args)
+    _check_origin(found, code, hook, TRUSTED_HOOKS)
+    section = found.partition(".")[0]
+    return _called(found, section, hook, code.arguments, *args)
 
 
 def _imported(found: str, path: str) -> Any:
@@ -236,14 +235,13 @@ def _imported(found: str, path: str) -> Any:
             raise  # it exists, and a module that it imports does not
         raise ConfigError([f"{found}: {error}"]) from error
     if not hasattr(module, name):
-        raise ConfigError(
-            [f"{found}: {module_path} has no {name}{did_you_mean(name, dir(module))}"]
-        )
+        guess = did_you_mean(name, dir(module))
+        raise ConfigError([f"{found}: {module_path} has no {name}{guess}"])
     return getattr(module, name)
 
 
 def _is_harmless(target: Any, trusted: tuple[str, ...]) -> bool:
-    """Whether an attribute of a module trusted by default may be called with arbitrary arguments.
+    """Tell whether an attribute of a trusted module may be called with arbitrary arguments.
 
     Modules also hold names of other modules (torchvision.datasets.utils.zipfile), and functions
     that write files or fetch them (torchvision.datasets.utils.download_url).
@@ -255,18 +253,16 @@ def _is_harmless(target: Any, trusted: tuple[str, ...]) -> bool:
 
 
 def torch_optimizers(names: Iterable[str], options: Iterable[str]) -> list[str]:
-    """The classes of torch.optim that are called so, in letters of either case, but for those that
-    are options.
+    """The classes of torch.optim with these names, in letters of either case, that are not options.
 
     torch, whose import takes seconds, is not imported. LBFGS needs a closure, which no step here
     has.
     """
-    asked = {name.lower() for name in names} - {*options, "lbfgs"}
-    spec = importlib.util.find_spec("torch") if asked else None
-    files = sorted((Path(spec.origin or "").parent / "optim").glob("*.py")) if spec else []
-    found = (
-        name
-        for file in files
-        for name in re.findall(r"^class (\w+)\(Optimizer\)", file.read_text(), re.M)
-    )
-    return [f"torch.optim.{name}" for name in found if name.lower() in asked]
+    wanted = {name.lower() for name in names} - {*options, "lbfgs"}
+    spec = importlib.util.find_spec("torch") if wanted else None
+    if spec is None:
+        return []
+    classes: list[str] = []
+    for file in sorted((Path(spec.origin or "").parent / "optim").glob("*.py")):
+        classes += re.findall(r"^class (\w+)\(Optimizer\)", file.read_text(), re.M)
+    return [f"torch.optim.{name}" for name in classes if name.lower() in wanted]
