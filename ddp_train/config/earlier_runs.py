@@ -30,6 +30,8 @@ OF_THE_HOST = (
     "launch.backend",
 )
 """Keys that the hardware decides with `auto`, unless a command of the run has named the key."""
+WHOLE = {"model", "data", "optimizer", "train"}
+"""Sections by which the config of a run is told from other files."""
 OF_THE_RUN = ("mode", "run_dir", "trusted_modules")
 """Keys that are not taken over. The person who types decides whether code may be loaded:
 SECURITY.md."""
@@ -67,25 +69,22 @@ class EarlierRun:
             text = file.read_text()
             values = yaml.safe_load(text)
         except OSError as error:
-            raise ConfigError(
-                [f"{found}: {file} cannot be read ({error.strerror}); name the {FILE} of a run"]
-            ) from None
+            rule = f"{file} cannot be read ({error.strerror}); name the {FILE} of a run"
+            raise ConfigError([f"{found}: {rule}"]) from None
         except (yaml.YAMLError, UnicodeDecodeError):
             raise ConfigError([f"{found}: is not plain YAML; name the {FILE} of a run"]) from None
         keys = values.keys() if isinstance(values, dict) else set()
-        is_whole = keys >= {"model", "data", "optimizer", "train"}
-        group = file.parent.name if file.parent.name in {*OPTIONS, *PRESETS} else ""
-        if sets_a_run(text) or "defaults" in keys or (group and not is_whole):
-            remedy = f"choose it by {group or PRESETS[0]}={file.stem}"
-            where = "" if group else f", from {FOLDER}/{PRESETS[0]}/"
-            raise ConfigError([f"{found}: is a preset; {remedy}{where}"])
+        is_whole = keys >= WHOLE
+        is_in_group = file.parent.name in {*OPTIONS, *PRESETS}
+        is_option = is_in_group and not is_whole
+        if sets_a_run(text) or "defaults" in keys or is_option:
+            remedy = f"choose it by {PRESETS[0]}={file.stem}, from {FOLDER}/{PRESETS[0]}/"
+            if is_in_group:
+                remedy = f"choose it by {file.parent.name}={file.stem}"
+            raise ConfigError([f"{found}: is a preset; {remedy}"])
         if not is_whole:
-            raise ConfigError(
-                [
-                    f"{found}: is no whole config; name the {FILE} of a run, or for a preset use"
-                    " experiment=NAME"
-                ]
-            )
+            remedy = f"name the {FILE} of a run, or for a preset use experiment=NAME"
+            raise ConfigError([f"{found}: is no whole config; {remedy}"])
         return cls(values, file.parent)
 
     def config(self) -> Config:
@@ -95,11 +94,10 @@ class EarlierRun:
     def adopted(self) -> dict[str, Any]:
         """What an evaluation takes over: model, task, data and further metrics."""
         names = ("model", "task", "data", "metrics")
-        adopted = {name: self.values[name] for name in names if name in self.values}
-        if "data" in adopted:  # where samples are held and decoded depends on this hardware
-            data = adopted["data"].items()
-            of_the_host = ("placement", "decode")
-            adopted["data"] = {name: value for name, value in data if name not in of_the_host}
+        adopted = {name: copy.deepcopy(self.values[name]) for name in names if name in self.values}
+        # Where samples are held and decoded depends on this hardware.
+        for name in ("placement", "decode"):
+            adopted.get("data", {}).pop(name, None)
         return adopted
 
     def ground(self) -> dict[str, Any]:
@@ -127,7 +125,7 @@ class EarlierRun:
         return ground
 
     def _release_the_host(self, values: dict[str, Any]) -> None:
-        """Sets keys that nobody typed to `auto`, where the hardware decides them."""
+        """Set keys that nobody typed to `auto`, where the hardware decides them."""
         typed = self._typed_keys()
         if typed is None:
             return
@@ -142,10 +140,10 @@ class EarlierRun:
         try:
             lines = (self.folder / COMMANDS).read_text().splitlines()
             commands = [json.loads(line)["command"] for line in lines]
-            words = [word for command in commands for word in shlex.split(command)]
+            arguments = shlex.split(" ".join(commands))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-        return {word.partition("=")[0] for word in words}
+        return {argument.partition("=")[0] for argument in arguments}
 
 
 def checkpoints_in(path: Path) -> list[Path]:

@@ -28,6 +28,20 @@ from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.lost_hosts import FILE as LOST_HOSTS
 
+OF_TORCHRUN = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_restarts": 0}
+"""Keys that torchrun decides, whatever the config of an earlier run says."""
+SWEEP_RESULTS = "results.jsonl"
+"""In the folder of a sweep. Its trials have folders of their own in it."""
+LEFT_BY_RUNS = (
+    "checkpoints",
+    "metrics.jsonl",
+    COMMANDS,
+    "trackers.json",
+    "tensorboard",
+    "timeline.json",
+    LOST_HOSTS,
+)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -50,29 +64,23 @@ def prepare(
     run_dir: str | None = None,
     shared_by: int = 1,
 ) -> Prepared:
-    """Composes, checks and freezes the config. Raises ConfigError with every problem.
+    """Compose, check and freeze the config. Raises ConfigError with every problem.
 
-    run_dir: the directory of a sweep's trial, in place of the one among the overrides. shared_by:
-    the number of trials that have the cores of this host among them.
+    run_dir: the directory of a sweep's trial, in place of the one among the overrides.
+    shared_by: the number of trials that have the cores of this host among them.
     """
-    read = read_overrides(program, overrides)
-    if world:  # these are torchrun's, whatever the config of an earlier run says
-        read.given = {
-            "launch.nproc_per_node": "auto",
-            "launch.nnodes": 1,
-            "launch.max_restarts": 0,
-        } | read.given
-    config, problems = read_run(program, read)
+    command_line = read_overrides(program, overrides)
+    if world:
+        command_line.given = {**OF_TORCHRUN, **command_line.given}
+    config, problems = read_run(program, command_line)
     if run_dir:
         config = replace(config, run_dir=run_dir)
     prepared = _locked_and_frozen(config, problems, world, program.command(overrides), shared_by)
-    if config.uses_trained and read.choices.get("experiment", "None") != "None":
-        theirs = (
-            "model, task, data and metrics are those of the checkpoint; type the keys that shall"
-            " differ"
-        )
+    experiment = command_line.choices.get("experiment", "None")
+    if config.uses_trained and experiment != "None":
         prepared.notices.append(
-            f"experiment={read.choices['experiment']} with mode={config.mode}: {theirs}"
+            f"experiment={experiment} with mode={config.mode}: model, task, data and metrics are"
+            " those of the checkpoint; type the keys that shall differ"
         )
     return prepared
 
@@ -109,8 +117,7 @@ def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]
 def resolve_and_check(
     config: Config, world: World | None, hardware: Hardware | None = None
 ) -> tuple[Config, list[str]]:
-    """The config without `auto`, as this hardware will run it, and everything that is wrong with
-    it."""
+    """The config without `auto`, as this hardware will run it, and everything that is wrong."""
     problems = check_rules(config)
     if problems:  # checks on values that break their rules would only repeat them
         return config, problems
@@ -125,95 +132,85 @@ def _locked_and_frozen(
     """The rest of `prepare`, for a config that has been composed and bound."""
     hardware = detect_hardware(visible_devices())
     hardware = replace(hardware, cpus=max(1, hardware.cpus // shared_by))
-    resolved, more = resolve_and_check(config, world, hardware)
-    if problems or more:
-        raise ConfigError(list(dict.fromkeys(problems + more)))
+    resolved, further_problems = resolve_and_check(config, world, hardware)
+    if problems or further_problems:
+        raise ConfigError(list(dict.fromkeys(problems + further_problems)))
     notes = notices(RequestedRun(config, resolved, hardware, world))
     if world is None and int(resolved.launch.nnodes) > 1:
         return Prepared(resolved, "", notes)
-    if (
-        resolved.mode == "doctor"
-    ):  # it may examine while a run is in that directory, and leaves that run's files alone
+    if resolved.mode == "doctor":
+        # It may examine while a run is in that directory, and leaves that run's files alone.
         return Prepared(resolved, to_text(resolved), notes)
-    held = lock_run_dir(resolved, world)
-    before = run_to_resume(resolved)
-    if before and (other := changed(before, resolved)):
-        notes.append(f"run_dir={resolved.run_dir} resumes with other values: {', '.join(other)}")
-    if (
-        resolved.mode == "train"
-        and resolved.checkpoint.resume == "never"
-        and not (world and world.attempt)
-    ):
-        notes += archive_previous_run(Path(str(resolved.run_dir)))
+    lock = lock_run_dir(resolved, world)
+    run_dir = Path(str(resolved.run_dir))
+    earlier = run_to_resume(resolved)
+    changes = changed(earlier, resolved) if earlier else []
+    if changes:
+        notes.append(f"run_dir={resolved.run_dir} resumes with other values: {', '.join(changes)}")
+    is_restart = world is not None and world.attempt > 0
+    if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not is_restart:
+        notes += archive_previous_run(run_dir)
     text = freeze(resolved)
     try:
-        record_command(Path(str(resolved.run_dir)), command, hardware)
+        record_command(run_dir, command, hardware)
     except OSError as error:
         raise unwritten(resolved.run_dir, error) from None
-    return Prepared(
-        resolved, text, notes, held, partial(at_another_number, config, resolved, hardware)
-    )
+    at_number = partial(at_another_number, config, resolved, hardware)
+    return Prepared(resolved, text, notes, lock, at_number)
 
 
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
-    """Raises ConfigError, naming the holder, if another run works in the run directory, or if it is
-    a sweep's."""
-    if is_of_sweep(Path(str(config.run_dir))):
-        remedy = f"to resume a trial use run_dir={config.run_dir}/NUMBER, else name another one"
-        raise ConfigError(
-            [
-                f"run_dir={config.run_dir}: is the folder of a sweep, whose page would be lost;"
-                f" {remedy}"
-            ]
-        )
-    # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL comes
-    # 30 s after SIGTERM. A file server frees the lock of a host that is gone when its lease ends
-    # (NFSv4: 90 s).
-    patience_seconds = 35.0 if world and (world.attempt or world.hosts > 1) else 0.0
-    patience_seconds = 120.0 if world and config.host_range else patience_seconds
+    """Lock the run directory for the life of the run.
+
+    Raises ConfigError if it is a sweep's, or if another run works in it, whom the error names.
+    """
+    run_dir = Path(str(config.run_dir))
+    found = f"run_dir={config.run_dir}"
+    if is_of_sweep(run_dir):
+        remedy = f"to resume a trial use {found}/NUMBER, else name another one"
+        rule = "is the folder of a sweep, whose page would be lost"
+        raise ConfigError([f"{found}: {rule}; {remedy}"])
     try:
-        return run_lock.acquire(Path(str(config.run_dir)) / run_lock.FILE, patience_seconds)
+        return run_lock.acquire(run_dir / run_lock.FILE, _patience_seconds(config, world))
     except run_lock.LockHeldError as error:
         remedy = "wait for it, stop it, or name another run_dir"
-        raise ConfigError(
-            [f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]
-        ) from None
+        raise ConfigError([f"{found}: another run is in it, {error}; {remedy}"]) from None
     except OSError as error:
         raise unwritten(config.run_dir, error) from None
 
 
-SWEEP_RESULTS = "results.jsonl"
-"""In the folder of a sweep. Its trials have folders of their own in it."""
+def _patience_seconds(config: Config, world: World | None) -> float:
+    """How long an earlier holder of the run directory may take to end."""
+    if world is None:
+        return 0.0
+    if config.host_range:
+        # A file server frees the lock of a host that is gone when its lease ends (NFSv4: 90 s).
+        return 120.0
+    if world.attempt or world.hosts > 1:
+        # A new rank 0 may start while torchrun still ends the old one, on another host: SIGKILL
+        # comes 30 s after SIGTERM.
+        return 35.0
+    return 0.0
 
 
 def is_of_sweep(folder: Path) -> bool:
-    """Whether the first row of a file of that name, which may be the user's own, is one of a
-    trial."""
+    """Tell whether the first row of a file of results, which may be the user's, is of a trial."""
     with contextlib.suppress(OSError, ValueError), (folder / SWEEP_RESULTS).open() as file:
         return '"trial":' in file.readline()
     return False
 
 
-LEFT_BY_RUNS = (
-    "checkpoints",
-    "metrics.jsonl",
-    COMMANDS,
-    "trackers.json",
-    "tensorboard",
-    "timeline.json",
-    LOST_HOSTS,
-)
-
-
 def archive_previous_run(run_dir: Path) -> list[str]:
-    """Renames the files of a run that is not resumed, so that nothing is lost or mistaken for new.
-    Returns a notice."""
-    left = [path for name in LEFT_BY_RUNS if (path := run_dir / name).exists()]
+    """Rename the files of a run that is not resumed, so that nothing is lost or mistaken for new.
+
+    Returns a notice, if there are any.
+    """
+    left = [run_dir / name for name in LEFT_BY_RUNS if (run_dir / name).exists()]
+    if not left:
+        return []
     number = next(n for n in itertools.count(1) if not any(run_dir.glob(f"*_before_{n}*")))
-    aside = [path.rename(path.with_stem(f"{path.stem}_before_{number}")) for path in left]
-    names = ", ".join(path.name for path in aside)
-    if left:
-        return [
-            f"checkpoint.resume=never: files of an earlier run in {run_dir} were renamed to {names}"
-        ]
-    return []
+    archived = [path.rename(path.with_stem(f"{path.stem}_before_{number}")) for path in left]
+    names = ", ".join(path.name for path in archived)
+    return [
+        f"checkpoint.resume=never: files of an earlier run in {run_dir} were renamed to {names}"
+    ]
