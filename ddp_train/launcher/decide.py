@@ -98,7 +98,8 @@ class History:
             device_failures[device] = device_failures.get(device, 0) + 1
         signature = failed.signature()
         is_same = bool(signature) and signature == self.signature
-        return History(
+        return dataclasses.replace(
+            self,
             newest_checkpoint=max(failed.newest_checkpoint, self.newest_checkpoint),
             restarts_used=restarts_used,
             signature=signature,
@@ -112,9 +113,11 @@ class History:
         Other processes, or the same on other GPUs, have not failed yet.
         """
         seen = self.with_failure(failed, size)
+        if restart.size != size:
+            return dataclasses.replace(seen, restarts_used=0, repeats=0, device_failures={})
         if restart.counts_as_restart:
             return dataclasses.replace(seen, restarts_used=seen.restarts_used + 1)
-        return dataclasses.replace(seen, restarts_used=0, repeats=0, device_failures={})
+        return seen
 
     def after_resize(self) -> History:
         """The history after a change that was asked for: ranks may be on other devices."""
