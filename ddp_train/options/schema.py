@@ -40,6 +40,8 @@ class StrategyConfig:
     """How replicas are wrapped, and gradients exchanged."""
 
     name: str = "single"
+    implementation: ClassVar[str] = ""
+    """The class of the device and the keys of this option, `module:Class`."""
     has_process_group: ClassVar[bool] = False
     """Whether several processes may run, connected by torch.distributed."""
     spreads_over_gpus: ClassVar[bool] = False

@@ -14,6 +14,7 @@ class SingleConfig(StrategyConfig):
     """One process, one device."""
 
     name: str = "single"
+    implementation: ClassVar[str] = "ddp_train.parallel.strategy:Single"
 
 
 @dataclass
@@ -21,6 +22,7 @@ class DpConfig(StrategyConfig):
     """torch.nn.DataParallel: one process, all visible GPUs."""
 
     name: str = "dp"
+    implementation: ClassVar[str] = "ddp_train.parallel.strategy:DataParallel"
     spreads_over_gpus: ClassVar[bool] = True
     capture_blocker: ClassVar[str] = "DataParallel runs in several threads"
 

@@ -18,6 +18,7 @@ class DdpConfig(StrategyConfig):
     torch."""
 
     name: str = "ddp"
+    implementation: ClassVar[str] = "ddp_train.parallel.strategy:DistributedDataParallel"
     has_process_group: ClassVar[bool] = True
     has_buckets: ClassVar[bool] = True
     sync_bn: bool = key(False, "batch norm statistics over the samples of all processes")

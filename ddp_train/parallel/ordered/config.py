@@ -18,6 +18,7 @@ class OrderedConfig(StrategyConfig):
     ddp."""
 
     name: str = "ordered"
+    implementation: ClassVar[str] = "ddp_train.parallel.ordered.reduction:OrderedReduction"
     has_process_group: ClassVar[bool] = True
     fixes_bits: ClassVar[bool] = True
     capture_blocker: ClassVar[str] = "a captured step runs no Python"
