@@ -18,7 +18,7 @@ from ddp_train.config.bind import bind_fields
 from ddp_train.config.composition import read_config
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.program import Program
-from ddp_train.config.validate import check, check_rules, section_rules
+from ddp_train.config.validate import broken_rules_in, check, check_rules
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.hardware import Hardware, detect_hardware
@@ -141,7 +141,7 @@ def bind_settings(schema: type, settings: dict[str, Any]) -> Any:
     ConfigError."""
     problems: list[str] = []
     bound = bind_fields(schema, "study.", settings, problems)
-    raise_problems(problems or section_rules(bound, "study."))
+    raise_problems(problems or broken_rules_in(bound, "study."))
     return bound
 
 

@@ -86,13 +86,13 @@ def _shares_server(argv: list[str]) -> bool:
 
 def show(program: Program, argv: list[str], flags: list[str], is_sweep: bool) -> int:
     """Has Hydra show the config, or complete a command line. Returns the exit code."""
-    from ddp_train.config.earlier_runs import KEY
+    from ddp_train.config.earlier_runs import CONFIG_KEY
     from ddp_train.sweeps.plan import checked_arguments, plan_sweep
     from ddp_train.sweeps.sweep import call_hydra
 
     if not is_sweep and set(flags) <= set(HOW_TO_SHOW):
         raise ConfigError([f"{flags[0]}: needs --cfg job; add that, or leave it out"])
-    reused = [word for word in argv if word.startswith(f"{KEY}=")]
+    reused = [word for word in argv if word.startswith(f"{CONFIG_KEY}=")]
     if reused and not is_sweep:
         raise ConfigError(
             [

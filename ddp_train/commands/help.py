@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from ddp_train.config.earlier_runs import KEY, OF_A_RUN
+from ddp_train.config.earlier_runs import CONFIG_KEY, OF_A_RUN
 from ddp_train.config.keys import is_section, own_keys
 from ddp_train.config.program import Program
 from ddp_train.options.custom import CustomOption
@@ -59,7 +59,7 @@ def help_text(program: Program) -> str:
         *_group_lines(program),
         "",
         "Keys (key=value):",
-        _line(f"{KEY}=RUN", OF_A_RUN),
+        _line(f"{CONFIG_KEY}=RUN", OF_A_RUN),
         *_key_lines("", Config),
     ]
     for section, schema in SECTIONS.items():

@@ -471,7 +471,7 @@ def _scaled(values: dict[str, Any], factor: float) -> dict[str, Any]:
     return {name: values[name] * factor for name in ("lr", "adamw_lr") if name in values}
 
 
-def described(config: Config) -> dict[str, Any]:
+def run_facts(config: Config) -> dict[str, Any]:
     """The fields of summary.json that are known before the run starts."""
     return {
         "mode": config.mode,

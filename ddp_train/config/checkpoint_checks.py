@@ -18,7 +18,7 @@ from ddp_train.text import did_you_mean, shown
 Values = dict[str, tuple[Any, Any]]
 """Keys, each with its value before and now."""
 
-OF_THE_DIGITS = {
+CHANGES_DIGITS = {
     "strategy": (
         "name",
         "comm_hook",
@@ -40,9 +40,9 @@ OF_THE_DIGITS = {
         "optimizer",
     ),
 }
-"""Keys of these sections that change the digits of a number."""
-NOT_OF_A_SAMPLE = ("root", "path", "download", "placement")
-"""Keys of the data that do not change a sample."""
+"""Keys, by section, that change the last digits of what is computed."""
+KEEPS_SAMPLES = ("root", "path", "download", "placement")
+"""Keys of `data` that do not change a sample."""
 
 
 def problems(run: RequestedRun) -> Iterator[Problem]:
@@ -65,7 +65,7 @@ def _resume(config: Config) -> Iterator[Problem]:
         elif not checkpoints_in(Path(resume)):
             yield Problem(found, "holds no checkpoint", "use the path of a run or a checkpoint")
         elif not config.uses_trained:
-            yield from _other_state(config)
+            yield from _misfits_of_checkpoint(config)
     elif config.uses_trained:
         yield Problem(
             f"mode={config.mode}",
@@ -80,24 +80,29 @@ def _resume(config: Config) -> Iterator[Problem]:
         )
 
 
-def _other_state(config: Config) -> Iterator[Problem]:
-    """Keys with which the state of the checkpoint that is named does not fit."""
+def _misfits_of_checkpoint(config: Config) -> Iterator[Problem]:
+    """A problem for each key that the checkpoint of `checkpoint.resume=PATH` does not fit.
+
+    None if no config can be read from it.
+    """
+    named_by = f"checkpoint.resume={config.checkpoint.resume}"
     earlier = EarlierRun.of(Path(config.checkpoint.resume))
     if earlier is None:
         return
-    then = earlier.config()
-    values = values_of_the_state(then, config)
-    if config.data.validation and then.data.name == config.data.name:
-        # Else samples that it trained with would validate.
-        values["seed"] = (then.seed, config.seed)
-        values["data.validation"] = (then.data.validation, config.data.validation)
-    yield from differences(
-        values, f"checkpoint.resume={config.checkpoint.resume}", "checkpoint.resume=never"
-    )
+    before = earlier.config()
+    values = values_of_the_state(before, config)
+    if config.data.validation and before.data.name == config.data.name:
+        # With other values samples that it trained with would validate.
+        values["seed"] = (before.seed, config.seed)
+        values["data.validation"] = (before.data.validation, config.data.validation)
+    yield from differences(values, named_by, "checkpoint.resume=never")
 
 
 def values_of_the_state(before: Config, config: Config) -> Values:
-    """The keys on which the state of the optimizer and its number of steps depend."""
+    """The keys on which the state of an optimizer, and its number of steps, depend.
+
+    before: the config of the run that has that state.
+    """
     then = vars(before.optimizer)
     now = vars(config.optimizer)
     values: Values = {
@@ -133,7 +138,8 @@ def _structure_of_groups(optimizer: dict[str, Any]) -> Any:
 def differences(values: Values, where: str, instead: str) -> Iterator[Problem]:
     """A problem for each key whose value differs from that of the run that is resumed.
 
-    where: the key and value that name that run. instead: an override for a run of its own.
+    where: the key and value that name that run.
+    instead: what to type for a run of its own.
     """
     differing = {  # a manifest is JSON: the keys of its mappings are texts
         name: (then, now)
@@ -167,11 +173,17 @@ def _same_run(run: RequestedRun) -> Iterator[Problem]:
         return
     before = run_to_resume(config)
     if before is not None:
-        yield from of_another_run(before, config, f"run_dir={config.run_dir}", "another run_dir")
+        where = f"run_dir={config.run_dir}"
+        yield from differences_of_runs(before, config, where, "another run_dir")
 
 
-def of_another_run(before: Config, config: Config, where: str, instead: str) -> Iterator[Problem]:
-    """A problem for each key that defines a run and differs from that of an earlier one."""
+def differences_of_runs(
+    before: Config, config: Config, where: str, instead: str
+) -> Iterator[Problem]:
+    """A problem for each key that defines a run and differs from that of an earlier one.
+
+    where, instead: see `differences`.
+    """
     values = {"seed": (before.seed, config.seed), **values_of_the_state(before, config)}
     strategies = (before.strategy, config.strategy)
     if any(strategy.fixes_bits for strategy in strategies):  # else its bits would not be its own
@@ -184,19 +196,18 @@ def of_another_run(before: Config, config: Config, where: str, instead: str) -> 
         then = vars(getattr(before, section))
         now = vars(getattr(config, section))
         for name in dict.fromkeys((*then, *now)):
-            if name not in NOT_OF_A_SAMPLE:
+            if name not in KEEPS_SAMPLES:
                 values[_dotted(section, name)] = (then.get(name), now.get(name))
     yield from differences(values, where, instead)
 
 
 def changed(before: Config, config: Config) -> list[str]:
-    """What a resumed run does differently, of the keys that may change: `optimizer.lr=0.05 (was
-    0.3)`."""
+    """The keys that may change and have, with both values: `optimizer.lr=0.05 (was 0.3)`."""
     found = []
-    for section in ("train", "task", "optimizer", "schedule", *OF_THE_DIGITS):
+    for section in ("train", "task", "optimizer", "schedule", *CHANGES_DIGITS):
         then = _values_of(getattr(before, section))
         now = _values_of(getattr(config, section))
-        for name in OF_THE_DIGITS.get(section) or dict.fromkeys((*then, *now)):
+        for name in CHANGES_DIGITS.get(section) or dict.fromkeys((*then, *now)):
             if then.get(name) != now.get(name) and name in now:
                 was = f" (was {shown(then[name])})" if name in then else ""
                 found.append(f"{_dotted(section, name)}={shown(now[name])}{was}")

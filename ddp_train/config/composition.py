@@ -18,10 +18,10 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-from ddp_train.config import earlier_runs, metrics
+from ddp_train.config import metrics
 from ddp_train.config.bind import bind
 from ddp_train.config.code_checks import package_of
-from ddp_train.config.earlier_runs import EarlierRun
+from ddp_train.config.earlier_runs import CONFIG_KEY, EarlierRun
 from ddp_train.config.keys import all_keys, list_rule, own_keys
 from ddp_train.config.overrides import Overrides
 from ddp_train.config.program import PRESETS, Program
@@ -352,7 +352,7 @@ def _ground_of(overrides: Overrides) -> tuple[dict[str, Any], list[str]]:
     if overrides.config is None:
         return {}, []
     problems = [
-        f"{group}={overrides.choices[group]}: contradicts {earlier_runs.KEY}={overrides.config},"
+        f"{group}={overrides.choices[group]}: contradicts {CONFIG_KEY}={overrides.config},"
         " which is a whole run; give one of them, and single keys beside it"
         for group in PRESETS
         if overrides.choices.get(group, "None") != "None"

@@ -20,7 +20,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
 
-KEY = "config"
+CONFIG_KEY = "config"
 OF_A_RUN = "the config of an earlier run, its folder or its config.yaml, which further words change"
 OF_THE_HOST = (
     "device",
@@ -64,7 +64,7 @@ class EarlierRun:
     def of_file(cls, path: Path) -> EarlierRun:
         """The run whose folder or config.yaml `config=PATH` names. Raises ConfigError."""
         file = path / FILE if path.is_dir() else path
-        found = f"{KEY}={path}"
+        found = f"{CONFIG_KEY}={path}"
         try:
             text = file.read_text()
             values = yaml.safe_load(text)

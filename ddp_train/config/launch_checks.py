@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ddp_train.config.processes import HOSTS, KEY, counts_of, hosts_at_start
+from ddp_train.config.processes import HOSTS, PROCESSES, counts_of, hosts_at_start
 from ddp_train.distributed.agent import hosts_requested
 from ddp_train.distributed.environment import srun_tasks
 from ddp_train.options.key import Range, range_of
@@ -155,7 +155,7 @@ def _hosts(run: RequestedRun) -> Iterator[Problem]:
     endpoint = run.asked.launch.rdzv_endpoint
     several = nnodes != 1
     if run.world or not _fits_srun(srun_tasks(), nnodes):
-        pass  # reported by the two above
+        pass  # `_under_torchrun` and `_under_srun` report it
     elif several and not endpoint:
         yield Problem(
             f"launch.nnodes={nnodes}",
@@ -179,13 +179,13 @@ def _hosts(run: RequestedRun) -> Iterator[Problem]:
 
 
 def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
-    """Problems of a range that obeys its rule: any number of it must train the global batch."""
+    """Problems of `launch.nproc_per_node=LOW:HIGH`."""
     config = run.config
     asked = run.asked.launch
     span = range_of(asked.nproc_per_node)
     if span is None:
         return
-    found = f"{KEY}={asked.nproc_per_node}"
+    found = f"{PROCESSES}={asked.nproc_per_node}"
     if run.world:
         yield Problem(
             found,
@@ -196,21 +196,20 @@ def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
         yield Problem(
             found,
             f"the number changes on one host only, and {HOSTS}={asked.nnodes}",
-            f"use one number, {KEY}={config.launch.nproc_per_node}",
+            f"use one number, {PROCESSES}={config.launch.nproc_per_node}",
         )
     elif not config.strategy.has_process_group:
         yield _one_process(found, config)
+    elif config.strategy.virtual_shards is not None:
+        ends = [span.low] if span.high is None else [span.low, span.high]
+        undivided = [end for end in ends if not config.strategy.can_run_on(end)]
+        if undivided:
+            remedy = f"use powers of two up to {config.strategy.virtual_shards}"
+            yield _not_divided(found, undivided, config, remedy)
     else:
         gpus = run.hardware.gpus if config.device == "cuda" else None
         counts = counts_of(span, config, gpus, run.hardware.cpus)
-        if config.strategy.virtual_shards is None:
-            yield from _too_few_samples(found, span, counts, config)
-            return
-        ends = [span.low] if span.high is None else [span.low, span.high]
-        wrong = [end for end in ends if end not in counts]
-        if wrong:
-            remedy = f"use powers of two up to {config.strategy.virtual_shards}"
-            yield _not_divided(found, wrong, config, remedy)
+        yield from _too_few_samples(found, span, counts[-1], config)
 
 
 def _one_process(found: str, config: Config) -> Problem:
@@ -231,32 +230,37 @@ def _not_divided(found: str, counts: list[int], config: Config, remedy: str) -> 
     )
 
 
-def _too_few_samples(
-    found: str, span: Range, counts: list[int], config: Config
-) -> Iterator[Problem]:
-    """A global batch that has no sample for each of the most processes."""
+def _too_few_samples(found: str, span: Range, most: int, config: Config) -> Iterator[Problem]:
+    """The problem of a global batch that leaves some processes of a range without a sample.
+
+    found: the range as it was typed, `launch.nproc_per_node=LOW:HIGH`.
+    most: its largest number of processes on this hardware.
+    """
     batch = config.train.global_batch_size
     accumulation = config.train.accumulation_steps
-    most = counts[-1]
-    enough = batch // accumulation
-    if most <= enough or config.data.batch_by == "tokens":
+    most_with_samples = batch // accumulation
+    if most <= most_with_samples or config.data.batch_by == "tokens":
         return
-    first = max(span.low, enough + 1)
-    wrong = f"{first} to {most} processes" if first < most else f"{most} processes"
-    each = f" and {accumulation} accumulation steps each" if accumulation > 1 else ""
-    better = f"{KEY}={span.low}:{enough}, or " if span.low <= enough else ""
+    processes = f"{most} processes"
+    fewest_without = max(span.low, most_with_samples + 1)
+    if fewest_without < most:
+        processes = f"{fewest_without} to {processes}"
+    if accumulation > 1:
+        processes += f" and {accumulation} accumulation steps each"
+    remedy = f"train.global_batch_size={most * accumulation} or more"
+    if span.low <= most_with_samples:
+        remedy = f"{PROCESSES}={span.low}:{most_with_samples}, or {remedy}"
     yield Problem(
         found,
-        f"train.global_batch_size={batch} has no sample for each of {wrong}{each}",
-        f"use {better}train.global_batch_size={most * accumulation} or more",
+        f"train.global_batch_size={batch} has no sample for each of {processes}",
+        f"use {remedy}",
     )
 
 
 def _range_of_hosts(run: RequestedRun) -> Iterator[Problem]:
-    """Problems of a range of hosts that obeys its rule.
+    """Problems of `launch.nnodes=LOW:HIGH`.
 
-    Any number of them must be able to train the global batch. Under torchrun these were looked at
-    before its agent was started, or it is the agent's own range.
+    Under torchrun the range was checked before its agent was started, or it is the agent's own.
     """
     config = run.config
     nnodes = run.asked.launch.nnodes

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_train.config import earlier_runs
+from ddp_train.config.earlier_runs import CONFIG_KEY
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.user_code import torch_optimizers
 from ddp_train.config.values import grammatical, in_quotes, leaves, quoted, unclosed
@@ -103,7 +103,7 @@ class _Reader:
             self._refuse(argument, "no key can be removed; leave it out for its default")
         elif override.is_sweep_override():
             self._read_sweep(override)
-        elif name == earlier_runs.KEY:
+        elif name == CONFIG_KEY:
             self.overrides.config = Path(str(override.value()))
             self._pass_on(argument)  # for the trials of a sweep
         elif name.split(".")[0] == STUDY:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ddp_train.options.key import Range, range_of
 from ddp_train.options.schema import Config
 
-KEY = "launch.nproc_per_node"
+PROCESSES = "launch.nproc_per_node"
 HOSTS = "launch.nnodes"
 
 

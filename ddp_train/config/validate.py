@@ -23,7 +23,7 @@ from ddp_train.text import shown
 
 
 def check(run: RequestedRun) -> list[str]:
-    """Every problem of a config whose values obey `check_rules`, one line each."""
+    """A message for each problem of a run. Its values must have passed `check_rules`."""
     return [str(problem) for problem in problems_of(run)]
 
 
@@ -46,22 +46,23 @@ def problems_of(run: RequestedRun) -> Iterator[Problem]:
 
 
 def check_rules(config: Config) -> list[str]:
-    """What breaks the rules beside the fields of the schema."""
-    return section_rules(config, "")
+    """A message for each key of a run whose value breaks a rule that `options.key` declares."""
+    return broken_rules_in(config, "")
 
 
-def section_rules(section: Any, prefix: str) -> list[str]:
-    """What breaks the rules beside the fields of one section, and of those within it.
+def broken_rules_in(section: Any, prefix: str) -> list[str]:
+    """A message for each key of a section, and of those within it, whose value breaks its rule.
 
-    prefix: the beginning of its keys.
+    prefix: the beginning of the section's keys: "", or `train.`.
     """
-    problems = []
+    messages = []
     for f in dataclasses.fields(section):
         value = getattr(section, f.name)
+        key = f"{prefix}{f.name}"
         if dataclasses.is_dataclass(value):
-            problems += section_rules(value, f"{prefix}{f.name}.")
+            messages += broken_rules_in(value, f"{key}.")
             continue
-        broken = broken_rule(value, f.metadata)
-        if broken:
-            problems.append(f"{prefix}{f.name}={shown(value)}: {broken}")
-    return problems
+        rule = broken_rule(value, f.metadata)
+        if rule:
+            messages.append(f"{key}={shown(value)}: {rule}")
+    return messages

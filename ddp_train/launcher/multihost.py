@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddp_train.config.auto import described
+from ddp_train.config.auto import run_facts
 from ddp_train.config.program import Program
 from ddp_train.distributed.agent import stopping_file
 from ddp_train.distributed.child_environments import agent_environment
@@ -76,7 +76,7 @@ def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
             log="",
             exit_code=error.exit_code,
         )
-        if not failure_report.report(run_dir, failure, described(config)):
+        if not failure_report.report(run_dir, failure, run_facts(config)):
             # Another host reported first, on its own terminal.
             print(failure_report.headline(failure), file=sys.stderr)
         return error.exit_code

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.auto import described
+from ddp_train.config.auto import run_facts
 from ddp_train.launcher.fork_server import MODULE, WORKER
 from ddp_train.options.schema import Config
 from ddp_train.resilience.failure import Failure
@@ -29,13 +29,13 @@ class Workload:
     """What Python runs in each process, as on its command line."""
     arguments: Callable[[Path, int], list[str]] = _run_dir_and_rank
     """Arguments of the program, for a run directory and a rank."""
-    facts: Callable[[Config], dict[str, Any]] = described
+    facts: Callable[[Config], dict[str, Any]] = run_facts
     """The fields of summary.json that are known before the run starts."""
     translate: Callable[[str], str] = str
     """Replaces the keys of the config in a message by the names that the user of this program
     knows."""
     page: NoPage = dataclasses.field(default_factory=NoPage)
-    """The page of the run that the launcher writes."""
+    """Writes the page of the run."""
 
     def translated(self, failure: Failure) -> Failure:
         """A failure in the terms of this program's user."""
@@ -45,7 +45,7 @@ class Workload:
 
 
 def workload_of(config: Config) -> Workload:
-    """Our worker. A run that trains has a page, unless `launch.page` is false."""
+    """The workload of a run of ours; one that trains has a page unless `launch.page` is false."""
     from ddp_train.config.freeze import not_default
     from ddp_train.telemetry.pages.live import LivePage
 

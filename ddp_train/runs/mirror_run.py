@@ -18,7 +18,7 @@ from ddp_train.checkpoints.mirror import (
 from ddp_train.checkpoints.mirroring import CopyState, Mirroring
 from ddp_train.checkpoints.reader import defect_of
 from ddp_train.checkpoints.writer import link_best
-from ddp_train.config.checkpoint_checks import changed, of_another_run
+from ddp_train.config.checkpoint_checks import changed, differences_of_runs
 from ddp_train.config.freeze import bind_frozen
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.distributed.world import World
@@ -114,7 +114,7 @@ def _checked_config(
     if earlier is None:
         return None
     remedy = "name another folder as checkpoint.mirror"
-    problems = list(of_another_run(earlier, config, place, remedy))
+    problems = list(differences_of_runs(earlier, config, place, remedy))
     if problems:
         raise DataError("; ".join(map(str, problems)), "one folder is for one run")
     return earlier

@@ -11,7 +11,7 @@ from torch import nn
 from ddp_train.assembly import metrics
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.scored_checkpoint import score_checkpoint
-from ddp_train.config.auto import described
+from ddp_train.config.auto import run_facts
 from ddp_train.config.freeze import facts_of_start
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.loop import Evaluation, Job
@@ -144,7 +144,7 @@ def summary_of_model(run: RunContext, status: str, model: nn.Module) -> dict[str
         device_name = torch.cuda.get_device_name(run.device)
     return {
         "status": status,
-        **described(run.config),
+        **run_facts(run.config),
         **facts_of_start(run.run_dir),
         "parameters": parameter_counts(model),
         "device_name": device_name,

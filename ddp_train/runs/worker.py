@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_train.config.auto import described
+from ddp_train.config.auto import run_facts
 from ddp_train.config.freeze import FILE, load_frozen, not_default
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.distributed.environment import world_from_environment
@@ -100,7 +100,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     run_dir = Path(str(config.run_dir))
     worker = WorkerProcess(run_dir, world)
     hosts_may_leave = config.host_range is not None
-    reporter = FailureReporter(worker, described(config), hosts_may_leave=hosts_may_leave)
+    reporter = FailureReporter(worker, run_facts(config), hosts_may_leave=hosts_may_leave)
     launch = config.launch
     try:
         with writable_logs(worker.log_file):
