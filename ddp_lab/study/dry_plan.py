@@ -102,7 +102,10 @@ def _fresh_order(plan: BatchPlan) -> np.ndarray:
 def _mean_loss() -> float:
     running = RunningLoss()
     for step in range(LOG_EVERY_STEPS):
-        running.add(1.0, BATCH, MicroBatch(0, step, np.arange(BATCH), BATCH, 1.0, True))
+        micro_batch = MicroBatch(
+            epoch=0, step=step, indices=np.arange(BATCH), num_real=BATCH, scale=1.0, is_last=True
+        )
+        running.add(1.0, BATCH, micro_batch)
     return running.mean("cpu").value
 
 

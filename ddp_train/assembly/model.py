@@ -115,7 +115,9 @@ def try_user_task(config: Config, module: ModelWithTask, source: BatchSource, de
         return
 
     def batch_of(numbers: np.ndarray) -> Any:
-        micro_batch = MicroBatch(None, 0, numbers, len(numbers), 1.0, True)
+        micro_batch = MicroBatch(
+            epoch=None, step=0, indices=numbers, num_real=len(numbers), scale=1.0, is_last=True
+        )
         return single_batch(config, source, micro_batch, device).data
 
     for check in (check_loss, check_scores):

@@ -238,5 +238,12 @@ def evaluation_batches(
     batches = []
     for start in range(rank * batch_size, samples, world_size * batch_size):
         batch = indices[start : start + batch_size]
-        batches.append(MicroBatch(None, start // batch_size, batch, len(batch), 0.0, True))
+        batches.append(evaluation_batch(start // batch_size, batch))
     return batches
+
+
+def evaluation_batch(number: int, indices: np.ndarray) -> MicroBatch:
+    """A whole batch that is scored and not trained on. number: what its scores are kept under."""
+    return MicroBatch(
+        epoch=None, step=number, indices=indices, num_real=len(indices), scale=0.0, is_last=True
+    )

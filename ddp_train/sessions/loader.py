@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
-from ddp_train.data.batch_plan import BatchPlan, MicroBatch
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batch
 from ddp_train.data.datasets import digests
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.user_dataset import UserDataset
@@ -177,8 +177,7 @@ class TestLoader:
         self.shares = []
         for start in range(first, end, batch_size):
             indices = np.arange(start, min(start + batch_size, end))
-            number = len(self.shares)
-            self.shares.append(MicroBatch(None, number, indices, len(indices), 0.0, True))
+            self.shares.append(evaluation_batch(len(self.shares), indices))
         self.steps = steps
         self.batches = reported_batches(steps, source, self.shares, options, "evaluation ")
 
