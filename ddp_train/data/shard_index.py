@@ -46,7 +46,7 @@ class ShardIndex:
     stamp: Stamp
     """Of the tar file that it was built from."""
     fields: list[str]
-    """The names of fields."""
+    """The names of its fields; `members` has their places here."""
     members: np.ndarray
     """[sample, field, offset of the content, its bytes] for each member, int64 [m, 4]."""
 
@@ -138,6 +138,7 @@ class _IndexBuilder:
         return ShardIndex(self.stamp, list(self.fields), table)
 
     def _add(self, member: tarfile.TarInfo) -> None:
+        """Note a file, if it is of a sample. Raises DataError if it is out of place."""
         folder, _, base = member.name.rpartition("/")
         name, dot, extension = base.partition(".")
         if not name or not dot:

@@ -212,6 +212,7 @@ class UserDataset:
         return hash_key(self.seed, "augment", epoch_number, number, *purpose)
 
     def _sample(self, number: int, epoch: int | None, seed_generators: SeedGenerators) -> Any:
+        """A sample after its transforms. Raises DataError in place of StopIteration."""
         try:
             sample = self._untransformed(number, epoch, seed_generators)
             for transform in self.transforms:
@@ -227,6 +228,10 @@ class UserDataset:
     def _untransformed(
         self, number: int, epoch: int | None, seed_generators: SeedGenerators
     ) -> Any:
+        """A sample as the data set gives it, or the chosen fields of it.
+
+        What the data set raises gets a note with the number of the sample.
+        """
         seed_generators(self._key(epoch, number))
         try:
             sample = self.dataset[number]

@@ -121,8 +121,11 @@ class SelectionHook:
         self.stop_if_due(job)
 
     def stop_if_due(self, job: Job) -> None:
-        """End the plan after `job.step` if the best is too long ago, at an evaluation or where a
-        run resumes, and if the time was over before it resumed."""
+        """End the plan after `job.step` if the best evaluation is too long ago, or if the time was
+        over before the run resumed.
+
+        To be called after each evaluation, and where a run resumes.
+        """
         limit = self.time_limit
         if limit and job.step < job.plan.steps and limit.was_over:
             self._end(job, job.step, limit.reason)

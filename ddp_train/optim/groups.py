@@ -149,6 +149,7 @@ def _blocks(module: nn.Module, path: str) -> list[str]:
 
 
 def _depths_by_child(model: nn.Module) -> dict[str, int]:
+    """The layer of each parameter of a model without blocks: its child, see `depths_of`."""
     depths = {name: 0 for name, _ in model.named_parameters()}
     children = _children(model, "")
     while len(children) == 1:
@@ -156,7 +157,9 @@ def _depths_by_child(model: nn.Module) -> dict[str, int]:
         children = _children(child, path)
     depth = -1
     for path, layer in children.items():
-        depth += depth < 0 or any(parameter.ndim > 1 for parameter in layer.parameters())
+        is_norm = all(parameter.ndim < 2 for parameter in layer.parameters())
+        if depth < 0 or not is_norm:
+            depth += 1
         for name in depths:
             if name.startswith(f"{path}."):
                 depths[name] = depth

@@ -130,7 +130,8 @@ def check_scores(module: ModelWithTask, batch_of: BatchOf, samples: int, key: st
             of_all = _scores(module, batch_of(numbers))
             of_each = [_scores(module, batch_of(number)) for number in numbers[:, None]]
     except Exception as error:
-        # With a cause: a loss of one sample, or one without gradients.
+        # A cause is an error of loss(), asked because score() gives no loss: one that fails for
+        # a single sample, or without gradients, may be right in training.
         if isinstance(error, LaunchError) and not error.__cause__:
             raise
         _warn_of_failure("score", key, error)

@@ -172,7 +172,7 @@ class Lamb(SkippableOptimizer):
 
 
 def _norms(tensors: Tensors) -> Tensor:
-    """[len(tensors)]"""
+    """The norm of each tensor, [len(tensors)]."""
     return torch.stack(torch._foreach_norm(tensors))
 
 
