@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -462,13 +462,14 @@ def optimizer_at_batch(config: Config) -> Any:
         return optimizer
     ratio = config.train.global_batch_size / optimizer.lr_base_batch
     factor = ratio ** LR_POWERS[optimizer.lr_scaling]
-    changes = _scaled(vars(optimizer), factor)
-    groups = [group | _scaled(group, factor) for group in optimizer.groups]
+    rates = optimizer.learning_rates
+    changes = _scaled(vars(optimizer), rates, factor)
+    groups = [group | _scaled(group, rates, factor) for group in optimizer.groups]
     return dataclasses.replace(optimizer, **changes, groups=groups, lr_scaling="none")
 
 
-def _scaled(values: dict[str, Any], factor: float) -> dict[str, Any]:
-    return {name: values[name] * factor for name in ("lr", "adamw_lr") if name in values}
+def _scaled(values: dict[str, Any], rates: Sequence[str], factor: float) -> dict[str, Any]:
+    return {name: values[name] * factor for name in rates if name in values}
 
 
 def run_facts(config: Config) -> dict[str, Any]:

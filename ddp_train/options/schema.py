@@ -406,6 +406,8 @@ class OptimizerConfig:
     may lie there."""
     adapts_per_layer: ClassVar[bool] = False
     """Whether the learning rate is adapted to each layer."""
+    learning_rates: ClassVar[tuple[str, ...]] = ("lr",)
+    """Keys that `lr_scaling` multiplies."""
     beside_arguments: ClassVar[tuple[str, ...]] = (
         "name",
         "lr_scaling",

@@ -21,6 +21,7 @@ class MuonConfig(BuiltInOptimizerConfig):
         "matrices",
     )
     can_be_captured: ClassVar[bool] = True
+    learning_rates: ClassVar[tuple[str, ...]] = ("lr", "adamw_lr")
     lr: float = key(0.02, "learning rate of matrices after warm-up", above=0)
     weight_decay: float = key(
         0.01, "weight decay, decoupled from the gradient, of both methods", at_least=0
