@@ -399,8 +399,7 @@ class OptimizerConfig:
     is_custom: ClassVar[bool] = False
     """Whether it is a class of your own."""
     has_fused: ClassVar[bool] = False
-    """Whether torch 2.11 to 2.15 have a fused implementation (adadelta, rmsprop, lars, lamb and
-    muon have none)."""
+    """Whether torch 2.11 to 2.15 have a fused implementation."""
     can_be_captured: ClassVar[bool] = False
     """Whether its step runs without waiting for the host: a flag on the device skips it, its rate
     may lie there."""
