@@ -1,7 +1,7 @@
 """The options of each group: their names, and where the class of each is.
 
 A class is imported when it is asked for. To add an option, write its class into a module `config`
-beside its implementation, and its line here.
+beside its implementation, and its line here. A tracker is its own class.
 """
 
 from __future__ import annotations
@@ -101,6 +101,16 @@ OPTIONS: dict[str, OptionGroup] = {
     ),
 }
 """The groups of which a run has one option each."""
+
+TRACKERS = OptionGroup(
+    {
+        "tensorboard": "ddp_train.telemetry.trackers.tensorboard:TensorBoard",
+        "wandb": "ddp_train.telemetry.trackers.wandb:Wandb",
+        "mlflow": "ddp_train.telemetry.trackers.mlflow:Mlflow",
+    }
+)
+"""The trackers of ours, of which a run may have several. Their keys are the arguments of the
+class."""
 
 
 def default_of(group: str, name: str) -> Any:

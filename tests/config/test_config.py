@@ -49,7 +49,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware
 from ddp_train.options.custom import Code, CustomModelConfig, CustomOption
-from ddp_train.options.registry import OPTIONS
+from ddp_train.options.registry import OPTIONS, TRACKERS
 from ddp_train.options.schema import SECTIONS, Config, RequestedRun, schema_of
 from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from ddp_train.sweeps.outcomes import completed_outcome
@@ -199,6 +199,11 @@ def test_files_hold_only_what_they_change() -> None:
 def test_every_option_has_its_file() -> None:
     for section, options in OPTIONS.items():
         assert set(options) <= {path.stem for path in (CONF / section).glob("*.yaml")}
+    trackers = {path.stem for path in (CONF / "tracker").glob("*.yaml")}
+    assert trackers == {"none", *TRACKERS}
+    for name, tracker in TRACKERS.items():
+        path = f"{tracker.__module__}.{tracker.__name__}"
+        assert composed(f"tracker={name}").tracker.classes == {name: {"_target_": path}}
 
 
 # --- mistakes -------------------------------------------------------------------------------------
@@ -863,7 +868,7 @@ def write_source(folder: Path, module: str, source: str) -> None:
     path.write_text(source)
 
 
-TRACKERS = """
+OWN_TRACKERS = """
 from ddp_train import Tracker
 raise AssertionError("imported")
 
@@ -890,7 +895,7 @@ class Closed:
 def test_wrong_tracker_is_refused_before_it_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, problem: str
 ) -> None:
-    write_source(tmp_path, module, TRACKERS)
+    write_source(tmp_path, module, OWN_TRACKERS)
     monkeypatch.syspath_prepend(str(tmp_path))
     trusted = f"trusted_modules=[{module.partition('.')[0]}]"
     target = f"tracker.classes.mine._target_={module}.{name}"

@@ -473,6 +473,8 @@ def test_a_line_becomes_numbers() -> None:
         (["tracker=none"], {}),
         (["tracker=wandb"], {"wandb": WANDB}),
         (["tracker=[wandb,mlflow]"], {"wandb": WANDB, "mlflow": MLFLOW}),
+        (["tracker=wandb", "tracker.classes.wandb.key=1"], {"wandb": {**WANDB, "key": 1}}),
+        (["tracker=wandb", "tracker.classes.wandb._target_=my.W"], {"wandb": {"_target_": "my.W"}}),
         (["tracker=my.Tracker"], {"tracker": {"_target_": "my.Tracker"}}),
         (
             ["tracker=[wandb,{_target_: my.FileTracker, name: '1 \"', depth: 2}]"],
