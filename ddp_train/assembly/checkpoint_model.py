@@ -13,6 +13,7 @@ from ddp_train.assembly.model import (
     assemble_module,
     build_built_in_model,
     build_user_model,
+    built_in_tasks,
     inputs_of,
 )
 from ddp_train.checkpoints import reader
@@ -25,7 +26,6 @@ from ddp_train.errors import TaskError
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
-from ddp_train.tasks.catalog import TASKS
 from ddp_train.tasks.task import ModelWithTask, Task, has_columns
 from ddp_train.tasks.user_task import complete
 
@@ -56,7 +56,8 @@ def facts_of_model(config: Config, source: BatchSource, task: Task) -> dict[str,
     exported, its outputs read."""
     sample = source.get_batch(np.array([0]), None)
     inputs = inputs_of(sample)
-    names: dict[type, str] = {task_class: name for name, task_class in TASKS.items()}
+    tasks = built_in_tasks()
+    names: dict[type, str] = {task_class: name for name, task_class in tasks.items()}
     facts: dict[str, Any] = {"task": names.get(type(task), "custom")}
     if isinstance(inputs, Tensor):
         facts["input_shape"] = list(inputs.shape[1:])
@@ -94,7 +95,7 @@ def task_of(config: Config, name: str) -> Task:
     """
     if isinstance(config.task, CustomOption):
         return complete(instantiate("task", config.task.code))
-    return TASKS[name]()
+    return built_in_tasks()[name]()
 
 
 def module_of(

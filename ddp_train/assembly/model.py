@@ -23,11 +23,12 @@ from ddp_train.data.rng import hash_key
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
 from ddp_train.options.custom import CustomOption
-from ddp_train.options.registry import implementation_of
+from ddp_train.options.registry import OPTIONS, implementation_of
 from ddp_train.options.schema import Config, ModelConfig
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.performance import switches
-from ddp_train.tasks.catalog import SAMPLED_TARGETS, TASKS, check_numbers, choose
+from ddp_train.tasks.catalog import SAMPLED_TARGETS, check_numbers, choose
+from ddp_train.tasks.supervised import BuiltIn
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.trial import check_loss, check_scores
 from ddp_train.tasks.user_task import complete
@@ -80,6 +81,15 @@ def assemble_module(
     return module.train()
 
 
+def built_in_tasks() -> dict[str, type[BuiltIn]]:
+    """The class of each built-in task, by its name."""
+    return {
+        name: implementation_of(option.implementation)
+        for name, option in OPTIONS["task"].items()
+        if option.implementation
+    }
+
+
 def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
     """The task that the model is trained for.
 
@@ -89,12 +99,13 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
     """
     if section.name == "custom":
         return complete(instantiate("task", section.code))
-    name = choose(section.name, sample)
+    tasks = built_in_tasks()
+    name = choose(section.name, sample, tasks)
     if section.name == "auto" and name == "regression":
         # The first ones may be of one class.
         spread = np.linspace(0, len(source) - 1, SAMPLED_TARGETS).astype(int)
         check_numbers(source.get_batch(spread, None))
-    task_class = TASKS[name]
+    task_class = tasks[name]
     arguments = keys_taken_by(task_class, section)
     parameters = inspect.signature(task_class).parameters
     if "bytes_per_token" in parameters:

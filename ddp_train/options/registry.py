@@ -56,8 +56,8 @@ OPTIONS: dict[str, OptionGroup] = {
         {
             "auto": "ddp_train.tasks.config:AutoTaskConfig",
             "classification": "ddp_train.tasks.config:ClassificationConfig",
-            "multilabel": "ddp_train.tasks.config:MultilabelConfig",
             "regression": "ddp_train.tasks.config:RegressionConfig",
+            "multilabel": "ddp_train.tasks.config:MultilabelConfig",
             "segmentation": "ddp_train.tasks.config:SegmentationConfig",
             "language_model": "ddp_train.tasks.language_model.config:LanguageModelConfig",
             "custom": "ddp_train.options.custom:CustomTaskConfig",

@@ -214,6 +214,8 @@ class TaskConfig:
     """What a model is trained for, with its loss and its metrics."""
 
     name: str = "auto"
+    implementation: ClassVar[str] = ""
+    """Where its class is, `module:Class`; "": no task of ours has the name."""
     is_custom: ClassVar[bool] = False
     """Whether it is a class of your own."""
     metrics: ClassVar[dict[str, str]] = {}

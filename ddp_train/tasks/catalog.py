@@ -1,15 +1,14 @@
-"""The built-in tasks, and which of them fits the targets of a data set."""
+"""Which of the built-in tasks fits the targets of a data set."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ddp_train.data.sample_tensors import is_pair
 from ddp_train.errors import ConfigError
-from ddp_train.tasks.builtin import Classification, Multilabel, Regression, Segmentation
-from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.supervised import (
     BuiltIn,
     Supervised,
@@ -18,13 +17,6 @@ from ddp_train.tasks.supervised import (
     form_of,
 )
 
-TASKS: dict[str, type[BuiltIn]] = {
-    "classification": Classification,
-    "regression": Regression,
-    "multilabel": Multilabel,
-    "segmentation": Segmentation,
-    "language_model": LanguageModel,
-}
 CANDIDATES = {
     TargetForm("integers", 2): "language_model (tokens) or multilabel (0 and 1 per label)",
     TargetForm("integers", 3): "segmentation (a class per pixel)",
@@ -38,21 +30,23 @@ SAMPLED_TARGETS = 16
 """Samples by which 0 and 1 are told from numbers."""
 
 
-def choose(name: str, batch: Any) -> str:
+def choose(name: str, batch: Any, tasks: Mapping[str, type[BuiltIn]]) -> str:
     """The task for a batch, where `auto` stands for classification or regression.
+
+    tasks: the built-in ones by their names.
 
     Raises ConfigError if the task does not fit the targets, or if they leave `auto` a choice: with
     the candidates.
     """
-    if name != "auto" and not issubclass(TASKS[name], Supervised):
+    if name != "auto" and not issubclass(tasks[name], Supervised):
         return name
     targets = _targets_of(name, batch)
     if name == "auto":
         return _automatic_choice(targets)
-    misfit = TASKS[name].misfit(batch)
+    misfit = tasks[name].misfit(batch)
     if not misfit:
         return name
-    supervised = {other: task for other, task in TASKS.items() if issubclass(task, Supervised)}
+    supervised = {other: task for other, task in tasks.items() if issubclass(task, Supervised)}
     fitting = [other for other, task in supervised.items() if not task.misfit(batch)]
     remedy = "use task._target_=your_module.YourTask"
     if fitting:

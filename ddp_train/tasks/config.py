@@ -25,6 +25,7 @@ class ClassificationConfig(TaskConfig):
 
     metrics: ClassVar[dict[str, str]] = {"loss": "min", "accuracy": "max", "top5": "max"}
     name: str = "classification"
+    implementation: ClassVar[str] = "ddp_train.tasks.builtin:Classification"
     loss: str = key("cross_entropy", "loss of a sample", choices=("cross_entropy",))
     label_smoothing: float = key(0.0, "label smoothing of the cross entropy", at_least=0, below=1)
     class_weights: list[float] | None = key(None, _CLASS_WEIGHTS.format(unit="sample"), at_least=0)
@@ -36,6 +37,7 @@ class MultilabelConfig(TaskConfig):
 
     metrics: ClassVar[dict[str, str]] = {"loss": "min", "f1_macro": "max", "exact_match": "max"}
     name: str = "multilabel"
+    implementation: ClassVar[str] = "ddp_train.tasks.builtin:Multilabel"
     loss: str = key("bce", "loss of a sample, the mean over its labels", choices=("bce",))
     pos_weight: list[float] | None = key(
         None, "factor on the loss of a label that applies, for each label", at_least=0
@@ -48,6 +50,7 @@ class RegressionConfig(TaskConfig):
 
     metrics: ClassVar[dict[str, str]] = {"loss": "min", "mae": "min", "mse": "min", "rmse": "min"}
     name: str = "regression"
+    implementation: ClassVar[str] = "ddp_train.tasks.builtin:Regression"
     loss: str = key(
         "mse",
         "loss of a sample, the mean over its numbers",
@@ -61,6 +64,7 @@ class SegmentationConfig(TaskConfig):
 
     metrics: ClassVar[dict[str, str]] = {"loss": "min", "pixel_accuracy": "max", "mean_iou": "max"}
     name: str = "segmentation"
+    implementation: ClassVar[str] = "ddp_train.tasks.builtin:Segmentation"
     loss: str = key("cross_entropy", "loss of a pixel", choices=("cross_entropy",))
     ignore_index: int = key(-100, "pixels of this class are left out")
     class_weights: list[float] | None = key(

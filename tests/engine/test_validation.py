@@ -21,6 +21,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.model import built_in_tasks
 from ddp_train.checkpoints.reader import described, find
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config import metrics
@@ -40,7 +41,6 @@ from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.sweeps.outcomes import completed_outcome
-from ddp_train.tasks.catalog import TASKS
 from tests.checkpoints.test_checkpoint import snapshot
 from tests.support.commands import ONE, ROOT, SMALL, THREE, checkpoints, read, run, weights
 from tests.support.commands import metrics as lines_of
@@ -219,11 +219,11 @@ def test_a_class_that_has_no_validation_split_is_told_what_to_do() -> None:
 # --- selection ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", built_in_tasks())
 def test_the_config_knows_the_metrics_of_the_built_in_tasks(name: str) -> None:
     known = OPTIONS["task"][name].metrics
     assert {metric for metric, better in known.items() if better == "max"} == set(
-        TASKS[name].better
+        built_in_tasks()[name].better
     )
     assert next(iter(known)) == "loss"
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ddp_train.assembly.model import built_in_tasks
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.options.custom import CustomTaskConfig
 from ddp_train.runs.plan_report import task_row
@@ -165,7 +166,7 @@ def test_labels_may_be_integers_of_any_width(dtype: torch.dtype) -> None:
     labels = torch.tensor([0, 1, 1, 0])
     expected = Classification().loss(model, (inputs, labels))
     assert Classification().loss(model, (inputs, labels.to(dtype))) == expected
-    assert choose("auto", (inputs, labels.to(dtype))) == "classification"
+    assert choose("auto", (inputs, labels.to(dtype)), built_in_tasks()) == "classification"
     masks = torch.ones(2, 3, 1, dtype=torch.int64)
     pixels = nn.Conv2d(1, 2, 1)
     scores = [

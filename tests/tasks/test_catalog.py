@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_train.assembly.model import build_task
+from ddp_train.assembly.model import build_task, built_in_tasks
 from ddp_train.data.datasets import ArraySource
 from ddp_train.errors import ConfigError
 from ddp_train.models.config import MlpConfig
@@ -23,7 +23,7 @@ from tests.support.task_samples import IDS, IMAGES, INPUTS, LABELS, MASKS, NEXT,
     [(LABELS, "classification"), (INPUTS[:, 0], "regression"), (INPUTS[:, :1], "regression")],
 )
 def test_auto_takes_what_has_one_meaning(targets: Tensor, task: str) -> None:
-    assert choose("auto", (INPUTS, targets)) == task
+    assert choose("auto", (INPUTS, targets), built_in_tasks()) == task
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_auto_takes_what_has_one_meaning(targets: Tensor, task: str) -> None:
 )
 def test_auto_never_guesses(sample: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose("auto", sample)
+        choose("auto", sample, built_in_tasks())
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -77,7 +77,7 @@ def test_a_task_that_does_not_fit_is_refused_with_one_that_does(
     task: str, targets: Tensor, instead: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        choose(task, (INPUTS, targets))
+        choose(task, (INPUTS, targets), built_in_tasks())
     assert f"task={task}: needs targets that are" in str(caught.value) and instead in str(
         caught.value
     )

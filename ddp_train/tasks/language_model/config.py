@@ -18,6 +18,7 @@ class LanguageModelConfig(TaskConfig):
 
     metrics: ClassVar[dict[str, str]] = {"loss": "min", "perplexity": "min", "bits_per_byte": "min"}
     name: str = "language_model"
+    implementation: ClassVar[str] = "ddp_train.tasks.language_model.task:LanguageModel"
     loss: str = key(
         "cross_entropy", "loss of a token; targets of -100 are left out", choices=("cross_entropy",)
     )
