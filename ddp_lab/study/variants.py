@@ -181,8 +181,12 @@ def _checked_study(
 
 
 def expand(config: VariantsConfig, no_gpu: bool) -> list[Variant]:
-    """All variants of the three parts, with the overrides that each adds to all runs, the ladder or
-    the reference."""
+    """The variants of the grid, of the ladder and of leave_one_out, in this order.
+
+    One that is not run has the reason.
+
+    no_gpu: this host has none.
+    """
     variants = _grid_variants(config)
     reference = next((one.overrides for one in variants if one.name == config.reference), [])
     for name, overrides in config.ladder.items():

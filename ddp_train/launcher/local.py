@@ -109,7 +109,7 @@ class LocalRun:
     def _decide(self, ended: AttemptEnd) -> Restart | End:
         """Decides what follows a failure, and takes over the size and the history that go with it.
 
-        A stop from now on is the next attempt's.
+        A stop that is requested later does not enter it: the next attempt sees that.
         """
         failed = self._failed_attempt(ended)
         size = self.elastic.size

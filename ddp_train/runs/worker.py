@@ -26,8 +26,8 @@ from ddp_train.runs.worker_process import (
     WorkerProcess,
     die_with_parent,
     leave,
+    opening_logs,
     prepare_gpu,
-    writable_logs,
 )
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.log_files import start_logging
@@ -103,7 +103,7 @@ def run(config: Config, world: World, get_store: Callable[[], Store]) -> int:
     reporter = FailureReporter(worker, run_facts(config), hosts_may_leave=hosts_may_leave)
     launch = config.launch
     try:
-        with writable_logs(worker.log_file):
+        with opening_logs(worker.log_file):
             start_logging(worker.log_file, world.rank, to_terminal=world.is_leader)
             stacks.show_stacks(run_dir, world.rank)
         worker.status.keep_beating()

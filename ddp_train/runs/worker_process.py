@@ -73,10 +73,12 @@ class WorkerProcess:
 
 
 @contextlib.contextmanager
-def writable_logs(log_file: Path) -> Iterator[None]:
-    """Inside, the files of `logs/` are opened.
+def opening_logs(log_file: Path) -> Iterator[None]:
+    """A context in which the caller opens the files of `logs/`: an OSError becomes a WriteError.
 
-    Raises WriteError if they cannot be written: then there would be no checkpoints either.
+    Where they cannot be written there would be no checkpoints either.
+
+    log_file: one of them.
     """
     try:
         yield

@@ -33,8 +33,8 @@ from ddp_train.runs.worker_process import (
     JOIN_SECONDS,
     WorkerProcess,
     die_with_parent,
+    opening_logs,
     prepare_gpu,
-    writable_logs,
 )
 from ddp_train.sessions.run import Run
 from ddp_train.sessions.settings import Settings, in_words, is_interactive, lock_run_dir
@@ -117,7 +117,7 @@ class SessionProcess:
         print goes there too.
         """
         log_file = self.worker.log_file
-        with writable_logs(log_file):
+        with opening_logs(log_file):
             handlers = log_handlers(log_file, self.world.rank, self.world.is_leader)
             if not self.alone:
                 stacks.show_stacks(self.settings.run_dir, self.world.rank)

@@ -21,7 +21,7 @@ from ddp_train.errors import WriteError
 from ddp_train.resilience.failure import Failure
 from ddp_train.resilience.failure_report import Report, record, traceback_of
 from ddp_train.resilience.heartbeat import UNREPORTED, RankStatus
-from ddp_train.runs.worker_process import writable_logs
+from ddp_train.runs.worker_process import opening_logs
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.log_files import start_logging
 from tests.checkpoints.test_checkpoint import small_disk
@@ -180,7 +180,7 @@ def test_a_log_that_cannot_be_written_is_named(
     log_file = tmp_path / "logs/rank_0.log"
     with (
         pytest.raises(WriteError, match=r"the logs in .*logs cannot be written: File exists"),
-        writable_logs(log_file),
+        opening_logs(log_file),
     ):
         start_logging(log_file, 0, to_terminal=True)
 

@@ -110,13 +110,13 @@ def curves(
 
 
 def points_of(curve: Curve) -> list[list[float]]:
-    """The points to draw: [x, y], with a band [x, y, low, high]."""
+    """The points to draw: [x, y], with a band [x, y, low, high]; rounded, and thinned if many."""
     places = thinned(curve.x, curve.y)
     y_digits = digits([curve.y[place] or 0.0 for place in places])
     columns = [(curve.x, X_DIGITS), (curve.y, y_digits)]
     if curve.low and curve.high:
         columns += [(curve.low, DIGITS), (curve.high, DIGITS)]
-    return [[rounded(values[place], count) for values, count in columns] for place in places]
+    return [[rounded(values[place], kept) for values, kept in columns] for place in places]
 
 
 def thinned(x: Sequence[float], y: Sequence[float | None], most: int = MOST_POINTS) -> list[int]:
