@@ -201,6 +201,13 @@ def true_command(leaves_nothing: None, request: pytest.FixtureRequest) -> Iterat
 
 
 @pytest.fixture
+def folder_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty working folder, and the messages of a host without GPUs wherever tests run."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def forked_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of studies that are made in this process come from the zygote too."""
     zygote.start()

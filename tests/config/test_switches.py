@@ -138,7 +138,7 @@ class Case:
 
 def case_of(line: str, machine: Hardware) -> Case:
     """What the entry would make of a command line; Hydra's part, 0.1 s of merging files, is left to
-    test_config."""
+    test_composition."""
     read = read_overrides(PROGRAM, line.split())
     values: dict[str, Any] = {}
     for word in read.arguments:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,3 +141,51 @@ def test_who_has_a_validation_set_is_told_to_select_by_it(
     assert state.learn(row) is None
     contradiction = state.learn(row | {"validation": {"loss": 1.0}})
     assert "use objective=validation.loss" in str(contradiction)
+
+
+@pytest.mark.usefixtures("folder_without_gpus")
+@pytest.mark.slow
+def test_sweep_checks_its_combinations_not_the_defaults() -> None:
+    """The default batch, 96, cannot be split over 5 processes, and nobody asked for it."""
+    argv = ["-m", "launch.nproc_per_node=5", "train.global_batch_size=50,100", "seed=1,2,3"]
+    assert plan_sweep(PROGRAM, argv).total == 6
+    with pytest.raises(ConfigError) as caught:
+        plan_sweep(PROGRAM, ["-m", "launch.nproc_per_node=1,5", "train.global_batch_size=96"])
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [
+        "train.global_batch_size=96"
+    ]
+
+
+@pytest.mark.usefixtures("folder_without_gpus")
+@pytest.mark.slow
+def test_own_arguments_can_be_swept() -> None:
+    words = [
+        "-m",
+        "model._target_=torch.nn.Linear",
+        "model.in_features=64",
+        "model.out_features=10,12",
+    ]
+    plan = plan_sweep(PROGRAM, words)
+    assert "++model.out_features=10,12" in plan.hydra_arguments and plan.total == 2
+
+
+@pytest.mark.usefixtures("folder_without_gpus")
+@pytest.mark.slow
+def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+
+    def without_plugins(name: str, package: str | None = None) -> Any:
+        if name == "hydra_plugins":
+            return None
+        if name.startswith("hydra_plugins."):
+            raise ModuleNotFoundError(
+                "No module named 'hydra_plugins'"
+            )  # what the real one does then
+        return real(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without_plugins)
+    with pytest.raises(
+        ConfigError,
+        match=r"needs the package hydra-submitit-launcher; pip install -e '\.\[slurm\]'",
+    ):
+        plan_sweep(PROGRAM, ["-m", "hydra/launcher=slurm", "seed=1,2"])

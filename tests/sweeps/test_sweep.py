@@ -11,14 +11,20 @@ from pathlib import Path
 import pytest
 
 from ddp_train.config.prepare import is_of_sweep
+from ddp_train.sweeps.plan import SweepPlan
 from ddp_train.sweeps.results import (
     RESULTS,
     read_rows,
 )
+from ddp_train.sweeps.runner import TrialRunner
+from ddp_train.sweeps.sweep import finish
+from ddp_train.sweeps.sweep_state import SweepState
 from ddp_train.telemetry.json_files import read_objects
+from ddp_train.telemetry.pages import page
 from hydra_plugins.ddp_train_pool._devices import Locks
 from tests.support.commands import (
     ONE,
+    PROGRAM,
     fatal_lines,
     foreign_code,
     foreign_net,
@@ -185,3 +191,24 @@ def test_failed_trial_keeps_its_row_and_frees_its_device(
     assert [row["exit_code"] for row in rows] == [71, 70, 70, 0] and done.returncode == 71
     locks = Locks(tmp_path / "locks")
     assert locks.take("a") is not None
+
+
+@pytest.mark.usefixtures("folder_without_gpus")
+def test_a_report_that_fails_does_not_hide_the_results(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> Path:
+        raise OSError("no room for plots")
+
+    monkeypatch.setattr(page, "write", failing)
+    runner = TrialRunner(PROGRAM, SweepState(SweepPlan(tmp_path)), None)
+    row = {"trial": 0, "overrides": [], "status": "failed", "exit_code": 3}
+    runner.state.rows = [row | {"kind": "crash", "reason": "bad"}]
+    finish(runner)
+    assert runner.state.exit_code() == 3
+    runner.page.write_last()
+    told = capsys.readouterr()
+    assert (
+        f"results {tmp_path}/results.jsonl" in told.out
+        and "note: no report: OSError: no room for plots" in told.err
+    )

@@ -1,0 +1,337 @@
+"""The config of an earlier run is resumed, used, or changed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ddp_train.config.auto import resolve
+from ddp_train.config.composition import read_config
+from ddp_train.config.freeze import FILE, load_frozen
+from ddp_train.config.overrides import read_overrides
+from ddp_train.config.prepare import prepare, read_run
+from ddp_train.config.validate import check
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError
+from ddp_train.hardware import Hardware
+from ddp_train.options.custom import CustomModelConfig
+from ddp_train.options.schema import Config, RequestedRun
+from tests.support.commands import PROGRAM
+from tests.support.configs import (
+    accepted,
+    checkpoint_of,
+    composed,
+    launch,
+    own_presets,
+    problems_of,
+    write_manifest,
+)
+
+pytestmark = pytest.mark.usefixtures("folder_without_gpus")
+EARLIER_RUN = (
+    "optimizer=adamw",
+    "optimizer.lr=0.003",
+    "seed=3",
+    "train.epochs=7",
+    "data.limit=200",
+    "launch.nproc_per_node=1",
+    "checkpoint.resume=never",
+)
+
+
+def read_again(*words: str) -> Config:
+    """As `composed`, of a run that may go on."""
+    config, problems = read_run(PROGRAM, read_overrides(PROGRAM, list(words)))
+    assert problems == []
+    return config
+
+
+def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
+    checkpoint_of(Path("earlier"), *EARLIER_RUN, "model=mlp", "model.hidden=12")
+    before = load_frozen(Path("earlier/config.yaml").read_text())
+    again = read_again("run_dir=earlier")
+    assert (
+        again.checkpoint.resume == "auto" and again.run_dir == "earlier" and again.mode == "train"
+    )
+    assert (again.data.limit, before.data.placement, again.data.placement) == (
+        200,
+        "device",
+        "auto",
+    )
+    for section in ("model", "optimizer", "schedule", "train", "seed"):
+        assert getattr(again, section) == getattr(before, section), section
+    assert again.launch == dataclasses.replace(
+        before.launch, threads_per_process="auto", backend="auto"
+    ), "one was typed"
+    assert (before.device, again.device) == (
+        "cpu",
+        "auto",
+    ), "begun without a GPU, it may go on with one"
+    Path("earlier/commands.jsonl").unlink()
+    assert read_again("run_dir=earlier").launch == before.launch, "nobody knows what was typed"
+    assert before.tuning.num_workers == 0 and again.tuning.num_workers == "auto", (
+        "for the hardware of today"
+    )
+    other = read_again("run_dir=earlier", "train.epochs=9", "optimizer.lr=0.1", "seed=4")
+    assert (other.train.epochs, other.optimizer.lr, other.optimizer.name, other.seed) == (
+        9,
+        0.1,
+        "adamw",
+        4,
+    )
+    for words in (
+        ["optimizer=adamw"],
+        ["experiment=gpt_tiny"],
+        ["checkpoint.resume=never"],
+        ["mode=doctor"],
+    ):
+        assert read_again("run_dir=earlier", *words).train.epochs != 7, "the words say all of it"
+    under_torchrun = prepare(PROGRAM, ["run_dir=earlier"], World(0, 3, 0, 3, 0)).config
+    assert under_torchrun.launch.nproc_per_node == 3 and under_torchrun.optimizer.lr == 0.003
+
+
+@pytest.mark.parametrize("form", ["custom", "_target_"])
+def test_the_config_of_a_run_is_a_command(form: str) -> None:
+    """Whether the class stands there as in a frozen config or as on a command line."""
+    checkpoint_of(
+        Path("earlier"), *EARLIER_RUN, "model._target_=torch.nn.Linear", "model.in_features=64"
+    )
+    values = yaml.safe_load(Path("earlier/config.yaml").read_text())
+    values |= {"run_dir": "earlier", "trusted_modules": ["os"], "mode": "evaluate"}
+    if form == "_target_":
+        values["model"] = {"_target_": "torch.nn.Linear", "in_features": 64}
+    Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
+    for word in ("config=earlier/config.yaml", "config=earlier"):
+        again = read_again(word, "optimizer.lr=0.1", "model.out_features=10")
+        linear = {"in_features": 64, "out_features": 10}
+        assert again.model == CustomModelConfig(target="torch.nn.Linear", arguments=linear)
+        assert (again.optimizer.name, again.optimizer.lr, again.train.epochs) == ("adamw", 0.1, 7)
+        assert (again.run_dir, again.mode, again.trusted_modules) == (
+            None,
+            "train",
+            [],
+        ), "of that run alone"
+    assert composed(word, "model=cnn").model == composed("model=cnn").model
+    values["hooks"], values["model"] = (
+        ["antigravity.Hook"],
+        {"_target_": "os.system", "command": "true"},
+    )
+    Path("earlier/config.yaml").write_text(yaml.safe_dump(values))
+    refused = [problem.partition("; ")[0] for problem in problems_of(word)]
+    assert refused == [
+        (
+            "model._target_=os.system: loads code from outside the modules trusted by default"
+            " (SECURITY.md)"
+        ),
+        "hooks=[antigravity.Hook]: loads code from outside ddp_lab.study",
+    ], "a file of a run is data, as its checkpoints are"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "config=nowhere",
+            "config=nowhere: nowhere cannot be read (No such file or directory); name",
+        ),
+        (
+            "config=list.yaml",
+            "config=list.yaml: is no whole config; name the config.yaml of a run, or for",
+        ),
+        (
+            "config=broken.yaml",
+            "config=broken.yaml: is not plain YAML; name the config.yaml of a run",
+        ),
+        (
+            "config=nowhere debug=tiny",
+            "debug=tiny: contradicts config=nowhere, which is a whole run; give one of them",
+        ),
+    ],
+)
+def test_what_is_no_config_of_a_run_is_named(words: str, message: str) -> None:
+    Path("list.yaml").write_text("[1]")
+    Path("broken.yaml").write_text("a: [")
+    assert any(problem.startswith(message) for problem in problems_of(*words.split()))
+    assert (
+        launch("--cfg", "job", "config=list.yaml").returncode == 2
+        if words == "config=list.yaml"
+        else True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [None, "seed: 77\n", "model: {name: cnn}\n", "- 1\n"])
+def test_checkpoint_overrides_its_config_file(text: str | None, tmp_path: Path) -> None:
+    words = [
+        "model=mlp",
+        "train.epochs=2",
+        "data._target_=torchvision.datasets.FakeData",
+        "+data.size={1:2}",
+    ]
+    checkpoint_of(tmp_path / "run", *words)
+    accepted(*words, "run_dir=run")  # a mapping whose keys are numbers is another one in JSON
+    (
+        (tmp_path / "run" / FILE).unlink(missing_ok=True)
+        if text is None
+        else (tmp_path / "run" / FILE).write_text(text)
+    )
+    accepted(*words, "run_dir=run")
+    assert problems_of(
+        *words, "run_dir=run", "seed=5", "optimizer=adam", "train.global_batch_size=48"
+    ) == [
+        f"{key}={now}: the run in run_dir=run has {key}={then}; use that, or another run_dir"
+        for key, now, then in (
+            ("seed", 5, 0),
+            ("optimizer", "adam", "sgd"),
+            ("train.global_batch_size", 48, 96),
+        )
+    ]
+    (problem,) = problems_of("mode=evaluate", "checkpoint.resume=run", "run_dir=run")
+    assert "holds a training run" in problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        5,
+        {"step": 10},
+        {"step": "x", "config": {}},
+        {"step": 10, "config": []},
+        {"step": 10, "config": {"data": [], "train": 5, "seed": {}}},
+    ],
+)
+def test_a_manifest_of_odd_content_is_no_traceback(content: Any, tmp_path: Path) -> None:
+    place = checkpoint_of(tmp_path / "run", "model=mlp")
+    if isinstance(content, dict):
+        write_manifest(place, content)
+    else:
+        (place / "manifest.json").write_text(json.dumps(content))
+    for words in (
+        ["run_dir=run"],
+        ["run_dir=two", "checkpoint.resume=run"],
+        ["mode=evaluate", "checkpoint.resume=run"],
+    ):
+        read_run(PROGRAM, read_overrides(PROGRAM, words))
+        with contextlib.suppress(ConfigError):
+            accepted("model=mlp", *words)
+    (place / "manifest.json").write_text("[" * 100_000 + "]" * 100_000)
+    accepted("model=mlp", "run_dir=run")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_wherever_its_data_are_held(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "run", "model=mlp")
+    machine = Hardware(cpus=2)
+    for word in ("tuning.num_workers=2", "data.placement=host", "data.placement=device"):
+        asked = composed("run_dir=run", "model=mlp", word)
+        assert check(RequestedRun(asked, resolve(asked, machine, None), machine, None)) == []
+
+
+@pytest.mark.slow
+def test_a_run_keeps_its_decoder_and_an_evaluation_has_its_own(tmp_path: Path) -> None:
+    words = ["data=image_folder", "data.root=images"]
+    for split in ("train", "val"):
+        (tmp_path / "images" / split / "a").mkdir(parents=True)
+    checkpoint_of(tmp_path / "run", *words, "data.decode=pil")
+    again, _ = read_run(PROGRAM, read_overrides(PROGRAM, ["run_dir=run", *words]))
+    anew, _ = read_run(
+        PROGRAM, read_overrides(PROGRAM, ["run_dir=run", "checkpoint.resume=never", *words])
+    )
+    evaluation, _ = read_run(
+        PROGRAM, read_overrides(PROGRAM, ["mode=evaluate", "checkpoint.resume=run"])
+    )
+    assert [config.data.decode for config in (again, anew, evaluation)] == ["pil", "auto", "auto"]
+    assert evaluation.data.name == "image_folder"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["run", "run/checkpoints/step_00000010"])
+def test_evaluation_adopts_model_and_data_of_checkpoint(place: str, tmp_path: Path) -> None:
+    words = [
+        "model._target_=torch.nn.Linear",
+        "model.in_features=64",
+        "data=synthetic",
+        "data.samples=100",
+    ]
+    checkpoint_of(tmp_path / "run", *words)
+    (note,) = prepare(
+        PROGRAM,
+        ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=noted", "experiment=mnist"],
+        None,
+    ).notices
+    assert note.startswith(
+        "experiment=mnist with mode=evaluate: model, task, data and metrics are those of the check"
+    )
+    config = prepare(
+        PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out"], None
+    ).config
+    assert (config.model.target, config.model.arguments) == ("torch.nn.Linear", {"in_features": 64})
+    assert (config.data.name, config.data.samples) == ("synthetic", 100)
+    other = prepare(
+        PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out", "model=mlp"], None
+    ).config
+    assert (other.model.name, other.data.samples) == ("mlp", 100)
+
+
+@pytest.mark.slow
+def test_an_evaluation_may_change_a_key_of_the_data_it_adopts(tmp_path: Path) -> None:
+    checkpoint_of(
+        tmp_path / "run", "data=synthetic", "model._target_=torch.nn.Linear", "model.in_features=64"
+    )
+    words = ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"]
+    config = prepare(PROGRAM, [*words, "data.samples=1600", "model.out_features=3"], None).config
+    assert config.data.samples == 1600
+    assert config.model.arguments == {"in_features": 64, "out_features": 3}
+    (problem,) = problems_of(*words, "data.augment=true")
+    assert problem.startswith("data.augment=true: no such key in data=synthetic; ")
+
+
+def test_a_preset_is_no_config_of_a_run() -> None:
+    preset = (
+        "# @package _global_\ndefaults: [override /optimizer: adam]\nmodel: {}\ndata:"
+        " {}\noptimizer: {}\ntrain: {}\n"
+    )
+    program = own_presets(experiment__mine=preset)
+    Path("mine.yaml").write_text(preset)
+    for file, where in (
+        ("conf/experiment/mine.yaml", ""),
+        ("mine.yaml", ", from conf/experiment/"),
+    ):
+        _, problems = read_config(program, read_overrides(program, [f"config={file}"]))
+        assert problems == [f"config={file}: is a preset; choose it by experiment=mine{where}"]
+
+
+@pytest.mark.slow
+def test_resume_keeps_the_strategy_and_places_anew(tmp_path: Path) -> None:
+    words = ["model=mlp", "data.limit=200", "train.global_batch_size=48", "run_dir=run"]
+    ordered = [*words, "strategy=ordered", "launch.nproc_per_node=2"]
+    config = prepare(PROGRAM, [*ordered, "data.placement=host"], None)
+    assert config.lock
+    config.lock.release()
+    place = tmp_path / "run" / "checkpoints" / "step_00000006"
+    place.mkdir(parents=True)
+    write_manifest(place, {"step": 6, "config": yaml.safe_load(config.text)})
+    prepared = prepare(PROGRAM, ordered, None)
+    assert prepared.lock
+    prepared.lock.release()
+    (problem,) = problems_of(*words)
+    assert (
+        problem
+        == "strategy=ddp: the run in run_dir=run has strategy=ordered; use that, or another run_dir"
+    )
+    evaluation = prepare(
+        PROGRAM, ["mode=evaluate", "checkpoint.resume=run", "run_dir=out"], None
+    ).config
+    assert (evaluation.model.name, evaluation.data.limit, evaluation.data.placement) == (
+        "mlp",
+        200,
+        "device",
+    )

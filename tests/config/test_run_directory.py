@@ -1,0 +1,36 @@
+"""Whether the run directory may be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.configs import (
+    accepted,
+    problems_of,
+)
+
+pytestmark = pytest.mark.usefixtures("folder_without_gpus")
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "what"), [("/", "root"), ("~", "home"), (".", "working"), ("a/..", "working")]
+)
+def test_a_run_fills_no_folder_that_is_another_ones(
+    run_dir: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home/mine").mkdir(parents=True)
+    given = run_dir.replace("~", str(tmp_path / "home"))
+    (problem,) = problems_of(f"run_dir={given}")
+    assert (
+        f"run_dir={given}: a run would put its files into the {what} folder; name one of its own,"
+        " run_dir=" in problem
+    )
+
+
+def test_run_begins_and_resumes_in_an_empty_folder(tmp_path: Path) -> None:
+    accepted("run_dir=.", "model=mlp")
+    assert (tmp_path / "config.yaml").exists()
+    accepted("run_dir=.", "model=mlp")
