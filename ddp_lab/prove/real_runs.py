@@ -72,25 +72,28 @@ class RealRuns:
             self.config = replace(config, tuning=tuning)
 
     def run(self) -> None:
-        """Make all checks for which there is time. Raises StoppedError."""
+        """Make all checks for which there is time. Raises StoppedError.
+
+        A check is skipped if it would fail for the same reason as a failed check of one process.
+        """
         two, other = counts_of(self.config)
         processes = counted(other, "process")
         failed = self.examined.failed_checks()
         preconditions = [name for name in failed if name in PRECONDITIONS]
-        no_run = self._reason_to_skip_all(failed)
-        if not no_run and "unused parameters" in preconditions:
-            # DDP refuses the second step
-            no_run = SAME_REASON + ", ".join(preconditions)
-        differs = no_run
-        if not no_run and preconditions:
-            differs = SAME_REASON + ", ".join(preconditions)
-        scores_differ = no_run
-        if not no_run and "evaluation" in failed:
-            scores_differ = SAME_REASON + "evaluation"
-        self._check(f"gradients, {max(two, other)} processes", self.gradients, differs)
-        self._check("resume after a kill", self.resume, no_run)
-        self._check(f"resume on {processes}", self.other_number, differs)
-        self._check(f"evaluation, {processes}", self.evaluation, scores_differ)
+        why_no_run = self._reason_to_skip_all(failed)
+        if not why_no_run and "unused parameters" in preconditions:
+            # DDP refuses the second step.
+            why_no_run = SAME_REASON + ", ".join(preconditions)
+        why_no_comparison = why_no_run
+        if not why_no_run and preconditions:
+            why_no_comparison = SAME_REASON + ", ".join(preconditions)
+        why_no_scores = why_no_run
+        if not why_no_run and "evaluation" in failed:
+            why_no_scores = SAME_REASON + "evaluation"
+        self._check(f"gradients, {max(two, other)} processes", self.gradients, why_no_comparison)
+        self._check("resume after a kill", self.resume, why_no_run)
+        self._check(f"resume on {processes}", self.other_number, why_no_comparison)
+        self._check(f"evaluation, {processes}", self.evaluation, why_no_scores)
 
     def _check(self, name: str, function: Callable[[], Finding], reason: str) -> None:
         """Make one check. reason: why it is skipped; empty if it is made."""

@@ -35,7 +35,10 @@ ENVIRONMENT_STAYS = ("metrics", "tracker.classes")
 
 
 def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
-    """Returns the config, with the default of every key whose value is wrong, and all problems."""
+    """Bind a whole run. Returns the config and a message for each problem.
+
+    A key whose value is wrong has its default.
+    """
     problems: list[str] = []
     sections = {
         name: value for name, value in values.items() if name in SECTIONS or name in OPTIONS

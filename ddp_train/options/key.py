@@ -24,10 +24,15 @@ AUTO: dict[str, Any] = {"literals": ("auto",)}
 def key(default: Any, meaning: str, **rules: Any) -> Any:
     """A field with its meaning and its rules.
 
-    Rules: `at_least`, `above`, `at_most`, `below` (numbers; of a list, each item), `choices` (all
-    values allowed), `literals` (strings allowed beside numbers or booleans, "auto" for example),
-    `may_be_range` (two numbers, as 2:8), `is_span`, `may_be_empty` and `is_path` (strings).
-    `example` is a value, for messages.
+    Rules, which hold for each item of a list:
+    `at_least`, `above`, `at_most`, `below`: bounds of a number.
+    `choices`: all values that are allowed.
+    `literals`: strings that are allowed beside numbers or booleans, ("auto",) for one.
+    `may_be_range`: a range LOW:HIGH is allowed beside a number, as 2:8.
+    `is_span`: the value is a string FIRST:LAST, two numbers from 2 on.
+    `may_be_empty`: the empty string is allowed.
+    `is_path`: the value is a path, no longer than a file system takes.
+    `example`: no rule, but a value for messages.
     """
     metadata = {"meaning": meaning, **rules}
     if isinstance(default, list | dict):
@@ -36,7 +41,10 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
 
 
 def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
-    """What a value, or an item of a list, breaks of the rules beside its type; "" if nothing."""
+    """The rule that a value, or an item of a list, breaks, as `must be ...`; "" if it breaks none.
+
+    rules: see `key`. The type of the value is not checked.
+    """
     if isinstance(value, list):
         broken = (broken_rule(item, rules) for item in value)
         return next(filter(None, broken), "")

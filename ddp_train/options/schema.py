@@ -243,7 +243,7 @@ class TaskConfig:
 
 @dataclass
 class DataConfig:
-    """Which samples."""
+    """Which samples train and score, and how they are drawn."""
 
     name: str = "digits"
     implementation: ClassVar[str] = ""
@@ -590,8 +590,7 @@ class Config:
 
     @property
     def uses_trained(self) -> bool:
-        """Whether the model comes from a checkpoint, with task and data as they were, and nothing
-        trains."""
+        """Whether model, task and data are those of a checkpoint, and nothing trains."""
         return self.mode in ("evaluate", "predict", "export")
 
     @property
@@ -602,10 +601,10 @@ class Config:
     @property
     def words_to_resume(self) -> str:
         """What to type to resume the run. Code of your own has to be trusted again: SECURITY.md."""
-        packages = ",".join(self.trusted_modules)
-        return shlex.quote(word("run_dir", self.run_dir)) + (
-            f" trusted_modules=[{packages}]" if packages else ""
-        )
+        words = shlex.quote(word("run_dir", self.run_dir))
+        if self.trusted_modules:
+            words += f" trusted_modules=[{','.join(self.trusted_modules)}]"
+        return words
 
 
 def built_in_directions() -> dict[str, str]:

@@ -28,7 +28,9 @@ class LaunchConfig:
         0, "restarts after a failure; the count is reset by each new checkpoint", at_least=0
     )
     backend: str = key(
-        "auto", "for collectives; auto: nccl on GPUs, gloo on CPU", choices=("auto", "nccl", "gloo")
+        "auto",
+        "library of the collectives; auto: nccl on GPUs, gloo on CPU",
+        choices=("auto", "nccl", "gloo"),
     )
     timeout_seconds: float = key(
         600.0,
@@ -134,8 +136,8 @@ class CheckpointConfig:
     )
     best_metric: str = key(
         "auto",
-        "what the best is the best by, validation.NAME or test.NAME; auto: accuracy where there is"
-        " one, else loss",
+        "metric that the best checkpoint is chosen by, validation.NAME or test.NAME; auto: accuracy"
+        " where there is one, else loss",
     )
     resume: str = key(
         "auto",
@@ -164,7 +166,9 @@ class PredictConfig:
         choices=("train", "validation", "test"),
     )
     format: str = key(
-        "npz", "of the file of predictions; parquet needs pyarrow", choices=("npz", "parquet")
+        "npz",
+        "format of the file of predictions; parquet needs pyarrow",
+        choices=("npz", "parquet"),
     )
 
 
@@ -198,7 +202,7 @@ class SweepConfig:
     """Trials of a sweep (-m) at the same time. docs/sweeps.md"""
 
     gpus_per_trial: int | None = key(
-        None, "of a sweep; null: as many as launch.nproc_per_node", at_least=1
+        None, "GPUs of each trial of a sweep; null: as many as launch.nproc_per_node", at_least=1
     )
     processes_at_once: Union[int, str] = key(
         1,

@@ -29,7 +29,7 @@ class Baseline:
     def choose(
         self, rows: list[dict[str, Any]], earlier: list[dict[str, Any]], numbers: TrialNumbers
     ) -> tuple[int, list[str]] | None:
-        """Chooses the number and the overrides of the run, and returns them.
+        """Choose the number and the overrides of the baseline run. Returns them.
 
         None if there is nothing to compare, or the run is known, or was chosen before.
 

@@ -13,14 +13,14 @@ from typing import Any, BinaryIO
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for this process alone. Raises OSError."""
+    """Open a file for this process alone. Raises OSError."""
     with path.open("ab+", buffering=0) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 
 
 def add_line(file: BinaryIO, values: dict[str, Any]) -> None:
-    """Adds a line, whole or not at all. Raises OSError.
+    """Add a line, whole or not at all. Raises OSError.
 
     A line that a killed process has left unfinished is ended first.
     """

@@ -18,7 +18,7 @@ REMAINS_SECONDS = 20.0
 
 @contextlib.contextmanager
 def sweep_lock(sweep_dir: Path) -> Iterator[None]:
-    """Holds the directory of a sweep. Raises ConfigError if another sweep does."""
+    """Hold the directory of a sweep. Raises ConfigError if another sweep does."""
     path = sweep_dir / run_lock.FILE
     patience = REMAINS_SECONDS if _owner_is_dead(path) else 0.0
     try:

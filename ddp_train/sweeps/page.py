@@ -21,7 +21,7 @@ from ddp_train.text import first_line
 def print_results(
     rows: list[dict[str, Any]], objective: str, better: str | None, at_once: int, note: str = ""
 ) -> None:
-    """Prints the table of the trials, the best of them, and the command that evaluates it."""
+    """Print the table of the trials, the best of them, and the command that evaluates it."""
     # once trials run: a start imports none of it
     from ddp_train.telemetry.pages.run_files import read_run
     from ddp_train.telemetry.pages.run_page import uses
@@ -67,23 +67,23 @@ class SweepPage:
         """The rows of the trials that run, by their numbers."""
 
     def begin(self, row: dict[str, Any]) -> None:
-        """Shows a trial that begins, unless it is the run of `sweep.baseline`."""
+        """Show a trial that begins, unless it is the run of `sweep.baseline`."""
         if ALONE not in row:
             self.running[row["trial"]] = row
 
     def look(self) -> None:
-        """Writes the page if it is time for one. Called ten to fifty times a second."""
+        """Write the page if it is time for one. Called ten to fifty times a second."""
         if time.monotonic() >= self.due:
             self._write(is_running=True)
 
     def write_last(self) -> None:
-        """Writes the page at the end, and says where it is."""
+        """Write the page at the end, and print where it is."""
         path = self._write(is_running=False)
         if path:
             print(f"report {path}")
 
     def print_results(self) -> None:
-        """Prints the table and the best trial, and how to continue a sweep that was stopped."""
+        """Print the table and the best trial, and how to continue a sweep that was stopped."""
         from ddp_train.telemetry.pages.run_files import STOPPED
         from ddp_train.telemetry.pages.sweep_page import goes_on
         from ddp_train.telemetry.pages.trials import state_of
@@ -98,7 +98,7 @@ class SweepPage:
             print(f"{end}; to go on:\n  {goes_on(plan.command, plan.sweep_dir)}")
 
     def _write(self, is_running: bool) -> Path | None:
-        """Writes the page. Returns its path; None after a failure.
+        """Write the page. Returns its path; None after a failure.
 
         A failure is only a note, since the results of the trials stand.
         """

@@ -97,7 +97,7 @@ def checked_arguments(program: Program, argv: list[str]) -> list[str]:
 
 
 def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
-    """Checks the command line of a sweep before Hydra reads it.
+    """Check the command line of a sweep before Hydra reads it.
 
     Raises ConfigError with all problems.
     """

@@ -97,7 +97,7 @@ class PoolListener(SweepListener):
         return sorted(identifying(fixed, self.runner.plan.swept))
 
     def end_by_signal(self, number: int, _: object) -> None:
-        """Handles a stop signal while no trial runs, or after it has stopped those that did."""
+        """Handle a stop signal while no trial runs, or after it has stopped those that did."""
         stop = StopRequests()
         stop.received.append(number)
         codes = {row["exit_code"] for row in self.state.rows} & {SAVED, UNSAVED}

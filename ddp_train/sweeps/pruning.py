@@ -44,7 +44,7 @@ class ObjectiveValues:
         return [math.nan if value is None else float(value) for value in values]
 
     def _read_lines(self) -> None:
-        """Reads new lines.
+        """Read new lines.
 
         A resumed run replaces the file by one without the steps that it computes again.
         """
@@ -69,7 +69,7 @@ class ObjectiveValues:
 
 
 def mark_pruned(run_dir: Path, evaluations: int, value: float) -> None:
-    """Marks a trial that is to be stopped. A full disk does not prevent that."""
+    """Mark a trial that is to be stopped. A full disk does not prevent that."""
     mark = {"evaluations": evaluations, "last_value": value if math.isfinite(value) else None}
     with contextlib.suppress(OSError):
         run_dir.mkdir(exist_ok=True)
@@ -77,7 +77,7 @@ def mark_pruned(run_dir: Path, evaluations: int, value: float) -> None:
 
 
 def remove_mark(run_dir: Path) -> None:
-    """Removes the mark of a trial that is to run again, whose end it would explain."""
+    """Remove the mark of a trial that is to run again, whose end it would explain."""
     with contextlib.suppress(OSError):
         (run_dir / FILE).unlink()
 

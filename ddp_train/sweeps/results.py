@@ -25,7 +25,7 @@ class ResultsWriter:
         self.was_warned = False
 
     def add(self, *rows: dict[str, Any]) -> None:
-        """Adds rows, and those that wait."""
+        """Add rows, and those that wait."""
         self.waiting += rows
         try:
             while self.waiting:
@@ -42,7 +42,7 @@ class ResultsWriter:
 
 
 def append_row(sweep_dir: Path, row: dict[str, Any]) -> None:
-    """Adds a row. Raises OSError."""
+    """Add a row. Raises OSError."""
     with locked(sweep_dir / RESULTS) as file:
         add_line(file, row)
 

@@ -59,7 +59,7 @@ class TrialRunner:
         """The result of `fork_server.preload`: each trial forks a server from this process."""
 
     def preload(self) -> None:
-        """Imports what all workers need, once: a server of each trial would take seconds."""
+        """Import what all workers need, once: a server of each trial would take seconds."""
         if self.server:
             self.server.close()
             self.server = None
@@ -67,7 +67,7 @@ class TrialRunner:
             self.preloaded = preload(self.program.import_path)
 
     def run(self, _: DictConfig) -> float:
-        """Runs one trial. Returns its objective.
+        """Run one trial. Returns its objective.
 
         NaN if it has none or has failed, so that the sweep continues. With a pool the process of
         the sweep gets the row with it. Raises SystemExit to end the sweep.
@@ -109,7 +109,7 @@ class TrialRunner:
     def _outcome(
         self, trial: Trial, at_once: int, stop: StopRequests, workload: Workload
     ) -> dict[str, Any]:
-        """Runs a trial to its end. Returns the fields of its row that say how it ended."""
+        """Run a trial to its end. Returns the fields of its row that say how it ended."""
         try:
             with hydra_set_aside():
                 prepared = prepare(self.program, trial.overrides, None, str(trial.run_dir), at_once)
@@ -129,7 +129,7 @@ class TrialRunner:
         return {"exit_code": code, **(outcome or failed_outcome(trial.run_dir))}
 
     def _launch(self, prepared: Prepared, stop: StopRequests, workload: Workload) -> int:
-        """Runs the processes of a trial. Returns the exit code."""
+        """Run the processes of a trial. Returns the exit code."""
         server = self.server
         if self.plan.pool and self.preloaded is not None:
             server = ForkServer(self.program.import_path, self.preloaded)
@@ -147,7 +147,7 @@ class TrialRunner:
                 prepared.lock.release()
 
     def _leave_job(self, stop: StopRequests, code: int) -> NoReturn:
-        """Ends a job that was cancelled, or that SLURM restarts."""
+        """End a job that was cancelled, or that SLURM restarts."""
         # submitit's handler requeues the job and does not return. SLURM's SIGTERM for the new
         # start may kill its `scontrol requeue`, which has done its work by then.
         with contextlib.suppress(subprocess.CalledProcessError):
@@ -155,7 +155,7 @@ class TrialRunner:
         raise SystemExit(code)
 
     def _add(self, row: dict[str, Any], stop: StopRequests) -> None:
-        """Takes in the row of a trial. Raises SystemExit if the sweep ends with it."""
+        """Take in the row of a trial. Raises SystemExit if the sweep ends with it."""
         self.state.rows.append(row)
         self.state.results.add(row)
         contradiction = self.state.learn(row)
@@ -170,7 +170,7 @@ class TrialRunner:
 
 @contextlib.contextmanager
 def hydra_set_aside() -> Iterator[None]:
-    """Allows a config to be composed while Hydra runs a trial: Hydra has one global instance."""
+    """Allow a config to be composed while Hydra runs a trial: Hydra has one global instance."""
     outer = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:

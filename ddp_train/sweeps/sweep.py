@@ -25,7 +25,7 @@ from hydra_plugins.ddp_train_pool import listening
 
 
 def run_sweep(program: Program, plan: SweepPlan, server: ForkServer | None) -> int:
-    """Runs all trials, prints their results and writes the page. Returns the exit code.
+    """Run all trials, print their results and write the page. Returns the exit code.
 
     Raises ConfigError before any trial starts.
     """
@@ -60,7 +60,7 @@ def _run_trials(program: Program, runner: TrialRunner) -> int:
 def call_hydra(
     program: Program, arguments: list[str], task_function: Callable[[DictConfig], Any]
 ) -> None:
-    """Has Hydra read a command line, and run trials or show what it was asked for.
+    """Have Hydra read a command line, and run trials or show what it was asked for.
 
     Raises SystemExit.
     """
@@ -80,7 +80,7 @@ def call_hydra(
 
 
 def finish(runner: TrialRunner) -> None:
-    """Prints the results of the trials so far."""
+    """Print the results of the trials so far."""
     runner.state.close()
     if runner.state.rows:
         runner.page.print_results()

@@ -47,14 +47,14 @@ class SweepState:
         """The trials of this start, as far as this process knows."""
 
     def open(self) -> None:
-        """Notes where the rows of this start begin. The directory must be locked."""
+        """Note where the rows of this start begin. The directory must be locked."""
         self.results_begin = results_size(self.plan.sweep_dir)
         if self.plan.optuna_trials:  # Optuna does not ask for a trial again that has ended
             rows = read_rows(self.plan.sweep_dir)
             self.rows = rows_of_sweep(rows, self.plan.swept, self.plan.fixed)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Takes in the row of a trial, in place of an earlier one."""
+        """Take in the row of a trial, in place of an earlier one."""
         self.rows = by_trial([*self.rows, row])
 
     def new_row(self, number: int, overrides: list[str], run_dir: Path) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class SweepState:
         return value_of(row)
 
     def learn(self, row: dict[str, Any]) -> ConfigError | None:
-        """Takes over what only a trial can tell about the objective.
+        """Take over what only a trial can tell about the objective.
 
         That is its name, its better direction, and whether there is a validation set.
 
@@ -133,7 +133,7 @@ class SweepState:
         return ConfigError(problems) if problems else None
 
     def close(self) -> None:
-        """Writes the rows that wait, and reads those of jobs in other processes."""
+        """Write the rows that wait, and read those of jobs in other processes."""
         if self.plan.job_launcher:
             rows = read_rows(self.plan.sweep_dir, self.results_begin)
             self.rows = by_trial([row for row in rows if ALONE not in row])

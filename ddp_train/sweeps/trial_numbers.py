@@ -51,19 +51,26 @@ class TrialNumbers:
         return number
 
     def _choose(self, wanted: dict[str, Any], entries: list[dict[str, Any]]) -> int:
-        # a row tells the overrides of a trial whose entry found no room
+        """The number of a trial.
+
+        wanted: the entry of the trial, without its number.
+        entries: those of the file.
+        """
+        # A row tells the overrides of a trial whose entry found no room.
         latest = {row["trial"]: row for row in read_rows(self.sweep_dir)}
         latest |= {entry["trial"]: entry for entry in [*entries, *self.unwritten]}
-        same = []
+        same_trials = []
         for number, entry in latest.items():
             is_same_number = entry.get("asked") == wanted["asked"]
             is_this_start = entry.get("start") == self.start
             if is_same_number and is_this_start:
                 return number  # a job of SLURM that was requeued
             if entry.get("words") == wanted["words"] and not is_this_start:
-                same.append((not is_same_number, number))
-        if same:
-            return min(same)[1]
+                same_trials.append((not is_same_number, number))
+        if same_trials:
+            # The one for which Hydra asked by the same number, else the first.
+            _, number = min(same_trials)
+            return number
         folders = [path for path in self.sweep_dir.glob("[0-9]*") if path.name.isdigit()]
         used = {*latest, *(int(path.name) for path in folders if _has_content(path))}
         if wanted["asked"] not in used:

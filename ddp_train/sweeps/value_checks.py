@@ -57,7 +57,7 @@ def _by_name(override: str) -> str:
 
 @dataclass
 class TriedValues:
-    """Results of composing trials with the values of a sweep."""
+    """The result of `try_values`."""
 
     fixed: list[str]
     """The overrides that all trials have."""
@@ -72,7 +72,7 @@ class TriedValues:
 def try_values(
     program: Program, read: Overrides, hardware: Hardware, elsewhere: bool
 ) -> TriedValues:
-    """Composes a trial for each value, together with the first values of the other keys.
+    """Compose a trial for each value, together with the first values of the other keys.
 
     Both ends of an interval are tried.
 
@@ -116,7 +116,7 @@ def _combinations(swept: dict[str, list[str]]) -> Iterator[dict[str, str]]:
 def _try_trial(
     tried: TriedValues, program: Program, overrides: list[str], hardware: Hardware, elsewhere: bool
 ) -> None:
-    """Composes and checks one trial."""
+    """Compose and check one trial."""
     config, problems = read_run(program, read_overrides(program, overrides))
     tried.config, contradictions = pool.with_settings(config, tried.settings)
     tried.problems += problems + contradictions
@@ -196,7 +196,7 @@ def hydra_problems(program: Program, arguments: list[str]) -> list[str]:
 
 
 def _draw_once(node: DictConfig, overrides: list[str]) -> None:
-    """Builds what our own sweeper would build, and draws once. Raises PoolError.
+    """Build what our own sweeper would build, and draw once. Raises PoolError.
 
     node: hydra.sweeper.
     """
