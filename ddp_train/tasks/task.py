@@ -67,13 +67,15 @@ class Task:
         """
         return {}
 
-    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """The (outputs, targets) of a batch, for the metrics of `metrics=[...]`."""
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+        """The (outputs, targets) of a batch, for the metrics of `metrics=[...]`.
+
+        Tensors, or trees of them as `tasks.predictions` describes: the boxes of images are a list
+        of dicts.
+        """
         raise NotImplementedError
 
-    def score_and_predict(
-        self, model: nn.Module, batch: Any
-    ) -> tuple[ScoreSums, tuple[Tensor, Tensor]]:
+    def score_and_predict(self, model: nn.Module, batch: Any) -> tuple[ScoreSums, tuple[Any, Any]]:
         """What `score` and `predict` return.
 
         Override it where one forward pass serves both.
