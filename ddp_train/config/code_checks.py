@@ -1,5 +1,7 @@
-"""Checks of the code that a config names: may it be loaded, and is it there? Nothing is imported to
-find out."""
+"""Checks of the code that a config names: may it be loaded, and is it there?
+
+Nothing is imported to find out.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,7 @@ def problems(config: Config) -> Iterator[Problem]:
 
 
 def code_named(config: Config) -> Iterator[Problem]:
-    """Whether the code that `_target_` and `hooks` name may be loaded, and is there."""
+    """Code that `_target_`, `hooks` and `tracker` name, if it is missing or not trusted."""
     for section, option in _own_options(config).items():
         yield from _problems_of_option(section, option, config.trusted_modules)
     for metric in _own_metrics(config):
@@ -138,7 +140,7 @@ def _own_metrics(config: Config) -> list[metrics.FurtherMetric]:
     found = metrics.further(config)
     if has_metrics():
         return found
-    return [one for one in found if not one.code.target.startswith(f"{metrics.LIBRARY}.")]
+    return [item for item in found if not item.code.target.startswith(f"{metrics.LIBRARY}.")]
 
 
 def trusted_for(section: str) -> tuple[str, ...]:
@@ -151,7 +153,10 @@ def trusted_for(section: str) -> tuple[str, ...]:
 def loading_problems(
     found: str, path: str, trusted: tuple[str, ...], trusted_modules: Sequence[str]
 ) -> Iterator[Problem]:
-    """Why a dotted path cannot be loaded. found: its key and value, for the message."""
+    """Why a dotted path cannot be loaded.
+
+    found: its key and value, for the message.
+    """
     package = path.partition(".")[0]
     if not re.fullmatch(_DOTTED_PATH, path):
         yield Problem(found, "must be a dotted path, package.Name")
@@ -279,8 +284,7 @@ def _bound(statements: Sequence[ast.stmt]) -> set[str]:
 
 
 def package_of(path: str) -> list[str]:
-    """The top package of a dotted path that lies outside of the modules trusted by default; none if
-    it lies inside."""
+    """The top package of a dotted path; none if it lies in a module trusted by default."""
     well_formed = re.fullmatch(_DOTTED_PATH, path)
     if well_formed and not is_trusted(path, TRUSTED_MODULES):
         return [path.partition(".")[0]]
@@ -288,7 +292,7 @@ def package_of(path: str) -> list[str]:
 
 
 def is_trusted(path: str, modules: Sequence[str]) -> bool:
-    """Whether a dotted path lies inside one of the modules."""
+    """Tell whether a dotted path lies inside one of the modules."""
     return any(f"{path}.".startswith(f"{module}.") for module in modules)
 
 

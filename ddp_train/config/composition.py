@@ -34,8 +34,10 @@ from ddp_train.options.schema import SCALARS, SECTIONS, Config
 from ddp_train.text import did_you_mean, first_line, shown
 
 SCHEMA = "_schema"
-"""Where Hydra finds the defaults of the schema: `_schema/optimizer/adam` before
-conf/optimizer/adam.yaml."""
+"""Where Hydra finds the defaults of the schema.
+
+`_schema/optimizer/adam` comes before conf/optimizer/adam.yaml.
+"""
 BY_OVERRIDE = "an option is chosen by `- override /GROUP: OPTION`"
 """A line of the `defaults` of a preset."""
 

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
+from ddp_train.config.program import CLOSE
 from ddp_train.config.values import is_secret
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import CustomOption
@@ -16,9 +17,6 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
 from ddp_train.text import shown
 
-CLOSE = 0.8
-"""The likeness of two names from which one is a typo of the other: modle is, and traces is no
-tracker."""
 _TYPE_NAMES = {
     int: "a whole number",
     float: "a number",

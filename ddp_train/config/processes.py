@@ -1,5 +1,7 @@
-"""A range in place of a number of processes, `launch.nproc_per_node=2:8`, or of hosts,
-`launch.nnodes=2:3`: the numbers with which a run may continue."""
+"""A range in place of a number of processes or hosts: the numbers with which a run may continue.
+
+`launch.nproc_per_node=2:8`, `launch.nnodes=2:3`
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def counts_of(asked: Range, config: Config, gpus: int | None, cpus: int) -> list
     """
     devices = cpus if gpus is None else gpus
     high = asked.high or max(asked.low, devices)
-    return [n for n in range(asked.low, high + 1) if config.strategy.can_run_on(n)]
+    counts = range(asked.low, high + 1)
+    return [count for count in counts if config.strategy.can_run_on(count)]
 
 
 def first_count(asked: Range, counts: list[int], gpus: int | None) -> int:

@@ -76,8 +76,10 @@ class CustomModelConfig(CustomOption, ModelConfig):
 
 @dataclass
 class CustomOptimizerConfig(CustomOption, OptimizerConfig):
-    """Your own optimizer: `_target_=package.Name`, any class of torch.optim for one, and its
-    arguments beside it."""
+    """Your own optimizer: `_target_=package.Name`, and its arguments beside it.
+
+    Any class of torch.optim may be named too.
+    """
 
     def group_rules(self) -> dict[str, Mapping[str, Any]] | None:
         return None  # only the worker knows which arguments the class takes
@@ -245,8 +247,12 @@ def is_named_code(item: Any) -> bool:
 
 
 def hooks_of(items: list[Any]) -> dict[str, Code]:
-    """The items of `hooks` by their keys, for messages: `hooks=[my_pkg.Hook]`,
-    `hooks[1]._target_=my_pkg.Hook`. An item is PATH, or {_target_: PATH, ...} with arguments."""
+    """The items of `hooks` by their keys, for messages.
+
+    As `hooks=[my_pkg.Hook]` or `hooks[1]._target_=my_pkg.Hook`.
+
+    items: PATH, or {_target_: PATH, ...} with arguments, each.
+    """
     found = {}
     for place, item in enumerate(items):
         if isinstance(item, dict):

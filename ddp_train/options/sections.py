@@ -310,8 +310,11 @@ class TuningConfig:
 
 @dataclass
 class TrackerConfig:
-    """Experiment trackers, written by rank 0: `tracker=tensorboard`, `tracker=[wandb,mlflow]`, or
-    yours, `tracker=[{_target_: my_package.MyTracker}]`. docs/tracking.md"""
+    """Experiment trackers, written by rank 0. docs/tracking.md
+
+    `tracker=tensorboard`, `tracker=[wandb,mlflow]`, or yours,
+    `tracker=[{_target_: my_package.MyTracker}]`.
+    """
 
     classes: dict[str, Any] = key(
         {}, "the class of each tracker by its name, {wandb: {_target_: package.Class, argument: 1}}"
