@@ -23,7 +23,7 @@ from ddp_train.distributed.environment import visible_devices
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, detect_hardware
-from ddp_train.options.registry import OPTIONS
+from ddp_train.options.registry import OPTIONS, TRACKERS
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.lost_hosts import FILE as LOST_HOSTS
@@ -37,7 +37,6 @@ LEFT_BY_RUNS = (
     "metrics.jsonl",
     COMMANDS,
     "trackers.json",
-    "tensorboard",
     "timeline.json",
     LOST_HOSTS,
 )
@@ -205,7 +204,9 @@ def archive_previous_run(run_dir: Path) -> list[str]:
 
     Returns a notice, if there are any.
     """
-    left = [run_dir / name for name in LEFT_BY_RUNS if (run_dir / name).exists()]
+    of_trackers = [name for tracker in TRACKERS.values() for name in tracker.left_by_runs]
+    places = [run_dir / name for name in (*LEFT_BY_RUNS, *of_trackers)]
+    left = [path for path in places if path.exists()]
     if not left:
         return []
     number = next(n for n in itertools.count(1) if not any(run_dir.glob(f"*_before_{n}*")))

@@ -23,6 +23,7 @@ class TensorBoard(Tracker):
     """
 
     package = "tensorboard"
+    left_by_runs = (FOLDER,)
 
     def open(self, run: TrackedRun, run_id: str | None) -> str:
         from torch.utils.tensorboard import SummaryWriter

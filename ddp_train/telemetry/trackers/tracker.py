@@ -46,6 +46,9 @@ class Tracker(ABC):
     """Python package that must be installed. Import it in `open`, not at the top of the module."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables of that package. Set before `open`, unless the user has set them."""
+    left_by_runs: ClassVar[tuple[str, ...]] = ()
+    """Files and folders of the run directory that are renamed before a new run begins there.
+    Only for the trackers of ddp_train; in `open` of yours `run_id` is None then."""
 
     @abstractmethod
     def open(self, run: TrackedRun, run_id: str | None) -> str:
