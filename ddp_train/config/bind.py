@@ -26,7 +26,7 @@ from ddp_train.config.values import from_environment
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.key import broken_rule
-from ddp_train.options.registry import OPTIONS
+from ddp_train.options.registry import OPTIONS, TRACKERS
 from ddp_train.options.schema import SECTIONS, Config, schema_of
 from ddp_train.text import did_you_mean, shown
 
@@ -49,7 +49,22 @@ def bind(values: dict[str, Any]) -> tuple[Config, list[str]]:
         bound = _bind_section(section, content, problems)
         if bound is not None:
             setattr(config, section, bound)
+    config.tracker.classes = _with_tracker_classes(config.tracker.classes)
     return config, problems
+
+
+def _with_tracker_classes(trackers: dict[str, Any]) -> dict[str, Any]:
+    """The trackers of `tracker.classes`, with the class of the registry for those that name none.
+
+    A frozen config names all classes.
+    """
+    named = dict(trackers)
+    for name, arguments in trackers.items():
+        if name in TRACKERS and isinstance(arguments, dict) and "_target_" not in arguments:
+            tracker = TRACKERS[name]
+            target = f"{tracker.__module__}.{tracker.__qualname__}"
+            named[name] = {"_target_": target, **arguments}
+    return named
 
 
 def _bind_section(section: str, content: Any, problems: list[str]) -> Any:

@@ -29,7 +29,7 @@ from ddp_train.config.values import as_typed, plain
 from ddp_train.errors import ConfigError
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import CustomOption, hooks_of, trackers_of
-from ddp_train.options.registry import OPTIONS, TRACKERS
+from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
 from ddp_train.text import did_you_mean, first_line, shown
 
@@ -78,7 +78,6 @@ def read_config(
     }
     _adopt(values, from_elsewhere, overrides)
     _keep_one_warm_up(values, overrides)
-    _name_tracker_classes(values)
     config, unbound = bind(values)
     trusted = [*config.trusted_modules, *_own_packages(config, from_elsewhere.keys())]
     config.trusted_modules = list(dict.fromkeys(trusted))
@@ -401,22 +400,6 @@ def _keep_one_warm_up(values: dict[str, Any], overrides: Overrides) -> None:
         schedule["warmup_epochs"] = None
     if has_epochs and not has_steps:
         schedule["warmup_steps"] = 0
-
-
-def _name_tracker_classes(values: dict[str, Any]) -> None:
-    """Give each tracker that names no class the one of the registry: tracker.classes={wandb: {}}.
-
-    A frozen config names all classes.
-    """
-    section = values.get("tracker")
-    classes = section.get("classes") if isinstance(section, dict) else None
-    if not isinstance(classes, dict):
-        return
-    for name, arguments in classes.items():
-        if name in TRACKERS and isinstance(arguments, dict) and "_target_" not in arguments:
-            tracker = TRACKERS[name]
-            target = f"{tracker.__module__}.{tracker.__qualname__}"
-            classes[name] = {"_target_": target, **arguments}
 
 
 def _own_packages(config: Config, from_elsewhere: Collection[str]) -> list[str]:
