@@ -31,12 +31,18 @@ def text_of(node: ast.expr) -> str:
     return HOLE
 
 
-def problems_of(tree: ast.Module) -> Iterator[str]:
-    """The messages of each `Problem(key, rule, remedy)`, with the texts that its variables have."""
+def texts_of_variables(tree: ast.AST) -> dict[str, list[str]]:
+    """The texts that each variable is assigned."""
     variables: dict[str, list[str]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             variables.setdefault(node.targets[0].id, []).append(text_of(node.value))
+    return variables
+
+
+def problems_of(tree: ast.Module) -> Iterator[str]:
+    """The messages of each `Problem(key, rule, remedy)`, with the texts that its variables have."""
+    variables = texts_of_variables(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "Problem":
             parts = [
@@ -44,6 +50,20 @@ def problems_of(tree: ast.Module) -> Iterator[str]:
                 for part in node.args
             ]
             yield from (str(Problem(*texts)) for texts in itertools.product(*parts))
+
+
+def texts_of_function(function: ast.FunctionDef) -> Iterator[str]:
+    """The f-strings of a function, with the texts that its variables have."""
+    variables = texts_of_variables(function)
+    for node in ast.walk(function):
+        if isinstance(node, ast.JoinedStr):
+            parts = []
+            for part in node.values:
+                if isinstance(part, ast.FormattedValue) and isinstance(part.value, ast.Name):
+                    parts.append(variables.get(part.value.id, [HOLE]))
+                else:
+                    parts.append([text_of(part)])
+            yield from ("".join(texts) for texts in itertools.product(*parts))
 
 
 @functools.cache
@@ -55,7 +75,9 @@ def said_by_the_code() -> list[str]:
         tree = ast.parse(path.read_text())
         found += problems_of(tree)
         for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
+            if isinstance(node, ast.FunctionDef):
+                found += texts_of_function(node)
+            elif isinstance(node, ast.JoinedStr):
                 found.append(text_of(node))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
