@@ -55,7 +55,7 @@ def visible_gpus(visible_devices: str | None) -> list[str]:
     present = present_gpus()
     if present is None:
         return _entries(visible_devices or "")
-    return named(visible_devices, present, _order_of_numbers(visible_devices, present))
+    return selected_gpus(visible_devices, present, _gpus_by_number(visible_devices, present))
 
 
 def asked_gpus(devices: list[str]) -> list[str]:
@@ -66,13 +66,13 @@ def asked_gpus(devices: list[str]) -> list[str]:
     present = present_gpus()
     if not present:
         return list(dict.fromkeys(devices))
-    order = _order_of_numbers(",".join(devices), present)
+    order = _gpus_by_number(",".join(devices), present)
     for device in devices:
         if device.isdigit() and int(device) >= len(order):
             raise PoolError(
                 f"hydra.launcher.devices: there is no GPU {device}; this host has {len(order)}"
             )
-    return named(",".join(devices), present, order)
+    return selected_gpus(",".join(devices), present, order)
 
 
 def present_gpus() -> list[Gpu] | None:
@@ -114,10 +114,10 @@ def _parts(pynvml: Any, gpu: Any) -> tuple[str, ...]:
     return tuple(uuids)
 
 
-def named(
+def selected_gpus(
     visible_devices: str | None, present: list[Gpu], order: list[str] | None = None
 ) -> list[str]:
-    """Those of `present` that CUDA_VISIBLE_DEVICES names, by UUID.
+    """Those of `present` that CUDA_VISIBLE_DEVICES selects, by UUID.
 
     As CUDA does, it stops at the first number that no GPU has, takes the beginning of a UUID for
     the whole, and a divided GPU for its first part.
@@ -142,17 +142,17 @@ def named(
     return found
 
 
-def _order_of_numbers(names: str | None, present: list[Gpu]) -> list[str]:
+def _gpus_by_number(visible_devices: str | None, present: list[Gpu]) -> list[str]:
     """The devices that the numbers 0, 1, ... stand for in CUDA, by UUID. Raises PoolError.
 
     CUDA_DEVICE_ORDER=PCI_BUS_ID is the driver's order. CUDA's default puts faster GPUs first, by a
     rule that nobody has written down: where GPUs differ, or are divided, CUDA itself is asked.
     """
-    driver = [gpu.names[0] for gpu in present]
-    by_number = any(entry.isdigit() for entry in _entries(names or ""))
-    alike = len({gpu.model for gpu in present}) <= 1 and not any(gpu.parts for gpu in present)
-    if not by_number or alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        return driver
+    drivers_order = [gpu.names[0] for gpu in present]
+    has_numbers = any(entry.isdigit() for entry in _entries(visible_devices or ""))
+    are_alike = len({gpu.model for gpu in present}) <= 1 and not any(gpu.parts for gpu in present)
+    if not has_numbers or are_alike or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        return drivers_order
     order = cuda_order()
     if not order:
         raise PoolError(
@@ -235,7 +235,7 @@ class Locks:
             )
 
     def _make_folder(self) -> None:
-        """Makes the folder, open to all from its first moment.
+        """Make the folder, open to all from its first moment.
 
         The first sweep makes it, and none replaces that of another, as rename(2) would do while the
         folder is empty.
@@ -312,7 +312,7 @@ class Grant:
     locks: list[int]
 
     def release(self) -> None:
-        """Gives the devices back, unless a process that was forked holds the locks too."""
+        """Give the devices back, unless a process that was forked holds the locks too."""
         while self.locks:
             os.close(self.locks.pop())
 
@@ -321,7 +321,7 @@ class Devices:
     """The devices of a sweep, under locks that all sweeps share; without any, a number of slots."""
 
     def __init__(self, names: list[str], per_job: int, slots: int, folder: Path | None) -> None:
-        """Opens the folder of locks. Raises PoolError.
+        """Open the folder of locks. Raises PoolError.
 
         names: the devices.
         per_job: devices of each job; 0: none, and `slots` jobs run at a time.

@@ -68,7 +68,7 @@ class Job:
         return self.exit_code is not None
 
     def send(self, number: int) -> None:
-        """Sends a signal, if the job still runs."""
+        """Send a signal, if the job still runs."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -98,7 +98,7 @@ def start(
     output: Path | None,
     foreign_locks: list[int],
 ) -> Job:
-    """Forks a process that runs a job, with its devices as CUDA_VISIBLE_DEVICES.
+    """Fork a process that runs a job, with its devices as CUDA_VISIBLE_DEVICES.
 
     grant: the devices; without any, CUDA_VISIBLE_DEVICES stays as it is.
     output: the file for all that the job prints; None: the terminal.
@@ -133,7 +133,7 @@ def _run_to_exit(
     output: Path | None,
     result: IO[bytes],
 ) -> NoReturn:
-    """Does a job in the new process, which ends here."""
+    """Do a job in the new process, which ends here."""
     code = 1
     try:
         _detach(parent)
@@ -168,7 +168,7 @@ def _run_to_exit(
 
 
 def _detach(parent: int) -> None:
-    """Makes this process the leader of a session that dies with its parent."""
+    """Make this process the leader of a session that dies with its parent."""
     os.setsid()  # a Ctrl-C reaches the sweep alone, which decides
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of a job stay with it: see `end_adopted`
@@ -200,7 +200,7 @@ def failed(error: BaseException, overrides: list[str] | None = None) -> JobRetur
 
 
 def _write_result(returned: JobReturn, result: IO[bytes]) -> int:
-    """Writes what Hydra gets. Returns the exit code: that of a failure is 1."""
+    """Write what Hydra gets. Returns the exit code: that of a failure is 1."""
     try:
         content = pickle.dumps(returned)
         pickle.loads(content)  # some exceptions can be written and not be read
@@ -220,7 +220,7 @@ def _write_result(returned: JobReturn, result: IO[bytes]) -> int:
 
 
 def _redirect(output: Path) -> None:
-    """Appends standard output and error of this process to a file."""
+    """Append standard output and error of this process to a file."""
     output.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     for number in (1, 2):
@@ -229,7 +229,7 @@ def _redirect(output: Path) -> None:
 
 
 def _reseed() -> None:
-    """Seeds libraries as a new interpreter does: forked jobs would draw the same numbers.
+    """Seed libraries as a new interpreter does: forked jobs would draw the same numbers.
 
     Python itself reseeds `random`.
     """
@@ -254,12 +254,12 @@ def obstacle_to_fork() -> str:
 
 
 def adopt(orphans: bool) -> None:
-    """Makes orphans of jobs children of this process, or no longer."""
+    """Make orphans of jobs children of this process, or no longer."""
     _prctl(PR_SET_CHILD_SUBREAPER, int(orphans))
 
 
 def end_adopted(keep: set[int]) -> None:
-    """Kills all children of this process but `keep`, and waits for their end.
+    """Kill all children of this process but `keep`, and wait for their end.
 
     Each job adopts its own orphans, so these are of dead jobs; children of theirs come here as they
     end.

@@ -27,7 +27,7 @@ class Journal(BaseJournalBackend):
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens and locks the file.
+        """Open and lock the file.
 
         Raises PoolError if another process has it, OSError, and ValueError if it is not a journal.
         """
@@ -69,7 +69,7 @@ class Journal(BaseJournalBackend):
                 log.warning("%s cannot be written: %s; it is tried again", self.path, error)
 
     def _write(self, content: bytes) -> None:
-        """Writes all or nothing. Raises OSError."""
+        """Write all or nothing. Raises OSError."""
         begin = self.file.seek(0, os.SEEK_END)
         try:
             while content:

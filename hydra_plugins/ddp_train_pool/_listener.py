@@ -75,7 +75,7 @@ _listeners: list[SweepListener] = [NoListener()]
 
 @contextlib.contextmanager
 def listening(listener: SweepListener) -> Iterator[None]:
-    """Registers a listener for the sweeps that run inside."""
+    """Register a listener for the sweeps that run inside."""
     _listeners.append(listener)
     try:
         yield

@@ -46,8 +46,11 @@ class JobSource(Protocol):
         """A job has ended, and this is what it returned."""
         ...
 
-    def to_stop(self, numbers: dict[int, int]) -> list[int]:
-        """The keys of the jobs that get SIGTERM. numbers: of the running jobs, by key."""
+    def jobs_to_stop(self, numbers: dict[int, int]) -> list[int]:
+        """The keys of the jobs that get SIGTERM.
+
+        numbers: those of the running jobs, by key.
+        """
         ...
 
 
@@ -64,7 +67,7 @@ class ListedJobs:
     def ended(self, key: int, returned: JobReturn) -> None:
         self.returned[key] = returned
 
-    def to_stop(self, numbers: dict[int, int]) -> list[int]:
+    def jobs_to_stop(self, numbers: dict[int, int]) -> list[int]:
         return []
 
 
@@ -87,7 +90,7 @@ class Application:
         return config
 
     def call(self, config: DictConfig) -> JobReturn:
-        """Runs a job in this process."""
+        """Run a job in this process."""
         return run_job(
             hydra_context=self.hydra_context,
             task_function=self.task_function,
@@ -140,7 +143,7 @@ class JobRunner:
         self.waiting_was_noted = False
 
     def run(self) -> None:
-        """Runs all jobs. After a signal no more are started, and those that run are waited for."""
+        """Run all jobs. After a signal no more are started, and those that run are waited for."""
         self.children_before = _jobs.children()
         _jobs.adopt(True)
         try:
@@ -160,7 +163,7 @@ class JobRunner:
             _jobs.adopt(False)
 
     def compose_next(self) -> None:
-        """Finds the next job that must run, if one may start now."""
+        """Find the next job that must run, if one may start now."""
         while self.next_job is None and self._may_start():
             asked = self.source.ask()
             if asked is None:
@@ -200,7 +203,7 @@ class JobRunner:
         return ComposedJob(key, number, overrides, config)
 
     def _start_next(self) -> bool:
-        """Starts the next job, if it is due and there are devices for it."""
+        """Start the next job, if it is due and there are devices for it."""
         due = self.last_start + self.start_delay_seconds
         if self.next_job is None or not self._may_start() or time.monotonic() < due:
             return False
@@ -238,7 +241,7 @@ class JobRunner:
         return job
 
     def _note_waiting(self) -> None:
-        """Says once that other sweeps have the devices."""
+        """Say once that other sweeps have the devices."""
         if self.running or self.waiting_was_noted:
             return
         if time.monotonic() > self.last_end + PATIENCE_SECONDS:
@@ -247,7 +250,7 @@ class JobRunner:
             print(f"note: waits for {wanted}: other sweeps have them", file=sys.stderr)
 
     def _wait(self) -> None:
-        """Waits for the end of a job, at most POLL_SECONDS; a signal ends the wait too."""
+        """Wait for the end of a job, at most POLL_SECONDS; a signal ends the wait too."""
         poller = select.poll()
         descriptors = []
         try:
@@ -263,7 +266,7 @@ class JobRunner:
 
     def _stop_pruned(self) -> None:
         numbers = {key: job.number for key, job in self.running.items()}
-        for key in self.source.to_stop(numbers):
+        for key in self.source.jobs_to_stop(numbers):
             self.running[key].send(signal.SIGTERM)
 
     def _collect_ended(self) -> None:
@@ -284,7 +287,7 @@ class JobRunner:
                 self.source.ended(key, returned)
 
     def _kill_running(self) -> None:
-        """Ends what is left after an error of this process."""
+        """End what is left after an error of this process."""
         for job in self.running.values():
             job.send(signal.SIGKILL)
             os.waitpid(job.pid, 0)

@@ -21,7 +21,7 @@ class StopSignals:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Records signals inside, and restores the previous handlers."""
+        """Record signals inside, and restore the previous handlers."""
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         # nohup ignores SIGHUP, and so does a sweep under it
         recorded = [number for number in SIGNALS if handlers[number] != signal.SIG_IGN]
@@ -34,7 +34,7 @@ class StopSignals:
                 signal.signal(number, handlers[number])
 
     def hand_on(self, jobs: list[Job]) -> None:
-        """Sends jobs the newest signal that they have not had; the third one kills them."""
+        """Send jobs the newest signal that they have not had; the third one kills them."""
         if len(self.received) == self._handed_on:
             return
         self._handed_on = len(self.received)
@@ -45,7 +45,7 @@ class StopSignals:
             job.send(number)
 
     def raise_first(self) -> None:
-        """Raises the first signal again, for the handler of before.
+        """Raise the first signal again, for the handler of before.
 
         That raises KeyboardInterrupt, or ends this process.
         """

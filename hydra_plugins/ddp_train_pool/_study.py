@@ -112,7 +112,7 @@ def _unusable(kind: str, options: Mapping[str, Any], error: Exception) -> str:
 def try_out(
     overrides: Sequence[Override], sampler: Mapping[str, Any], pruner: Mapping[str, Any]
 ) -> None:
-    """Draws a trial of a study that is discarded. Raises PoolError.
+    """Draw a trial of a study that is discarded. Raises PoolError.
 
     Optuna looks at some arguments only when it draws.
     """
@@ -196,7 +196,7 @@ class StudyJobs:
         n_jobs: int | None,
         launcher: PoolLauncher,
     ) -> None:
-        """Reads how far the study is. Raises PoolError if it is one of other overrides."""
+        """Read how far the study is. Raises PoolError if it is one of other overrides."""
         self.study = study
         self.n_trials = n_trials
         self.n_jobs = n_jobs
@@ -223,7 +223,7 @@ class StudyJobs:
         self._read_trials()
 
     def _check_same_study(self) -> None:
-        """Refuses a study of other overrides, whose results would be shown as those of these.
+        """Refuse a study of other overrides, whose results would be shown as those of these.
 
         Raises PoolError.
         """
@@ -297,7 +297,7 @@ class StudyJobs:
         return self._frozen(trial.number)
 
     def _choose_sampler(self) -> None:
-        """Gives the study the sampler of its next trial."""
+        """Give the study the sampler of its next trial."""
         seed = self.sampler.get("seed")
         if seed is not None and self.sampler.get("name") in RESEEDED:
             self.study.sampler = build("sampler", {**self.sampler, "seed": seed + self.count})
@@ -305,15 +305,22 @@ class StudyJobs:
             self.study.sampler = build("sampler", self.sampler)
             self.has_sampler = True
 
-    def to_stop(self, numbers: dict[int, int]) -> list[int]:
-        """Hands new values of the objective to the pruner. Returns the trials that it ends."""
+    def jobs_to_stop(self, numbers: dict[int, int]) -> list[int]:
+        """Hand new values of the objective to the pruner. Returns the trials that it ends."""
         if isinstance(self.study.pruner, optuna.pruners.NopPruner):
             return []
-        watched = self.running.keys() & numbers.keys() - self.pruned
-        return [trial for trial in sorted(watched) if self._is_pruned(trial, numbers[trial])]
+        undecided = numbers.keys() - self.pruned
+        ended = []
+        for trial_number in sorted(self.running.keys() & undecided):
+            if self._report_values(trial_number, numbers[trial_number]):
+                ended.append(trial_number)
+        return ended
 
-    def _is_pruned(self, trial_number: int, job_number: int) -> bool:
-        """Reports the new values of a trial, until the pruner ends it."""
+    def _report_values(self, trial_number: int, job_number: int) -> bool:
+        """Report a trial's new values to the pruner, one by one.
+
+        Returns whether it ends the trial.
+        """
         known = len(self._frozen(trial_number).intermediate_values)
         values = self.listener.values_so_far(job_number)
         for count, value in enumerate(values[known:], known + 1):
@@ -326,7 +333,7 @@ class StudyJobs:
         return False
 
     def ended(self, key: int, returned: JobReturn) -> None:
-        """Tells the study the result of a trial. Raises SweepEnd if the job returned that."""
+        """Tell the study the result of a trial. Raises SweepEnd if the job returned that."""
         self.running.pop(key)
         value = returned._return_value
         if isinstance(value, SweepEnd):

@@ -91,7 +91,7 @@ class PoolLauncher(Launcher):
             raise _jobs.SweepEnd(code) from None
 
     def launch_from(self, source: JobSource, count: int) -> None:
-        """Runs the jobs of a source, each as soon as there are devices for it.
+        """Run the jobs of a source, each as soon as there are devices for it.
 
         count: the number of jobs, for the log.
         """

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from hydra_plugins.ddp_train_pool import _devices
-from hydra_plugins.ddp_train_pool._devices import EVERYBODY, Devices, Gpu, Locks, PoolError, named
+from hydra_plugins.ddp_train_pool._devices import (
+    EVERYBODY,
+    Devices,
+    Gpu,
+    Locks,
+    PoolError,
+    selected_gpus,
+)
 from hydra_plugins.ddp_train_pool.launcher import PoolLauncher
 
 GPUS = [Gpu("GPU-a1", "H200"), Gpu("GPU-b2", "H200"), Gpu("GPU-c3", "H200", ("MIG-c", "MIG-d"))]
@@ -32,7 +39,7 @@ GPUS = [Gpu("GPU-a1", "H200"), Gpu("GPU-b2", "H200"), Gpu("GPU-c3", "H200", ("MI
 def test_gpus_are_those_that_cuda_visible_devices_allows(
     visible: str | None, expected: list[str]
 ) -> None:
-    assert named(visible, GPUS) == expected
+    assert selected_gpus(visible, GPUS) == expected
 
 
 def test_devices_by_number_are_those_by_uuid(

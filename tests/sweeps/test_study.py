@@ -221,13 +221,13 @@ def test_the_pruner_sees_each_evaluation_once(tmp_path: Path) -> None:
     for _ in range(3):
         draws.ask()
     launcher.listener.values = {10: [3.0, 2.0, 1.0]}
-    assert draws.to_stop({0: 10, 1: 11}) == []
+    assert draws.jobs_to_stop({0: 10, 1: 11}) == []
     end(draws, 0, 1.0)
     launcher.listener.values = {11: [4.0], 12: [2.0]}
-    assert draws.to_stop({1: 11, 2: 12}) == [], "the first is before the warm-up"
+    assert draws.jobs_to_stop({1: 11, 2: 12}) == [], "the first is before the warm-up"
     launcher.listener.values = {11: [4.0, 4.0], 12: [2.0, 1.5]}
-    assert draws.to_stop({1: 11, 2: 12}) == [1] and launcher.listener.pruned == [(11, 2, 4.0)]
-    assert draws.to_stop({1: 11, 2: 12}) == [], "once"
+    assert draws.jobs_to_stop({1: 11, 2: 12}) == [1] and launcher.listener.pruned == [(11, 2, 4.0)]
+    assert draws.jobs_to_stop({1: 11, 2: 12}) == [], "once"
     assert draws.study.get_trials()[2].intermediate_values == {1: 2.0, 2: 1.5}
     end(draws, 1, math.nan)
     assert draws.study.get_trials()[1].state.name == "PRUNED"
