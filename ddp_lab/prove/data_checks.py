@@ -52,7 +52,8 @@ def order_of_samples(source: BatchSource, again: BatchSource, plan: BatchPlan) -
         return failure(detail, "return the same len() each time", cause="state")
     # if two digests of one object differ, `augmentation` says why
     if digests(again) != digests(source) == digests(source):
-        detail = f"{_name(source)} has other samples, or in another order, when it is made again"
+        data_set = _described(source)
+        detail = f"{data_set} has other samples, or in another order, when it is made again"
         return causes.finding(Cause("randomness", detail, MAKE_THEM_ALIKE))
     once = ", each sample once" if plan.weights is None else ""
     return ok(
@@ -128,8 +129,8 @@ def _training_samples(
     asked = unseeded(fetches.fetched)
     if asked:
         detail = (
-            f"{_name(source)} asks {causes.listed(asked)}; {samples} were the same all the same, in"
-            " this process"
+            f"{_described(source)} asks {causes.listed(asked)}; {samples} were the same all the"
+            " same, in this process"
         )
         remedy = "make a sample of its number and the draws of torch, numpy and random alone"
         return warning(detail, remedy)
@@ -171,17 +172,17 @@ def _culprit(fetches: _Fetches) -> tuple[_Fetches, str]:
     """The shortest chain of data set, transforms and collate_fn that gives a sample two values."""
     source = fetches.source
     if not isinstance(source, UserDataset):
-        return fetches, _name(source)
-    where = _name(source)
+        return fetches, _described(source)
+    where = _described(source)
     for count in range(len(source.transforms) + 1):
         if count:
-            where = f"the transform {_called(source.transforms[count - 1])}"
+            where = f"the transform {_transform_name(source.transforms[count - 1])}"
         part = source.transformed(source.transforms[:count])
         part.collate = _uncollated
         of_part = replace(fetches, source=part)
         if of_part.differing():
             return of_part, where
-    return fetches, f"the collate_fn of {_name(source)}"
+    return fetches, f"the collate_fn of {_described(source)}"
 
 
 def _uncollated(samples: list[Any]) -> Any:
@@ -207,13 +208,13 @@ def _why_same_in_each_epoch(
         return None
     stages = _stages(source, unseen, 1)
     others = _stages(source, unseen, 2)
-    drawing = [place for place, stage in enumerate(stages) if stage.moved]
+    drawing = [place for place, stage in enumerate(stages) if stage.drawn_from]
     if not drawing:
         return None
     for place in drawing:
-        moved = stages[place].moved
+        drawn_from = stages[place].drawn_from
         pairs = zip(stages, others, strict=True)
-        seeders = [stage.name for stage, other in pairs if moved & stage.alike(other)]
+        seeders = [stage.name for stage, other in pairs if drawn_from & stage.left_alike(other)]
         if place and seeders:  # a data set may seed itself for itself: synthetic samples
             return causes.same_in_each_epoch(seeders[0], [])
     if changed_state:
@@ -231,17 +232,22 @@ class _Stage:
     after: tuple[bytes, ...]
 
     @property
-    def moved(self) -> set[int]:
-        """The generators that it drew from."""
-        return {i for i, state in enumerate(self.after) if state != self.before[i]}
+    def drawn_from(self) -> set[int]:
+        """Numbers of the generators that it drew from."""
+        pairs = zip(self.before, self.after, strict=True)
+        return {number for number, (before, after) in enumerate(pairs) if after != before}
 
-    def alike(self, other: _Stage) -> set[int]:
-        """The generators that it leaves as the other one does."""
-        return {i for i, state in enumerate(self.after) if state == other.after[i]}
+    def left_alike(self, other: _Stage) -> set[int]:
+        """Numbers of the generators that it leaves as the other one does."""
+        pairs = zip(self.after, other.after, strict=True)
+        return {number for number, (mine, theirs) in enumerate(pairs) if mine == theirs}
 
 
 def _stages(source: UserDataset, number: int, seed: int) -> list[_Stage]:
-    """The data set and each transform for one sample, with generators of this seed."""
+    """Make one sample: the data set, then each transform, with what they did to the generators.
+
+    seed: of all generators, before the data set is asked.
+    """
     stages: list[_Stage] = []
     if source.numbers is not None:
         number = int(source.numbers[number])
@@ -250,14 +256,14 @@ def _stages(source: UserDataset, number: int, seed: int) -> list[_Stage]:
         before = global_states()
         sample = source.dataset[number]
         after = global_states()
-        stages.append(_Stage(_name(source), before, after))
+        stages.append(_Stage(_described(source), before, after))
         if source.fields:
             sample = tuple(sample[name] for name in source.fields)
         for transform in source.transforms:
             before = after
             sample = apply_transform(transform, sample)
             after = global_states()
-            stages.append(_Stage(f"the transform {_called(transform)}", before, after))
+            stages.append(_Stage(f"the transform {_transform_name(transform)}", before, after))
     return stages
 
 
@@ -265,13 +271,13 @@ def roots(source: BatchSource) -> dict[str, Any]:
     """The objects that may keep something between two samples; none of ours does."""
     if not isinstance(source, UserDataset):
         return {}
-    transforms = {_called(transform): transform for transform in source.transforms}
+    transforms = {_transform_name(transform): transform for transform in source.transforms}
     return {source.name: source.dataset, **transforms, "collate_fn": source.collate}
 
 
-def _name(source: BatchSource) -> str:
+def _described(source: BatchSource) -> str:
     return f"the data set {getattr(source, 'name', type(source).__name__)}"
 
 
-def _called(transform: Any) -> str:
+def _transform_name(transform: Any) -> str:
     return getattr(transform, "__name__", type(transform).__name__)

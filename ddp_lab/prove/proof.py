@@ -57,7 +57,7 @@ class Proof:
 
     @contextlib.contextmanager
     def _fork_server(self, log: int) -> Iterator[ForkServer | None]:
-        """Imports torch while the checks of one process run in another one."""
+        """Import torch while the checks of one process run in another one."""
         if not self.config.prove.runs:
             yield None
             return

@@ -179,10 +179,13 @@ class Search:
             self.result = search_largest(self.fits, config.start, config.most, config.resolution)
 
     def fits(self, size: int) -> bool | None:
-        """Try a batch, for `search_largest`. Raises _UnknownFitError."""
+        """Try a batch, unless it was tried before. Returns what `search_largest` wants.
+
+        Raises _UnknownFitError if the study was stopped, or the run says neither.
+        """
         trial = self.trial(size)
         outcome = recorded_outcome(trial)
-        if not (outcome and is_conclusive(outcome)):  # other failures may not repeat
+        if outcome is None or not is_conclusive(outcome):  # other failures may not repeat
             outcome = run(trial, self.request.program, self.request.stop)
         if outcome is None:
             raise _UnknownFitError
@@ -193,7 +196,9 @@ class Search:
             raise _UnknownFitError
         if not outcome.completed:
             return False
-        return None if epoch_is_one_step(outcome) else True
+        if epoch_is_one_step(outcome):
+            return None
+        return True
 
     def report(self, load: float) -> Report:
         """load: load average before the first run."""

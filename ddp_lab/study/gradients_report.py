@@ -58,7 +58,7 @@ class GradientsReport:
         self.difference_rows: list[list[Any]] = []
 
     def add(self, comparison: Comparison) -> None:
-        """Adds the rows of one precision."""
+        """Add the rows of one precision."""
         self._add_pitfalls(comparison.one, 1)
         self._add_pitfalls(comparison.many, self.processes)
         precision = comparison.precision
