@@ -63,7 +63,8 @@ class Hook(Protocol):
         ...
 
     def act(self, job: Job) -> None:
-        """Called after that step, and after those for which other hooks asked."""
+        """Called after that step, and after those for which other hooks asked: it must look at
+        `job.step` to know whether it is due."""
         ...
 
 

@@ -34,10 +34,12 @@ class FailureRecorder:
         self.oom_kills_before = oom_kills()
 
     def record_exit(self, failed: Sequence[int], codes: Sequence[int | None]) -> Report | None:
-        """Records the exit of the first failed worker that did not report by itself.
+        """Record the exit of the first failed worker that did not report by itself.
 
-        failed: ranks. codes: the exit code of each rank. Returns what is to be printed; None if a
-        worker has reported its failure, for which this waits.
+        failed: ranks.
+        codes: the exit code of each rank.
+
+        Returns what is to be printed; None if a worker reported its failure, for which this waits.
         """
         board = self.workers.board
         unreported = [rank for rank in failed if codes[rank] not in SELF_REPORTED]
@@ -58,20 +60,22 @@ class FailureRecorder:
         with board.locked():
             if board.reported_code():  # by a worker that could write no file: that is all to say
                 return None
-            return self._record(failure, stack)
+            return self._record(self.workload.translated(failure), stack)
 
     def record_hang(self, hang: Hang) -> Report | None:
-        """Records the rank that blocks the run, in that rank's log too."""
+        """Record the rank that blocks the run, in that rank's log too.
+
+        Returns what is to be printed; None if another failure was recorded before.
+        """
         log_file = self.workers.log_file(hang.rank)
-        failure = failure_from_hang(hang, log_file, self.config.launch.timeout_seconds)
-        translated = self.workload.translated(failure)
-        headline = failure_report.headline(translated)
+        timeout_seconds = self.config.launch.timeout_seconds
+        failure = self.workload.translated(failure_from_hang(hang, log_file, timeout_seconds))
+        headline = failure_report.headline(failure)
         lines = [headline, "stack (most recent call last):", *hang.stack]
         failure_report.append_to_log(log_file, lines)
         return self._record(failure, failure_report.stack_of(hang.rank, hang.stack))
 
     def _record(self, failure: Failure, stack: str) -> Report | None:
-        failure = self.workload.translated(failure)
         facts = self.workload.facts(self.config)
         if not failure_report.record(self.run_dir, failure, facts):
             return None

@@ -208,7 +208,7 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
         return True
 
     def steps_taken(self, steps_done: int) -> int:
-        """Waits for the device."""
+        """The optimizer steps that were done and not skipped. Waits for the device."""
         return steps_done - int(self.steps_skipped)
 
     def check_losses(self, steps_done: int) -> None:

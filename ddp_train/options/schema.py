@@ -502,7 +502,7 @@ class ScheduleConfig:
                 "give one of them",
             )
         if self.warmup_at_most is not None:
-            return
+            return  # a warm-up that is too long is cut
         by_epochs = None if self.warmup_steps else self.warmup_epochs
         if by_epochs is not None and by_epochs >= train.epochs:
             yield Problem(

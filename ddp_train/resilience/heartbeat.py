@@ -74,7 +74,7 @@ class StatusSnapshot(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """Compares the progress of two ranks: greater is further ahead."""
+        """How far the rank is, to be compared with others: greater is further ahead."""
         return min(self.beats, 1), self.step, PHASE_NUMBERS[self.phase]
 
     @property
