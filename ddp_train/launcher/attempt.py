@@ -28,7 +28,7 @@ from ddp_train.resilience import failure_report
 from ddp_train.resilience.failure_report import Report
 from ddp_train.resilience.hang_detector import HangDetector
 from ddp_train.resilience.heartbeat import STARTING
-from ddp_train.resilience.just_in_time import Loss, save_by_survivor
+from ddp_train.resilience.lost_ranks import Loss, save_by_survivor
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, SIGNALS, UNSAVED
 from ddp_train.resilience.stacks import note_late
 

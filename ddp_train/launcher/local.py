@@ -23,7 +23,7 @@ from ddp_train.launcher.workload import Workload
 from ddp_train.linux import adopting_orphans
 from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report
-from ddp_train.resilience.just_in_time import Loss
+from ddp_train.resilience.lost_ranks import Loss
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 from ddp_train.text import counted
 

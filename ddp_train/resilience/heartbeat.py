@@ -53,7 +53,7 @@ PHASES = (
 earliest phase is furthest behind."""
 PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 STARTING, TRAINING, STOPPED, SAVED, NOT_SAVED = range(5)
-"""What a worker has to offer a launcher that has lost another one (resilience/just_in_time.py):
+"""What a worker has to offer a launcher that has lost another one (resilience/lost_ranks.py):
 nothing yet; it trains; it has stopped with the state of its `step` intact; that state is saved; it
 could not be saved."""
 NO_ORDER, STOP, SAVE = range(3)

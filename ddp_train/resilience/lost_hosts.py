@@ -58,7 +58,7 @@ def note_loss(run_dir: Path, step: int | None = None, rank: int | None = None) -
 
 
 def noted_loss(run_dir: Path) -> dict[str, Any] | None:
-    """The loss that was noted, with the keys of `just_in_time.Loss`; None if none was."""
+    """The loss that was noted, with the keys of `lost_ranks.Loss`; None if none was."""
     content = _read(run_dir)
     if content:
         seconds_ago = max(0.0, time.time() - content["time"])

@@ -36,7 +36,7 @@ from ddp_train.resilience.heartbeat import (
     RankStatus,
     StatusBoard,
 )
-from ddp_train.resilience.just_in_time import LATE_SECONDS, save_by_survivor
+from ddp_train.resilience.lost_ranks import LATE_SECONDS, save_by_survivor
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
 from tests.campaigns.lost_ranks import Kill, Outcome, board_of, differences, kill, outcome, ranks_of
 from tests.support.commands import checkpoints, read, run, running, wait_until

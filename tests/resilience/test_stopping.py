@@ -32,7 +32,7 @@ from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig
 from ddp_train.resilience import preemption
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.resilience.just_in_time import Loss
+from ddp_train.resilience.lost_ranks import Loss
 from ddp_train.resilience.preemption import NEVER, StopController
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
