@@ -143,8 +143,10 @@ class HostDoctor:
         return max(self.limits.values()) + SHARED_SECONDS
 
     def lead(self) -> int:
-        """On host 0: check it, collect the findings of the others, print the report. Returns the
-        exit code."""
+        """Check host 0, which this is, collect the findings of the others, and print the report.
+
+        Returns the exit code.
+        """
         peers = self.peers
         began = time.monotonic()
         reports: dict[int, Facts] = {}
@@ -176,8 +178,9 @@ class HostDoctor:
         return report(findings, names, self.run_dir, began)
 
     def follow(self, limit: float) -> int:
-        """On every other host: check it, send the findings to host 0. Returns the exit code from
-        host 0.
+        """Check this host, which is not host 0, and send the findings there.
+
+        Returns the exit code that host 0 has found.
 
         limit: seconds to wait for host 0.
         """

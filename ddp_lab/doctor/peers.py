@@ -56,7 +56,7 @@ class Peers:
             time.sleep(0.02)
 
     def publish(self, name: str, value: Any) -> None:
-        """On host 0: send a value to all hosts."""
+        """Send a value to all hosts, from host 0."""
         self.store.set(name, json.dumps(value))
 
     def wait_for(self, name: str, seconds: float) -> Any:
@@ -71,8 +71,9 @@ class Peers:
             ) from error
 
     def clock_offsets(self, others: list[int], seconds: float) -> dict[int, float]:
-        """On host 0: how far the clock of each host is ahead of this one's, in seconds; hosts
-        without answer left out.
+        """How far the clock of each host is ahead of host 0's, which asks, in seconds.
+
+        Hosts without an answer are left out.
 
         All are asked at once. An answer that lies between the times of question and answer has
         offset 0.
@@ -92,8 +93,8 @@ class Peers:
         return offsets
 
     def answer_clock(self, seconds: float) -> None:
-        """On the other hosts: wait for the question and answer it. Raises PeerError if it does not
-        come in time."""
+        """Wait for the question of host 0, and answer it. Raises PeerError if it does not come in
+        time."""
         self.store.set_timeout(timedelta(seconds=seconds))
         try:
             self.store.get(f"clock/ask/{self.number}")

@@ -104,7 +104,7 @@ def _filled_like(value: float) -> Callable[..., Tensor]:
 
 
 def _plain_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Without the layout and the memory format."""
+    """The options of a draw without the layout and the memory format."""
     kept = ("dtype", "device", "requires_grad")
     return {name: value for name, value in options.items() if name in kept}
 

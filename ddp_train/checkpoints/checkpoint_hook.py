@@ -87,7 +87,8 @@ class CheckpointHook:
             self.writer.finish()
 
     def _time_is_up(self, job: Job) -> bool:
-        """By the clock of the process that writes: the others ask it, at every logging interval."""
+        """Whether `every_minutes` have passed since the last save, by the clock of the process that
+        writes: the others ask it, at every logging interval."""
         minutes = self.times.every_minutes
         if minutes is None:
             return False

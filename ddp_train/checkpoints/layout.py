@@ -54,7 +54,7 @@ def newest_step(run_dir: Path) -> int:
 
 
 def check_writable(folder: Path) -> None:
-    """Raises WriteError if a folder that is there takes no file.
+    """Raise WriteError if a folder that is there takes no file.
 
     Better before the first step than after the last.
     """

@@ -124,9 +124,9 @@ class Mirror:
     # --- ownership --------------------------------------------------------------------------------
 
     def claim(self, owner: dict[str, Any]) -> None:
-        """From now on this run copies there, and no other.
+        """Claim the mirror: from now on this run copies there, and no other.
 
-        Shows that the store can be written before the first step, not after the last.
+        It shows before the first step, not after the last, whether the store can be written.
 
         owner: see `owner_of`.
         """
@@ -144,8 +144,10 @@ class Mirror:
         return owner if isinstance(owner, dict) else {}
 
     def check_free(self, owner: dict[str, Any]) -> None:
-        """Raises DataError if another run owns it that is alive, as far as can be seen from here:
-        by the lock of its run directory."""
+        """Raise DataError if a run that is alive owns the mirror, and it is not this one.
+
+        Whether it is alive shows in the lock of its run directory, where that is seen from here.
+        """
         current = self.owner() or {}
         if current == owner:
             return
@@ -158,7 +160,7 @@ class Mirror:
             )
 
     def check_owner(self, owner: dict[str, Any]) -> None:
-        """Raises NotOwnedError if another run has claimed it since."""
+        """Raise NotOwnedError if another run has claimed the mirror since."""
         current = self.owner()
         if current is None:  # somebody has emptied it
             self.claim(owner)

@@ -46,7 +46,7 @@ class FurtherMetric:
 
     @property
     def name(self) -> str:
-        """As given, or that of the class in snake case.
+        """The name as given, or that of the class in snake case.
 
         An object that holds several metrics has names of its own.
         """

@@ -142,7 +142,7 @@ class _Reader:
             self.overrides.arguments.append(argument)
 
     def _read_sweep(self, override: Override) -> None:
-        """Several values."""
+        """Read an override with several values."""
         from hydra.core.override_parser.types import Glob
 
         argument = override.input_line or ""

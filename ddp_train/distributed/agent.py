@@ -45,7 +45,7 @@ def end_with_agent(world: World) -> None:
 
 
 def check_agent_lives(world: World) -> None:
-    """Raises PeerError if torchrun's agent has died.
+    """Raise PeerError if torchrun's agent has died.
 
     The agent listens before it starts workers: if its host answers that nobody does, it has died
     before they could ask to be ended with it, and torch would try to connect for as long as its

@@ -73,8 +73,8 @@ def watch_for_losses(device: str) -> StopFlag | None:
 
 
 def check_peers() -> None:
-    """Raises PeersLostError once connections are broken on purpose. On a GPU without such a flag it
-    does nothing."""
+    """Raise PeersLostError once connections are broken on purpose. Without a flag for that, as
+    on CPUs, this does nothing."""
     if _stop_flag and _stop_flag[0].is_set:
         raise PeersLostError
 

@@ -156,8 +156,10 @@ def _address() -> str:
 
 
 def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
-    """On rank 0: [what differs, remedy], the remedy empty for differing command lines. Empty if all
-    agree."""
+    """What rank 0 finds: [what differs, remedy], the remedy empty for differing command lines.
+
+    Empty if all agree.
+    """
     deadline = time.monotonic() + timeout_seconds
     missing = _missing_ranks(store, FACTS, world, deadline)
     requested_at = time.time()
@@ -197,7 +199,7 @@ def _missing_hosts(world: World, hosts: list[str]) -> list[str]:
 
 
 def _clocks(store: Store, world: World, deadline: float, requested_at: float) -> list[str]:
-    """For each rank by how much its clock differs from that of rank 0: `+12 s`, or `right`.
+    """The difference of each rank's clock to that of rank 0: `+12 s`, or `right`.
 
     requested_at: when rank 0 asked for the time.
     """
@@ -269,7 +271,7 @@ def differing_overrides(argvs: list[list[str]], hosts: list[str]) -> list[str]:
 
 
 def _overrides(argv: list[str]) -> dict[str, str]:
-    """Values by key."""
+    """The values of a command line's overrides, by key."""
     overrides = {}
     for word in argv:
         key, _, value = word.partition("=")

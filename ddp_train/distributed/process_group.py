@@ -229,7 +229,7 @@ SHARED_RUN_DIR = "run_dir must be on a file system that all hosts share"
 
 
 def same_everywhere(number: int, device: str, what: str, remedy: str = SHARED_RUN_DIR) -> None:
-    """Raises PeerError with the number of each rank if the ranks differ.
+    """Raise PeerError if a number is not the same on all ranks. A collective.
 
     what: the name of the number, for the message.
     """

@@ -220,7 +220,7 @@ class Attempt:
         )
 
     def _save_by_survivor(self) -> int | None:
-        """Returns the step that a surviving rank has saved; None if none could."""
+        """Let a surviving rank save its step. Returns the step; None if none could save it."""
         seconds_left = min(self.config.launch.grace_seconds, self.deadline - time.monotonic())
         pids = self.workers.pids()
         board = self.workers.board

@@ -114,7 +114,7 @@ class Elastic:
             self.requests.close()
 
     def _become(self, size: Size, why: str, at: float, moment: float) -> bool:
-        """Returns whether the config for that number could be written."""
+        """Take another size. Returns whether the config for that number could be written."""
         before = self.size.count
         if size.count != before and self.at_another_number:
             config = self.at_another_number(size.count)

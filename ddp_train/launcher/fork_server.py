@@ -162,7 +162,7 @@ class ForkServer:
             return None
 
     def _fork_server(self, server_socket: socket.socket, changed: dict[str, str]) -> ForkedWorker:
-        """Only after `preload`."""
+        """Fork a server. To be called after `preload`."""
         parent = os.getpid()
         pid = os.fork()
         if not pid:

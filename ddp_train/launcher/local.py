@@ -72,7 +72,7 @@ class LocalRun:
         self.history = History(newest_checkpoint=newest_step(self.run_dir))
 
     def execute(self) -> int:
-        """Returns the exit code of the run."""
+        """Make attempts until the run ends. Returns its exit code."""
         loss: Loss | None = None
         for number in itertools.count():
             ended = self._attempt(number, loss)

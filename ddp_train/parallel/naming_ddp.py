@@ -39,7 +39,7 @@ class NamingDdp(DistributedDataParallel):
         self.trained = names
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Raises ModelError if parameters had no gradient in the last step."""
+        """Compute as DDP does. Raises ModelError if parameters had no gradient in the last step."""
         try:
             return super().forward(*inputs, **keywords)
         except RuntimeError as error:

@@ -112,7 +112,7 @@ class RankState(Protocol):
         ...
 
     def begin(self, job: Job) -> None:
-        """To be called before the first step."""
+        """Prepare to publish. To be called before the first step."""
         ...
 
     def is_intact(self, job: Job, phase: str, of_peer: bool) -> bool:

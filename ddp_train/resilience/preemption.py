@@ -218,7 +218,7 @@ class StopController:
         self.stage = max(self.stage, stage)
 
     def _advance(self, event: Event) -> None:
-        """To be called with `deciding` held."""
+        """Take the stop to its next phase. To be called with `deciding` held."""
         self.phase = NEXT_PHASE.get((self.phase, event), self.phase)
         if self.phase in SETTLED:
             self.settled.set()

@@ -102,7 +102,7 @@ def described(holder: dict[str, str]) -> str:
 
 
 def check_owner(run_dir: Path, expected: dict[str, str]) -> None:
-    """Raises OwnershipLostError if the owner of the run directory is no longer `expected`.
+    """Raise OwnershipLostError if the owner of the run directory is no longer `expected`.
 
     A lock can be lost without notice: a network file system gives it to another host if this one
     was cut off for longer than the lease (NFSv4: 90 s). When this host is back, it must not write

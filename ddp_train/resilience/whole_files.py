@@ -30,12 +30,12 @@ def part_of(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """As `write_bytes`, in UTF-8."""
+    """Write a text in UTF-8, as `write_bytes` does."""
     write_bytes(path, text.encode())
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """As `write_text`. Numbers that are not finite become null, since JSON has none."""
+    """Write JSON as `write_text` does. Numbers that are not finite become null: JSON has none."""
     write_text(path, json.dumps(_finite(values), indent=1) + "\n")
 
 

@@ -43,7 +43,8 @@ def build_rates(config: Config, world: World, device: str, job: Job, source: Bat
 
 
 def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], str] | None:
-    """From the trained model to a text of `task.sample_tokens` tokens; None if none is wanted."""
+    """A function that has a model write a text of `task.sample_tokens` tokens; None if no text is
+    wanted."""
     count = config.task.sample_tokens
     if not count:
         return None

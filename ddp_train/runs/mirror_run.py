@@ -51,7 +51,7 @@ def fetch(config: Config, world: World, device: str, status: RankStatus) -> str:
 
 
 def fetch_alone(config: Config, attempt: int) -> str:
-    """As `fetch`, on one process.
+    """Do what `fetch` does, on one process.
 
     attempt: above 0 what is in the mirror is this run's own.
     """
@@ -178,6 +178,6 @@ def _final_state(
 
 
 def _wait(status: RankStatus) -> None:
-    """Until another look; the launcher sees that the run is alive."""
+    """Wait until the next look, and show the launcher that the run is alive."""
     time.sleep(LOOK_SECONDS)
     status.batches += 1

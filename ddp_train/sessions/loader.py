@@ -186,9 +186,9 @@ class TestLoader:
         return len(self.shares)
 
     def __iter__(self) -> Iterator[Any]:
-        """Meanwhile buffers that differ between processes are their mean.
+        """Give the batches. Meanwhile buffers that differ between processes are their mean.
 
-        Batch norm's statistics without synchronising are an example.
+        Batch norm's statistics differ, where they are not synchronised.
         """
         steps = self.steps
         averaged = contextlib.nullcontext()

@@ -147,7 +147,10 @@ class Steps:
     # --- steps ------------------------------------------------------------------------------------
 
     def begin_step(self, micro_batch: MicroBatch) -> None:
-        """Before a batch is handed out: the step's draws depend on seed, rank and step alone."""
+        """Begin a step, before its batch is handed out.
+
+        Its draws depend on seed, rank and step alone.
+        """
         self.micro_batch = micro_batch
         self.had_backward = False
         CURRENT.step = training_step(micro_batch.num_real > 0)
@@ -157,7 +160,7 @@ class Steps:
         random.seed(key)
 
     def end_step(self, is_last: bool) -> None:
-        """After the user's code is done with a batch.
+        """End a step, after the user's code is done with its batch.
 
         is_last: the batch is the last one of its epoch, whose end is not reached yet: what follows
             the loop over batches belongs to it.

@@ -78,7 +78,7 @@ class HardwareMonitor:
         return known
 
     def _lists(self) -> dict[str, list[float]]:
-        """For each figure the values of all processes or GPUs, in the order of the ranks."""
+        """The values of each figure for all processes or GPUs, in the order of the ranks."""
         lists: dict[str, list[float]] = {}
         for place, name in enumerate(PROCESS_METRICS):
             lists[name] = [row[place] for row in self.of_ranks]
@@ -110,7 +110,7 @@ class HardwareMonitor:
         return gpu_line(self.latest)
 
     def summary(self) -> dict[str, float]:
-        """For summary.json: means over processes, GPUs and time; peaks; the sum of all energy."""
+        """Entries of summary.json: means over processes, GPUs and time, peaks, all energy."""
         return {name: round(value, DECIMALS) for name, (value, _) in self.totals.items()}
 
     def state(self) -> dict[str, Any]:
