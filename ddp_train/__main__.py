@@ -27,7 +27,7 @@ from ddp_train.resilience.preemption import INTERRUPTED
 
 
 def main(script: Path | None, argv: list[str]) -> int:
-    """Runs the command that a command line names. Returns the exit code.
+    """Run the command that a command line names. Returns the exit code.
 
     script: launch.py, if that was started.
     """
@@ -62,7 +62,7 @@ def main(script: Path | None, argv: list[str]) -> int:
 
 
 def refuse(world: World | None, error: ConfigError) -> int:
-    """Prints the problems. Returns the exit code.
+    """Print the problems. Returns the exit code.
 
     torchrun ends the ranks of this host; those of other hosts are told.
     """
@@ -76,7 +76,7 @@ def refuse(world: World | None, error: ConfigError) -> int:
 
 
 def run(script: Path | None = None) -> NoReturn:
-    """Runs the whole program, to its exit code. script: launch.py, if that was started."""
+    """Run the whole program, to its exit code. script: launch.py, if that was started."""
     require_packages(script.parent if script else None)
     restart_in_utf8()
     stdio.tolerate_closed_streams()

@@ -24,7 +24,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies, even of SIGKILL."""
+    """Ask the kernel to kill this process when its parent dies, even of SIGKILL."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -49,7 +49,7 @@ def _end_after(parent: Any) -> None:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Makes this process the subreaper of its descendants, and kills what is left at the end.
+    """Make this process the subreaper of its descendants, and kill what is left at the end.
 
     A descendant whose parent dies becomes a child of this process. There is no other way to find
     processes that left their session, such as a daemon that the user's code started.
@@ -64,7 +64,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def end_children(keep: set[int]) -> None:
-    """Kills all children of this process, and all descendants that it adopts.
+    """Kill all children of this process, and all descendants that it adopts.
 
     keep: process ids of children that stay.
     """
@@ -79,7 +79,7 @@ def end_children(keep: set[int]) -> None:
 
 
 def remove_shared_memory(pid: int) -> None:
-    """Removes the shared memory of a process that is gone.
+    """Remove the shared memory of a process that is gone.
 
     torch opens the file of a tensor under the process's name, and removes it at once, unless the
     process is killed in between.
@@ -90,7 +90,7 @@ def remove_shared_memory(pid: int) -> None:
 
 
 def keep_exit_codes() -> None:
-    """Undoes an ignored SIGCHLD, which a parent hands on (`trap '' CHLD`).
+    """Undo an ignored SIGCHLD, which a parent hands on (`trap '' CHLD`).
 
     The kernel would forget how children end.
     """
@@ -108,7 +108,7 @@ def state_of(pid: int) -> str:
 
 
 def signal_main_thread(pid: int, number: int) -> None:
-    """Sends a signal as os.kill does, but no other thread can take it.
+    """Send a signal as os.kill does, but no other thread can take it.
 
     A stopped process handles it first when it continues.
     """
@@ -177,7 +177,7 @@ def start_time(pid: int) -> float:
 
 
 def set_title(argv: list[str]) -> None:
-    """Sets the command line that `ps` shows for this process, cut to the original's length."""
+    """Set the command line that `ps` shows for this process, cut to the original's length."""
     fields = _fields(os.getpid())
     if len(fields) <= 46:
         return
@@ -205,7 +205,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def wait_until(condition: Callable[[], object], seconds: float, poll_seconds: float = 0.02) -> bool:
-    """Waits until a condition holds, `seconds` at most. Returns whether it does.
+    """Wait until a condition holds, `seconds` at most. Returns whether it does.
 
     The condition is asked once at least.
     """

@@ -20,7 +20,7 @@ from ddp_train.text import counted, shown
 
 
 def check(program: Program, argv: list[str]) -> int:
-    """Prints what a command would run. Returns the exit code.
+    """Print what a command would run. Returns the exit code.
 
     argv: of that command, which may be a sweep.
 

@@ -25,7 +25,7 @@ WITHOUT_SHARED_SERVER = ("launch.nnodes=", "hydra/launcher=", "sweep.", "launch.
 
 
 def run_with_flags(program: Program, argv: list[str], world: World | None) -> int:
-    """Shows what the flags ask for, or runs a sweep. Returns the exit code.
+    """Show what the flags ask for, or run a sweep. Returns the exit code.
 
     Raises ConfigError before any trial starts.
     """
@@ -58,7 +58,7 @@ def print_help(program: Program) -> int:
 
 
 def sweep(program: Program, argv: list[str]) -> int:
-    """Runs a sweep. Returns the exit code. Raises ConfigError before any trial starts."""
+    """Run a sweep. Returns the exit code. Raises ConfigError before any trial starts."""
     # before the values are checked, so that the server imports torch meanwhile
     server = ForkServer(program.import_path) if _shares_server(argv) else None
     try:

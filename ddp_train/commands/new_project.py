@@ -17,7 +17,7 @@ NAME = "my_project"
 
 
 def create(arguments: list[str]) -> int:
-    """Writes the project into a folder. Returns the exit code. Raises ConfigError."""
+    """Write the project into a folder. Returns the exit code. Raises ConfigError."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError([f"{INIT}: needs one folder; use {command_name()} {INIT} {NAME}"])
     folder = Path(arguments[0])
@@ -55,7 +55,7 @@ def package_name(folder: Path) -> str:
 
 
 def copy_template(folder: Path, name: str) -> list[Path]:
-    """Writes the files of the template under another name. Returns them. Raises OSError."""
+    """Write the files of the template under another name. Returns them. Raises OSError."""
     files = []
     sources = [path for path in TEMPLATE.rglob("*.*") if path.suffix in (".py", ".yaml")]
     for source in sorted(sources):

@@ -28,7 +28,7 @@ DISTRIBUTIONS = {"hydra": "hydra-core", "pynvml": "nvidia-ml-py", "yaml": "pyyam
 
 
 def require_packages(checkout: Path | None) -> None:
-    """Exits with 2 if a package is missing, as outside of .venv, and says what to do.
+    """Exit with 2 if a package is missing, as outside of .venv, and say what to do.
 
     checkout: the folder of launch.py; None: this package is installed.
     """

@@ -24,7 +24,7 @@ RESIZE = "resize"
 
 
 def resize(argv: list[str]) -> int:
-    """Asks for another number of processes, and waits for the first step with it.
+    """Ask for another number of processes, and wait for the first step with it.
 
     argv: the run directory and the number.
 
@@ -58,7 +58,7 @@ def resize(argv: list[str]) -> int:
 
 
 def _ask(run_dir: Path, owner: dict[str, str], count: int) -> tuple[bool, str]:
-    """Sends the request and waits for the answer: whether the change is done, and a text."""
+    """Send the request and wait for the answer: whether the change is done, and a text."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(address_of(owner))

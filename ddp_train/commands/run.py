@@ -15,7 +15,7 @@ WITHOUT_WORKERS_HERE = ("launch.nnodes=", "mode=doctor", "launch.fork_server=fal
 
 
 def run(program: Program, overrides: list[str], world: World | None) -> int:
-    """Composes and checks the config, then does what its mode asks for. Returns the exit code.
+    """Compose and check the config, then do what its mode asks for. Returns the exit code.
 
     Raises ConfigError before anything starts.
     """
@@ -63,7 +63,7 @@ def _run_prepared(
 
 
 def run_rank(program: Program, world: World, argv: list[str], text: str | None) -> NoReturn:
-    """Does the part of one rank of torchrun.
+    """Do the part of one rank of torchrun.
 
     text: the frozen config, on rank 0, which composed it; None: it is received.
     """

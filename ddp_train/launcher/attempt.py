@@ -102,7 +102,7 @@ class Attempt:
         self.workers.close()
 
     def run(self) -> AttemptEnd:
-        """Starts the workers and waits for their end, for a failure, a hang or a stop."""
+        """Start the workers and wait for their end, for a failure, a hang or a stop."""
         (self.run_dir / failure_report.FILE).unlink(missing_ok=True)
         self.start()
         if not self.workers.processes:  # a stop was requested before their start
@@ -110,7 +110,7 @@ class Attempt:
         return self._watch()
 
     def start(self) -> None:
-        """Starts one process per rank.
+        """Start one process per rank.
 
         Starts none if a stop is requested before the fork server can fork.
         """
@@ -163,7 +163,7 @@ class Attempt:
         return AttemptEnd(code, is_for_change=self.stage in IN_CHANGE)
 
     def _begin_stop(self, codes: Sequence[int | None]) -> None:
-        """Asks the workers to stop if the user has asked the launcher, or one of them, to stop.
+        """Ask the workers to stop if the user has asked the launcher, or one of them, to stop.
 
         A worker that was asked has saved.
         """
@@ -180,7 +180,7 @@ class Attempt:
         self.stage = Stage.STOPPING
 
     def _wait(self) -> None:
-        """Sleeps for a moment, and does what comes up meanwhile.
+        """Sleep for a moment, and do what comes up meanwhile.
 
         That is a page, or a request for another number of processes.
         """
@@ -195,7 +195,7 @@ class Attempt:
             self.stage = Stage.CHANGING
 
     def _end_of_failure(self, failed: Sequence[int], codes: Sequence[int | None]) -> AttemptEnd:
-        """Saves what survives, and records the failure."""
+        """Save what survives, and record the failure."""
         killed = frozenset(rank for rank in failed if self.workers.was_killed(rank))
         loss: Loss | None = None
         saved_step: int | None = None
@@ -249,7 +249,7 @@ class Attempt:
         return any(status.recovery.state != STARTING for status in self.workers.board.ranks)
 
     def _wait_for_checkpoint(self) -> None:
-        """Lets rank 0 complete a checkpoint that it is writing.
+        """Let rank 0 complete a checkpoint that it is writing.
 
         Waits for launch.grace_seconds at most.
         """

@@ -26,7 +26,7 @@ class Elastic:
     """Changes the number of processes between two attempts: on request, or after failures."""
 
     def __init__(self, config: Config, at_another_number: Callable[[int], Config] | None) -> None:
-        """Opens the socket for requests if the config has a range.
+        """Open the socket for requests if the config has a range.
 
         at_another_number: makes the config for a number of processes; None: the number stays.
         """
@@ -63,21 +63,21 @@ class Elastic:
         return unreachable_gpus(self.size.gpus_in_use())
 
     def wait(self, seconds: float) -> None:
-        """Sleeps. Accepts a request that comes meanwhile, and returns then."""
+        """Sleep. Accepts a request that comes meanwhile, and returns then."""
         if self.requests:
             self.requests.wait(seconds)
         else:
             time.sleep(seconds)
 
     def answer_when_done(self, board: StatusBoard) -> None:
-        """Answers the request once all ranks have done a step."""
+        """Answer the request once all ranks have done a step."""
         if self.from_step is None:
             return
         if all(status.step > self.from_step for status in board.ranks):
             self._answer_done()
 
     def become_smaller(self, size: Size, reason: str, at: float) -> bool:
-        """Takes the size that was decided on after a failure. Returns whether it could.
+        """Take the size that was decided on after a failure. Returns whether it could.
 
         at: when the rank was lost, by `time.monotonic`.
         """
@@ -91,7 +91,7 @@ class Elastic:
         return True
 
     def become_requested(self, from_step: int) -> bool:
-        """Takes the requested size, once the processes of before have ended.
+        """Take the requested size, once the processes of before have ended.
 
         from_step: the step from which the next processes will train.
 

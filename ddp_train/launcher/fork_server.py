@@ -73,7 +73,7 @@ class WorkerSpec:
         return [sys.executable, *self.program, *self.arguments]
 
     def start_interpreter(self) -> subprocess.Popen[bytes]:
-        """Starts the worker as a new Python process."""
+        """Start the worker as a new Python process."""
         return subprocess.Popen(
             self.command(),
             env=self.whole_environment(),
@@ -124,7 +124,7 @@ class ForkServer:
     """
 
     def __init__(self, import_path: Path | None, changed: dict[str, str] | None = None) -> None:
-        """Starts the server without waiting for it.
+        """Start the server without waiting for it.
 
         import_path: see `config.program`.
         changed: the result of `preload`, in a process that has called it, or was forked from one:
@@ -177,7 +177,7 @@ class ForkServer:
         return ForkedWorker(pid)
 
     def fork(self, specs: list[WorkerSpec], given_up: Callable[[], bool]) -> list[ForkedWorker]:
-        """Forks one worker per spec, each in its own session, as soon as torch is imported.
+        """Fork one worker per spec, each in its own session, as soon as torch is imported.
 
         Call it inside `adopting_orphans`. Returns all workers, or an empty list if any of them
         could not be forked; the server is closed then.
@@ -217,7 +217,7 @@ class ForkServer:
         return answer
 
     def close(self) -> None:
-        """Ends the server. Its workers continue."""
+        """End the server. Its workers continue."""
         self._socket.close()
         if self._process:
             self._process.kill()
@@ -273,7 +273,7 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 
 
 def main() -> NoReturn:
-    """Imports torch, then serves requests.
+    """Import torch, then serve requests.
 
     Started as `python -m ddp_train.launcher.fork_server SOCKET LAUNCHER_PID SPACE`.
     """
@@ -295,7 +295,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def preload(import_path: Path | None) -> dict[str, str] | None:
-    """Imports what workers need, so that this process and its children can fork servers.
+    """Import what workers need, so that this process and its children can fork servers.
 
     Returns the variables that libraries have set in the environment, for `ForkServer`; None if the
     libraries could not be imported.
@@ -307,7 +307,7 @@ def preload(import_path: Path | None) -> dict[str, str] | None:
 
 
 def _import() -> bool:
-    """Imports what workers need. Returns whether it could."""
+    """Import what workers need. Returns whether it could."""
     gc.disable()  # importing makes half a million objects and no garbage
     try:
         importlib.import_module(WORKER)
@@ -319,7 +319,7 @@ def _import() -> bool:
 
 
 def _answer(connection: socket.socket, changed: dict[str, str]) -> None:
-    """Forks workers on request. changed: the variables that libraries have set."""
+    """Fork workers on request. changed: the variables that libraries have set."""
     with contextlib.suppress(OSError, ValueError):  # the launcher has closed the socket
         while True:
             (numbers, requests), received = _receive(connection)
@@ -384,7 +384,7 @@ def _fork(specs: list[WorkerSpec], descriptors: set[int]) -> list[int]:
 
 
 def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -> NoReturn:
-    """Runs a worker, which finds what a new interpreter would.
+    """Run a worker, which finds what a new interpreter would.
 
     Python itself reseeds `random` and `tempfile` in a fork.
     """
@@ -420,7 +420,7 @@ def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -
 
 
 def _run_script(spec: WorkerSpec) -> int:
-    """Runs a script as a new interpreter would, to its end. Returns the exit code."""
+    """Run a script as a new interpreter would, to its end. Returns the exit code."""
     end_with_parent()
     path = spec.program[0]
     main = types.ModuleType("__main__")

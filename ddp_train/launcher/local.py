@@ -36,7 +36,7 @@ def launch(
     at_another_number: Callable[[int], Config] | None = None,
     workload: Workload = Workload(),  # noqa: B008  it is frozen
 ) -> int:
-    """Runs a frozen config in new processes, and again after a failure if restarts are left.
+    """Run a frozen config in new processes, and again after a failure if restarts are left.
 
     Returns the exit code.
 
@@ -107,7 +107,7 @@ class LocalRun:
         return self.stop.exit_code(ended.code)
 
     def _decide(self, ended: AttemptEnd) -> Restart | End:
-        """Decides what follows a failure, and takes over the size and the history that go with it.
+        """Decide what follows a failure, and take over the size and the history that go with it.
 
         A stop that is requested later does not enter it: the next attempt sees that.
         """
@@ -144,7 +144,7 @@ class LocalRun:
             print(self.launch.workload.translate(sentence), file=sys.stderr)
 
     def _resize(self) -> None:
-        """Takes the number of processes that was asked for."""
+        """Take the number of processes that was asked for."""
         step = max(0, newest_step(self.run_dir))
         if self.elastic.become_requested(step):
             self.history = self.history.after_resize()

@@ -15,7 +15,7 @@ CONNECT_SECONDS = 5.0
 
 
 def report_if_down(config: Config, workload: Workload) -> int:
-    """Reports a loopback interface that is down: the processes would try to connect for minutes.
+    """Report a loopback interface that is down: the processes would try to connect for minutes.
 
     Returns the exit code; 0 if the interface is up, which takes under 1 ms to find out.
     """

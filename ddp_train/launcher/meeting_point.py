@@ -50,7 +50,7 @@ def chosen(run_dir: Path) -> str | None:
 
 
 def choose(run_dir: Path, lost: str, here: str) -> str:
-    """Chooses another endpoint than the lost one, and returns it.
+    """Choose another endpoint than the lost one, and return it.
 
     It is `here`, unless another launcher was faster. Raises LockHeldError.
     """

@@ -55,7 +55,7 @@ joins."""
 
 
 def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
-    """Runs this host's part. Returns the exit code. Reports a failure of the hosts to connect.
+    """Run this host's part. Returns the exit code. Reports a failure of the hosts to connect.
 
     argv: the command line.
     """
@@ -85,7 +85,7 @@ def join_hosts(config: Config, program: Program, argv: list[str]) -> int:
 def _run_agents(
     config: Config, program: Program, argv: list[str], stop: StopRequests, folder: Path
 ) -> int:
-    """Runs an agent, and again wherever the hosts meet once the host of the endpoint is lost.
+    """Run an agent, and again wherever the hosts meet once the host of the endpoint is lost.
 
     folder: for temporary files. Returns the exit code.
     """
@@ -148,7 +148,7 @@ def command(
 
 @contextlib.contextmanager
 def registered(run_dir: Path) -> Iterator[None]:
-    """Registers this host inside.
+    """Register this host inside.
 
     `present_hosts` lists it on every host that sees the same run directory.
     """
@@ -221,7 +221,7 @@ class AgentWatch:
         self.restarts_at_failure = 0
 
     def watch(self) -> AgentEnd:
-        """Waits for the agent's end."""
+        """Wait for the agent's end."""
         try:
             while self.agent.poll() is None and not self.stop.repeated:
                 now = time.monotonic()
@@ -378,7 +378,7 @@ def _is_final(run_dir: Path, codes: list[int]) -> bool:
 
 
 def _print_report_of_other_host(run_dir: Path) -> int:
-    """Prints the failure that a worker on another host reported there.
+    """Print the failure that a worker on another host reported there.
 
     Returns its exit code, 0 if there is none.
     """

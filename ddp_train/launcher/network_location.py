@@ -28,7 +28,7 @@ class NetworkLocation:
 
 
 def find_location(endpoint: str) -> NetworkLocation:
-    """Finds this host's location from the resolver and the routing table, without sending a packet.
+    """Find this host's location from the resolver and the routing table, without sending a packet.
 
     Raises PeerError if the hosts cannot meet at `endpoint` (HOST:PORT).
     """

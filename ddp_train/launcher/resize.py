@@ -55,7 +55,7 @@ class RequestListener:
         self.listener.listen()
 
     def wait(self, seconds: float) -> None:
-        """Waits for a request, and accepts or refuses it."""
+        """Wait for a request, and accept or refuse it."""
         readable, _, _ = select.select([self.listener], [], [], seconds)
         if not readable:
             return
@@ -78,7 +78,7 @@ class RequestListener:
             self.pending = Request(count, connection, time.monotonic(), time.time())
 
     def answer(self, done: bool, text: str) -> None:
-        """Answers the request that is pending, if there is one."""
+        """Answer the request that is pending, if there is one."""
         if self.pending:
             _send_answer(self.pending.connection, done, text)
             self.pending = None

@@ -25,7 +25,7 @@ class StopRequests:
     """Records the stop signals of a launcher. Its handlers do nothing else."""
 
     def __init__(self, program_ends: bool = False) -> None:
-        """Records nothing before `listening`.
+        """Record nothing before `listening`.
 
         program_ends: whether the program ends after `listening`. A later signal, which has
             nothing to stop, must not hide the exit code.
@@ -38,7 +38,7 @@ class StopRequests:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Records all stop signals inside.
+        """Record all stop signals inside.
 
         Restores the previous handlers after it, if the program continues.
         """
@@ -50,7 +50,7 @@ class StopRequests:
                 signal.signal(number, signal.SIG_IGN if self.program_ends else handler)
 
     def forward(self) -> None:
-        """Raises the first signal again for the previous handler, if there was one.
+        """Raise the first signal again for the previous handler, if there was one.
 
         Call it after `listening`.
         """
@@ -78,7 +78,7 @@ class StopRequests:
     def print_stopped(
         self, config: Config, saved: bool, translate: Callable[[str], str] = str
     ) -> None:
-        """Prints that the run was stopped, and how to continue, where no worker has.
+        """Print that the run was stopped, and how to continue, where no worker has.
 
         saved: whether this stop has saved. translate: see `Workload`.
         """

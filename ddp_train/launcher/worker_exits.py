@@ -24,7 +24,7 @@ class WorkerExits:
 
 
 def read_exits(exit_code_file: Path) -> WorkerExits:
-    """Reads the file that workers append to, see `agent.write_exit_code`."""
+    """Read the file that workers append to, see `agent.write_exit_code`."""
     restarts = 0
     entries: dict[str, list[str]] = {}
     """The entries of each local rank since it was started last."""

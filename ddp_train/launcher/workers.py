@@ -22,7 +22,7 @@ class Workers:
     """
 
     def __init__(self, run_dir: Path, count: int) -> None:
-        """Starts none. count: the number of ranks."""
+        """Start no worker yet. count: the number of ranks."""
         self.run_dir = run_dir
         self.board = StatusBoard.create(count)
         self.processes: list[ForkedWorker | subprocess.Popen[bytes]] = []
@@ -31,7 +31,7 @@ class Workers:
     def start(
         self, specs: Sequence[WorkerSpec], server: ForkServer | None, given_up: Callable[[], bool]
     ) -> None:
-        """Starts all workers: forked by the server, else as new interpreters.
+        """Start all workers: forked by the server, else as new interpreters.
 
         specs: by rank. given_up: if it becomes true before the server can fork, none is started.
         """
@@ -63,7 +63,7 @@ class Workers:
         return returncode is not None and returncode < 0
 
     def ask_to_stop(self) -> None:
-        """Sends SIGTERM, whatever signal came.
+        """Send SIGTERM, whatever signal came.
 
         A worker that still imports would die of SIGINT with a traceback.
         """
@@ -71,7 +71,7 @@ class Workers:
             process.send_signal(signal.SIGTERM)
 
     def announce_successors(self, follow: bool) -> None:
-        """Tells all workers whether another number of them is started once they have stopped."""
+        """Tell all workers whether another number of them is started once they have stopped."""
         for status in self.board.ranks:
             status.goes_on = int(follow)
 
@@ -80,14 +80,14 @@ class Workers:
         return all(status.heeds_stop for status in self.board.ranks)
 
     def wait_for_checkpoint(self, seconds: float, given_up: Callable[[], bool]) -> None:
-        """Lets rank 0 complete a checkpoint that it is writing, for `seconds` at most."""
+        """Let rank 0 complete a checkpoint that it is writing, for `seconds` at most."""
         self.board.ranks[0].wait_until_saved(seconds, lambda: not self.is_alive(0) or given_up())
 
     def log_file(self, rank: int) -> Path:
         return self.run_dir / "logs" / f"rank_{rank}.log"
 
     def close(self) -> None:
-        """Kills all workers with their process groups, and closes the status board."""
+        """Kill all workers with their process groups, and close the status board."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):  # the whole group has ended
                 os.killpg(process.pid, signal.SIGKILL)
