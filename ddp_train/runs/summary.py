@@ -49,7 +49,9 @@ def summary_of_training(
     scores: Scores | None,
     test_evaluation: Evaluation,
 ) -> dict[str, Any]:
-    """The content of summary.json for a run that trained. A collective.
+    """The content of summary.json for a run that trained.
+
+    A collective: the best checkpoint is loaded and scored on the test set, if another set found it.
 
     scores: of the final weights; None if the run was stopped.
     test_evaluation: scores the test set, for the best checkpoint.
@@ -94,7 +96,7 @@ def _best(
 ) -> dict[str, Any] | None:
     """The best evaluation, and its checkpoint if that is kept.
 
-    With the score of the test set, if another set has found the best.
+    It has the score of the test set too, if another set has found the best. A collective.
     """
     best = selection_hook.best.as_dict()
     if best is None:

@@ -317,8 +317,11 @@ class Training:
         return {"validation": score, "test": test_score}
 
     def summary(self, scores: Scores | None) -> dict[str, Any]:
-        """The content of summary.json. Closes what keeps batches coming."""
-        summary = summary_of_training(
+        """The content of summary.json. A collective: the best checkpoint may be scored for it.
+
+        scores: those of the final weights; None if the run was stopped.
+        """
+        return summary_of_training(
             self.run,
             self.job,
             self.metrics_hook,
@@ -326,10 +329,12 @@ class Training:
             scores,
             self.test_evaluation,
         )
+
+    def close(self) -> None:
+        """End what keeps batches coming, free what was captured. To be called after `summary`."""
         self.job.evaluation.close()
         self.test_evaluation.close()
         self.job.stepper.close()
-        return summary
 
 
 def build_metrics_hook(

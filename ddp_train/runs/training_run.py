@@ -96,7 +96,9 @@ class TrainingRun(RunContext):
         training.attach_hooks(tracking)
         training.announce()
         scores = training.fit()
-        return training.summary(scores)
+        summary = training.summary(scores)
+        training.close()
+        return summary
 
     def trackers(self) -> dict[str, Tracker]:
         """Trackers by their names, on rank 0 alone."""
