@@ -99,8 +99,8 @@ def cost(figures: HardwareMonitor, rounds: int = 200) -> tuple[float, float]:
     cpu = time.thread_time()
     for _ in range(rounds):
         figures.deliver([figures.collect()])
-        figures.interval(1.0)
-        figures.short()
+        figures.take_interval(1.0)
+        figures.bar_text()
     return (time.perf_counter() - wall) / rounds * 1e6, (time.thread_time() - cpu) / rounds * 1e6
 
 

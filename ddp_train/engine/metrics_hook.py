@@ -169,7 +169,7 @@ class MetricsHook:
             title += f"  cut to {steps} of {counted(steps_per_epoch, 'step')}"
         score = job.score and (self.split, job.score.as_dict())
         line = epoch_line(title, self.last_epoch_loss, score, self.epoch_seconds[-1], samples)
-        self.display.line("  ".join(filter(None, [line, self.hardware.short_of_gpus()])))
+        self.display.line("  ".join(filter(None, [line, self.hardware.gpu_text()])))
 
     def catch_up(self, job: Job) -> None:
         """Take the losses since the last line before a checkpoint: they belong to the epoch that it
@@ -215,10 +215,10 @@ class MetricsHook:
             **numbers,
             **speeds,
             samples_seen=samples_seen,
-            figures=self.hardware.interval(seconds),
+            figures=self.hardware.take_interval(seconds),
         )
         place = f"epoch {epoch_of(job)}/{self.intervals.epochs}  loss {loss.value:.4f}"
-        self.display.interval(job.step, f"{place}  {in_words(speeds)}  {self.hardware.short()}")
+        self.display.interval(job.step, f"{place}  {in_words(speeds)}  {self.hardware.bar_text()}")
         self.interval_loss = Mean()
         self.units_before = 0.0
         self.interval_began = now

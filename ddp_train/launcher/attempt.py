@@ -155,7 +155,7 @@ class Attempt:
                 return self._end(SAVED if SAVED in codes else 0)
             if self.stage not in IN_STOP:
                 self._begin_stop(codes)
-            if self.stage not in IN_STOP and detector.is_hung():
+            if self.stage not in IN_STOP and detector.finds_hang():
                 return self._end_of_hang(detector)
             self._wait()
 

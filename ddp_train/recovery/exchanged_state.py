@@ -29,7 +29,7 @@ HEAD = 2
 """Count of numbers before those of the buffers: the sum and the units of the loss."""
 
 
-class Exchanged:
+class ExchangedState:
     """What a rank alone knows on the CPU, sent with each step.
 
     Each rank keeps the numbers of all for the last steps.
@@ -88,7 +88,7 @@ class Exchanged:
         return is_intact_after_exchange(job, phase, of_peer)
 
     def roll_back(self, job: Job) -> None:
-        """Nothing to do, as for `rank_state.Published`."""
+        """Nothing to do, as for `rank_state.PublishedState`."""
 
     def keep_losses(self, job: Job) -> None:
         """Nothing to do: they were sent."""

@@ -20,9 +20,9 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.engine.step_observers import LossPublisher
 from ddp_train.errors import DataError
-from ddp_train.recovery.exchanged_state import Exchanged
+from ddp_train.recovery.exchanged_state import ExchangedState
 from ddp_train.recovery.just_in_time import JustInTime
-from ddp_train.recovery.rank_state import OnDevice, Published, RankState
+from ddp_train.recovery.rank_state import PublishedState, RankState, StateOnDevice
 from ddp_train.recovery.survivor import MARK, Survivor
 from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.failure import is_peer_error
@@ -52,9 +52,9 @@ def saver_of(
     rank = world.rank
     on_cpu = job.stepper.device == "cpu"
     if board and not on_cpu:
-        device_state = OnDevice(board, rank, job.stepper.device)
+        device_state = StateOnDevice(board, rank, job.stepper.device)
         return JustInTime(board, rank, run_dir, checkpoint_hook, device_state)
-    rank_state = Published(board, rank) if board else Exchanged()
+    rank_state = PublishedState(board, rank) if board else ExchangedState()
     if on_cpu:
         publisher = LossPublisher(job.stepper.losses, rank_state.publish)
         # First: what it waits for before an update counts to the backward pass.

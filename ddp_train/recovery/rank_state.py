@@ -105,7 +105,7 @@ def _aligned(size: int) -> int:
 
 
 class RankState(Protocol):
-    """What this rank alone knows."""
+    """What this rank alone knows, and how the survivors come to know it."""
 
     def reason_unavailable(self, job: Job) -> str:
         """Why a survivor cannot save in this run; empty if it can."""
@@ -137,8 +137,8 @@ class RankState(Protocol):
         ...
 
 
-class Published:
-    """On the CPU: written to the board with each step."""
+class PublishedState:
+    """The state on the CPU, written to the board with each step."""
 
     def __init__(self, board: StatusBoard, rank: int) -> None:
         self.board = board
@@ -215,10 +215,13 @@ def is_intact_after_exchange(job: Job, phase: str, of_peer: bool) -> bool:
     return phase != "optimizer step" or (known and job.strategy.buffers_differ)
 
 
-class OnDevice:
-    """On GPUs: an update reads a flag on the device after its exchange, and does nothing once peers
-    are lost. Steps that were queued behind the lost one change nothing then, however many they are,
-    also in captured graphs."""
+class StateOnDevice:
+    """The state on GPUs, where nothing can be written with each step.
+
+    An update reads a flag on the device after its exchange, and does nothing once peers are lost.
+    Steps that were queued behind the lost one change nothing then, however many they are, also in
+    captured graphs.
+    """
 
     def __init__(self, board: StatusBoard, rank: int, device: str) -> None:
         self.board = board

@@ -109,7 +109,7 @@ class Observation:
 
 
 class HangDetector:
-    """Watches a status board. `is_hung` is cheap and may be called at any rate."""
+    """Watches a status board: `finds_hang` says if a rank hangs, `diagnose` which one and why."""
 
     def __init__(self, board: StatusBoard, pids: list[int], timeout_seconds: float) -> None:
         """
@@ -127,8 +127,12 @@ class HangDetector:
         """The rank that was slower than all others in the last window."""
         self.warned = False
 
-    def is_hung(self) -> bool:
-        """Whether a living rank has made no progress for longer than its limit."""
+    def finds_hang(self) -> bool:
+        """Look at the board, ten times a second at most however often this is called.
+
+        Returns whether a living rank has made no progress for longer than its limit. Warns, once in
+        a run, of a rank that is slower than the others.
+        """
         now = time.monotonic()
         since_last_look = now - self.last_look
         if since_last_look < LOOK_SECONDS:

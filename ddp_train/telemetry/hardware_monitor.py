@@ -63,8 +63,13 @@ class HardwareMonitor:
         """Take what `collect` gave on all ranks."""
         self.of_ranks = of_ranks
 
-    def interval(self, seconds: float) -> dict[str, list[float | None]]:
-        """Figures for metrics.jsonl, a number for each process or GPU. Counts them for the run."""
+    def take_interval(self, seconds: float) -> dict[str, list[float | None]]:
+        """Take an interval into those of the run. Returns its figures for metrics.jsonl.
+
+        A figure has a number for each process or GPU.
+
+        seconds: length of the interval.
+        """
         lists = self._lists()
         known = {}
         self.latest = {}
@@ -100,12 +105,12 @@ class HardwareMonitor:
             total = (before * weight + value * seconds) / whole
         self.totals[name] = (total, whole)
 
-    def short(self) -> str:
-        """Latest figures for the progress bar: those of GPUs, or `1.9 cores 0.6 GiB`."""
+    def bar_text(self) -> str:
+        """The latest figures for the progress bar: those of GPUs, or `1.9 cores 0.6 GiB`."""
         cores_and_memory = "{cpu_cores:.1f} cores {resident_gib:.1f} GiB"
-        return self.short_of_gpus() or cores_and_memory.format_map(self.latest)
+        return self.gpu_text() or cores_and_memory.format_map(self.latest)
 
-    def short_of_gpus(self) -> str:
+    def gpu_text(self) -> str:
         """`GPU 97% 61.2 GiB 640 W`; empty without a GPU."""
         return gpu_line(self.latest)
 

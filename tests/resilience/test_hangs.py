@@ -303,13 +303,13 @@ def test_the_board_tells_who_stands_still(
                 status.phase = ("data", "forward", "backward", "backward", "optimizer step")[
                     beat % 5
                 ]
-            assert not detector.is_hung()
+            assert not detector.finds_hang()
         for rank, status in enumerate(board.ranks):
             status.phase = where if rank == stuck else "backward"
         states[stuck] = "T" if how == "stop" else "S"
         stacks[stuck] = [] if how == "stop" else USERS
         began = now
-        while not detector.is_hung():
+        while not detector.finds_hang():
             now += 0.2
             assert now < began + TIMEOUT_SECONDS + 1
             for rank, status in enumerate(board.ranks):
@@ -471,7 +471,7 @@ def watched(
                 status.step = beat // 4
                 status.batches = beat
                 status.phase = "forward" if beat % 10 < round(share * 10) else "backward"
-            hung |= eye.is_hung()
+            hung |= eye.finds_hang()
         return hung
     finally:
         board.close()

@@ -24,7 +24,7 @@ from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import LaunchError, PeersLostError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.recovery import rank_state
-from ddp_train.recovery.rank_state import KnownState, Published, Row
+from ddp_train.recovery.rank_state import KnownState, PublishedState, Row
 from ddp_train.resilience.failure import is_peer_error
 from ddp_train.resilience.heartbeat import (
     NOT_SAVED,
@@ -120,7 +120,7 @@ def test_a_state_in_the_middle_of_an_update_is_not_believed(
         stepper=stepper, strategy=SimpleNamespace(buffers_differ=buffers_differ)
     )
     with closing(StatusBoard.create(1)) as board:
-        assert Published(board, 0).is_intact(job, phase, of_peer) == intact
+        assert PublishedState(board, 0).is_intact(job, phase, of_peer) == intact
 
 
 def test_the_thread_that_beats_obeys_the_launcher() -> None:
@@ -204,7 +204,7 @@ def test_a_survivor_goes_back_to_the_last_completed_step(monkeypatch: pytest.Mon
     stepper = SimpleNamespace(losses=losses, check_finite=check, steps_done=9, norm=torch.ones(()))
     job: Any = SimpleNamespace(module=module, stepper=stepper, step=9)
     with closing(StatusBoard.create(3)) as board:
-        own = rank_state.OnDevice(board, 1, "cuda:1")
+        own = rank_state.StateOnDevice(board, 1, "cuda:1")
         own.before = [buffer.clone() for buffer in module.buffers()]
         own.roll_back(job)
         assert job.step == stepper.steps_done == board.ranks[1].step == 6 and stepper.norm is None

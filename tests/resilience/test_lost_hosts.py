@@ -32,7 +32,7 @@ from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.options.sections import LaunchConfig, TrainConfig
 from ddp_train.parallel.config import SingleConfig
 from ddp_train.parallel.ordered.config import OrderedConfig
-from ddp_train.recovery.exchanged_state import Exchanged
+from ddp_train.recovery.exchanged_state import ExchangedState
 from ddp_train.resilience import lost_hosts, run_lock
 from ddp_train.tasks.mean_loss import Mean
 from tests.launcher.test_hosts import ENDPOINT, Cluster, on_hosts
@@ -205,7 +205,7 @@ def exchange(world: World) -> list[Any]:
     check = SimpleNamespace(skip=False)
     stepper = SimpleNamespace(device="cpu", average=None, check_finite=check)
     job: Any = SimpleNamespace(module=module, strategy=strategy, stepper=stepper, step=4)
-    own = Exchanged()
+    own = ExchangedState()
     assert own.reason_unavailable(job) == ""
     own.begin(job)
     for step in (5, 6, 7):

@@ -51,7 +51,7 @@ def interval(world: World) -> tuple[float, dict[str, Any], dict[str, float]]:
         losses.add(6.0 * (world.rank + 1), micro_batch.num_real, micro_batch)
     measured.collect()
     busy(0.2) if world.rank == 1 else time.sleep(0.2)
-    return losses.mean("cpu", [measured]).value, measured.interval(0.2), measured.summary()
+    return losses.mean("cpu", [measured]).value, measured.take_interval(0.2), measured.summary()
 
 
 def test_every_rank_tells_in_the_exchange_of_the_losses() -> None:
@@ -68,7 +68,7 @@ def test_every_rank_tells_in_the_exchange_of_the_losses() -> None:
 def test_a_run_that_goes_on_tells_of_the_whole_of_it() -> None:
     def fed(measured: HardwareMonitor, cores: float, gib: float, seconds: float) -> HardwareMonitor:
         measured.deliver([[cores, gib]])
-        measured.interval(seconds)
+        measured.take_interval(seconds)
         return measured
 
     first = fed(HardwareMonitor(), cores=1.0, gib=5.0, seconds=30.0)
@@ -181,10 +181,10 @@ def test_samples_become_one_number_and_a_gap_is_told_once(
         torch.cuda, "synchronize", lambda number: gpus.sample()
     )  # what takes energy ends then
     measured.deliver([measured.collect()])
-    line = measured.interval(1.0)
+    line = measured.take_interval(1.0)
     assert "power_watts" not in line and line["temperature_celsius"] == [60, 60]
     assert line["energy_wh"] == [3, 3], "it is of work that is done"
-    assert measured.short_of_gpus() == "GPU 100% 4.0 GiB"
+    assert measured.gpu_text() == "GPU 100% 4.0 GiB"
 
 
 def test_without_nvml_there_are_no_figures_of_it(
@@ -201,5 +201,5 @@ def test_without_nvml_there_are_no_figures_of_it(
     gpus.start()
     measured = HardwareMonitor(gpus)
     measured.deliver([measured.collect()])
-    assert set(measured.interval(1.0)) == {"cpu_cores", "resident_gib", "torch_memory_gib"}
+    assert set(measured.take_interval(1.0)) == {"cpu_cores", "resident_gib", "torch_memory_gib"}
     assert len(caplog.records) == 1 and "Shared Library Not Found" in caplog.text
