@@ -534,6 +534,7 @@ def test_run_begins_with_another_and_keeps_what_is_frozen(tmp_path: Path) -> Non
         )
 
 
+@pytest.mark.slow
 def test_the_average_of_what_is_frozen_is_itself() -> None:
     found = tuned(World(), "fp32", None, "single")
     assert all(

@@ -52,6 +52,7 @@ def read_again(*words: str) -> Config:
     return config
 
 
+@pytest.mark.slow
 def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
     checkpoint_of(Path("earlier"), *EARLIER_RUN, "model=mlp", "model.hidden=12")
     before = load_frozen(Path("earlier/config.yaml").read_text())

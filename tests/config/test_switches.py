@@ -385,6 +385,7 @@ def buckets(case: Case) -> tuple[int, bool]:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "mib", "cut"),
     [

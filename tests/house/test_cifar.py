@@ -127,6 +127,7 @@ def test_whitened_patches_are_uncorrelated(path: str) -> None:
     assert torch.equal(filters[12:], -filters[:12])
 
 
+@pytest.mark.slow
 def test_the_network_scores_by_the_mean_of_six_views(path: str) -> None:
     torch.manual_seed(0)
     model = Net(path, (4, 6, 8)).double().eval()

@@ -241,6 +241,7 @@ def learned(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fit"), [(Net, 2), (Changed, 2)])
 def test_batch_norm_learns_the_same_from_sums(kind: type[nn.Module], fit: int) -> None:
     """Output, gradients, running averages. What the kernels of cuDNN cannot do is left as it is."""
@@ -259,6 +260,7 @@ def test_batch_norm_learns_the_same_from_sums(kind: type[nn.Module], fit: int) -
     assert max(plain[name].abs().max() for name in plain if "running_mean" in name) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("between", "fit"),
     [
@@ -541,6 +543,7 @@ def test_what_the_compiler_makes_learns_the_same(monkeypatch: pytest.MonkeyPatch
     assert (gradients[1] - gradients[0]).norm() < 0.02 * gradients[0].norm()
 
 
+@pytest.mark.slow
 def test_in_16_bits_it_is_as_near_to_32_as_torch_is() -> None:
     torch.manual_seed(0)
     net = Pair()

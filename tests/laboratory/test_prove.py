@@ -146,6 +146,7 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 """What is planted, the kind of its cause, the check that finds it, and what it must say."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_planted_defect_is_named_by_its_cause(name: str, tmp_path: Path) -> None:
     planted, kind, check, words = DEFECTS[name]
@@ -156,6 +157,7 @@ def test_a_planted_defect_is_named_by_its_cause(name: str, tmp_path: Path) -> No
     assert words in named.detail and named.remedy, named
 
 
+@pytest.mark.slow
 def test_hash_without_effect_is_a_warning(
     tmp_path: Path,
 ) -> None:
@@ -191,6 +193,7 @@ SOUND: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_job_has_no_findings(name: str, tmp_path: Path) -> None:
     sections = {

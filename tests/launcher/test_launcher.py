@@ -109,6 +109,7 @@ def test_a_worker_whose_torchrun_has_died_already_ends_too(tmp_path: Path, rank:
     assert "torchrun's agent, which served it, has ended" in fatal
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_into_the_same_run_directory(tmp_path: Path) -> None:
     marker = tmp_path / "vanished"
     words = foreign_net(fault="vanish once", rank=2, call=5, marker=str(marker))

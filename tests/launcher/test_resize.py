@@ -282,7 +282,7 @@ def test_what_cannot_be_asked(run_dir: Path) -> None:
     assert "is not the directory of a run; name its run_dir" in refused(
         f"{run_dir.parent}/nowhere/else", "3"
     )
-    with mock.patch.object(client, "typed", return_value="ddp-train"):
+    with mock.patch.object(client, "command_name", return_value="ddp-train"):
         assert f"start it with `ddp-train run_dir={run_dir} launch.nproc_per_node=2:3`" in refused(
             str(run_dir), "3"
         )

@@ -539,6 +539,7 @@ def test_gpt_looks_at_no_later_token_and_begins_at_chance() -> None:
         build_gpt((1, 8, 8), 10, layers=1, heads=1, width=8, dropout=0.0, vocabulary_multiple=1)
 
 
+@pytest.mark.slow
 def test_what_the_model_writes_is_keyed_by_the_seed() -> None:
     torch.manual_seed(0)
     model = Gpt(50, 8, layers=1, heads=1, width=16, vocabulary_multiple=64)

@@ -27,6 +27,7 @@ def test_torchvision_classifier_gives_one_tensor_in_training(arch: str, side: in
         assert model.train()(torch.empty(4, 1, side, side)).shape == (4, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arch", "side"), [("inception_v3", 32), ("vit_b_16", 28), ("alexnet", 8), ("maxvit_t", 64)]
 )

@@ -130,6 +130,7 @@ def count(model: Any, *_: Any) -> None:
 count.__module__ = HARNESS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lamb"])
 def test_a_rehearsal_leaves_all_as_it_was(optimizer: str) -> None:
     results = []
