@@ -69,8 +69,9 @@ class EarlierRun:
             text = file.read_text()
             values = yaml.safe_load(text)
         except OSError as error:
-            rule = f"{file} cannot be read ({error.strerror}); name the {FILE} of a run"
-            raise ConfigError([f"{found}: {rule}"]) from None
+            raise ConfigError(
+                [f"{found}: {file} cannot be read ({error.strerror}); name the {FILE} of a run"]
+            ) from None
         except (yaml.YAMLError, UnicodeDecodeError):
             raise ConfigError([f"{found}: is not plain YAML; name the {FILE} of a run"]) from None
         keys = values.keys() if isinstance(values, dict) else set()

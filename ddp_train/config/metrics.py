@@ -119,9 +119,6 @@ class MetricKey:
         """The override that names another metric of the same split."""
         return f"{self.key}={self.split}.{name}"
 
-    def __str__(self) -> str:
-        return f"{self.key}={self.value}"
-
 
 def named(config: Config) -> Iterator[MetricKey]:
     """The keys that name a metric, without those that are `auto` or name another number."""
@@ -179,11 +176,12 @@ def named_problems(config: Config, has_validation: bool | None) -> Iterator[Prob
 def _form_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
     if key.split in SPLITS and key.name:
         return
+    found = f"{key.key}={key.value}"
     numbers = MEASURED if key.key == OBJECTIVE else ()
     known = _known_metrics(config)
     metrics = [f"{split}.{name}" for split in ("test", "validation") for name in known]
     allowed = ", ".join([AUTO, *numbers, "test.NAME", "validation.NAME"])
-    yield Problem(str(key), f"must be one of {allowed}{did_you_mean(key.value, metrics)}")
+    yield Problem(found, f"must be one of {allowed}{did_you_mean(key.value, metrics)}")
 
 
 def _name_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
@@ -195,17 +193,18 @@ def _name_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
         possible.add(key.plain_name)
     if not known or key.name in known or _may_be_further(items, possible):
         return
+    found = f"{key.key}={key.value}"
     is_of_average = key.name != key.plain_name
     is_plain_known = key.plain_name in known or _may_be_further(items, {key.plain_name})
     if config.data.is_regression and key.name == "accuracy":
         rule = f"data={config.data.name} has no classes"
-        yield Problem(str(key), rule, f"use {key.with_name('loss')}")
+        yield Problem(found, rule, f"use {key.key}={key.split}.loss")
     elif is_of_average and is_plain_known:
-        yield Problem(str(key), "there is no average of the weights", "add train.ema_decay=0.999")
+        yield Problem(found, "there is no average of the weights", "add train.ema_decay=0.999")
     else:
         listed = f"{', '.join(known)}{did_you_mean(key.name, list(known))}"
         rule = f"task={config.task.name} has no metric {key.name}"
-        yield Problem(str(key), rule, f"it has {listed}")
+        yield Problem(found, rule, f"it has {listed}")
 
 
 def _may_be_further(items: Sequence[FurtherMetric], names: set[str]) -> bool:
@@ -213,15 +212,16 @@ def _may_be_further(items: Sequence[FurtherMetric], names: set[str]) -> bool:
 
 
 def _split_problems(key: MetricKey, has_validation: bool | None) -> Iterator[Problem]:
+    found = f"{key.key}={key.value}"
     if key.split == "validation" and has_validation is False:
         yield Problem(
-            str(key),
+            found,
             "there is no validation set",
             f"add data.validation=0.1, or use {key.key}=test.{key.name}",
         )
     elif key.split == "test" and has_validation and key.key != OBJECTIVE:
         yield Problem(
-            str(key),
+            found,
             "with a validation set the test set is scored at the end only",
             f"use {key.key}=validation.{key.name}",
         )
@@ -236,24 +236,25 @@ def unusable(
     better: their directions, where the task says so; None: torchmetrics does not.
     """
     for key in named(config):
+        found = f"{key.key}={key.value}"
         name = key.name
         plain_name = key.plain_name
         if name not in names and plain_name in names:
             whose = "the checkpoint has" if config.mode == "evaluate" else "there is"
             rule = f"{whose} no average of the weights"
-            yield Problem(str(key), rule, f"use {key.with_name(plain_name)}")
+            yield Problem(found, rule, f"use {key.with_name(plain_name)}")
         elif name not in names:
             listed = f"{', '.join(names)}{did_you_mean(name, names)}"
-            yield Problem(str(key), f"the task has no metric {name}", f"it has {listed}")
+            yield Problem(found, f"the task has no metric {name}", f"it has {listed}")
         elif name not in better:
             yield Problem(
-                str(key),
+                found,
                 f"the task does not say which direction of {plain_name} is better",
                 f'add better = {{"{plain_name}": "max"}}, or "min", to its class',
             )
         elif better[name] is None:
             yield Problem(
-                str(key),
+                found,
                 f"{LIBRARY} does not say which direction of {name} is better",
                 "add better: max, or better: min, to its item of metrics",
             )

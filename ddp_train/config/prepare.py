@@ -164,16 +164,21 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
     Raises ConfigError if it is a sweep's, or if another run works in it, whom the error names.
     """
     run_dir = Path(str(config.run_dir))
-    found = f"run_dir={config.run_dir}"
     if is_of_sweep(run_dir):
-        remedy = f"to resume a trial use {found}/NUMBER, else name another one"
-        rule = "is the folder of a sweep, whose page would be lost"
-        raise ConfigError([f"{found}: {rule}; {remedy}"])
+        remedy = f"to resume a trial use run_dir={config.run_dir}/NUMBER, else name another one"
+        raise ConfigError(
+            [
+                f"run_dir={config.run_dir}: is the folder of a sweep, whose page would be lost;"
+                f" {remedy}"
+            ]
+        )
     try:
         return run_lock.acquire(run_dir / run_lock.FILE, _patience_seconds(config, world))
     except run_lock.LockHeldError as error:
         remedy = "wait for it, stop it, or name another run_dir"
-        raise ConfigError([f"{found}: another run is in it, {error}; {remedy}"]) from None
+        raise ConfigError(
+            [f"run_dir={config.run_dir}: another run is in it, {error}; {remedy}"]
+        ) from None
     except OSError as error:
         raise unwritten(config.run_dir, error) from None
 
