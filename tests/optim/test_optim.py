@@ -188,6 +188,27 @@ def test_moments_of_another_memory_format_are_taken_over(config: Any) -> None:
         assert moments and all(moment.stride() == parameter.stride() for moment in moments)
 
 
+def test_resumed_stepper_has_the_moments_of_the_checkpoint_alone() -> None:
+    """Learning rate and decay are those of the config that resumes."""
+    steppers = []
+    for config in (SgdConfig(lr=0.1, weight_decay=0.5), SgdConfig(lr=0.2, weight_decay=0.01)):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = optimizer_of([parameter], config, "foreach")
+        steppers.append(Stepper(optimizer, lambda _: 1.0, torch.amp.GradScaler(enabled=False)))
+    saved, resumed = steppers
+    saved.parameters[0].grad = torch.ones(3)
+    saved.step()
+
+    resumed.load_state(copy.deepcopy(saved.state()))
+    resumed.continue_from(1)
+
+    (group,) = resumed.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.2, 0.01)
+    (moments,) = resumed.optimizer.state.values()
+    (expected,) = saved.optimizer.state.values()
+    assert torch.equal(moments["momentum_buffer"], expected["momentum_buffer"])
+
+
 def test_parts_share_memory_and_fill_a_launch() -> None:
     large = torch.zeros(640, 1000)
     small = torch.zeros(7)
