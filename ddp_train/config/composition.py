@@ -99,14 +99,21 @@ def compose(
     return plain(composed), choices, [problem for problem in set_values if problem]
 
 
+def search_path_of(program: Program) -> list[str]:
+    """The override by which Hydra finds the user's presets, if there are any."""
+    if not program.own:
+        return []
+    # After ours, which nothing there can replace: `Program.problem_of`.
+    folder = str(program.own.absolute()).replace("\\", "\\\\").replace("'", "\\'")
+    return [f"hydra.searchpath=['file://{folder}']"]
+
+
 def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig, dict[str, str]]:
     """What Hydra makes of the choices of options, and the option of each group."""
     import hydra
 
     register_schema(program)
-    if program.own:  # after ours, which nothing there can replace: `Program.problem_of`
-        folder = str(program.own.absolute()).replace("\\", "\\\\").replace("'", "\\'")
-        arguments = [*arguments, f"hydra.searchpath=['file://{folder}']"]
+    arguments = [*arguments, *search_path_of(program)]
     with hydra.initialize_config_dir(str(program.presets), version_base="1.3"):
         composed = hydra.compose("config", arguments, return_hydra_config=True)
     choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_train.config.composition import register_schema
+from ddp_train.config.composition import register_schema, search_path_of
 from ddp_train.config.overrides import Overrides, read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
 from ddp_train.config.program import Program
@@ -174,6 +174,7 @@ def hydra_problems(program: Program, arguments: list[str]) -> list[str]:
     register_schema(program)
     if not last_value(arguments, LAUNCHER):
         arguments = [f"{LAUNCHER}={pool.POOL}", *arguments]
+    arguments = [*arguments, *search_path_of(program)]
     try:
         with hydra.initialize_config_dir(str(program.presets), version_base="1.3"):
             application = GlobalHydra.instance().hydra

@@ -12,10 +12,8 @@ from ddp_train.commands.flags import run_with_flags
 from ddp_train.errors import ConfigError
 from ddp_train.sweeps.plan import SweepPlan, plan_sweep
 from ddp_train.sweeps.sweep_state import SweepState
-from tests.support.commands import (
-    ONE,
-    PROGRAM,
-)
+from tests.support.commands import ONE, PROGRAM
+from tests.support.configs import own_presets
 
 pytest.importorskip("optuna", reason="needs the extra optuna")
 
@@ -189,3 +187,12 @@ def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPa
         match=r"needs the package hydra-submitit-launcher; pip install -e '\.\[slurm\]'",
     ):
         plan_sweep(PROGRAM, ["-m", "hydra/launcher=slurm", "seed=1,2"])
+
+
+def test_sweep_composes_presets_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = own_presets(optimizer__mine="name: sgd\nlr: 0.3\n")
+    assert plan_sweep(program, ["-m", "optimizer=mine", "optimizer.lr=0.1,0.2"]).total == 2
+    assert plan_sweep(program, ["-m", "optimizer=mine,adam"]).total == 2
