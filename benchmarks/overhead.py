@@ -138,7 +138,7 @@ class Row:
 
 
 class Scene:
-    """What both sides of every row share: sizes, data, and a folder for files."""
+    """Sizes, data and a folder for files, which both sides of every row share."""
 
     def __init__(self, steps: int, folder: Path) -> None:
         self.steps = steps

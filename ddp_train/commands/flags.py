@@ -114,9 +114,9 @@ def _no_run(_: object) -> None:
 
 
 def suggestion_for(flag: str) -> str:
-    """What was probably meant by an unknown flag.
+    """Suggest what an unknown flag was to be; "" if nothing is like it.
 
-    Another flag, or a key that was typed like one (`--lr 0.1`).
+    It may be another flag, or a key that was typed like one (`--lr 0.1`).
     """
     from ddp_train.config.keys import key_named_like
 

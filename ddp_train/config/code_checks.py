@@ -259,7 +259,7 @@ def _names_in(statements: list[ast.stmt]) -> set[str]:
 
 
 def _wrong_kind(statements: list[ast.stmt], name: str, interfaces: Sequence[set[str]]) -> str:
-    """What a name is, where its last binding shows that it is not such a class; else ""."""
+    """Say what a name is bound to at last, if that is not such a class; else ""."""
     bindings = [statement for statement in statements if name in _bound([statement])]
     match bindings[-1:]:
         case [ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Lambda())]:

@@ -109,7 +109,7 @@ def search_path_of(program: Program) -> list[str]:
 
 
 def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig, dict[str, str]]:
-    """What Hydra makes of the choices of options, and the option of each group."""
+    """Have Hydra compose the choices of options. Returns the config, and each group's option."""
     import hydra
 
     register_schema(program)
@@ -209,7 +209,7 @@ def _choose_own_classes(
 
 
 def _problems_of_files(program: Program, choices: dict[str, str]) -> Iterator[str]:
-    """What is wrong with chosen files of your own, although Hydra has composed them."""
+    """Problems of chosen files of the user's own that Hydra has composed all the same."""
     for group, option in choices.items():
         problem = program.problem_of(group, option)
         if problem:
@@ -259,7 +259,7 @@ def _preset_with_class(program: Program, section: str, target: str) -> str:
 
 
 class _Refusal:
-    """What Hydra or OmegaConf refuses, as a message that names the file to blame."""
+    """A refusal by Hydra or OmegaConf, as a message that names the file to blame."""
 
     def __init__(self, program: Program, overrides: Overrides, error: Exception) -> None:
         self.program = program
@@ -306,7 +306,7 @@ class _Refusal:
         return f"{self._blamed(name)}defaults: {group}: {name}: {rule}"
 
     def _of_text(self, text: str) -> str:
-        """What Hydra says, which names a file as `In 'experiment/mine': ...` at most."""
+        """Hydra's own text, which names a file as `In 'experiment/mine': ...` at most."""
         cause = self.error.__cause__
         is_reference = isinstance(cause, GrammarParseError)
         key = cause.full_key if is_reference else getattr(self.error, "full_key", None)
@@ -336,7 +336,10 @@ class _Refusal:
 
 
 def _wrong_kind(path: Path, text: str) -> str:
-    """What Hydra cannot merge: a list with keys and values, either way round."""
+    """The rule that a file breaks whose content Hydra cannot merge; "" if there is none.
+
+    A list cannot be merged with keys and values.
+    """
     content = _content_of(path)
     if not content:
         return "must hold keys and values, KEY: VALUE"

@@ -154,9 +154,11 @@ def _hosts(run: RequestedRun) -> Iterator[Problem]:
     nnodes = run.asked.launch.nnodes
     endpoint = run.asked.launch.rdzv_endpoint
     several = nnodes != 1
+    if endpoint and (several or run.world) and not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
+        yield Problem(f"launch.rdzv_endpoint={endpoint}", "must be HOST:PORT")
     if run.world or not _fits_srun(srun_tasks(), nnodes):
-        pass  # `_under_torchrun` and `_under_srun` report it
-    elif several and not endpoint:
+        return  # `_under_torchrun` and `_under_srun` report it
+    if several and not endpoint:
         yield Problem(
             f"launch.nnodes={nnodes}",
             "the hosts need a meeting point",
@@ -174,8 +176,6 @@ def _hosts(run: RequestedRun) -> Iterator[Problem]:
             "has an effect only with several hosts",
             "add launch.nnodes=2, or leave it out",
         )
-    if endpoint and (several or run.world) and not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
-        yield Problem(f"launch.rdzv_endpoint={endpoint}", "must be HOST:PORT")
 
 
 def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
