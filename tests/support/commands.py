@@ -157,8 +157,11 @@ class Running:
     output: Path
 
     def workers(self) -> dict[int, int]:
-        """The process id of each rank."""
-        return {rank: pid for pid, rank in processes_of(self.run_dir).items() if rank is not None}
+        """The process id of each rank. A loader process, which has the same command line, is a
+        child of one of them."""
+        ranks = {pid: rank for pid, rank in processes_of(self.run_dir).items() if rank is not None}
+        loaders = {child for pid in ranks for child in children_of(pid)}
+        return {rank: pid for pid, rank in ranks.items() if pid not in loaders}
 
     def wait_for_step(self) -> None:
         """Until training has begun."""
