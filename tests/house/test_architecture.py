@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +87,7 @@ def room_of(module: str) -> str:
     return OPTION_CLASSES if is_option_class(module) else module.split(".")[1]
 
 
+@functools.cache
 def modules_of(package: Path) -> dict[str, Path]:
     """Files by the names of their modules. The template's files are imported in projects alone."""
     return {
@@ -93,11 +97,16 @@ def modules_of(package: Path) -> dict[str, Path]:
     }
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported_by(path: Path) -> set[str]:
     """The modules of core and laboratory that a file imports, wherever in the file."""
     modules = modules_of(CORE) | modules_of(LABORATORY)
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -106,9 +115,11 @@ def imported_by(path: Path) -> set[str]:
     return {name for name in found if name.split(".")[0] in ("ddp_train", "ddp_lab")}
 
 
-IMPORTS = {
-    name: imported_by(path) for name, path in (modules_of(CORE) | modules_of(LABORATORY)).items()
-}
+@functools.cache
+def imports() -> dict[str, set[str]]:
+    """What each module of core and laboratory imports of them."""
+    modules = modules_of(CORE) | modules_of(LABORATORY)
+    return {name: imported_by(path) for name, path in modules.items()}
 
 
 def arrows() -> set[tuple[str, str]]:
@@ -116,7 +127,7 @@ def arrows() -> set[tuple[str, str]]:
     pairs = {
         (room_of(name), room_of(other))
         for name in modules_of(CORE)
-        for other in IMPORTS[name]
+        for other in imports()[name]
         if "." in other
     }
     return {(room, other) for room, other in pairs if room != other}
@@ -138,7 +149,7 @@ def test_the_core_never_imports_the_laboratory() -> None:
     upward = [
         (name, other)
         for name in modules_of(CORE)
-        for other in IMPORTS[name]
+        for other in imports()[name]
         if other.startswith("ddp_lab")
     ]
     assert not upward
@@ -148,7 +159,7 @@ def test_the_laboratory_imports_declared_modules_alone() -> None:
     used = {
         other
         for name in modules_of(LABORATORY)
-        for other in IMPORTS[name]
+        for other in imports()[name]
         if other.startswith("ddp_train")
     }
     assert used == set(public.MODULES), "change the laboratory, or what ddp_train/public.py says"
@@ -158,7 +169,7 @@ def test_the_laboratory_uses_no_private_name() -> None:
     private = [
         f"{name}: {node.module}.{alias.name}"
         for name, path in modules_of(LABORATORY).items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ddp_train")
         for alias in node.names
         if alias.name.startswith("_")
@@ -182,13 +193,13 @@ def test_config_objects_stop_where_a_run_is_set_up() -> None:
 def test_kernels_are_reached_by_their_interface_alone() -> None:
     for name in modules_of(CORE):
         if name.split(".")[1] != "kernels":
-            kernels = {other for other in IMPORTS[name] if other.startswith("ddp_train.kernels.")}
+            kernels = {other for other in imports()[name] if other.startswith("ddp_train.kernels.")}
             assert kernels <= {"ddp_train.kernels.interface"}, name
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Inside a room too."""
-    left = dict(IMPORTS)
+    left = imports().copy()
     while left:
         free = [module for module, needs in left.items() if not needs & left.keys() - {module}]
         assert free, f"a circle among {sorted(left)}"
@@ -203,53 +214,29 @@ def test_the_loop_knows_only_collaborators() -> None:
         assert stranger not in code, stranger
 
 
-def run_in_new_interpreter(code: str) -> None:
+def printed_by(code: str) -> str:
+    """What a new interpreter prints for some code."""
     ended = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True
     )
     assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
-@pytest.mark.slow
-def test_workers_start_without_hydra() -> None:
-    run_in_new_interpreter("import sys, ddp_train.runs.worker; sys.exit('hydra' in sys.modules)")
+@pytest.fixture(scope="module")
+def worker_imports() -> dict[str, Any]:
+    """What an interpreter holds that imported the worker: "modules"; "before" and "after": state.
 
-
-@pytest.mark.slow
-def test_no_kernel_is_imported_by_a_worker_that_uses_none() -> None:
-    run_in_new_interpreter("""
-import sys, ddp_train.runs.worker
-kernels = {name for name in sys.modules if name.startswith("ddp_train.kernels.")}
-sys.exit(kernels != {"ddp_train.kernels.interface"})
-""")
-
-
-@pytest.mark.slow
-def test_torch_is_not_imported_before_the_config_is_valid() -> None:
-    """One process imports all modules; the first one behind which torch is there is named."""
-    modules = [
-        name for name in IMPORTS if is_option_class(name) or not name.startswith(tuple(WITH_TORCH))
-    ]
-    run_in_new_interpreter(f"""
-import importlib, sys
-for name in {modules!r}:
-    importlib.import_module(name)
-    if "torch" in sys.modules:
-        sys.exit(name)
-""")
-
-
-@pytest.mark.slow
-def test_nothing_happens_at_import() -> None:
-    """No thread, no logging handler, no signal handler, no change of torch's global state."""
-    run_in_new_interpreter("""
-import logging, signal, sys, threading, torch
+    The state is looked at once torch is imported, and again with the worker and the command too.
+    """
+    printed = printed_by("""
+import json, logging, signal, sys, threading, torch
 
 def state():
     return (
         threading.active_count(),
         len(logging.root.handlers),
-        signal.getsignal(signal.SIGTERM),
+        str(signal.getsignal(signal.SIGTERM)),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.initial_seed(),
@@ -257,6 +244,46 @@ def state():
     )
 
 before = state()
-import ddp_train.runs.worker, ddp_train.commands.flags
-sys.exit(state() != before)
+import ddp_train.runs.worker
+modules = list(sys.modules)
+import ddp_train.commands.flags
+print(json.dumps({"modules": modules, "before": before, "after": state()}))
 """)
+    return json.loads(printed)
+
+
+@pytest.mark.slow
+def test_workers_start_without_hydra(worker_imports: dict[str, Any]) -> None:
+    assert "hydra" not in worker_imports["modules"]
+
+
+@pytest.mark.slow
+def test_no_kernel_is_imported_by_a_worker_that_uses_none(worker_imports: dict[str, Any]) -> None:
+    modules = worker_imports["modules"]
+    kernels = {name for name in modules if name.startswith("ddp_train.kernels.")}
+    assert kernels == {"ddp_train.kernels.interface"}
+
+
+@pytest.mark.slow
+def test_nothing_happens_at_import(worker_imports: dict[str, Any]) -> None:
+    """No thread, no logging handler, no signal handler, no change of torch's global state."""
+    assert worker_imports["after"] == worker_imports["before"]
+
+
+@pytest.mark.slow
+def test_torch_is_not_imported_before_the_config_is_valid() -> None:
+    """One process imports all modules; the first one behind which torch is there is named."""
+    modules = [
+        name
+        for name in imports()
+        if is_option_class(name) or not name.startswith(tuple(WITH_TORCH))
+    ]
+    first_with_torch = printed_by(f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        print(name)
+        break
+""")
+    assert not first_with_torch
