@@ -49,6 +49,11 @@ class Overrides:
     """Sweeps: the key or group and its values as typed; none for an interval, which a sweeper draws
     from."""
 
+    @property
+    def choice_arguments(self) -> list[str]:
+        """The arguments that choose options, without those that set values."""
+        return [argument for argument in self.arguments if not argument.startswith("++")]
+
     def set_value(self, key: str, value: Any, typed: str) -> None:
         """Add a value override. typed: the value in Hydra's grammar."""
         self.given[key] = value

@@ -11,7 +11,7 @@ import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from ddp_train.config.composition import register_schema
+from ddp_train.config.presets import register_schema
 from ddp_train.config.program import CONFIG_DIR, Program
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer

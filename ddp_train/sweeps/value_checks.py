@@ -15,9 +15,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_train.config.composition import register_schema, search_path_of
 from ddp_train.config.overrides import Overrides, read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
+from ddp_train.config.presets import register_schema, search_path_of
 from ddp_train.config.program import Program
 from ddp_train.config.validate import check_rules
 from ddp_train.hardware import Hardware

@@ -15,9 +15,10 @@ import pytest
 from hypothesis import strategies as st
 
 from ddp_train.checkpoints.layout import digest_of
-from ddp_train.config.composition import compose_options, read_config
+from ddp_train.config.composition import read_config
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare
+from ddp_train.config.presets import compose_options
 from ddp_train.config.program import Program
 from ddp_train.errors import ConfigError
 from ddp_train.options.schema import Config
