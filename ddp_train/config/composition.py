@@ -61,7 +61,13 @@ def read_config(
             composition = _compose(program, overrides)
     except ConfigError as error:
         return Config(), [*overrides.problems, *error.problems]
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+    ) as error:
         message = HydraErrors(program, overrides).message(error)
         return Config(), [*overrides.problems, message]
     values = composition.values

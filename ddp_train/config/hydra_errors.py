@@ -10,15 +10,12 @@ from omegaconf.errors import GrammarParseError
 
 from ddp_train.config.keys import list_rule
 from ddp_train.config.overrides import Overrides
-from ddp_train.config.presets import SCHEMA, content_of, origin_of
+from ddp_train.config.presets import BY_OVERRIDE, SCHEMA, content_of, origin_of
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS
 from ddp_train.text import did_you_mean, shown
-
-BY_OVERRIDE = "an option is chosen by `- override /GROUP: OPTION`"
-"""A line of the `defaults` of a preset."""
 
 
 class HydraErrors:
@@ -35,6 +32,8 @@ class HydraErrors:
             return self._of_yaml(error, error.problem_mark)
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
             return self._of_missing_file(str(error.missing_cfg_file))
+        if isinstance(error, RecursionError):
+            return "defaults: a preset includes itself; take that line out"
         return self._of_text(error)
 
     def _of_yaml(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:

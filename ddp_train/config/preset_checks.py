@@ -1,15 +1,20 @@
-"""Checks of presets that Hydra has composed all the same."""
+"""Checks of presets that Hydra has composed all the same.
+
+Hydra merges a preset, and what it includes, over the options, whoever chose them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ddp_train.config.overrides import Overrides
-from ddp_train.config.presets import compose_options, content_of
+from ddp_train.config.presets import BY_OVERRIDE, built_in_option, compose_options, content_of
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import Config
 
 
 def problems(
@@ -21,7 +26,11 @@ def problems(
     choices: the option of each group.
     """
     yield from _unused_files(program, choices)
-    yield from _replaced_classes(program, overrides, values)
+    if any(choices.get(group, "None") != "None" for group in PRESETS):
+        sections = {name: values[name] for name in OPTIONS if isinstance(values[name], dict)}
+        yield from _misplaced_options(program, choices)
+        yield from _replaced_options(program, sections, choices)
+        yield from _replaced_classes(program, overrides, sections, choices)
 
 
 def _unused_files(program: Program, choices: dict[str, str]) -> Iterator[str]:
@@ -32,42 +41,91 @@ def _unused_files(program: Program, choices: dict[str, str]) -> Iterator[str]:
             yield problem
 
 
-def _replaced_classes(
-    program: Program, overrides: Overrides, values: dict[str, Any]
-) -> Iterator[str]:
-    """Classes of presets that replace those of options that the command line chose.
+def _misplaced_options(program: Program, choices: dict[str, str]) -> Iterator[str]:
+    """Options whose keys become keys of the run, as by `/optimizer@_here_: adamw`."""
+    for place, option in choices.items():
+        group, _, package = place.partition("@")
+        if group in OPTIONS and package == "_global_":
+            files = [
+                path
+                for path in _presets(program, choices)
+                if f"{group}@" in path.read_text(errors="replace")
+            ]
+            rule = f"sets keys of the run; {BY_OVERRIDE}{_blamed(program, files)}"
+            yield f"defaults: /{place}: {option}: {rule}"
 
-    Hydra merges a preset, and what it includes, over the options. Another composition, of options
-    without a class, shows what is named there. A preset that names a class beside a built-in option
-    is reported by `bind`.
+
+def _replaced_options(
+    program: Program, sections: dict[str, dict[str, Any]], choices: dict[str, str]
+) -> Iterator[str]:
+    """Built-in options that a preset names beside the one that was chosen."""
+    defaults = Config()
+    for section, content in sections.items():
+        choice = choices[section]
+        name = str(content.get("name"))
+        path = program.file(section, choice)
+        is_default = choice == getattr(defaults, section).name
+        # `bind` reports a class beside a built-in option.
+        if path is None or is_default or content.get("_target_"):
+            continue
+        if name != built_in_option(program, section, path):
+            yield _contradiction(program, choices, f"{section}.name", name)
+
+
+def _replaced_classes(
+    program: Program,
+    overrides: Overrides,
+    sections: dict[str, dict[str, Any]],
+    choices: dict[str, str],
+) -> Iterator[str]:
+    """Classes that a preset names beside an option that was chosen, and that has one of its own.
+
+    Another composition, of options without a class, shows what is named there.
     """
-    has_preset = any(overrides.choices.get(group, "None") != "None" for group in PRESETS)
-    sections = [
-        section
-        for section, content in values.items()
-        if section in OPTIONS
-        and overrides.choices.get(section, CUSTOM) != CUSTOM
-        and isinstance(content, dict)
-        and content.get("name") == CUSTOM
-    ]
-    if not has_preset or not sections:
+    disputed = []
+    for section, content in sections.items():
+        choice = choices[section]
+        is_typed = section in overrides.choices
+        if choice == CUSTOM or content.get("name") != CUSTOM:
+            continue
+        if is_typed or content.get("_target_") != _class_of(program, section, choice):
+            disputed.append(section)
+    if not disputed:
         return
-    others = [text for text in overrides.choice_arguments if text.partition("=")[0] not in sections]
-    without_class = [f"{section}={CUSTOM}" for section in sections]
+    others = [text for text in overrides.choice_arguments if text.partition("=")[0] not in disputed]
+    without_class = [f"{section}={CUSTOM}" for section in disputed]
     composed, _ = compose_options(program, [*others, *without_class])
-    for section in sections:
+    for section in disputed:
         target = composed[section].get("_target_")
         if target:
-            rule = f"contradicts {section}={overrides.choices[section]}; give one of them"
-            origin = _preset_with_class(program, section, target)
-            yield f"{section}._target_={target}: {rule}{origin}"
+            yield _contradiction(program, choices, f"{section}._target_", target)
 
 
-def _preset_with_class(program: Program, section: str, target: str) -> str:
-    """The preset that names a class, for a message."""
-    for group in PRESETS:
-        for path in program.files(group):
-            content = content_of(path).get(section)
-            if isinstance(content, dict) and content.get("_target_") == target:
-                return f" (in {program.shown(path)})"
-    return ""
+def _class_of(program: Program, section: str, option: str) -> str | None:
+    """The class that the file of an option names."""
+    path = program.file(section, option)
+    return content_of(path).get("_target_") if path else None
+
+
+def _contradiction(program: Program, choices: dict[str, str], key: str, value: str) -> str:
+    """The message about a key of a preset beside an option that was chosen."""
+    section, _, name = key.partition(".")
+
+    files = []
+    for path in _presets(program, choices):
+        content = content_of(path).get(section)
+        if isinstance(content, dict) and content.get(name) == value:
+            files.append(path)
+    rule = f"contradicts {section}={choices[section]}; give one of them{_blamed(program, files)}"
+    return f"{key}={value}: {rule}"
+
+
+def _presets(program: Program, choices: dict[str, str]) -> list[Path]:
+    """The files of whole runs: those that were chosen, then all, which these may include."""
+    chosen = [program.file(group, choices.get(group)) for group in PRESETS]
+    others = [path for group in PRESETS for path in program.files(group)]
+    return [path for path in (*chosen, *others) if path]
+
+
+def _blamed(program: Program, files: list[Path]) -> str:
+    return f" (in {program.shown(files[0])})" if files else ""

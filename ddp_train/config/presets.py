@@ -26,6 +26,8 @@ SCHEMA = "_schema"
 
 `_schema/optimizer/adam` comes before conf/optimizer/adam.yaml.
 """
+BY_OVERRIDE = "an option is chosen by `- override /GROUP: OPTION`"
+"""A line of the `defaults` of a preset."""
 
 
 def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig, dict[str, str]]:
@@ -66,7 +68,7 @@ def register_schema(program: Program) -> None:
     store.store(name=SCHEMA, node=keys | sections)
     for group, schemas in OPTIONS.items():
         for path in program.files(group):
-            schema = schemas.get(built_in_option(group, path))
+            schema = schemas.get(built_in_option(program, group, path))
             if schema is not None:
                 node = _node_of(schema)
                 store.store(group=f"{SCHEMA}/{group}", name=path.stem, node=node)
@@ -80,17 +82,34 @@ def _node_of(schema: type) -> dict[str, Any]:
     return {"name": CUSTOM, "_target_": None, **{name: node[name] for name in own_keys(schema)}}
 
 
-def built_in_option(group: str, path: Path) -> str:
+def built_in_option(program: Program, group: str, path: Path) -> str:
     """The option whose defaults a file changes: of its own name, or by its `name` or `_target_`.
 
-    "" if it says none.
+    A file that has neither changes that of the file which its `defaults` include. "" if there is
+    none.
     """
-    if path.stem in OPTIONS[group]:
-        return path.stem
-    content = content_of(path)
-    if "name" in content:
-        return str(content["name"])
-    return CUSTOM if "_target_" in content else ""
+    visited: list[Path] = []
+    current: Path | None = path
+    while current is not None and current not in visited:
+        visited.append(current)
+        if current.stem in OPTIONS[group]:
+            return current.stem
+        content = content_of(current)
+        if "name" in content:
+            return str(content["name"])
+        if "_target_" in content:
+            return CUSTOM
+        current = _included_file(program, group, content)
+    return ""
+
+
+def _included_file(program: Program, group: str, content: dict[str, Any]) -> Path | None:
+    """The file of the same group that the `defaults` of an option include last."""
+    defaults = content.get("defaults")
+    if not isinstance(defaults, list):
+        return None
+    files = [program.file(group, item) for item in defaults if isinstance(item, str)]
+    return next((file for file in reversed(files) if file), None)
 
 
 def content_of(path: Path) -> dict[str, Any]:
