@@ -17,14 +17,14 @@ from torch.nn import functional
 
 from ddp_train.data.augmentation import normalise
 from ddp_train.data.crop import crop_box_for, resize_crop
-from ddp_train.data.image_files import decode_image, pixels_of
+from ddp_train.data.image_files import OVER_8_BITS, NotPixelsError, decode_image, in_mode, pixels_of
 from ddp_train.data.sample_tensors import as_tensors
 from ddp_train.data.sample_transforms import Transform, apply_transform
 from ddp_train.errors import DataError
 
 ToInput = Callable[[Any], Tensor]
 """A raw sample -> an input of the model, without the dimension of the batch."""
-PIL_MODES = {1: "L", 3: "RGB"}
+PIL_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 """Modes of PIL by the number of channels that a model takes."""
 
 
@@ -68,9 +68,10 @@ class ImageInput:
     def pixels(self, image: Any) -> Tensor:
         """The pixels of an image, uint8 or float32 [c, h, w]. Raises DataError."""
         if isinstance(image, str | PathLike):
-            image = open_image(Path(image))
+            path = Path(image)
+            return self._pixels_of_pil(open_image(path), str(path))
         if hasattr(image, "convert"):
-            return _bytes_or_floats(self._pixels_of_pil(image))
+            return self._pixels_of_pil(image, "an image of PIL")
         pixels = _bytes_or_floats(torch.as_tensor(image))
         if pixels.ndim == 2:
             return pixels[None]
@@ -97,9 +98,20 @@ class ImageInput:
         )
         return batch[0]
 
-    def _pixels_of_pil(self, image: Any) -> Tensor:
-        mode = PIL_MODES.get(self.shape[0], image.mode)
-        return pixels_of(image.convert(mode))
+    def _pixels_of_pil(self, image: Any, name: str) -> Tensor:
+        """The pixels of an image of PIL, uint8 [channels, h, w]. Raises DataError by its name."""
+        channels = self.shape[0]
+        if channels not in PIL_MODES:
+            raise DataError(
+                f"{name}: the model takes {channels} channels, which no image of PIL has",
+                "pass pixels, [c, h, w]",
+            )
+        try:
+            return pixels_of(in_mode(image, PIL_MODES[channels]))
+        except NotPixelsError as error:
+            raise DataError(f"{name}: {error}", OVER_8_BITS) from error
+        except ValueError as error:
+            raise DataError(f"{name}: {error}", "pass its pixels") from error
 
     def _is_channels_last(self, pixels: Tensor) -> bool:
         """True for [h, w, c], False for [c, h, w]. Raises DataError if it may be either."""
@@ -167,8 +179,9 @@ def _bytes_or_floats(pixels: Tensor) -> Tensor:
     """
     if pixels.dtype == torch.uint8:
         return pixels
-    low = float(pixels.min())
-    high = float(pixels.max())
+    wide = pixels.double()  # torch finds no minimum of uint16
+    low = float(wide.min())
+    high = float(wide.max())
     if not (pixels.is_floating_point() and low >= 0 and high <= 1):
         raise DataError(
             f"pixels of {pixels.dtype} from {low:g} to {high:g}",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_train.data.image_files import pixels_of
+from ddp_train.data.image_files import OVER_8_BITS, NotPixelsError, is_wide, pixels_of
 from ddp_train.errors import DataError
 
 TV_TENSORS = "torchvision.tv_tensors"
@@ -70,6 +70,8 @@ def _member_as_tensors(value: Any) -> Any:
 
 def _pixels(image: Any) -> Tensor:
     """The pixels of an image of PIL: float32 [channels, height, width] from 0 to 1."""
+    if is_wide(image.mode):
+        raise DataError(f"data._target_: {NotPixelsError(image.mode)}", OVER_8_BITS)
     if image.mode not in PIXEL_MODES:
         raise DataError(
             f"data._target_: an image of PIL's mode {image.mode}, whose numbers are no pixels of 0"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ddp_train.data.image_files import OVER_8_BITS, NotPixelsError, is_wide, rgb_image
 from ddp_train.data.sample_tensors import TV_TENSORS, is_instance, is_pair
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, DataError
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import first_line
 
@@ -25,12 +28,17 @@ def apply_transform(transform: Transform, sample: Any) -> Any:
     a sample, and change images, masks and boxes together. Any other takes the input of an (input,
     target), or all of a sample of another structure.
 
-    Raises ConfigError if such a target has masks or boxes, which would stay where they are.
+    Raises ConfigError if such a target has masks or boxes, which would stay where they are, and
+    DataError if an image of more than 8 bits comes out with numbers that were cut off.
     """
     if not is_pair(sample) or changes_targets(transform):
-        return transform(sample)
+        changed = transform(sample)
+        _check_not_cut_off(transform, sample, changed)
+        return changed
     _check_no_positions(transform, sample[1])
-    return transform(sample[0]), sample[1]
+    changed = transform(sample[0])
+    _check_not_cut_off(transform, sample[0], changed)
+    return changed, sample[1]
 
 
 def changes_targets(transform: Any) -> bool:
@@ -73,6 +81,55 @@ def with_masks_and_boxes(dataset: Any) -> Any:
         )
         raise ConfigError([problem]) from error
     return dataset
+
+
+def refuse_files_that_are_cut_off(dataset: Any) -> None:
+    """Let torchvision's folders of images refuse files that have no pixels of 0 to 255.
+
+    torchvision's own loader cuts their numbers off at 255.
+    """
+    folder = "torchvision.datasets.folder"
+    if not is_instance(folder, "DatasetFolder", dataset):
+        return
+    if dataset.loader is sys.modules[folder].default_loader:
+        dataset.loader = rgb_image
+
+
+def _check_not_cut_off(transform: Transform, before: Any, after: Any) -> None:
+    """Raises DataError if an image of more than 8 bits lost what is above 255, or its sign.
+
+    PIL cuts such numbers off at 255 where it makes pixels of them, and torchvision's ToTensor takes
+    those from 32,768 on for negative ones.
+
+    before, after: an image, or a tuple, list or dict of which one is.
+    """
+    for name, image in _members(before).items():
+        mode = _mode_in_pil(image)
+        if not is_wide(mode):
+            continue
+        result = _members(after).get(name)
+        mode_after = _mode_in_pil(result)
+        is_cut = bool(mode_after) and not is_wide(mode_after)
+        is_negative = isinstance(result, Tensor) and result.dtype == torch.int16
+        if is_cut or is_negative:
+            raise DataError(
+                f"data.transform: {type(transform).__name__} got {NotPixelsError(mode)}",
+                OVER_8_BITS,
+            )
+
+
+def _mode_in_pil(value: Any) -> str:
+    """The mode of an image of PIL; "" for anything else."""
+    return value.mode if is_instance("PIL.Image", "Image", value) else ""
+
+
+def _members(sample: Any) -> dict[Any, Any]:
+    """The parts of a sample by name or place; a sample that has none by itself."""
+    if isinstance(sample, dict):
+        return sample
+    if isinstance(sample, tuple | list):
+        return dict(enumerate(sample))
+    return {0: sample}
 
 
 def _check_no_positions(transform: Transform, target: Any) -> None:

@@ -13,7 +13,15 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ddp_train.data.image_files import decode_image, pixels_of
+from ddp_train.data.image_files import (
+    OVER_8_BITS,
+    NotPixelsError,
+    decode_image,
+    gray_levels,
+    in_mode,
+    is_wide,
+    pixels_of,
+)
 from ddp_train.data.shard_index import (
     IMAGE_EXTENSIONS,
     INDEX,
@@ -25,10 +33,8 @@ from ddp_train.data.shard_index import (
 )
 from ddp_train.errors import DataError
 
-WIDE_MODES = ("I", "I;16", "I;16B")
-"""Modes of PIL with one number of 16 bits or more for each pixel."""
-MASK_MODES = ("1", "L", "P", *WIDE_MODES)
-"""Modes of PIL with one channel."""
+MASK_MODES = ("1", "L", "P")
+"""Modes of PIL with one number of 8 bits or less for each pixel."""
 OPEN_FILES = 128
 """The most files that a process keeps open; 1,024 are often all that it may."""
 
@@ -89,14 +95,20 @@ class TarShards:
         for field, (offset, size) in zip(self.fields, self.places[number].tolist(), strict=True):
             try:
                 sample[field] = decode_field(field, self._content(shard, offset, size))
+            except NotPixelsError as error:
+                where = self._place(shard, offset, number)
+                raise DataError(f"{where}: {error}", OVER_8_BITS) from error
             except (ValueError, EOFError, OSError) as error:
-                path = self.paths[shard]
                 raise DataError(
-                    f"{path} at byte {offset} ({member_name(path, offset)}, sample {number}):"
-                    f" cannot be decoded: {error}",
+                    f"{self._place(shard, offset, number)}: cannot be decoded: {error}",
                     "repair the file, or write the shard again",
                 ) from error
         return sample
+
+    def _place(self, shard: int, offset: int, number: int) -> str:
+        """Where a member lies, for messages."""
+        path = self.paths[shard]
+        return f"{path} at byte {offset} ({member_name(path, offset)}, sample {number})"
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without open files, for processes that are not forked."""
@@ -172,12 +184,8 @@ def _decode_image(content: bytes, may_be_mask: bool) -> Any:
     from torchvision import tv_tensors
 
     image = decode_image(content)
-    if may_be_mask and image.mode in MASK_MODES:
-        dtype = np.int32 if image.mode in WIDE_MODES else np.uint8
-        numbers = np.array(image).astype(dtype)
+    if may_be_mask and image.mode != "F" and (image.mode in MASK_MODES or is_wide(image.mode)):
+        dtype = np.int32 if is_wide(image.mode) else np.uint8
+        numbers = np.array(image).astype(dtype) // gray_levels(content)
         return tv_tensors.Mask(torch.from_numpy(numbers)[None])
-    if image.mode in WIDE_MODES:  # PIL would cut them off at 255
-        raise ValueError(
-            f"an image of PIL's mode {image.mode}, whose numbers are no pixels of 0 to 255"
-        )
-    return tv_tensors.Image(pixels_of(image.convert("RGB")).contiguous())
+    return tv_tensors.Image(pixels_of(in_mode(image, "RGB")).contiguous())

@@ -16,7 +16,12 @@ from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import global_states, hash_key, keyed_generators
 from ddp_train.data.sample_tensors import as_tensors, is_pair
 from ddp_train.data.sample_tensors import collate as default_collate
-from ddp_train.data.sample_transforms import Transform, apply_transform, with_masks_and_boxes
+from ddp_train.data.sample_transforms import (
+    Transform,
+    apply_transform,
+    refuse_files_that_are_cut_off,
+    with_masks_and_boxes,
+)
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import counted, first_line
@@ -59,6 +64,7 @@ class UserDataset:
 
         Raises DataError if it is not a map-style data set, or is empty.
         """
+        refuse_files_that_are_cut_off(dataset)
         self.dataset = with_masks_and_boxes(dataset)
         _check_map_style(dataset)
         self.seed = seed

@@ -202,7 +202,7 @@ def odd_files(root: Path) -> None:
     image.save(place / "progressive.jpg", progressive=True)
     image.convert("P").save(place / "palette.png")
     image.convert("RGBA").save(place / "transparent.png")
-    Image.fromarray(numbers[..., 0].astype(np.uint16) * 256).save(place / "sixteen.png")
+    image.convert("LA").save(place / "grey_transparent.png")
     image.save(place / "a bitmap.bmp")
     image.save(place / "webp.webp")
     content = io.BytesIO()

@@ -13,6 +13,11 @@ from ddp_train.text import first_line
 
 JPEG_START = b"\xff\xd8\xff"
 JPEG_END = b"\xff\xd9"
+ADOBE = 0xEE
+YCBCR = 1
+"""Marker of a segment that Adobe writes, and what it says there of the usual colours."""
+START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+"""Markers of the segment with the size and the colours of the image."""
 
 
 def is_jpeg(file: np.ndarray) -> bool:
@@ -20,9 +25,30 @@ def is_jpeg(file: np.ndarray) -> bool:
     return file[:3].tobytes() == JPEG_START
 
 
-def is_whole_jpeg(file: np.ndarray) -> bool:
-    """True if the content of a file, uint8 [bytes], begins and ends as a JPEG file."""
-    return is_jpeg(file) and file[-2:].tobytes() == JPEG_END
+def is_usual_jpeg(file: np.ndarray) -> bool:
+    """True for the content of a whole JPEG file, uint8 [bytes], in gray or in YCbCr.
+
+    Others, in CMYK or in RGB, are rare, and decoders differ in what they make of them.
+    """
+    is_whole = is_jpeg(file) and file[-2:].tobytes() == JPEG_END
+    return is_whole and _is_gray_or_ycbcr(file.data)
+
+
+def _is_gray_or_ycbcr(content: memoryview) -> bool:
+    """Reads the segments of a JPEG file up to the one that names its colours (ITU T.81, B.2)."""
+    place = 2
+    while place + 18 < len(content) and content[place] == 0xFF:
+        marker = content[place + 1]
+        begin = place + 4
+        is_of_adobe = marker == ADOBE and content[begin : begin + 5] == b"Adobe"
+        if is_of_adobe and content[begin + 11] != YCBCR:
+            return False
+        if marker in START_OF_FRAME:
+            colours = content[begin + 5]
+            names = content[begin + 6 : begin + 6 + 3 * colours : 3].tobytes()
+            return colours == 1 or (colours == 3 and names != b"RGB")
+        place += 2 + int.from_bytes(content[place + 2 : place + 4])
+    return False
 
 
 def decode_jpegs(files: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -17,12 +17,12 @@ from torch import Tensor
 from ddp_train.data import augmentation
 from ddp_train.data.crop import CropBox, crop_box_for, resize_crop, resize_crops
 from ddp_train.data.device_copy import to_device
-from ddp_train.data.image_files import decode_image, pixels_of
+from ddp_train.data.image_files import decode_image, in_mode, pixels_of, undecodable
 from ddp_train.data.image_folder.decoder import (
     decode_jpegs,
     decode_or_skip,
     is_jpeg,
-    is_whole_jpeg,
+    is_usual_jpeg,
 )
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.errors import DataError
@@ -153,15 +153,16 @@ class FolderSource:
     ) -> Tensor:
         """Crops as those of `get_batch`, decoded on `device`.
 
-        Other formats than JPEG are decoded on the host, and so are files without a JPEG end marker:
-        a GPU would decode a truncated file without an error.
+        Other formats than JPEG are decoded on the host, and so are files without a JPEG end marker,
+        since a GPU would decode a truncated file without an error, and those whose colours are not
+        gray or YCbCr.
 
         files: what `read` returned for `indices`.
         """
-        whole = [torch.from_numpy(file) if is_whole_jpeg(file) else None for file in files]
+        usual = [torch.from_numpy(file) if is_usual_jpeg(file) else None for file in files]
         images = []
         for image, number, file in zip(
-            decode_or_skip(device, whole), indices.tolist(), files, strict=True
+            decode_or_skip(device, usual), indices.tolist(), files, strict=True
         ):
             if image is None:
                 image = self._decode(number, file).to(device)
@@ -215,15 +216,12 @@ class FolderSource:
     def _decode_by_pil(self, number: int, file: np.ndarray) -> Any:
         """An image of PIL in RGB."""
         try:
-            return decode_image(file.tobytes()).convert("RGB")
+            return in_mode(decode_image(file.tobytes()), "RGB")
         except ValueError as error:
             raise self._corrupt(number, error) from error
 
     def _corrupt(self, number: int, error: Exception) -> DataError:
-        return DataError(
-            f"{self.paths[number]} (sample {number}) cannot be decoded: {error}",
-            "repair or remove the file",
-        )
+        return undecodable(f"{self.paths[number]} (sample {number})", error)
 
 
 def _class_folders(folder: Path) -> list[str]:
