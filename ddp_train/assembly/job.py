@@ -14,7 +14,7 @@ from ddp_train.assembly.arguments import arguments_of
 from ddp_train.assembly.batches import first_batch, is_resident, loader_options
 from ddp_train.assembly.optimizer import optimizer_of, trained_parameters
 from ddp_train.assembly.plan import build_plan, warmup_steps
-from ddp_train.config.auto import CAPTURED_IF_IT_PAYS
+from ddp_train.config.switches import CAPTURED_IF_IT_PAYS
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Loader

@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_train.assembly.arguments import arguments_of
-from ddp_train.config.auto import optimizer_at_batch
 from ddp_train.config.user_code import instantiate
 from ddp_train.errors import ConfigError, ModelError
 from ddp_train.optim.groups import MATCH, depths_of, layer_rates, parameter_groups
@@ -53,7 +52,7 @@ def optimizer_of(
 
     Raises ConfigError if it does not fit the model.
     """
-    section = optimizer_at_batch(config)
+    section = config.optimizer.at_batch(config.train.global_batch_size)
     is_custom = isinstance(section, CustomOptimizerConfig)
     rates = None
     if section.layer_decay is not None:

@@ -99,6 +99,20 @@ def facts_of_start(run_dir: Path) -> dict[str, Any]:
     return {**line, "wall_seconds": wall_seconds}
 
 
+def run_facts(config: Config) -> dict[str, Any]:
+    """The fields of summary.json that are known before the run starts."""
+    return {
+        "mode": config.mode,
+        "strategy": config.strategy.name,
+        "world_size": config.process_count,
+        "device": config.device,
+        "backend": config.launch.backend if config.strategy.has_process_group else "none",
+        "global_batch_size": config.train.global_batch_size,
+        "epochs": config.train.epochs,
+        "seed": config.seed,
+    }
+
+
 def to_text(config: Config) -> str:
     """The config as the YAML that `load_frozen` reads."""
     return yaml.safe_dump(to_values(config), sort_keys=False)

@@ -207,8 +207,7 @@ def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
             remedy = f"use powers of two up to {config.strategy.virtual_shards}"
             yield _not_divided(found, undivided, config, remedy)
     else:
-        gpus = run.hardware.gpus if config.device == "cuda" else None
-        counts = counts_of(span, config, gpus, run.hardware.cpus)
+        counts = counts_of(span, config, run.hardware)
         yield from _too_few_samples(found, span, counts[-1], config)
 
 

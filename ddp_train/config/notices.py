@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddp_train.config.auto import why_no_buckets
+from ddp_train.config.switches import why_no_buckets
 from ddp_train.options.schema import RequestedRun
 from ddp_train.text import shown
 

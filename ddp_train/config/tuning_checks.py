@@ -6,7 +6,7 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 
-from ddp_train.config.auto import OWN_GRAPHS, capture_blockers
+from ddp_train.config.capture import OWN_GRAPHS, capture_blockers
 from ddp_train.hardware import Hardware, why_no_triton
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddp_train.config.auto import run_facts
+from ddp_train.config.freeze import run_facts
 from ddp_train.config.program import Program
 from ddp_train.distributed.agent import stopping_file
 from ddp_train.distributed.child_environments import agent_environment

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.auto import run_facts
+from ddp_train.config.freeze import run_facts
 from ddp_train.launcher.fork_server import MODULE, WORKER
 from ddp_train.options.schema import Config
 from ddp_train.resilience.failure import Failure

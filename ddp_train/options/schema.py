@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Union, cast
@@ -33,6 +33,10 @@ from ddp_train.options.sections import (
     TuningConfig,
 )
 from ddp_train.text import did_you_mean, shown, word
+
+LR_POWERS = {"linear": 1.0, "sqrt": 0.5}
+"""Exponent of global_batch_size / lr_base_batch. linear: arXiv:1706.02677, for SGD; sqrt:
+arXiv:1404.5997, also for LAMB."""
 
 
 @dataclass
@@ -426,6 +430,22 @@ class OptimizerConfig:
         model: the module. trained: its parameters that train at any time, by name.
         """
         return groups
+
+    def at_batch(self, global_batch_size: int) -> Any:
+        """The same with its learning rates for a global batch, as `lr_scaling` says.
+
+        The frozen config keeps what was asked.
+        """
+        if self.lr_scaling == "none":
+            return self
+        ratio = global_batch_size / self.lr_base_batch
+        factor = ratio ** LR_POWERS[self.lr_scaling]
+        changes = self._scaled(vars(self), factor)
+        groups = [group | self._scaled(group, factor) for group in self.groups]
+        return replace(self, **changes, groups=groups, lr_scaling="none")
+
+    def _scaled(self, values: dict[str, Any], factor: float) -> dict[str, Any]:
+        return {name: values[name] * factor for name in self.learning_rates if name in values}
 
     def rates_in_words(self, built: Any) -> str:
         """What the plan says of the learning rate, after its number. built: the optimizer."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ddp_train.config.auto import is_launch_bound
+from ddp_train.config.switches import is_launch_bound
 from ddp_train.data.corpus.windows import TokenSource
 from ddp_train.data.datasets import BatchSource
 from ddp_train.distributed.world import World

@@ -8,7 +8,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ddp_train.config import metrics
-from ddp_train.config.auto import optimizer_at_batch
 from ddp_train.config.metrics import further
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.optim.config import BuiltInOptimizerConfig
@@ -214,7 +213,8 @@ def _learning_rate(facts: PlanFacts) -> str:
             factor = f"sqrt({factor})"
         text += f" = {section.lr:g} x {factor}"
     if facts.optimizer is not None:
-        text += optimizer_at_batch(facts.config).rates_in_words(facts.optimizer)
+        scaled = section.at_batch(facts.config.train.global_batch_size)
+        text += scaled.rates_in_words(facts.optimizer)
     return text
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from ddp_train.assembly import metrics
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.scored_checkpoint import score_checkpoint
-from ddp_train.config.auto import run_facts
-from ddp_train.config.freeze import facts_of_start
+from ddp_train.config.freeze import facts_of_start, run_facts
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.loop import Evaluation, Job
 from ddp_train.engine.metrics_hook import MetricsHook

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ddp_train.config.auto import run_facts
-from ddp_train.config.freeze import FILE, load_frozen, not_default
+from ddp_train.config.freeze import FILE, load_frozen, not_default, run_facts
 from ddp_train.config.program import import_from_working_folder
 from ddp_train.distributed.environment import world_from_environment
 from ddp_train.distributed.preflight import agree

@@ -1,0 +1,75 @@
+"""What keeps a training step from being captured as a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+
+from ddp_train.options.registry import OPTIONS
+from ddp_train.options.schema import Config
+
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that capture CUDA graphs themselves."""
+
+
+def capture_blockers(config: Config) -> dict[str, str]:
+    """Reasons why a step cannot be captured: key -> `required value (why)`.
+
+    All keys but tuning.cuda_graph are resolved.
+    """
+    blockers = chain(
+        _blockers_of_training(config),
+        _blockers_of_tuning(config),
+        _blockers_of_parameters(config),
+    )
+    return dict(blockers)
+
+
+def _blockers_of_training(config: Config) -> Iterator[tuple[str, str]]:
+    train = config.train
+    strategy = config.strategy
+    if config.hooks:
+        yield "hooks", "[] (a captured step runs no Python)"
+    if strategy.capture_blocker:
+        yield "strategy", f"ddp or single ({strategy.capture_blocker})"
+    if train.accumulation_steps > 1:
+        yield "train.accumulation_steps", "1 (a graph holds one micro-batch and its update)"
+    if config.data.batch_by == "tokens":
+        yield "data.batch_by", "samples (the shapes of its batches differ)"
+    if train.on_non_finite == "skip":
+        yield "train.on_non_finite", "stop (the host decides whether to skip)"
+    if strategy.has_process_group and config.launch.backend == "gloo":
+        yield "launch.backend", "nccl (gloo copies gradients to the host)"
+    # The worker asks a class of your own.
+    is_asked_later = config.optimizer.is_custom and config.tuning.cuda_graph is True
+    if not config.optimizer.can_be_captured and not is_asked_later:
+        able = [name for name, option in OPTIONS["optimizer"].items() if option.can_be_captured]
+        yield "optimizer", f"{' or '.join(able)} (others wait for the host)"
+
+
+def _blockers_of_tuning(config: Config) -> Iterator[tuple[str, str]]:
+    tuning = config.tuning
+    if tuning.compile and tuning.compile_mode in OWN_GRAPHS:
+        why = "the other modes capture graphs themselves"
+        yield "tuning.compile_mode", f"default or max-autotune-no-cudagraphs ({why})"
+    if tuning.activation_checkpointing:
+        why = "it reads the state of the random numbers on the host"
+        yield "tuning.activation_checkpointing", f"[] ({why})"
+    if config.optimizer.has_fused and tuning.optimizer != "fused":
+        why = "the other implementations read the learning rate on the host"
+        yield "tuning.optimizer", f"fused ({why})"
+    if tuning.precision == "fp64":
+        why = "fused optimizers read its learning rate as float32"
+        yield "tuning.precision", f"fp32, bf16 or fp16 ({why})"
+
+
+def _blockers_of_parameters(config: Config) -> Iterator[tuple[str, str]]:
+    strategy = config.strategy
+    if strategy.find_unused_parameters:
+        yield "strategy.find_unused_parameters", "false (it walks each autograd graph)"
+    if strategy.comm_hook == "powersgd":
+        yield "strategy.comm_hook", "none (a captured step runs no Python)"
+    if config.model.freeze_epochs is not None:
+        yield "model.freeze_epochs", "null (a graph is that of fixed parameters)"
+    if strategy.sync_bn:
+        yield "strategy.sync_bn", "false (it reads its counts from the device)"
