@@ -14,8 +14,10 @@ from ddp_train.config.program import Program
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import detect_hardware
+from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.schema import RequestedRun
 from ddp_train.sweeps.plan import plan_sweep
+from ddp_train.telemetry.pages.run_files import as_typed
 from ddp_train.text import counted, shown
 
 
@@ -62,6 +64,7 @@ def check_run(program: Program, overrides: list[str]) -> int:
         f"valid: mode={resolved.mode}, {resolved.launch.nproc_per_node} x {resolved.device};"
         " nothing was started"
     )
-    for key, value in not_default(resolved).items():
-        print(f"{key}={shown(value)}")
+    for key, value in as_typed(not_default(resolved)).items():
+        if value != CUSTOM:
+            print(f"{key}={shown(value)}")
     return 0

@@ -15,6 +15,7 @@ from ddp_train.options.key import range_of
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config, DataConfig, TaskConfig
 from ddp_train.options.sections import LaunchConfig
+from ddp_train.text import dotted
 
 RESIDENT_SHARE = 0.25
 """Part of a GPU's memory that a data set may take for data.placement=auto to hold it there."""
@@ -27,11 +28,13 @@ of 64 took 52 s; with loader processes, which have one each, 4.8 s."""
 
 
 def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
-    """A copy of a config without `auto`, and with `reasons`.
+    """A copy of a config without `auto`, with `reasons` and `chosen_keys`.
 
     Contradictions with the hardware are left to `check`.
     """
     resolved = dataclasses.replace(config, process_range=None, process_counts=[], host_range=None)
+    asked = dotted(dataclasses.asdict(config))
+    resolved.chosen_keys = [key for key, value in asked.items() if value == "auto"]
     if resolved.device == "auto":
         resolved.device = "cuda" if hardware.gpus else "cpu"
     if resolved.deterministic == "auto":
@@ -68,7 +71,10 @@ def at_another_number(asked: Config, config: Config, hardware: Hardware, process
     )
     other = resolve(asked, hardware, None)
     return dataclasses.replace(
-        other, process_range=config.process_range, process_counts=config.process_counts
+        other,
+        chosen_keys=config.chosen_keys,
+        process_range=config.process_range,
+        process_counts=config.process_counts,
     )
 
 

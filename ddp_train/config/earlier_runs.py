@@ -176,6 +176,7 @@ def _without_spoilt_sections(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore_auto(values: dict[str, Any]) -> None:
+    values.pop("chosen_keys", None)
     reasons = values.pop("reasons", None)
     data = values.get("data")
     tuning = values.get("tuning")

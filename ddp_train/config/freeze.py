@@ -17,7 +17,6 @@ from ddp_train.config.bind import bind
 from ddp_train.config.run_directory import unwritten
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, hardware_description, versions
-from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config, schema_of
 from ddp_train.resilience.failure_report import FILE as FAILURE
@@ -29,7 +28,14 @@ COMMANDS = "commands.jsonl"
 """In the run directory: a line for each command that worked in it."""
 GIT_SECONDS = 5.0
 """The longest wait for a revision; a file server may be slow."""
-NOT_ASKED_FOR = ("run_dir", "reasons", "process_range", "process_counts")
+NOT_ASKED_FOR = (
+    "run_dir",
+    "reasons",
+    "chosen_keys",
+    "process_range",
+    "process_counts",
+    "host_range",
+)
 """Fields of a config that follow from others, or are of one run."""
 
 
@@ -136,7 +142,7 @@ def not_default(config: Config) -> dict[str, Any]:
         if section in NOT_ASKED_FOR:
             continue
         if not dataclasses.is_dataclass(value):
-            if value != default and default != "auto":
+            if value != default:
                 found[section] = value
             continue
         name = getattr(value, "name", None)
@@ -144,9 +150,15 @@ def not_default(config: Config) -> dict[str, Any]:
             found[section] = name
         schema = schema_of(section, str(name))
         known = {}
-        if schema is not None and name != CUSTOM:
+        if schema is not None:
             known = to_values(schema())
         found |= _differing(section, to_values(value), known)
+    for key in config.chosen_keys:
+        found.pop(key, None)
+    if config.process_range:
+        found["launch.nproc_per_node"] = config.process_range
+    if config.host_range:
+        found["launch.nnodes"] = config.host_range
     return found
 
 
@@ -156,7 +168,7 @@ def _differing(prefix: str, values: dict[str, Any], known: dict[str, Any]) -> di
         default = known.get(name)
         if isinstance(value, dict) and isinstance(default, dict):
             found |= _differing(f"{prefix}.{name}", value, default)
-        elif name != "name" and value != default and default != "auto":
+        elif name != "name" and value != default:
             found[f"{prefix}.{name}"] = value
     return found
 
@@ -179,6 +191,7 @@ def bind_frozen(values: dict[str, Any]) -> tuple[Config, list[str]]:
     """Bind a frozen config. Returns it, with the default of each wrong key, and all problems."""
     values = dict(values)
     reasons = values.pop("reasons", {})
+    chosen_keys = values.pop("chosen_keys", [])
     process_range = values.pop("process_range", None)
     counts = values.pop("process_counts", [])
     hosts = values.pop("host_range", None)
@@ -195,6 +208,10 @@ def bind_frozen(values: dict[str, Any]) -> tuple[Config, list[str]]:
         problems.append(
             "process_range, process_counts: must be a range, as 2:8, and the numbers in it"
         )
+    if isinstance(chosen_keys, list):
+        config.chosen_keys = [str(key) for key in chosen_keys]
+    else:
+        problems.append("chosen_keys: must be a list of keys")
     if isinstance(reasons, dict):
         config.reasons = {str(name): str(reason) for name, reason in reasons.items()}
     else:

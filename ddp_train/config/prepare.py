@@ -13,7 +13,7 @@ from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.checkpoint_checks import changed
 from ddp_train.config.composition import read_config
 from ddp_train.config.earlier_runs import EarlierRun, run_to_resume
-from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text
+from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text, to_values
 from ddp_train.config.notices import notices
 from ddp_train.config.overrides import Overrides, read_overrides
 from ddp_train.config.program import PRESETS, Program
@@ -27,6 +27,7 @@ from ddp_train.options.registry import OPTIONS, TRACKERS
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.lost_hosts import FILE as LOST_HOSTS
+from ddp_train.text import dotted
 
 OF_TORCHRUN = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_restarts": 0}
 """Keys that torchrun decides, whatever the config of an earlier run says."""
@@ -143,9 +144,12 @@ def _locked_and_frozen(
     lock = lock_run_dir(resolved, world)
     run_dir = Path(str(resolved.run_dir))
     earlier = run_to_resume(resolved)
-    changes = changed(earlier, resolved) if earlier else []
-    if changes:
-        notes.append(f"run_dir={resolved.run_dir} resumes with other values: {', '.join(changes)}")
+    if earlier:
+        resolved.chosen_keys += _chosen_before(earlier, resolved)
+        changes = changed(earlier, resolved)
+        if changes:
+            listed = ", ".join(changes)
+            notes.append(f"run_dir={resolved.run_dir} resumes with other values: {listed}")
     is_restart = world is not None and world.attempt > 0
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not is_restart:
         notes += archive_previous_run(run_dir)
@@ -156,6 +160,17 @@ def _locked_and_frozen(
         raise unwritten(resolved.run_dir, error) from None
     at_number = partial(at_another_number, config, resolved, hardware)
     return Prepared(resolved, text, notes, lock, at_number)
+
+
+def _chosen_before(earlier: Config, config: Config) -> list[str]:
+    """The keys that `auto` chose at an earlier start of the run, and that a resumed run keeps."""
+    before = dotted(to_values(earlier))
+    now = dotted(to_values(config))
+    return [
+        key
+        for key in earlier.chosen_keys
+        if key not in config.chosen_keys and key in now and now[key] == before.get(key)
+    ]
 
 
 def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:

@@ -585,6 +585,8 @@ class Config:
     reasons: dict[str, str] = field(default_factory=dict)
     """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is
     resolved."""
+    chosen_keys: list[str] = field(default_factory=list)
+    """The keys, dotted, that were `auto`. Likewise."""
     process_range: str | None = None
     """What launch.nproc_per_node was if that was a range. Not a key: filled in when `auto` is
     resolved."""

@@ -373,7 +373,9 @@ def start_trackers(
 ) -> None:
     """Send the trackers the lines that the file has, and from now on each new one."""
     config = run.config
-    values = {name: value for name, value in to_values(config).items() if name != "reasons"}
+    values = to_values(config)
+    for name in ("reasons", "chosen_keys"):
+        del values[name]
     tracked_run = TrackedRun(
         run.run_dir, config.name, config.tracker.project, plain_values(values), first_step
     )

@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ddp_train.config.freeze import not_default
+from ddp_train.config.auto import resolve
+from ddp_train.config.freeze import load_frozen, not_default, to_text
 from ddp_train.config.overrides import read_overrides
+from ddp_train.hardware import Hardware
 from ddp_train.models.config import MlpConfig
+from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.schema import Config
+from ddp_train.options.sections import LaunchConfig, TuningConfig
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.telemetry.pages.page import as_page
 from ddp_train.telemetry.pages.run_files import as_typed, read_run
@@ -22,12 +26,31 @@ from tests.support.pages import BOUND, leave_run, report_in, section_of
 
 
 def test_only_settings_that_are_not_the_default_are_listed() -> None:
-    config = Config(seed=3, device="cpu", model=MlpConfig(hidden=99))
+    config = Config(
+        seed=3,
+        device="cpu",
+        model=MlpConfig(hidden=99),
+        data=CustomDataConfig(target="my.Data", arguments={"size": 8}),
+        tuning=TuningConfig(compile=False, pin_memory=False),
+        chosen_keys=["device", "tuning.pin_memory"],
+    )
     assert not_default(config) == {
         "seed": 3,
         "model": "mlp",
         "model.hidden": 99,
-    }, "device: auto has chosen"
+        "data": "custom",
+        "data.target": "my.Data",
+        "data.arguments.size": 8,
+        "tuning.compile": False,
+    }, "auto has chosen device and pin_memory, not compile"
+
+
+def test_keys_that_auto_chose_are_recorded() -> None:
+    asked = Config(tuning=TuningConfig(compile=False), launch=LaunchConfig(nproc_per_node="2:4"))
+    resolved = resolve(asked, Hardware(gpus=0, cpus=4), None)
+    assert {"device", "tuning.pin_memory"} <= {*resolved.chosen_keys}
+    assert not_default(resolved) == {"tuning.compile": False, "launch.nproc_per_node": "2:4"}
+    assert load_frozen(to_text(resolved)).chosen_keys == resolved.chosen_keys
 
 
 def test_page_says_the_state_of_its_run(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ddp_train.telemetry.score_lines import (
 from ddp_train.text import counted, shown
 
 SEED = "seed"
-OF_THE_RUN = ("run_dir", "name", "reasons", "process_counts", "process_range")
+OF_THE_RUN = ("run_dir", "name", "reasons", "chosen_keys", "process_counts", "process_range")
 """Keys that differ between any two runs, or say what others say."""
 VERSIONS = ("python", "torch", "torchvision", "numpy", "ddp-train")
 NOT_SET = "(not set)"
