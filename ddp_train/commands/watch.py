@@ -115,15 +115,16 @@ def _beginning_of(text: str, letters: int) -> str:
 def table_of(folder: Path, runs: list[RunFiles]) -> Table:
     """A row for each run, the newest last, beside the prompt."""
     metric = main_metric({name for run in runs for name in run.scores})
-    splits = dict.fromkeys(run.split for run in runs if metric in run.scores)
-    score = column_of(f"{'/'.join(splits)}.{metric}".lstrip("."))
-    columns = ["run", "state", "step", "epoch", "training loss", score]
+    splits = [*dict.fromkeys(run.split for run in runs if metric in run.scores)]
+    scores = [column_of(f"{split}.{metric}") for split in splits]
+    columns = ["run", "state", "step", "epoch", "training loss", *scores]
     columns += ["samples/s", "last line", "what"]
-    rows = [_row(folder, run, metric) for run in runs]
-    return Table(str(folder), columns, rows, kept=("state", "what", score))
+    rows = [_row(folder, run, splits, metric) for run in runs]
+    return Table(str(folder), columns, rows, kept=("state", "what", *scores))
 
 
-def _row(folder: Path, run: RunFiles, metric: str) -> list[object]:
+def _row(folder: Path, run: RunFiles, splits: list[str], metric: str) -> list[object]:
+    """The row of a run; the score of a set that it is not scored on is None."""
     name = run.run_dir.name
     if run.run_dir != folder:
         name = str(run.run_dir.relative_to(folder))
@@ -141,7 +142,7 @@ def _row(folder: Path, run: RunFiles, metric: str) -> list[object]:
         last.get("step"),
         last.get("epoch"),
         interval.get("loss"),
-        in_column(metric, _last(run.evaluations).get(metric)),
+        *(in_column(metric, _last(run.lines(split)).get(metric)) for split in splits),
         interval.get("samples_per_second"),
         age,
         _beginning_of(" ".join(reason.split()), LONGEST_REASON),

@@ -64,7 +64,7 @@ def summary_of_training(
     resizes = []
     for line in metrics_hook.resizes:
         resizes.append({name: value for name, value in line.items() if name != "kind"})
-    best = None
+    best = selection_hook.best.as_dict()
     if scores:
         best = _best(run, job, selection_hook, scores, test_evaluation)
     return summary_of_scores(run, scores, job.module) | {
@@ -129,7 +129,7 @@ def summary_of_scores(
     better = {}
     if scores:
         directions = metrics.directions(module)
-        better = {name: directions.get(name, "min") for name in scores["test"].metrics}
+        better = {name: directions.get(name) for name in scores["test"].metrics}
     return {
         **summary_of_model(run, status, module.model),
         "better": better,

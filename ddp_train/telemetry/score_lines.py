@@ -69,6 +69,13 @@ def shown_metric(name: str, value: float) -> str:
     return f"{value:.4f}"
 
 
+def built_in_direction(name: str) -> str | None:
+    """The better direction, max or min, of a metric of a built-in task; None for another one."""
+    if name in PERCENT:
+        return "max"
+    return "min" if name in OTHER_BUILT_IN else None
+
+
 def is_percent(name: str) -> bool:
     """Tell whether a metric, or an objective such as `test.accuracy`, is read as a percentage."""
     return name.rpartition(".")[2] in PERCENT

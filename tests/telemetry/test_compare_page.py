@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.page import as_page
-from tests.support.pages import compared, section_of
+from ddp_train.telemetry.pages.run_files import read_run
+from tests.support.pages import compared, leave_run, section_of
 
 
 def test_one_run_of_each_tells_differences_and_no_noise(tmp_path: Path) -> None:
     report = compared(tmp_path, 0.9, 0.95)
     assert report.tables[1].rows == [["optimizer.lr", "0.1", "0.2"]]
-    assert report.tables[0].columns[1] == "accuracy %, last"
+    assert report.tables[0].columns[1] == "test.accuracy %, last"
     assert [row[:3] for row in report.tables[0].rows] == [["0_0", 90.0, 90.0], ["1_0", 95.0, 95.0]]
     found = report.findings[0]
     assert (
-        found.startswith("1_0 against 0_0: accuracy +5.00 points")
+        found.startswith("1_0 against 0_0: test accuracy +5.00 points")
         and "cannot be told from 1 run of each" in found
     )
     assert "11.73 points" in found and "less than twice" in found, "of ten samples"
@@ -32,3 +34,22 @@ def test_repeated_runs_are_tested(tmp_path: Path) -> None:
     )
     assert "within the noise" in compared(tmp_path / "b", 0.9, 0.905, repeats=3).findings[0]
     assert "differ in their seed at most" in compared(tmp_path / "c", 0.9, repeats=3).findings[0]
+
+
+def test_scores_of_two_sets_are_never_put_side_by_side(tmp_path: Path) -> None:
+    finished = leave_run(tmp_path / "finished", test={"accuracy": 0.5, "loss": 1.0})
+    stopped = leave_run(tmp_path / "stopped", best=0.8)
+    for folder in (finished, stopped):
+        log = folder / "metrics.jsonl"
+        log.write_text(log.read_text().replace('"kind": "test"', '"kind": "validation"'))
+    table, *_ = compare_page([read_run(finished), read_run(stopped)], "").tables
+    rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+    assert [row["validation.accuracy %, last"] for row in rows] == [90.0, 80.0]
+    assert [row["test.accuracy %, last"] for row in rows] == [50.0, None]
+    assert "test.accuracy %, best" not in table.columns, "it was scored once"
+    (found,) = [
+        line
+        for line in compare_page([*map(read_run, (finished, stopped))], "").findings
+        if "against" in line or "differ" in line
+    ]
+    assert "validation accuracy" in found, "one of them has no score of the test set"

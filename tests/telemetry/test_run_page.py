@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -14,13 +15,14 @@ from ddp_train.config.overrides import read_overrides
 from ddp_train.hardware import Hardware
 from ddp_train.models.config import MlpConfig
 from ddp_train.options.custom import CustomDataConfig
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, built_in_directions
 from ddp_train.options.sections import LaunchConfig, TuningConfig
 from ddp_train.resilience.whole_files import write_json
 from ddp_train.telemetry.pages.page import as_page
 from ddp_train.telemetry.pages.run_files import as_typed, read_run
 from ddp_train.telemetry.pages.run_page import run_page, uses
 from ddp_train.telemetry.pages.sweep_page import goes_on
+from ddp_train.telemetry.score_lines import built_in_direction
 from tests.support.commands import PROGRAM, SMALL, read, run
 from tests.support.pages import BOUND, leave_run, report_in, section_of
 
@@ -86,6 +88,61 @@ def test_page_says_the_state_of_its_run(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_bytes(b'{"kind": "tra')
     report = run_page(read_run(folder), {})
     assert report.state == "ended" and "run_dir=" in report.findings[0]
+
+
+def leave_recalls(folder: Path, recalls: list[float]) -> Path:
+    """A run whose accuracy rises, with other recalls, by which it selects."""
+    leave_run(folder, len(recalls))
+    rest = iter(recalls)
+    lines = []
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if line["kind"] == "test":
+            line["recall"] = next(rest)
+        lines.append(json.dumps(line))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text() + "checkpoint: {best_metric: test.recall}\n")
+    return folder
+
+
+def test_page_marks_the_best_by_the_metric_that_selects(tmp_path: Path) -> None:
+    best = {"metric": "test.recall", "better": "max", "value": 0.7, "step": 20}
+    folder = leave_recalls(tmp_path / "r", [0.1, 0.7, 0.3, 0.2])
+    write_json(folder / "summary.json", {"status": "completed", "best": best})
+    report = run_page(read_run(folder), {})
+    table = next(table for table in report.tables if table.title.startswith("Evaluations"))
+    assert table.best == 1 and "best by recall" in table.note
+    assert report.numbers["best recall, step 20"] == "0.7000"
+    assert report.numbers["test accuracy, last"] == "90.00%"
+
+
+def test_page_marks_no_best_if_the_direction_is_unknown(tmp_path: Path) -> None:
+    folder = leave_recalls(tmp_path / "r", [0.1, 0.7, 0.3, 0.2])
+    (folder / "summary.json").unlink()
+    report = run_page(read_run(folder), {})
+    table = next(table for table in report.tables if table.title.startswith("Evaluations"))
+    assert table.best is None and not table.note
+    assert report.numbers["test recall, last"] == "0.2000"
+    config = folder / "config.yaml"
+    config.write_text(config.read_text() + "metrics: [{name: recall, better: max}]\n")
+    table = next(
+        table for table in run_page(read_run(folder), {}).tables if table.title.startswith("Eval")
+    )
+    assert table.best == 1
+
+
+def test_directions_of_built_in_metrics_are_those_of_the_tasks() -> None:
+    assert {name: built_in_direction(name) for name in built_in_directions()} == {
+        **built_in_directions()
+    }
+
+
+def test_of_equal_accuracies_the_lower_loss_is_the_best(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    log = folder / "metrics.jsonl"
+    log.write_text(re.sub(r'"accuracy": [\d.]+', '"accuracy": 0.5', log.read_text()))
+    best = read_run(folder).best
+    assert best is not None and best["step"] == 40, "the losses fall"
 
 
 def test_settings_are_shown_as_they_are_typed(tmp_path: Path) -> None:

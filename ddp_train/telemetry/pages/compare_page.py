@@ -10,7 +10,13 @@ from typing import Any
 
 from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.report import Report
-from ddp_train.telemetry.pages.run_files import COMPLETED, RunFiles, as_typed, main_metric
+from ddp_train.telemetry.pages.run_files import (
+    COMPLETED,
+    SPLITS,
+    RunFiles,
+    as_typed,
+    main_metric,
+)
 from ddp_train.telemetry.pages.run_page import duration
 from ddp_train.telemetry.pages.run_plots import score_plots
 from ddp_train.telemetry.pages.tables import Table
@@ -123,39 +129,62 @@ def _facts(run: RunFiles) -> dict[str, str]:
 
 
 def scores(runs: Runs) -> Table:
-    """A row for each run: its metrics at the end and at their best, its speed and its time."""
+    """A row for each run: its metrics at the end and at their best, its speed and its time.
+
+    Each set has columns of its own: one number of the test set and one of the validation set do
+    not compare.
+    """
     metrics = [_shared_metric(runs.values())]
     if metrics != ["loss"] and any("loss" in run.scores for run in runs.values()):
         metrics.append("loss")
     columns = ["run"]
+    rows: list[list[Any]] = [[name] for name in runs]
     for metric in metrics:
-        name = column_of(metric)
-        columns += [f"{name}, last", f"{name}, best", f"best {metric} at step"]
+        for split in SPLITS:
+            _add_scores(split, metric, runs, columns, rows)
     columns += ["steps", "samples/s", "training time", "state"]
-    rows = []
-    for name, run in runs.items():
-        row: list[Any] = [name]
-        for metric in metrics:
-            best = run.best_by(metric) or {}
-            row.append(in_column(metric, last_score(run, metric)))
-            row += [in_column(metric, best.get(metric)), best.get("step")]
+    for run, row in zip(runs.values(), rows, strict=True):
         seconds = run.summary.get("seconds")
         row += [run.summary.get("steps"), run.summary.get("samples_per_second")]
         row += [seconds and duration(seconds), run.state]
-        rows.append(row)
-    splits = ", ".join(dict.fromkeys(run.split for run in runs.values()))
-    note = (
-        "last: at the end, of the test set where that was scored. best: of the evaluations"
-        f" ({splits})."
-    )
+    note = "last: at the end. best: of all evaluations of that set, by that metric."
     return Table("Runs", columns, rows, note)
 
 
-def last_score(run: RunFiles, metric: str) -> float | None:
-    """A metric at the end: of the test set if that was scored, else of the last evaluation."""
-    for line in (run.summary.get("test") or {}, *reversed(run.evaluations)):
+def _add_scores(
+    split: str, metric: str, runs: Runs, columns: list[str], rows: list[list[Any]]
+) -> None:
+    """Add the columns of a metric of one set, if a run has it: last, and best with its step."""
+    ends = [last_score(run, split, metric) for run in runs.values()]
+    if not any(end is not None for end in ends):
+        return
+    name = f"{split}.{column_of(metric)}"
+    columns.append(f"{name}, last")
+    for row, end in zip(rows, ends, strict=True):
+        row.append(in_column(metric, end))
+    if not any(run.split == split for run in runs.values()):
+        return  # scored at the end only
+    columns += [f"{name}, best", f"best {split}.{metric} at step"]
+    for run, row in zip(runs.values(), rows, strict=True):
+        best = {}
+        if run.split == split:
+            best = run.best_by(metric) or {}
+        row += [in_column(metric, best.get(metric)), best.get("step")]
+
+
+def last_score(run: RunFiles, split: str, metric: str) -> float | None:
+    """A metric of a set at the end of a run; None if that set was not scored."""
+    for line in (run.summary.get(split) or {}, *reversed(run.lines(split))):
         if isinstance(line.get(metric), int | float):
             return float(line[metric])
+    return None
+
+
+def _shared_split(runs: Collection[RunFiles], metric: str) -> str | None:
+    """The set of which all runs have the metric: the test set, else that of validation."""
+    for split in reversed(SPLITS):
+        if all(last_score(run, split, metric) is not None for run in runs):
+            return split
     return None
 
 
@@ -173,17 +202,21 @@ def verdicts(runs: Runs) -> list[str]:
     A group has the name of its first run.
     """
     metric = _shared_metric(runs.values())
+    split = _shared_split(runs.values(), metric)
+    if split is None:
+        return [f"The runs have no {metric} of the same set, and cannot be compared."]
     (first, ground), *others = groups_of(runs).items()
     if others:
         return [
-            f"{name} against {first}{_verdict(ground, group, metric)}" for name, group in others
+            f"{name} against {first}{_verdict(ground, group, split, metric)}"
+            for name, group in others
         ]
-    values = _last_scores(ground, metric)
-    text = "The runs differ in their seed at most"
-    if len(values) < 2:
-        return [f"{text}."]
+    values = _last_scores(ground, split, metric)
     spread = shown_metric(metric, statistics.stdev(values))
-    return [f"{text}; {metric} has a standard deviation of {spread} among them."]
+    return [
+        f"The runs differ in their seed at most; {split} {metric} has a standard deviation of"
+        f" {spread} among them."
+    ]
 
 
 def groups_of(runs: Runs) -> dict[str, list[RunFiles]]:
@@ -197,13 +230,11 @@ def groups_of(runs: Runs) -> dict[str, list[RunFiles]]:
     return groups
 
 
-def _verdict(ground: Sequence[RunFiles], group: Sequence[RunFiles], metric: str) -> str:
-    values = _last_scores(ground, metric)
-    others = _last_scores(group, metric)
-    if not values or not others:
-        return f": one of them has no {metric}, and they cannot be compared."
+def _verdict(ground: Sequence[RunFiles], group: Sequence[RunFiles], split: str, metric: str) -> str:
+    values = _last_scores(ground, split, metric)
+    others = _last_scores(group, split, metric)
     difference = statistics.fmean(others) - statistics.fmean(values)
-    text = f": {metric} {_signed(metric, difference)}"
+    text = f": {split} {metric} {_signed(metric, difference)}"
     test = welch(values, others)
     if test is None:
         runs = counted(min(len(values), len(others)), "run")
@@ -212,7 +243,7 @@ def _verdict(ground: Sequence[RunFiles], group: Sequence[RunFiles], metric: str)
             " with other seeds (seed=0,1,2)."
         )
         if metric == "accuracy":
-            text += _error_of_size(ground[0], group[0], difference)
+            text += _error_of_size(ground[0], group[0], split, difference)
         return text
     verdict = "more than noise" if test.is_more_than_noise else "within the noise"
     interval = f"{_signed(metric, test.low)} to {_signed(metric, test.high)}"
@@ -228,9 +259,9 @@ def _signed(metric: str, value: float) -> str:
     return f"{value:+.4g}"
 
 
-def _error_of_size(run: RunFiles, other: RunFiles, difference: float) -> str:
-    """A sentence on what the size of the test set alone makes of an accuracy."""
-    errors = [_standard_error(run), _standard_error(other)]
+def _error_of_size(run: RunFiles, other: RunFiles, split: str, difference: float) -> str:
+    """A sentence on what the size of the scored set alone makes of an accuracy."""
+    errors = [_standard_error(run, split), _standard_error(other, split)]
     if None in errors:
         return ""
     error = math.hypot(*filter(None, errors))
@@ -242,16 +273,17 @@ def _error_of_size(run: RunFiles, other: RunFiles, difference: float) -> str:
     )
 
 
-def _standard_error(run: RunFiles) -> float | None:
+def _standard_error(run: RunFiles, split: str) -> float | None:
     """Standard error of an accuracy: that of a share of so many samples."""
-    last = run.evaluations[-1] if run.evaluations else {}
-    scored = run.summary.get("test") or last
+    lines = run.lines(split)
+    last = lines[-1] if lines else {}
+    scored = run.summary.get(split) or last
     accuracy = scored.get("accuracy")
     if accuracy is None or not scored.get("samples"):
         return None
     return math.sqrt(accuracy * (1 - accuracy) / scored["samples"])
 
 
-def _last_scores(runs: Sequence[RunFiles], metric: str) -> list[float]:
-    values = [last_score(run, metric) for run in runs]
+def _last_scores(runs: Sequence[RunFiles], split: str, metric: str) -> list[float]:
+    values = [last_score(run, split, metric) for run in runs]
     return [value for value in values if value is not None]

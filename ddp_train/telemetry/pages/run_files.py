@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 
@@ -18,8 +18,10 @@ from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.telemetry.json_files import read_object, read_objects
 from ddp_train.telemetry.metrics_log import METRICS, Line, read_metrics
 from ddp_train.telemetry.pages.timeline import FILE as TIMELINE
-from ddp_train.text import dotted
+from ddp_train.telemetry.score_lines import built_in_direction
+from ddp_train.text import OF_AVERAGE, dotted
 
+AUTO = "auto"
 CONFIG = "config.yaml"
 COMMANDS = "commands.jsonl"
 TRAIN = "train"
@@ -104,24 +106,61 @@ class RunFiles:
                     names[name] = None
         return list(names)
 
-    def better(self, metric: str) -> str:
-        """The better direction, max or min; that of an accuracy is known without a summary."""
+    def better(self, metric: str) -> str | None:
+        """The better direction, max or min.
+
+        None if it is not known: only the task, or torchmetrics, knows that of a metric of the
+        user's before the run has written its summary.
+        """
         direction = (self.summary.get("better") or {}).get(metric)
         if direction:
             return direction
-        if metric.startswith(("accuracy", "top5")):
-            return "max"
-        return "min"
+        name = metric.removeprefix(OF_AVERAGE)
+        for item in self.config.get("metrics") or []:
+            if item.get("name") == name:
+                return item.get("better")
+        return built_in_direction(name)
+
+    @property
+    def selected_by(self) -> str:
+        """The metric by which the run chooses its best evaluation, checkpoint.best_metric."""
+        best = self.summary.get("best") or {}
+        asked = (self.config.get("checkpoint") or {}).get("best_metric", AUTO)
+        metric = str(best.get("metric") or asked).rpartition(".")[2]
+        if metric != AUTO:
+            return metric
+        return "accuracy" if "accuracy" in self.scores else "loss"
+
+    @property
+    def best(self) -> Line | None:
+        """The evaluation that the run itself takes for its best.
+
+        Of equal accuracies that with the lower loss, where nothing else was asked for: as
+        `engine.selection` says.
+        """
+        best = self.summary.get("best") or {}
+        for line in self.evaluations:
+            if line["step"] == best.get("step"):
+                return line
+        return self.best_by(self.selected_by)
 
     def best_by(self, metric: str) -> Line | None:
-        """The evaluation with the best value of a metric."""
+        """The evaluation with the best value of a metric, the first of equal ones.
+
+        None too if nobody knows which direction is better.
+        """
+        direction = self.better(metric)
+        sign = -1 if direction == "max" else 1
         known = []
         for line in self.evaluations:
-            value = line.get(metric)
-            if isinstance(value, int | float) and math.isfinite(value):
+            if direction and is_finite(line.get(metric)):
                 known.append(line)
-        choose = max if self.better(metric) == "max" else min
-        return choose(known, key=lambda line: line[metric], default=None)
+
+        def rank(line: Line) -> tuple[float, float]:
+            loss = line.get("loss") if metric == "accuracy" else None
+            return sign * line[metric], loss if is_finite(loss) else math.inf
+
+        return min(known, key=rank, default=None)
 
     @property
     def last_start(self) -> dict[str, Any]:
@@ -221,6 +260,11 @@ def as_typed(config: dict[str, Any]) -> dict[str, Any]:
             key = key.removesuffix("target") + "_target_"
         typed[key] = value
     return typed
+
+
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Tell whether a value of a file is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def main_metric(names: Collection[str]) -> str:

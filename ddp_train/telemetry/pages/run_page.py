@@ -17,6 +17,7 @@ from ddp_train.telemetry.pages.run_files import (
     RUNNING,
     RunFiles,
     as_typed,
+    is_finite,
     main_metric,
 )
 from ddp_train.telemetry.pages.run_plots import run_plots
@@ -143,16 +144,20 @@ def numbers(run: RunFiles) -> dict[str, str]:
 
 
 def _score_numbers(run: RunFiles) -> dict[str, str]:
-    """The metric of most interest, at the end and at its best."""
-    for name in (main_metric(run.scores), "loss"):
-        best = run.best_by(name)
-        if best:
-            last = run.evaluations[-1].get(name, best[name])
-            return {
-                f"{run.split} {name}, last": shown_metric(name, last),
-                f"best, step {best['step']:,}": shown_metric(name, best[name]),
-            }
-    return {}
+    """The metric of most interest at the end, and the one that selects at its best."""
+    if not run.evaluations:
+        return {}
+    tiles = {}
+    selected_by = run.selected_by
+    last = run.evaluations[-1]
+    for name in dict.fromkeys((main_metric(run.scores), selected_by)):
+        if is_finite(last.get(name)):
+            tiles[f"{run.split} {name}, last"] = shown_metric(name, last[name])
+    best = run.best
+    if best and is_finite(best.get(selected_by)):
+        heading = f"best {selected_by}, step {best['step']:,}"
+        tiles[heading] = shown_metric(selected_by, best[selected_by])
+    return tiles
 
 
 def duration(seconds: float) -> str:
@@ -169,13 +174,18 @@ def _evaluations(run: RunFiles) -> Table:
     for line in lines:
         values = [in_column(name, line.get(name)) for name in names]
         rows.append([line.get("epoch"), line["step"], *values, line.get("loss")])
-    metric = main_metric(names)
-    best = run.best_by(metric)
+    best = run.best
+    note = ""
+    if best:
+        note = (
+            f"The best by {run.selected_by} (checkpoint.best_metric) stands out; by another metric"
+            " it may be another line."
+        )
     return Table(
         f"Evaluations of the {run.split} set",
         ["epoch", "step", *map(column_of, names), "loss"],
         rows,
-        f"The best by {metric} stands out; by another metric it may be another line.",
+        note,
         best=lines.index(best) if best else None,
     )
 
