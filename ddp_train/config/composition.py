@@ -19,6 +19,7 @@ from ddp_train.config.bind import bind
 from ddp_train.config.code_checks import package_of
 from ddp_train.config.earlier_runs import CONFIG_KEY, EarlierRun
 from ddp_train.config.hydra_errors import HydraErrors
+from ddp_train.config.hydra_keys import problems_of_presets
 from ddp_train.config.keys import all_keys, list_rule, own_keys
 from ddp_train.config.overrides import Overrides
 from ddp_train.config.presets import compose_options, origin_of
@@ -100,6 +101,8 @@ def _compose(program: Program, overrides: Overrides) -> Composition:
     """
     composed, choices = compose_options(program, overrides.choice_arguments)
     problems = [_set_value(composed, key, value) for key, value in overrides.given.items()]
+    for key, problem in problems_of_presets(composed.pop("hydra"), overrides.is_of_trial):
+        problems.append(f"{problem}{origin_of(key, program, overrides, choices)}")
     return Composition(plain(composed), choices, list(filter(None, problems)))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_train.config.earlier_runs import CONFIG_KEY
+from ddp_train.config.hydra_keys import problem_of_word
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.user_code import torch_optimizers
 from ddp_train.config.values import grammatical, in_quotes, leaves, quoted, unclosed
@@ -48,6 +49,8 @@ class Overrides:
     swept: dict[str, list[str]] = field(default_factory=dict)
     """Sweeps: the key or group and its values as typed; none for an interval, which a sweeper draws
     from."""
+    is_of_trial: bool = False
+    """Whether these are the overrides of one trial of a sweep."""
 
     @property
     def choice_arguments(self) -> list[str]:
@@ -134,13 +137,21 @@ class _Reader:
 
     def _read_of_hydra(self, override: Override) -> None:
         argument = override.input_line or ""
+        if override.is_delete():
+            self._refuse(argument, "no key can be removed; leave it out for its default")
+            return
         foreign = [
             text
             for key, text in leaves(override.value(), override.key_or_group)
             if _names_code(key) and _is_foreign(text)
         ]
+        moved = None
+        if not override.is_sweep_override():  # which Hydra refuses
+            moved = problem_of_word(override.key_or_group, override.value())
         if foreign:
             self._refuse(argument, f"loads code from outside hydra: {foreign[0]}")
+        elif moved:
+            self.overrides.problems.append(str(moved))
         elif not self.sweep:
             self._refuse(argument, "Hydra's own keys act on sweeps only; add -m, or leave it out")
         else:

@@ -33,6 +33,8 @@ OF_TORCHRUN = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_
 """Keys that torchrun decides, whatever the config of an earlier run says."""
 SWEEP_RESULTS = "results.jsonl"
 """In the folder of a sweep. Its trials have folders of their own in it."""
+SWEEP_TRIALS = "trials.jsonl"
+"""In the folder of a sweep: a line for each trial that a start of the sweep takes up."""
 LEFT_BY_RUNS = (
     "checkpoints",
     "metrics.jsonl",
@@ -70,6 +72,7 @@ def prepare(
     shared_by: the number of trials that have the cores of this host among them.
     """
     command_line = read_overrides(program, overrides)
+    command_line.is_of_trial = run_dir is not None
     if world:
         command_line.given = {**OF_TORCHRUN, **command_line.given}
     config, problems = read_run(program, command_line)
@@ -213,10 +216,20 @@ def _patience_seconds(config: Config, world: World | None) -> float:
 
 
 def is_of_sweep(folder: Path) -> bool:
-    """Tell whether the first row of a file of results, which may be the user's, is of a trial."""
-    with contextlib.suppress(OSError, ValueError), (folder / SWEEP_RESULTS).open() as file:
-        return '"trial":' in file.readline()
+    """Tell whether a folder is a sweep's, which may have been ended before its first result.
+
+    The first line of its files tells, since they may be the user's.
+    """
+    for name in (SWEEP_RESULTS, SWEEP_TRIALS):
+        with contextlib.suppress(OSError, ValueError), (folder / name).open() as file:
+            if '"trial":' in file.readline():
+                return True
     return False
+
+
+def is_of_run(folder: Path) -> bool:
+    """Tell whether a folder is a run's own."""
+    return any((folder / name).exists() for name in ("checkpoints", COMMANDS))
 
 
 def archive_previous_run(run_dir: Path) -> list[str]:

@@ -31,7 +31,10 @@ BY_OVERRIDE = "an option is chosen by `- override /GROUP: OPTION`"
 
 
 def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig, dict[str, str]]:
-    """Have Hydra compose the choices of options. Returns the config, and each group's option."""
+    """Have Hydra compose the choices of options.
+
+    Returns the config, with the section `hydra`, and the option of each group.
+    """
     import hydra
 
     register_schema(program)
@@ -40,7 +43,6 @@ def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig,
         composed = hydra.compose("config", arguments, return_hydra_config=True)
     choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
     OmegaConf.set_struct(composed, False)
-    del composed["hydra"]
     return composed, choices
 
 
@@ -134,8 +136,8 @@ def origin_of(key: str, program: Program, overrides: Overrides, choices: dict[st
     of_runs = [program.file(group, choices.get(group)) for group in reversed(PRESETS)]
     for path in (*of_runs, program.presets / "config.yaml"):
         content: Any = content_of(path) if path else {}
-        if section:
-            content = content.get(section)
+        for part in filter(None, section.split(".")):
+            content = content.get(part) if isinstance(content, dict) else None
         if path and _has(content, name):
             return f" (in {program.shown(path)})"
     path = program.file(section, choices.get(section))

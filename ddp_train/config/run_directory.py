@@ -23,6 +23,14 @@ def problems(config: Config) -> Iterator[Problem]:
         return
     if config.mode == "doctor":  # it tries to write, on every host
         return
+    if str(config.run_dir).startswith("~"):
+        yield Problem(
+            f"run_dir={config.run_dir}",
+            "nothing expands ~ there",
+            f"use run_dir=$HOME{str(config.run_dir).removeprefix('~')}, or in a preset"
+            f" ${{oc.env:HOME}}{str(config.run_dir).removeprefix('~')}",
+        )
+        return
     run_dir = Path(str(config.run_dir)).absolute()
     shared = _shared_folder(run_dir.resolve())
     existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())

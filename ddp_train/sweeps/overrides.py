@@ -30,7 +30,7 @@ def parsed(override: str) -> Override:
 
 
 def is_of_hydra(override: str) -> bool:
-    return key_of(override).startswith(("hydra.", "hydra/"))
+    return f"{key_of(override)}.".startswith(("hydra.", "hydra/"))
 
 
 def trial_overrides(overrides: Iterable[object]) -> list[str]:

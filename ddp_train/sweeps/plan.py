@@ -13,7 +13,7 @@ from ddp_train.config.metrics import (
     objective_name,
 )
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.prepare import read_run
+from ddp_train.config.prepare import is_of_run, read_run
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
@@ -22,6 +22,7 @@ from ddp_train.options.schema import Config
 from ddp_train.sweeps import value_checks
 from ddp_train.sweeps.overrides import identifying, is_of_hydra, last_value
 from ddp_train.sweeps.pool import POOL, TrialPool, pool_notes, pool_of
+from ddp_train.sweeps.preset_words import NO_PARAMS, with_words_of_presets
 from ddp_train.sweeps.sweeper import (
     LAUNCHER,
     SWEEPER,
@@ -101,10 +102,12 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
 
     Raises ConfigError with all problems.
     """
-    overrides = [word for word in argv if not word.startswith("-")]
+    words = with_words_of_presets(program, [word for word in argv if not word.startswith("-")])
     flags = [word for word in argv if word.startswith("-")]
-    read = read_overrides(program, value_checks.last_of_each_key(overrides), sweep=True)
+    read = read_overrides(program, value_checks.last_of_each_key(words.words), sweep=True)
     arguments = read.arguments
+    if words.params_are_words:
+        arguments.append(NO_PARAMS)
     launcher = last_value(arguments, LAUNCHER)
     job_launcher = launcher if launcher not in ("", "basic", POOL) else ""
     hardware = detect_hardware(visible_devices())
@@ -114,10 +117,12 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
     problems = [*tried.problems, *missing_for_slurm(job_launcher), *direction.problems]
     problems += optuna_problems(arguments, config)
     if not problems:
-        problems = value_checks.hydra_problems(program, [*arguments, *direction.overrides])
+        of_hydra = [*arguments, *direction.overrides]
+        problems = value_checks.hydra_problems(program, of_hydra, read.swept)
+    problems += _folder_of_run(config)
     _raise_if_any(problems)
 
-    swept = frozenset({*read.swept, *keys_of_params(arguments)})
+    swept = frozenset({*read.swept, *keys_of_params(arguments), *words.drawn})
     plan = SweepPlan(
         sweep_dir=Path(config.run_dir or f"runs/{config.name}/sweep_{new_run_id(None)}"),
         command=program.command(argv),
@@ -147,6 +152,14 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
 def _raise_if_any(problems: list[str]) -> None:
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _folder_of_run(config: Config) -> list[str]:
+    """The message for a sweep that is sent into the folder of a run; empty if it is not."""
+    if not config.run_dir or not is_of_run(Path(config.run_dir)):
+        return []
+    rule = "is the folder of a run, whose page would be lost; name another one"
+    return [f"run_dir={config.run_dir}: {rule}, run_dir={config.run_dir}_sweep"]
 
 
 def _with_objective(plan: SweepPlan, config: Config) -> SweepPlan:

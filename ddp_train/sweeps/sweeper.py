@@ -21,6 +21,8 @@ OPTUNA = "pool_optuna"
 """Our own sweeper."""
 OPTUNA_TRIALS = 20
 """How many trials it has by default."""
+KNOWN_SWEEPERS = ("", "basic", OPTUNA)
+"""Sweepers whose parameters are checked before the first trial; empty: the grid."""
 OPTIMIZERS = ("optuna", OPTUNA)
 """Sweepers that must be given the better direction."""
 DIRECTION = "hydra.sweeper.direction"

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_train.config.overrides import Overrides, read_overrides
 from ddp_train.config.prepare import read_run, resolve_and_check
-from ddp_train.config.presets import register_schema, search_path_of
-from ddp_train.config.program import Program
+from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.validate import check_rules
 from ddp_train.hardware import Hardware
 from ddp_train.options.schema import Config
 from ddp_train.sweeps import pool
+from ddp_train.sweeps.composed_sweep import composed_sweep
 from ddp_train.sweeps.overrides import is_of_hydra, key_of, last_value, parsed
-from ddp_train.sweeps.sweeper import LAUNCHER, OPTUNA, PARAMS, SWEEPER
-from ddp_train.text import first_line
+from ddp_train.sweeps.sweeper import KNOWN_SWEEPERS, LAUNCHER, OPTUNA, PARAMS, SWEEPER
+from ddp_train.text import dotted, first_line, shown
 
-KNOWN_SWEEPERS = ("", "basic", OPTUNA)
-"""Sweepers whose overrides are checked here; empty: the grid."""
+OF_ALL_TRIALS = ("launcher", "sweeper", "sweep")
+"""Parts of `hydra` that Hydra reads once for a sweep."""
+SHARED = ("run_dir", "objective")
+"""Keys of a run that all trials share, beside those of `sweep`."""
 
 
 def last_of_each_key(overrides: list[str]) -> list[str]:
@@ -38,21 +37,26 @@ def last_of_each_key(overrides: list[str]) -> list[str]:
     line.
     """
     if last_value(overrides, SWEEPER) in KNOWN_SWEEPERS:
-        overrides = [_by_name(override) for override in overrides]
+        overrides = [word for override in overrides for word in _by_name(override)]
     return list({key_of(text): text for text in overrides}.values())
 
 
-def _by_name(override: str) -> str:
-    """`hydra.sweeper.params.x='interval(0,1)'` as `x=interval(0,1)`; others stay as they are."""
-    if not key_of(override).startswith(PARAMS):
-        return override
-    name, _, value = override.lstrip("+").removeprefix(PARAMS).partition("=")
+def _by_name(override: str) -> list[str]:
+    """`hydra.sweeper.params.x='interval(0,1)'`, or `hydra.sweeper.params={x:'interval(0,1)'}`, as
+    `x=interval(0,1)`; others stay as they are."""
+    key = key_of(override)
+    value = override.partition("=")[2]
+    name = key.removeprefix(PARAMS)
+    if f"{key}." != PARAMS and name == key:
+        return [override]
     try:
         content = parsed(f"x={value}").value()
     except HydraException:  # which is reported with all others
-        return f"{name}={value}"
-    without_quotes = content if isinstance(content, str) else value
-    return f"{name}={without_quotes}"
+        return [f"{name}={value}"]
+    if isinstance(content, dict):
+        prefix = "" if name == key else f"{name}."
+        return [f"{name}={shown(item)}" for name, item in dotted(content, prefix).items()]
+    return [f"{name}={content if isinstance(content, str) else value}"]
 
 
 @dataclass
@@ -62,11 +66,16 @@ class TriedValues:
     fixed: list[str]
     """The overrides that all trials have."""
     settings: pool.LauncherSettings
-    config: Config = field(default_factory=Config)
-    """The config of the last trial, as typed."""
+    configs: list[Config] = field(default_factory=list)
+    """The configs of the trials, as typed."""
     resolved: list[Config] = field(default_factory=list)
     """Configs of the trials that can run on this host."""
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def config(self) -> Config:
+        """The config of the last trial, as typed."""
+        return self.configs[-1]
 
 
 def try_values(
@@ -91,6 +100,8 @@ def try_values(
     for values in _combinations(swept):
         overrides = [*fixed, *(f"{key}={value}" for key, value in values.items())]
         _try_trial(tried, program, overrides, hardware, elsewhere)
+    if not tried.problems:
+        tried.problems += _not_shared(tried.configs)
     tried.problems = [_with_whole_numbers(problem, ends) for problem in tried.problems]
     return tried
 
@@ -98,10 +109,28 @@ def try_values(
 def _unswept(read: Overrides, ends: dict[str, list[str]]) -> Iterator[str]:
     """Keys that cannot be swept, or have no value."""
     for key, values in read.swept.items():
-        if key.startswith("sweep."):
+        if key in SHARED or key.startswith("sweep."):
             yield f"{key}: is what all trials share, and cannot be swept; give it one value"
         if not values and key not in ends:
             yield f"{key}: has no value to try: nothing matches"
+
+
+def _not_shared(configs: Sequence[Config]) -> Iterator[str]:
+    """What all trials share, and a preset or a reference changes from one to the other."""
+    first = configs[0]
+    for config in configs[1:]:
+        for key in SHARED:
+            one = getattr(first, key)
+            other = getattr(config, key)
+            if one != other:
+                yield (
+                    f"{key}={shown(other)}: is what all trials share, and another one has"
+                    f" {key}={shown(one)}; give one value"
+                )
+                return
+        if config.sweep != first.sweep:
+            yield "sweep: is what all trials share, and a value of the sweep changes it; give one"
+            return
 
 
 def _combinations(swept: dict[str, list[str]]) -> Iterator[dict[str, str]]:
@@ -117,8 +146,11 @@ def _try_trial(
     tried: TriedValues, program: Program, overrides: list[str], hardware: Hardware, elsewhere: bool
 ) -> None:
     """Compose and check one trial."""
-    config, problems = read_run(program, read_overrides(program, overrides))
-    tried.config, contradictions = pool.with_settings(config, tried.settings)
+    read = read_overrides(program, overrides)
+    read.is_of_trial = True
+    config, problems = read_run(program, read)
+    typed, contradictions = pool.with_settings(config, tried.settings)
+    tried.configs.append(typed)
     tried.problems += problems + contradictions
     if problems:
         return
@@ -158,8 +190,13 @@ def _with_whole_numbers(problem: str, ends: dict[str, list[str]]) -> str:
     return f"{problem}; for whole numbers use {key}=int(interval({int(low)},{int(high)}))"
 
 
-def hydra_problems(program: Program, arguments: list[str]) -> list[str]:
-    """What Hydra and Optuna would refuse of arguments that are right for single trials."""
+def hydra_problems(
+    program: Program, arguments: list[str], swept: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """What Hydra and Optuna would refuse of arguments that are right for single trials.
+
+    swept: keys and the values that are tried.
+    """
     sweeper = last_value(arguments, SWEEPER)
     if sweeper in ("", "basic"):
         intervals = [argument for argument in arguments if ends_of_intervals([argument])]
@@ -169,31 +206,35 @@ def hydra_problems(program: Program, arguments: list[str]) -> list[str]:
                 f" {SWEEPER}={OPTUNA}"
                 for argument in intervals
             ]
-    for name in ("launcher", "optuna_sweeper"):  # an editable install may hide them from Hydra
-        importlib.import_module(f"hydra_plugins.ddp_train_pool.{name}")
-    register_schema(program)
     if not last_value(arguments, LAUNCHER):
         arguments = [f"{LAUNCHER}={pool.POOL}", *arguments]
-    arguments = [*arguments, *search_path_of(program)]
     try:
-        with hydra.initialize_config_dir(str(program.presets), version_base="1.3"):
-            application = GlobalHydra.instance().hydra
-            assert application is not None
-            composed = application.compose_config(
-                "config",
-                arguments,
-                run_mode=RunMode.MULTIRUN,
-                from_shell=False,
-                with_log_configuration=False,
-            )
+        with composed_sweep(program, arguments) as composed:
             if sweeper == OPTUNA:
                 of_trials = [argument for argument in arguments if not is_of_hydra(argument)]
                 _draw_once(composed.hydra.sweeper, of_trials)
+        return [*_of_swept_presets(program, arguments, swept, composed)]
     except (HydraException, OmegaConfBaseException) as error:
         text = str(error).partition("Config search path")[0]
         cause = first_line(error.__cause__) if error.__cause__ else ""
         return [" ".join(f"{text} {cause}".split())]
-    return []
+
+
+def _of_swept_presets(
+    program: Program,
+    arguments: list[str],
+    swept: Mapping[str, Sequence[str]],
+    composed: DictConfig,
+) -> Iterator[str]:
+    """Presets among the values of a sweep that say something of the sweep itself."""
+    for group in PRESETS:
+        for option in swept.get(group, ()):
+            with composed_sweep(program, [*arguments, f"{group}={option}"]) as with_preset:
+                pass
+            for part in OF_ALL_TRIALS:
+                if with_preset.hydra[part] != composed.hydra[part]:
+                    rule = f"sets hydra.{part}, which is what all trials share"
+                    yield f"{group}={option}: {rule}; give it on the command line"
 
 
 def _draw_once(node: DictConfig, overrides: list[str]) -> None:
