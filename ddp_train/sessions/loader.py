@@ -119,8 +119,8 @@ class TrainingLoader:
         self.batches = reported_batches(steps, source, shares, options)
 
     def __len__(self) -> int:
-        """Batches of an epoch: as many on all processes."""
-        return self.facts["steps_per_epoch"]
+        """Batches of an epoch, as many on all processes; inside of a resumed one, those left."""
+        return self.facts["steps_per_epoch"] - self.steps.first_batch
 
     def __iter__(self) -> Iterator[Any]:
         steps = self.steps
@@ -131,10 +131,15 @@ class TrainingLoader:
                 "use it once in each epoch; score with run.test_loader",
             )
         self.epoch_used = epoch
+        steps_per_epoch = self.facts["steps_per_epoch"]
         for batch in self.batches:
             steps.begin_step(batch.micro_batch)
-            yield batch.data
-            steps.end_step(is_last=steps.position.batch + 1 == len(self))
+            try:
+                yield batch.data
+            except GeneratorExit:
+                steps.leave_step()
+                raise
+            steps.end_step(is_last=steps.position.batch + 1 == steps_per_epoch)
         steps.status.phase = "hook"
 
 

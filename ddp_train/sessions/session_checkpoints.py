@@ -23,6 +23,7 @@ from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.text import counted, first_line
@@ -118,6 +119,7 @@ class SessionCheckpoints:
         state.apply_weights(path, module, module, self.world.rank)
         for name, holder in self.objects.items():
             holder.load_state_dict(state.objects[name])
+        put_back(module, state.session.get("gradients", {}))
         position = Position(**state.session["position"])
         self.saved = replace(position)
         self.resumed_from = path
@@ -134,30 +136,37 @@ class SessionCheckpoints:
                 "give run.resume what it got when that was saved, or start over in another run_dir",
             )
 
-    def save(self, position: Position, batches: dict[str, Any]) -> None:
+    def save(self, position: Position, batches: dict[str, Any], watch: GradientWatch) -> None:
         """Save the state after this step. A collective: every process must call it.
 
         Training continues while rank 0 writes.
 
         batches: facts that identify them.
+        watch: knows which gradients the next step needs.
         """
         self.saved = replace(position)
         module = self.model.module
         check_same_weights(module)
+        gradients = exchanged(module, watch.wanted(module))
         with averaged_buffers(module, keep_if_alike=True) as buffers:
             if self.world.is_leader:
                 if self.writer is None:
                     keep = self.settings.keep
                     on_saving = self.status.set_saving
                     self.writer = Writer(self.settings.run_dir, keep, on_saving=on_saving)
-                self.writer.submit(partial(self._snapshot, position, batches, buffers))
+                session = {
+                    "position": asdict(position),
+                    "batches": batches,
+                    "gradients": gradients,
+                }
+                self.writer.submit(partial(self._snapshot, position.step, session, buffers))
 
-    def _snapshot(self, position: Position, batches: dict[str, Any], buffers: Tensor) -> Snapshot:
+    def _snapshot(self, step: int, session: dict[str, Any], buffers: Tensor) -> Snapshot:
         module = self.model.module
         state = TrainingState(
             objects={name: holder.state_dict() for name, holder in self.objects.items()},
             buffers=buffers,
-            session={"position": asdict(position), "batches": batches},
+            session=session,
         )
         manifest = {
             "world_size": self.world.size,
@@ -166,7 +175,7 @@ class SessionCheckpoints:
                 name for name, parameter in module.named_parameters() if parameter.requires_grad
             ],
         }
-        return Snapshot(position.step, copies_of(module.state_dict()), state.as_dict(), manifest)
+        return Snapshot(step, copies_of(module.state_dict()), state.as_dict(), manifest)
 
     def finish(self) -> None:
         """Wait until all is written. Raises WriteError if the last one could not be."""

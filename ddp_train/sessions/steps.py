@@ -22,6 +22,7 @@ from ddp_train.distributed.training_step import CURRENT, training_step
 from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.wrapped import Wrapped
@@ -65,9 +66,10 @@ class Steps:
         self.micro_batch: MicroBatch | None = None
         """The share of the current step; None between two steps."""
         self.in_epoch = False
+        self.first_batch = 0
+        """Batches of the current epoch that were done before it began here: it was resumed."""
         self.is_save_due = False
-        self.gradients_are_used = True
-        """The optimizer has stepped since the last loss: gradients that add up are not saved."""
+        self.gradients = GradientWatch()
         self.had_backward = False
         """The mean loss of this step has gone backward."""
         self.score_watch = ScoreWatch()
@@ -103,8 +105,10 @@ class Steps:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
         while position.epoch < count:
             self.in_epoch = True
+            self.first_batch = position.batch
             yield position.epoch
             self.in_epoch = False
+            self.first_batch = 0
             position.end_epoch()
             is_last = position.epoch == count
             if position.epoch % save_every == 0 or is_last or self.is_save_due:
@@ -122,7 +126,7 @@ class Steps:
 
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`."""
-        if self.in_epoch and self.checkpoints and self.gradients_are_used:
+        if self.in_epoch and self.checkpoints:
             if self.position.batch == self.loader_facts.get("steps_per_epoch"):
                 self.position.end_epoch()
             if self.position != self.checkpoints.saved:
@@ -141,7 +145,7 @@ class Steps:
         self.is_save_due = False
         phase = self.status.phase
         self.status.phase = "checkpoint"
-        self.checkpoints.save(self.position, self.loader_facts)
+        self.checkpoints.save(self.position, self.loader_facts, self.gradients)
         self.status.phase = phase
 
     # --- steps ------------------------------------------------------------------------------------
@@ -165,17 +169,29 @@ class Steps:
         is_last: the batch is the last one of its epoch, whose end is not reached yet: what follows
             the loop over batches belongs to it.
         """
-        self.micro_batch = None
-        CURRENT.step = None
-        self.position.batch += 1
-        self.position.step += 1
-        self.status.step = self.position.step
-        if is_last or not self.gradients_are_used:
+        self._count_step()
+        # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
+        # is right about when the next one is due.
+        if is_last or not self.gradients.are_used:
             return
         if self.is_save_due:
             self.save_now()
         if self.position.step >= self.stop.limit:
             self._stop_if_agreed()
+
+    def leave_step(self) -> None:
+        """End the last step of a loop that was left by `break`: it counts if it went backward."""
+        if self.had_backward:
+            self._count_step()
+        self.micro_batch = None
+        CURRENT.step = None
+
+    def _count_step(self) -> None:
+        self.micro_batch = None
+        CURRENT.step = None
+        self.position.batch += 1
+        self.position.step += 1
+        self.status.step = self.position.step
 
     def mean(self, losses: Tensor, over: float | Tensor | None) -> Tensor:
         """See Run.mean."""
@@ -197,7 +213,7 @@ class Steps:
                 " sample their mean, or say with over=NUMBER how many they are",
             )
         if loss.requires_grad:
-            self.gradients_are_used = False
+            self.gradients.see_loss()
             loss.register_hook(self._in_backward)
         return loss
 
@@ -216,11 +232,12 @@ class Steps:
 
     def _in_backward(self, _: Tensor) -> None:
         self.had_backward = True
+        self.gradients.see_backward()
         self.status.phase = "backward"
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Called before each step of any optimizer in this process."""
-        if self.micro_batch is None or id(optimizer) in self.foreign_optimizers:
+        if not self.in_epoch or id(optimizer) in self.foreign_optimizers:
             return
         if id(optimizer) not in self.optimizers:
             if self.model is None or not self.model.is_trained_by(optimizer):
@@ -238,7 +255,7 @@ class Steps:
                 "loss = run.mean(losses), of one loss for each sample (reduction='none'), then"
                 " loss.backward()",
             )
-        self.gradients_are_used = True
+        self.gradients.see_step(optimizer)
         self.status.phase = "optimizer step"
 
 

@@ -67,6 +67,7 @@ class Wrapped(nn.Module):
             return torch.stack(sums).sum()
 
         gradients = [parameter.grad for parameter in self.parameters()]
+        self.zero_grad(set_to_none=True)  # else the passes would add to them
         devices = [torch.cuda.current_device()] if next(self.parameters()).is_cuda else []
         with torch.random.fork_rng(devices):
             warm_up_ddp_buckets(ddp, loss)

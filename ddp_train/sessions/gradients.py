@@ -1,0 +1,123 @@
+"""The gradients that a loop has added up when a checkpoint is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ddp_train.distributed.process_group import from_all_ranks, ranks, total
+
+Gradients = dict[str, Tensor]
+"""By the names of the model's parameters; one that has none is not there."""
+
+
+class GradientWatch:
+    """Tells which gradients the next step may need: those that are there, but for used ones.
+
+    A loop is seen to drop used ones, by `zero_grad`, before the next backward pass. One that was
+    not seen to may go on adding to them.
+    """
+
+    def __init__(self) -> None:
+        self.are_used = True
+        """The optimizer has stepped since the last loss."""
+        self._looked_at: dict[int, nn.Parameter] = {}
+        """By the `id` of an optimizer one of its parameters, which had a gradient at a step."""
+        self._stepped: dict[int, Optimizer] = {}
+        """The optimizers that have stepped since the last backward pass, by `id`."""
+        self._drops = False
+        self._carries = False
+
+    def see_loss(self) -> None:
+        """Called when a loss is made."""
+        self.are_used = False
+
+    def see_backward(self) -> None:
+        """Called when a backward pass begins."""
+        for key in self._stepped:
+            parameter = self._looked_at.get(key)
+            if parameter is None:
+                continue
+            if parameter.grad is None:
+                self._drops = True
+            else:
+                self._carries = True
+        self._stepped.clear()
+
+    def see_step(self, optimizer: Optimizer) -> None:
+        """Called before a step of an optimizer of the model."""
+        self.are_used = True
+        key = id(optimizer)
+        self._stepped[key] = optimizer
+        if key in self._looked_at:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._looked_at[key] = parameter
+                    return
+
+    def wanted(self, module: nn.Module) -> Gradients:
+        """The gradients that a checkpoint must hold, not copied."""
+        used: set[int] = set()
+        if self._drops and not self._carries:
+            for optimizer in self._stepped.values():
+                for group in optimizer.param_groups:
+                    used |= {id(parameter) for parameter in group["params"]}
+        return {
+            name: parameter.grad
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None and id(parameter) not in used
+        }
+
+
+@torch.no_grad()
+def exchanged(module: nn.Module, gradients: Gradients) -> Gradients:
+    """The gradients as all processes have them. A collective: every process must call it.
+
+    Where a process has its own, all get the mean: as DDP is linear in what was added up before its
+    exchange, the next step is the same.
+    """
+    if ranks() == 1:
+        return gradients
+    parameters = dict(module.named_parameters())
+    device = next(iter(parameters.values())).device
+    facts = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=device)
+    for place, name in enumerate(parameters):
+        if name in gradients:
+            facts[place] = _norm(gradients[name])
+    of_ranks = from_all_ranks(facts)
+    if bool(((of_ranks == of_ranks[0]) | of_ranks.isnan()).all()):
+        return gradients
+    somewhere = (of_ranks != -1).any(0).tolist()
+    for (name, parameter), is_there in zip(parameters.items(), somewhere, strict=True):
+        if not is_there:
+            continue
+        gradient = gradients.get(name)
+        mean = torch.zeros_like(parameter)
+        if gradient is not None:
+            mean += gradient
+        parameter.grad = total(mean) / ranks()
+        gradients[name] = parameter.grad
+    return gradients
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    return torch.linalg.vector_norm(gradient.float())
+
+
+def put_back(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
+    """Set the gradients of a checkpoint, on its parameters' device and in their layout."""
+    for name, parameter in module.named_parameters():
+        saved = gradients.get(name)
+        if saved is None:
+            parameter.grad = None
+        elif saved.layout == parameter.layout:
+            parameter.grad = torch.empty_like(parameter).copy_(saved)
+        else:
+            parameter.grad = saved.to(parameter.device)
