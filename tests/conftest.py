@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -43,6 +42,7 @@ def pytest_collection() -> Iterator[object]:
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
@@ -75,6 +75,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert not lost, f"pytest-xdist does not see the group of {lost[0]}"
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtestloop() -> Iterator[object]:
+    """Before the first test, which may start threads: see tests/support/ranks.py."""
+    if ranks := sys.modules.get("tests.support.ranks"):
+        ranks.server.start()
+    return (yield)
+
+
 def _parameters(item: pytest.Item) -> list[tuple[str, Any]]:
     return sorted(item.callspec.params.items()) if hasattr(item, "callspec") else []  # type: ignore[attr-defined]
 
@@ -96,8 +104,10 @@ def children() -> set[int]:
         for pid in _read(task / "children").split()
     }
     tracker = multiprocessing.resource_tracker._resource_tracker
-    server = multiprocessing.forkserver._forkserver
-    return pids - {zygote.zygote_pid(), tracker._pid, server._forkserver_pid}  # type: ignore[attr-defined]
+    servers = {zygote.zygote_pid(), tracker._pid}  # type: ignore[attr-defined]
+    if ranks := sys.modules.get("tests.support.ranks"):
+        servers.add(ranks.server.pid)
+    return pids - servers
 
 
 def _read(path: Path) -> str:

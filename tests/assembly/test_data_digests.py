@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
+from random import SystemRandom
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from tests.support.user_data import Rows
 class Drawn(Rows):
     """Draws with a generator of its own, which is not keyed."""
 
-    draws = np.random.default_rng()
+    draws = SystemRandom()
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
         return torch.full((2,), self.draws.random()), 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gzip
 import multiprocessing
 import os
+import signal
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ from ddp_train.resilience.heartbeat import RankStatus
 from tests.data.test_user_dataset import Spoilt
 from tests.support.commands import wait_until
 from tests.support.jobs import config_of, datasets_of, job_of, loader_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import forked_rank, on_ranks
 
 LOADER = {"pin_memory": False, "non_blocking": False, "channels_last": False}
 
@@ -224,28 +224,27 @@ def test_a_resident_data_set_gives_the_same_batches(augment: bool) -> None:
             assert batch.inputs.dtype == other.inputs.dtype
 
 
-def _hold_a_loader(pipe: Connection) -> None:
-    """Tells the process id of its loader, and waits."""
+def _hold_a_loader(world: World, place: Path) -> None:
+    """Writes the process ids of itself and its loader, and waits."""
     multiprocessing.set_start_method("forkserver", force=True)  # the default from Python 3.14 on
     data = {"name": "digits", "limit": 96, "placement": "host"}
     single = {"name": "single"}
-    config = config_of(World(), strategy=single, data=data, tuning={"num_workers": 1})
-    batches = iter(job_of(config, World()).batches)
+    config = config_of(world, strategy=single, data=data, tuning={"num_workers": 1})
+    batches = iter(job_of(config, world).batches)
     next(batches)
     (loader,) = multiprocessing.active_children()
-    pipe.send(loader.pid)
+    (place / "pids.part").write_text(f"{os.getpid()} {loader.pid}")
+    (place / "pids.part").rename(place / "pids")
     time.sleep(60)
 
 
 @pytest.mark.slow
-def test_loader_process_ends_with_its_rank_below_a_fork_server() -> None:
-    server = multiprocessing.get_context("forkserver")
-    ours, theirs = server.Pipe(duplex=False)
-    rank = server.Process(target=_hold_a_loader, args=(theirs,))
-    rank.start()
-    try:
-        loader = ours.recv()
-        assert loader not in children_of(rank.pid or 0), "it is a child of the server"
-    finally:
-        rank.kill()
+def test_loader_process_ends_with_its_rank_below_a_fork_server(tmp_path: Path) -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    work = (World(), "cpu", str(tmp_path), _hold_a_loader, (tmp_path,))
+    with ours, theirs, forked_rank(theirs, work, tmp_path / "work") as process:
+        wait_until((tmp_path / "pids").exists, "the loader process", 60)
+        rank, loader = map(int, (tmp_path / "pids").read_text().split())
+        assert loader not in children_of(rank), "it is a child of the server"
+        signal.pidfd_send_signal(process, signal.SIGKILL)
     wait_until(lambda: state_of(loader) in ("", "Z"), "end of the loader process", 10)

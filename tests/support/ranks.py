@@ -1,38 +1,45 @@
 """Runs a function on N real processes over gloo and returns what each returned: distributed tests
 are plain asserts.
 
-The processes come from a fork server that has imported torch and DDP's machinery once: three ranks
-start in about 0.2 s instead of 6 s.
+The processes are forked by a server, which is forked from this process when all tests are collected
+(tests/conftest.py): torch and the test modules are imported once for both.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
+import importlib
 import io
 import multiprocessing
 import os
+import pickle
+import select
+import signal
+import socket
+import sys
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ddp_train.distributed.process_group import session
 from ddp_train.distributed.world import World
+from ddp_train.linux import end_with_parent
 
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(
-    [
-        "torch",
-        "torch._dynamo",
-        "ddp_train.runs.worker",
-        "tests.support.ranks",
-        "tests.support.warm",
-    ]
-)
+PRELOAD = ("torch._dynamo", "ddp_train.runs.worker", "sklearn.metrics", "tests.support.jobs")
+"""What most ranks need, and not every test module imports."""
+MESSAGE_BYTES = 64
+LEAVE_SECONDS = 5.0
+"""For a rank that has answered to end by itself."""
 
 
 def on_ranks(
@@ -44,27 +51,52 @@ def on_ranks(
 ) -> list[Any]:
     """[function(world, *arguments) on rank 0, 1, ...], inside a session: over gloo, or NCCL on
     device="cuda". Fails with the first rank's traceback."""
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = []
-        processes = []
+    pipes = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ranks:
         for rank in range(size):
-            ours, theirs = _SERVER.Pipe(duplex=False)
-            process = _SERVER.Process(
-                target=_enter,
-                args=(theirs, World(rank, size, rank, size), device, folder, function, arguments),
-            )
-            process.start()
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            world = World(rank, size, rank, size)
+            work = (world, device, folder, function, arguments)
+            if device == "cpu":
+                ranks.enter_context(forked_rank(theirs, work, Path(folder, f"work_{rank}")))
+            else:
+                ranks.enter_context(spawned_rank(theirs, work))
             theirs.close()
             pipes.append(ours)
-            processes.append(process)
-        try:
-            return _collect(pipes, timeout_seconds)
-        finally:
-            for process in processes:
-                process.join(5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+        return _collect(pipes, timeout_seconds)
+
+
+@contextlib.contextmanager
+def forked_rank(pipe: Connection, work: tuple[Any, ...], place: Path) -> Iterator[int]:
+    """A process that is forked by the server: its descriptor. It ends at the latest here.
+
+    pipe: where it answers.
+    work: the arguments of `_enter` after the pipe.
+    place: a file that passes them on.
+    """
+    place.write_bytes(pickle.dumps((list(sys.path), work)))
+    process = server.fork(pipe, place)
+    try:
+        yield process
+    finally:
+        ended, _, _ = select.select([process], [], [], LEAVE_SECONDS)
+        if not ended:
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            select.select([process], [], [])
+        os.close(process)
+
+
+@contextlib.contextmanager
+def spawned_rank(pipe: Connection, work: tuple[Any, ...]) -> Iterator[None]:
+    """A new interpreter: what is forked from a process that has asked for GPUs cannot use them."""
+    process = multiprocessing.get_context("spawn").Process(target=_enter, args=(pipe, *work))
+    process.start()
+    try:
+        yield
+    finally:
+        process.join(LEAVE_SECONDS)
+        process.kill()
+        process.join()
 
 
 def _collect(pipes: list[Connection], timeout_seconds: float) -> list[Any]:
@@ -97,7 +129,6 @@ def _enter(
     arguments: tuple[Any, ...],
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    multiprocessing.set_start_method(None, force=True)  # a fork server hands its own on
     torch.set_num_threads(1)
     try:
         store = dist.FileStore(str(Path(folder, "store")), world.size)
@@ -116,3 +147,99 @@ def _enter(
     finally:
         pipe.close()
         os._exit(0)
+
+
+# --- the server -----------------------------------------------------------------------------------
+
+
+class RankServer:
+    """A process with one thread that is forked from this one, and forks ranks."""
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+
+    def start(self) -> None:
+        """Call it before any test: what a test changes in this process, no rank shall see."""
+        if self.pid is not None:
+            return
+        resource_tracker.ensure_running()  # one for all ranks
+        self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if not self.pid:
+            self.connection.close()
+            _serve(theirs)
+        theirs.close()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        if self.pid:
+            self.connection.close()
+            os.waitpid(self.pid, 0)
+            self.pid = None
+
+    def fork(self, pipe: Connection, place: Path) -> int:
+        """A descriptor of the new process, which does the work that lies in a file.
+
+        pipe: where it answers. What it prints goes where this process prints now.
+        """
+        self.start()
+        socket.send_fds(self.connection, [str(place).encode()], [pipe.fileno(), 1, 2])
+        _, (process,), _, _ = socket.recv_fds(self.connection, MESSAGE_BYTES, 1)
+        return process
+
+
+server = RankServer()
+
+
+def _serve(connection: socket.socket) -> NoReturn:
+    """Forks ranks until the caller has ended."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the caller ends this one
+    sys.unraisablehook = sys.__unraisablehook__  # pytest's keeps what a rank should print
+    threading.excepthook = threading.__excepthook__
+    first = True
+    while True:
+        place, descriptors, _, _ = socket.recv_fds(connection, 4096, 3)
+        if not place:
+            os._exit(0)
+        if first:
+            _prepare()
+            first = False
+        _reap()
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            _work(Path(place.decode()), *descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        process = os.pidfd_open(pid)
+        socket.send_fds(connection, [b"forked"], [process])
+        os.close(process)
+
+
+def _prepare() -> None:
+    """What ranks would do, each for itself: imports, the types of options, a look for garbage."""
+    for name in PRELOAD:
+        importlib.import_module(name)
+    bind = importlib.import_module("ddp_train.config.bind").bind
+    options_of_groups = importlib.import_module("ddp_train.options.registry").OPTIONS
+    for group, options in options_of_groups.items():
+        for option in options:
+            bind({group: {"name": option}})
+    gc.collect()
+    gc.freeze()
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _work(place: Path, pipe: int, output: int, errors: int) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    sys.path[:], work = pickle.loads(place.read_bytes())
+    _enter(Connection(pipe, readable=False), *work)
+    os._exit(1)
