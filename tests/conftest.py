@@ -210,6 +210,18 @@ def true_command(leaves_nothing: None, request: pytest.FixtureRequest) -> Iterat
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def composed_once() -> Iterator[None]:
+    """See tests/support/configs.py."""
+    from ddp_train.config import composition, preset_checks
+    from tests.support import configs
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (composition, preset_checks):
+            patch.setattr(module, "compose_options", configs.composed_once)
+        yield
+
+
 @pytest.fixture
 def folder_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An empty working folder, and the messages of a host without GPUs wherever tests run."""
