@@ -17,7 +17,12 @@ from typing import NoReturn
 from ddp_train.commands.packages import require_packages
 from ddp_train.commands.table import CHECK, OF_FOLDERS, command_of_run, has_flags, load
 from ddp_train.config.program import find_program
-from ddp_train.distributed.agent import end_with_agent, write_begun, write_torchrun_error_file
+from ddp_train.distributed.agent import (
+    end_with_agent,
+    serves_store,
+    write_begun,
+    write_torchrun_error_file,
+)
 from ddp_train.distributed.environment import restart_in_utf8, world_from_environment
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
@@ -64,11 +69,12 @@ def main(script: Path | None, argv: list[str]) -> int:
 def refuse(world: World | None, error: ConfigError) -> int:
     """Print the problems. Returns the exit code.
 
-    torchrun ends the ranks of this host; those of other hosts are told.
+    torchrun ends the ranks of this host; those of other hosts, and those that no agent started,
+    are told.
     """
     print(error, file=sys.stderr)
     write_torchrun_error_file(str(error))
-    if world and world.hosts > 1:
+    if world and (world.hosts > 1 or not serves_store()) and world.size > 1:
         from ddp_train.runs.worker import receive_config
 
         receive_config(world, "")

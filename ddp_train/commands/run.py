@@ -62,6 +62,18 @@ def _run_prepared(
     )
 
 
+def _seconds_asked(argv: list[str]) -> float:
+    """launch.join_timeout_seconds on a command line, for a rank that has no config yet."""
+    from ddp_train.runs.worker_process import JOIN_SECONDS
+
+    seconds = JOIN_SECONDS
+    for word in argv:
+        key, _, value = word.partition("=")
+        if key == "launch.join_timeout_seconds" and value.isdigit():
+            seconds = float(value)
+    return seconds
+
+
 def run_rank(program: Program, world: World, argv: list[str], text: str | None) -> NoReturn:
     """Do the part of one rank of torchrun.
 
@@ -71,7 +83,10 @@ def run_rank(program: Program, world: World, argv: list[str], text: str | None) 
     from ddp_train.runs import worker
     from ddp_train.runs.worker_process import leave
 
-    store, text = worker.receive_config(world, text)
+    seconds = _seconds_asked(argv)
+    if text:
+        seconds = load_frozen(text).launch.join_timeout_seconds
+    store, text = worker.receive_config(world, text, seconds)
     config = load_frozen(text)
     if config.mode == "doctor":
         check_all_hosts = load("doctor of all hosts")

@@ -11,6 +11,7 @@ from typing import Any
 
 from ddp_train.checkpoints.layout import places
 from ddp_train.config.earlier_runs import EarlierRun, checkpoints_in, run_to_resume
+from ddp_train.config.folders import has_no_config
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.text import did_you_mean, shown
@@ -64,6 +65,15 @@ def _resume(config: Config) -> Iterator[Problem]:
             )
         elif not checkpoints_in(Path(resume)):
             yield Problem(found, "holds no checkpoint", "use the path of a run or a checkpoint")
+        elif has_no_config(checkpoints_in(Path(resume))):
+            remedy = "score or predict in that script"
+            if config.mode == "train":
+                remedy = f"to begin with its weights, use model.init_from={resume}"
+            yield Problem(
+                found,
+                "a ddp_train.session or save_checkpoint has saved it, without a config",
+                remedy,
+            )
         elif not config.uses_trained:
             yield from _misfits_of_checkpoint(config)
     elif config.uses_trained:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddp_train.config.processes import HOSTS, PROCESSES, counts_of, hosts_at_start
 from ddp_train.distributed.agent import hosts_requested
-from ddp_train.distributed.environment import srun_tasks
+from ddp_train.distributed.environment import tasks_started
 from ddp_train.options.key import Range, range_of
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
@@ -23,7 +23,7 @@ def problems(run: RequestedRun) -> Iterator[Problem]:
     yield from _too_many_beside(run)
     yield from _backend(run)
     yield from _under_torchrun(run)
-    yield from _under_srun(run)
+    yield from _under_a_task_launcher(run)
     yield from _hosts(run)
     yield from _range_of_processes(run)
     yield from _range_of_hosts(run)
@@ -130,20 +130,31 @@ def _under_torchrun(run: RequestedRun) -> Iterator[Problem]:
         )
 
 
-def _under_srun(run: RequestedRun) -> Iterator[Problem]:
+def _under_a_task_launcher(run: RequestedRun) -> Iterator[Problem]:
+    """Problems of a launcher that srun, mpirun or their like have started several times."""
     nnodes = run.asked.launch.nnodes
-    tasks = srun_tasks()
-    if not run.world and not _fits_srun(tasks, nnodes):
-        yield Problem(
-            f"launch.nnodes={nnodes}",
-            f"srun started {tasks} launchers, and each starts all processes of its node",
+    tasks = tasks_started()
+    if run.world or _fits_tasks(tasks.count, nnodes):
+        return
+    remedy = (
+        f"start it once, or once per host with launch.nnodes={tasks.count}; if no {tasks.command}"
+        f" started this, `unset {' '.join(tasks.variables)}`"
+    )
+    if tasks.command == "srun":
+        remedy = (
             "use srun --ntasks-per-node=1, with launch.nnodes equal to the number of nodes"
-            " (deploy/slurm)",
+            " (deploy/slurm)"
         )
+    yield Problem(
+        f"launch.nnodes={nnodes}",
+        f"{tasks.command} started {tasks.count} launchers, and each starts all processes of its"
+        " node",
+        remedy,
+    )
 
 
-def _fits_srun(tasks: int, nnodes: int | str) -> bool:
-    """Tell whether srun has started one launcher per host, or no srun is involved."""
+def _fits_tasks(tasks: int, nnodes: int | str) -> bool:
+    """Tell whether there is one launcher per host, of those that srun or mpirun has started."""
     span = range_of(nnodes)
     if tasks in (1, nnodes):
         return True
@@ -156,8 +167,8 @@ def _hosts(run: RequestedRun) -> Iterator[Problem]:
     several = nnodes != 1
     if endpoint and (several or run.world) and not re.fullmatch(r"[^\s:]+:\d{1,5}", endpoint):
         yield Problem(f"launch.rdzv_endpoint={endpoint}", "must be HOST:PORT")
-    if run.world or not _fits_srun(srun_tasks(), nnodes):
-        return  # `_under_torchrun` and `_under_srun` report it
+    if run.world or not _fits_tasks(tasks_started().count, nnodes):
+        return  # `_under_torchrun` and `_under_a_task_launcher` report it
     if several and not endpoint:
         yield Problem(
             f"launch.nnodes={nnodes}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.checkpoint_checks import changed
 from ddp_train.config.composition import read_config
 from ddp_train.config.earlier_runs import EarlierRun, run_to_resume
+from ddp_train.config.folders import is_of_script, is_of_sweep
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text, to_values
 from ddp_train.config.notices import notices
 from ddp_train.config.overrides import Overrides, read_overrides
@@ -31,10 +31,6 @@ from ddp_train.text import dotted
 
 OF_TORCHRUN = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_restarts": 0}
 """Keys that torchrun decides, whatever the config of an earlier run says."""
-SWEEP_RESULTS = "results.jsonl"
-"""In the folder of a sweep. Its trials have folders of their own in it."""
-SWEEP_TRIALS = "trials.jsonl"
-"""In the folder of a sweep: a line for each trial that a start of the sweep takes up."""
 LEFT_BY_RUNS = (
     "checkpoints",
     "metrics.jsonl",
@@ -190,6 +186,13 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
                 f" {remedy}"
             ]
         )
+    if is_of_script(run_dir) and config.checkpoint.resume != "never":
+        raise ConfigError(
+            [
+                f"run_dir={config.run_dir}: is the folder of a ddp_train.session or of a script"
+                " that calls save_checkpoint, whose state no config can resume; name another one"
+            ]
+        )
     try:
         return run_lock.acquire(run_dir / run_lock.FILE, _patience_seconds(config, world))
     except run_lock.LockHeldError as error:
@@ -213,23 +216,6 @@ def _patience_seconds(config: Config, world: World | None) -> float:
         # comes 30 s after SIGTERM.
         return 35.0
     return 0.0
-
-
-def is_of_sweep(folder: Path) -> bool:
-    """Tell whether a folder is a sweep's, which may have been ended before its first result.
-
-    The first line of its files tells, since they may be the user's.
-    """
-    for name in (SWEEP_RESULTS, SWEEP_TRIALS):
-        with contextlib.suppress(OSError, ValueError), (folder / name).open() as file:
-            if '"trial":' in file.readline():
-                return True
-    return False
-
-
-def is_of_run(folder: Path) -> bool:
-    """Tell whether a folder is a run's own."""
-    return any((folder / name).exists() for name in ("checkpoints", COMMANDS))
 
 
 def archive_previous_run(run_dir: Path) -> list[str]:

@@ -51,8 +51,7 @@ def check_agent_lives(world: World) -> None:
     before they could ask to be ended with it, and torch would try to connect for as long as its
     store's timeout.
     """
-    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if launcher_pid() is not None or not has_agent_store:
+    if launcher_pid() is not None or not serves_store():
         return
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
@@ -65,6 +64,11 @@ def check_agent_lives(world: World) -> None:
         " that port, so torchrun's agent, which served it, has ended",
         "see the output of torchrun, and start the same command again",
     )
+
+
+def serves_store() -> bool:
+    """Whether an agent started this process and serves the store; else rank 0 serves it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_refused(address: str, port: int) -> bool:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,32 @@ RESIZED = "DDP_TRAIN_RESIZED"
 PROCESSES = "DDP_TRAIN_PROCESSES"
 """Number of processes that `ddp_train.session` starts where its script does not say it."""
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+_TASK_VARIABLES = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),  # Open MPI
+    ("mpirun", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),  # MVAPICH2
+    ("mpirun", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK"),  # MVAPICH 3
+    ("flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    ("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
+    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    ("mpiexec", "PMI_SIZE", "PALS_RANKID"),  # Cray's PALS
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),  # MPICH, Intel MPI
+    ("prterun", "", "PMIX_RANK"),
+    ("aprun", "", "ALPS_APP_PE"),
+)
+"""Commands that start another one several times, with the variables by which each of those knows
+how many they are (empty: it does not) and which of them it is."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The processes that one command of a batch system or an MPI has started."""
+
+    count: int = 1
+    command: str = ""
+    """srun, mpirun ..."""
+    variables: tuple[str, ...] = ()
+    """Those that say so."""
 
 
 # --- who this process is --------------------------------------------------------------------------
@@ -42,14 +69,23 @@ def world_from_environment() -> World | None:
     """The World that torchrun or our launcher started this process in; None for a process that
     neither started. Raises ConfigError if the variables do not make sense."""
     env = os.environ
-    if "RANK" not in env or "WORLD_SIZE" not in env:
-        return None
     numbers = {name: env[name] for name in _NUMBERS if name in env}
     problem = _problem_of(numbers)
     if problem:
         names = " ".join(numbers)
         raise ConfigError(
             [f"environment: {problem}; start with torchrun, or `unset {names}` before the start"]
+        )
+    if "RANK" not in env or "WORLD_SIZE" not in env:
+        return None
+    launcher = launcher_pid()
+    if launcher is not None and os.getppid() != launcher:
+        names = " ".join(f"-u {name}" for name in (*numbers, LAUNCHER_PID))
+        raise ConfigError(
+            [
+                f"environment: its RANK={env['RANK']} is that of a process of the run of launcher"
+                f" {launcher}, which has started this command; start it with `env {names}`"
+            ]
         )
     return World(
         rank=int(env["RANK"]),
@@ -69,9 +105,30 @@ def _problem_of(numbers: dict[str, str]) -> str:
     for name, value in numbers.items():
         if not re.fullmatch(r"\d{1,9}", value):
             return f"{name}={value} is no number"
+    rank_of = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
+    for rank, size in rank_of.items():
+        if rank in numbers and size in numbers and int(numbers[rank]) >= int(numbers[size]):
+            return f"{rank}={numbers[rank]} is not below {size}={numbers[size]}"
+    if "RANK" not in numbers or "WORLD_SIZE" not in numbers:
+        return _problem_of_part(numbers)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             return f"RANK={numbers['RANK']} is set and {name} is not"
+    port = os.environ["MASTER_PORT"]
+    if not re.fullmatch(r"\d{1,5}", port):
+        return f"MASTER_PORT={port} is no port"
+    return ""
+
+
+def _problem_of_part(numbers: dict[str, str]) -> str:
+    """Why variables that do not name a rank and a world say all the same that this process is one
+    of several, each of which would train alone; empty if they do not say so."""
+    if "RANK" in numbers:
+        return f"RANK={numbers['RANK']} is set and WORLD_SIZE is not"
+    least_of_several = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": 1}
+    for name, least in least_of_several.items():
+        if int(numbers.get(name, 0)) >= least:
+            return f"{name}={numbers[name]} is set and RANK is not"
     return ""
 
 
@@ -155,11 +212,24 @@ def nccl_handles_errors() -> bool:
     return os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
 
 
-def srun_tasks() -> int:
-    """The number of tasks of this srun step; 1 outside of srun."""
-    if "SLURM_PROCID" in os.environ:
-        return int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
-    return 1
+def tasks_started() -> Tasks:
+    """The tasks among which a batch system or an MPI has started this process: one if none has.
+
+    The first of some whose number is not known takes itself for the only one.
+    """
+    env = os.environ
+    for command, size_variable, rank_variable in _TASK_VARIABLES:
+        rank = env.get(rank_variable, "")
+        if not rank.isdigit():
+            continue
+        size = env.get(size_variable, "")
+        count = int(rank) + 1
+        if size.isdigit():
+            count = max(count, int(size))
+        if count > 1:
+            names = [name for name in (size_variable, rank_variable) if name in env]
+            return Tasks(count, command, tuple(names))
+    return Tasks()
 
 
 def c_compiler() -> str | None:

@@ -12,7 +12,9 @@ import ipaddress
 import json
 import platform
 import socket
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from ddp_train.errors import ConfigError, PeerError
 from ddp_train.linux import wait_until
 from ddp_train.text import first_line, named_ranks
 
+HERE = "ddp_train/here"
 FACTS = "ddp_train/facts"
 CLOCK = "ddp_train/clock"
 VERDICT = "ddp_train/verdict"
@@ -38,6 +41,9 @@ READ_SECONDS = 5.0
 """The longest wait of rank 0, which may serve the store, until all ranks have read its message."""
 SHARED_FILE_SECONDS = 10.0
 """The longest wait until a network file system shows what rank 0 has just written."""
+
+NOTE_SECONDS = 10.0
+"""A wait for other processes that lasts so long is told on the terminal."""
 
 Facts = dict[str, str]
 
@@ -80,15 +86,45 @@ def agree(
     raise ConfigError(detail.splitlines())
 
 
-def acknowledge(store: Store, world: World, wait: bool) -> None:
+def meet(store: Store, world: World, timeout_seconds: float) -> None:
+    """Wait until all ranks are here.
+
+    Raises PeerError on all of them if one is not within `timeout_seconds`.
+    """
+    store.set_timeout(timedelta(seconds=timeout_seconds + READ_SECONDS))
+    try:
+        store.set(f"{HERE}/{world.rank}", "")
+        if world.is_leader:
+            deadline = time.monotonic() + timeout_seconds
+            missing = _missing_ranks(store, HERE, world, deadline)
+            store.set(VERDICT, json.dumps(missing))
+        else:
+            missing = json.loads(store.get(VERDICT))
+        acknowledge(store, world, wait=bool(missing), absent=len(missing))
+    except DistError as error:
+        raise PeerError(
+            f"rank {world.rank} lost the connection to the store before step 0:"
+            f" {first_line(error)}",
+            "see the output of rank 0",
+        ) from error
+    if missing:
+        raise PeerError(
+            f"{named_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
+            "start them too, or see their output; timeout_seconds is the limit",
+        )
+
+
+def acknowledge(store: Store, world: World, wait: bool, absent: int = 0) -> None:
     """Record that this rank has read rank 0's message.
 
     wait: whether rank 0 waits until all ranks have, READ_SECONDS at most.
+    absent: ranks that never will.
     """
     if not world.is_leader:
         store.add(READ, 1)
     elif wait:
-        wait_until(lambda: store.add(READ, 0) >= world.size - 1, READ_SECONDS)
+        readers = world.size - 1 - absent
+        wait_until(lambda: store.add(READ, 0) >= readers, READ_SECONDS)
 
 
 def facts_here(world: World, frozen: Path, text: str) -> Facts:
@@ -168,7 +204,7 @@ def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
     if missing:
         return [
             f"{named_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
-            "see their logs; launch.join_timeout_seconds is the limit",
+            "start them too, or see their logs; launch.join_timeout_seconds is the limit",
         ]
     facts_by_rank = [json.loads(store.get(f"{FACTS}/{rank}")) for rank in range(world.size)]
     argvs = [facts.pop("argv") for facts in facts_by_rank]
@@ -291,8 +327,48 @@ def _missing_ranks(store: Store, prefix: str, world: World, deadline: float) -> 
         missing[:] = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
         return not missing
 
-    wait_until(complete, deadline - time.monotonic())
+    _wait_noting(
+        complete,
+        deadline - time.monotonic(),
+        lambda: f"rank 0 waits for {named_ranks(missing)} of {world.size}",
+    )
     return missing
+
+
+def wait_for_leader(world: World, address: str, port: int, timeout_seconds: float) -> None:
+    """Wait until rank 0 serves the store. Raises OSError if it does not within `timeout_seconds`.
+
+    torch waits too, but prints stacks of its own meanwhile.
+    """
+    reasons: list[OSError] = []
+
+    def serves() -> bool:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+        except OSError as error:
+            reasons[:] = [error]
+            return False
+        return True
+
+    waiting = f"rank {world.rank} of {world.size} waits for rank 0 at {address}:{port}"
+    if not _wait_noting(serves, timeout_seconds, lambda: waiting):
+        raise reasons[0]
+
+
+def _wait_noting(
+    condition: Callable[[], object], seconds: float, waiting: Callable[[], str]
+) -> bool:
+    """Wait until a condition holds, `seconds` at most. Returns whether it does.
+
+    waiting: what is told on the terminal if it lasts longer than NOTE_SECONDS.
+    """
+    deadline = time.monotonic() + seconds
+    if wait_until(condition, min(seconds, NOTE_SECONDS)):
+        return True
+    if seconds <= NOTE_SECONDS:
+        return False
+    print(f"note: {waiting()}, for {seconds:.0f} s at most", file=sys.stderr, flush=True)
+    return wait_until(condition, deadline - time.monotonic())
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

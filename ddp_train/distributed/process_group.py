@@ -14,27 +14,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
-from ddp_train.distributed.agent import check_agent_lives
+from ddp_train.distributed.agent import check_agent_lives, serves_store
 from ddp_train.distributed.connections import check_peers, noting_sockets, trusted
 from ddp_train.distributed.environment import LISTEN_SOCKET
-from ddp_train.distributed.preflight import acknowledge
+from ddp_train.distributed.preflight import acknowledge, wait_for_leader
 from ddp_train.distributed.world import World
 from ddp_train.errors import PeerError
 from ddp_train.text import first_line
 
 CONFIG_KEY = "ddp_train/config"
+JOINED = "ddp_train/joined"
 _session: dict[str, Any] = {}
 """The timeout and the `side_group`s of the session that is open."""
 
 
 def open_store(world: World, timeout_seconds: float) -> Store:
-    """Open the key-value store of this run.
+    """Open the key-value store of this run. It does not wait until all ranks have opened it.
 
     Under our launcher rank 0 serves it on a socket that the launcher has bound to loopback: no
     other process can take the port, and nothing listens on other interfaces. Under torchrun it is
     the agent's store, which listens before any worker starts: where nobody listens, the agent has
-    died. Raises PeerError, then at once, or if the store cannot be reached within
-    `timeout_seconds`.
+    died. Where ranks were started by hand or by another program, rank 0 serves it. Raises
+    PeerError, then at once, or if the store cannot be reached within `timeout_seconds`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     address = os.environ["MASTER_ADDR"]
@@ -51,8 +52,18 @@ def open_store(world: World, timeout_seconds: float) -> Store:
                 wait_for_workers=False,
                 master_listen_fd=int(listen_fd),
             )
-        else:
+        elif serves_store():
             store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
+        else:
+            if not world.is_leader:
+                wait_for_leader(world, address, port, timeout_seconds)
+            store = TCPStore(
+                address,
+                port,
+                is_master=world.is_leader,
+                timeout=timeout,
+                wait_for_workers=False,
+            )
     except (dist.DistError, OSError) as error:
         raise PeerError(
             f"rank {world.rank} cannot reach the store at {address}:{port}: {first_line(error)}",
@@ -61,8 +72,16 @@ def open_store(world: World, timeout_seconds: float) -> Store:
     # torchrun keeps one store over restarts: without a prefix of its own an attempt reads the
     # addresses of its dead predecessors (pytorch#135712). Hosts count attempts differently, so the
     # prefix is used on a single host only.
-    if world.hosts == 1:
-        return PrefixStore(f"attempt_{world.attempt}", store)
+    if world.hosts > 1:
+        return store
+    store = PrefixStore(f"attempt_{world.attempt}", store)
+    if store.add(f"{JOINED}/{world.rank}", 1) > 1:
+        raise PeerError(
+            f"rank {world.rank} has joined the processes at {address}:{port} already: this process"
+            " has the variables of another one",
+            "give each process a RANK of its own; where a rank starts a command, start it with"
+            " `env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE`",
+        )
     return store
 
 

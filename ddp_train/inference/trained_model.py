@@ -125,6 +125,13 @@ def load(
     checkpoint = reader.find(str(run), Path(run), which)
     assert checkpoint, "it is named, and find raises if it is not valid"
     manifest = reader.read_manifest(checkpoint)
+    if "config" not in manifest:
+        raise DataError(
+            f"{checkpoint} has no config to build a model by: a ddp_train.session or"
+            " save_checkpoint has saved it",
+            "build the model as that script does, and load"
+            f" safetensors.torch.load_file('{checkpoint / reader.MODEL}') into it",
+        )
     config, problems = bind_frozen(manifest["config"])
     problems += code_problems("model", config.model, trusted_modules)
     if problems:

@@ -25,6 +25,7 @@ from ddp_train.runs.worker_process import (
     WorkerProcess,
     die_with_parent,
     leave,
+    leave_without_peers,
     opening_logs,
     prepare_gpu,
 )
@@ -55,17 +56,19 @@ def main() -> NoReturn:
     leave(run(config, world, lambda: open_store(world, config.launch.join_timeout_seconds)))
 
 
-def receive_config(world: World, text: str | None) -> tuple[Store, str]:
+def receive_config(
+    world: World, text: str | None, timeout_seconds: float = JOIN_SECONDS
+) -> tuple[Store, str]:
     """Send the frozen config from rank 0 of torchrun to the others, or leave if there is none.
 
     text: the config on rank 0; None on the others, which wait for it.
+    timeout_seconds: the longest wait.
     """
     try:
-        store = open_store(world, JOIN_SECONDS)
+        store = open_store(world, timeout_seconds)
         text = share_config(store, world, text)
     except PeerError as error:
-        print(f"FATAL peer (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
-        leave(error.exit_code)
+        leave_without_peers(world, error)
     if not text:
         leave(2)
     return store, text

@@ -19,7 +19,7 @@ from ddp_train.distributed.agent import write_exit_code
 from ddp_train.distributed.environment import launcher_pid
 from ddp_train.distributed.process_group import Store
 from ddp_train.distributed.world import World
-from ddp_train.errors import LaunchError, WriteError
+from ddp_train.errors import LaunchError, PeerError, WriteError
 from ddp_train.linux import end_with_parent
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
 from ddp_train.resilience import collectives, heartbeat, peer_check, stacks
@@ -104,6 +104,15 @@ def die_with_parent() -> None:
         os._exit(LaunchError.exit_code)
     # No traceback per rank when torchrun hands Ctrl-C on.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def leave_without_peers(world: World, error: PeerError) -> NoReturn:
+    """Say that the processes did not meet, and end this one.
+
+    Nothing is written: the run directory may be that of a run that lives.
+    """
+    print(f"FATAL peer (rank {world.rank}): {error}\n  remedy: {error.remedy}", file=sys.stderr)
+    leave(error.exit_code)
 
 
 def leave(code: int) -> NoReturn:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from ddp_train.distributed.environment import threads_asked
-from ddp_train.distributed.process_group import open_store
+from ddp_train.distributed.preflight import meet
+from ddp_train.distributed.process_group import Store, open_store
 from ddp_train.distributed.world import World
-from ddp_train.errors import WriteError
+from ddp_train.errors import PeerError
 from ddp_train.resilience import failure_report, heartbeat, stacks
 from ddp_train.resilience.preemption import (
     INTERRUPTED,
@@ -33,11 +34,12 @@ from ddp_train.runs.worker_process import (
     JOIN_SECONDS,
     WorkerProcess,
     die_with_parent,
+    leave_without_peers,
     opening_logs,
     prepare_gpu,
 )
 from ddp_train.sessions.run import Run
-from ddp_train.sessions.settings import Settings, in_words, is_interactive, lock_run_dir
+from ddp_train.sessions.settings import Settings, in_words, is_interactive
 from ddp_train.sessions.steps import Steps, StoppedError
 from ddp_train.telemetry.log_files import log_handlers, redirect_streams
 from ddp_train.text import counted
@@ -54,6 +56,7 @@ def joined(settings: Settings, world: World, alone: bool) -> Iterator[Run]:
         tolerate_closed_streams()
         die_with_parent()
     process = SessionProcess(settings, world, alone)
+    process.meet()
     # In a notebook this process lives on: nothing of the session may stay, after a failure either.
     with contextlib.ExitStack() as leftovers:
         try:
@@ -80,10 +83,27 @@ class SessionProcess:
         self.worker = WorkerProcess(settings.run_dir, world)
         self.reporter = FailureReporter(self.worker, self.facts, in_words)
         self.stop = StopController()
+        self.store: Store | None = None
+        """The key-value store that all processes share, once this one has joined them."""
         self.is_stopped = False
 
+    def meet(self) -> None:
+        """Where no launcher of ours has started the processes, wait until all are here.
+
+        Rank 0 holds the run directory by then. Before, nothing is written there: it may be that of
+        a run that lives.
+        """
+        if self.world.size == 1 or self.worker.board is not None:
+            return
+        seconds = self.settings.timeout_seconds
+        try:
+            self.store = open_store(self.world, seconds)
+            meet(self.store, self.world, seconds)
+        except PeerError as error:
+            leave_without_peers(self.world, error)
+
     def prepare(self, leftovers: contextlib.ExitStack) -> Steps:
-        """Take the run directory, open the logs, set up device and seeds.
+        """Open the logs, set up device and seeds.
 
         leftovers: undoes it.
         """
@@ -91,7 +111,6 @@ class SessionProcess:
         worker = self.worker
         launched_by_us = worker.board is not None
         if self.world.is_leader and not launched_by_us:
-            leftovers.enter_context(lock_run_dir(settings.run_dir, WriteError))
             (settings.run_dir / failure_report.FILE).unlink(missing_ok=True)
         self._open_logs(leftovers)
         if not self.alone:
@@ -136,9 +155,9 @@ class SessionProcess:
         """Inside, the process group is open and stop requests are heard. A stop ends the body."""
         settings = self.settings
         worker = self.worker
-        store = None
-        if self.world.size > 1:
-            store = open_store(self.world, JOIN_SECONDS)
+        if self.world.size > 1 and self.store is None:
+            self.store = open_store(self.world, JOIN_SECONDS)
+        store = self.store
         worker.status.phase = "build"
         backend = str(self.facts["backend"])
         with worker.group(store, steps.device, backend, settings.timeout_seconds):

@@ -113,7 +113,11 @@ class SessionCheckpoints:
         if path is None:
             return Position()
         state = TrainingState.load(path)
-        assert state.session, "a session has saved it"
+        if state.session is None:
+            raise DataError(
+                f"{path} was not saved by a session: it says no epoch and no batch to resume at",
+                "name another run_dir",
+            )
         self._check_names(path, state.objects)
         module = self.model.module
         state.apply_weights(path, module, module, self.world.rank)

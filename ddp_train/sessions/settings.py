@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.config.folders import SESSION, is_of_run, is_of_sweep
+from ddp_train.errors import ConfigError
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import is_foreign
 
@@ -68,22 +68,33 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or (ipython is not None and ipython.get_ipython() is not None)
 
 
-def lock_run_dir(run_dir: Path, refusal: Callable[[str, str], LaunchError]) -> run_lock.Lock:
-    """The lock of a run directory for this process.
+def lock_run_dir(run_dir: Path, patience_seconds: float = 0.0) -> run_lock.Lock:
+    """The lock of a run directory for this process. Nothing else is written before.
 
-    refusal: makes the error of what happened and of a remedy.
+    patience_seconds: how long an earlier holder may take to end.
 
-    Raises it if another run is there, or if the folder cannot be written.
+    Raises UsageError if another run is there, if it is the folder of something else than a session,
+    or if it cannot be written.
     """
     try:
-        return run_lock.acquire(run_dir / run_lock.FILE)
+        if is_of_run(run_dir) or is_of_sweep(run_dir):
+            raise UsageError(
+                f"ddp_train.session: {run_dir} is the folder of a run of launch.py (ddp-train) or"
+                " of a sweep, whose checkpoints are not those of a session",
+                "name a folder of its own; such a run's weights are in"
+                " checkpoints/step_#/model.safetensors of it",
+            )
+        return run_lock.acquire(run_dir / run_lock.FILE, patience_seconds)
     except run_lock.LockHeldError as error:
-        raise refusal(
-            f"another run is in {run_dir}, {error}", "wait for it, stop it, or name another run_dir"
+        raise UsageError(
+            f"ddp_train.session: another run is in {run_dir}, {error}",
+            "wait for it, stop it, or name another run_dir",
         ) from None
     except OSError as error:
         reason = error.strerror or str(error)
-        raise refusal(f"{run_dir} cannot be written: {reason}", "name a folder that can") from None
+        raise UsageError(
+            f"ddp_train.session: {run_dir} cannot be written: {reason}", "name a folder that can"
+        ) from None
 
 
 def in_words(text: str) -> str:
@@ -134,7 +145,7 @@ class Settings:
         if processes > 1:
             backend = "nccl" if self.device == "cuda" else "gloo"
         return {
-            "mode": "session",
+            "mode": SESSION,
             "world_size": processes,
             "device": self.device,
             "backend": backend,

@@ -18,6 +18,7 @@ from ddp_train.distributed.environment import (
     PROCESSES,
     launcher_pid,
     processes_asked,
+    tasks_started,
     threads_asked,
     visible_devices,
     world_from_environment,
@@ -36,6 +37,10 @@ from ddp_train.sessions.settings import Settings, UsageError, in_words, is_inter
 
 if TYPE_CHECKING:
     from ddp_train.sessions.run import Run
+
+TORCHRUN_ENDS_SECONDS = 35.0
+"""The longest wait for the run directory in a restart: torchrun may still end the rank 0 before,
+and sends SIGKILL 30 s after SIGTERM."""
 
 
 @contextlib.contextmanager
@@ -72,33 +77,64 @@ def session(
     Ends the process with the exit codes of docs/failures.md, after one line that says why. In a
     notebook it raises instead.
     """
-    try:
-        world = world_from_environment()
-        count, device = _processes_and_device(processes, device)
-        settings = Settings(
-            run_dir=Path(run_dir).absolute(),
-            processes=count,
-            device=device,
-            seed=seed,
-            keep=keep,
-            max_restarts=max_restarts,
-            timeout_seconds=timeout_seconds,
-            grace_seconds=grace_seconds,
-        )
-        if world is None and (settings.processes > 1 or max_restarts):
-            raise SystemExit(_start(settings))
-        if world and world.is_leader and launcher_pid() is None:
-            _note_what_torchrun_decides(world, processes, max_restarts)
-    except ConfigError as error:
-        if is_interactive():
-            raise
-        print(f"{error}\n  remedy: {error.remedy}", file=sys.stderr)
-        raise SystemExit(error.exit_code) from None
-    # It imports torch: the process that only watches does without.
-    from ddp_train.sessions.process import joined
+    with contextlib.ExitStack() as owned:
+        try:
+            world = world_from_environment()
+            count, device = _processes_and_device(processes, device)
+            settings = Settings(
+                run_dir=Path(run_dir).absolute(),
+                processes=count,
+                device=device,
+                seed=seed,
+                keep=keep,
+                max_restarts=max_restarts,
+                timeout_seconds=timeout_seconds,
+                grace_seconds=grace_seconds,
+            )
+            _take_run_dir(settings.run_dir, world, owned)
+            if world is None and (settings.processes > 1 or max_restarts):
+                raise SystemExit(_start(settings))
+            if world and world.is_leader and launcher_pid() is None:
+                _note_what_torchrun_decides(world, processes, max_restarts)
+        except ConfigError as error:
+            if is_interactive():
+                raise
+            print(f"{error}\n  remedy: {error.remedy}", file=sys.stderr)
+            raise SystemExit(error.exit_code) from None
+        # It imports torch: the process that only watches does without.
+        from ddp_train.sessions.process import joined
 
-    with joined(settings, world or World(), alone=world is None) as run:
-        yield run
+        with joined(settings, world or World(), alone=world is None) as run:
+            yield run
+
+
+def _take_run_dir(run_dir: Path, world: World | None, owned: contextlib.ExitStack) -> None:
+    """Lock the run directory, on the process that answers for it. Raises UsageError.
+
+    That is the one which starts the others or is alone; under torchrun rank 0.
+
+    owned: unlocks it.
+    """
+    patience_seconds = 0.0
+    if world is None:
+        _check_started_once()
+    elif not world.is_leader or launcher_pid() is not None:
+        return
+    elif world.attempt:
+        patience_seconds = TORCHRUN_ENDS_SECONDS
+    owned.enter_context(lock_run_dir(run_dir, patience_seconds))
+
+
+def _check_started_once() -> None:
+    """Raise UsageError if srun, mpirun or their like have started this script several times."""
+    tasks = tasks_started()
+    if tasks.count > 1:
+        raise _usage_error(
+            f"{tasks.command} started {tasks.count} processes of this script, and each would start"
+            " a run of its own",
+            f"start it once, or by torchrun; if no {tasks.command} started it,"
+            f" `unset {' '.join(tasks.variables)}`",
+        )
 
 
 def _processes_and_device(processes: int | None, device: str) -> tuple[int, str]:
@@ -142,7 +178,6 @@ def _note_what_torchrun_decides(world: World, processes: int | None, max_restart
 def _start(settings: Settings) -> int:
     """Run this script again in each process. Returns the exit code of the run."""
     program, arguments = _this_command()
-    lock = lock_run_dir(settings.run_dir, _usage_error)
     cores = detect_hardware("").cpus
     threads = threads_asked() or max(1, cores // settings.processes)
     launch_config = LaunchConfig(
@@ -168,7 +203,6 @@ def _start(settings: Settings) -> int:
     finally:
         if server:
             server.close()
-        lock.release()
 
 
 def _this_command() -> tuple[list[str], list[str]]:

@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ddp_train.config.folders import has_runs_files
 from ddp_train.config.metrics import (
     BY_TEST,
     by_test,
@@ -13,7 +14,7 @@ from ddp_train.config.metrics import (
     objective_name,
 )
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.prepare import is_of_run, read_run
+from ddp_train.config.prepare import read_run
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
@@ -156,7 +157,7 @@ def _raise_if_any(problems: list[str]) -> None:
 
 def _folder_of_run(config: Config) -> list[str]:
     """The message for a sweep that is sent into the folder of a run; empty if it is not."""
-    if not config.run_dir or not is_of_run(Path(config.run_dir)):
+    if not config.run_dir or not has_runs_files(Path(config.run_dir)):
         return []
     rule = "is the folder of a run, whose page would be lost; name another one"
     return [f"run_dir={config.run_dir}: {rule}, run_dir={config.run_dir}_sweep"]

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.prepare import SWEEP_RESULTS as RESULTS
+from ddp_train.config.folders import SWEEP_RESULTS as RESULTS
 from ddp_train.sweeps.line_file import add_line, locked
 from ddp_train.sweeps.overrides import identifying, key_of
 from ddp_train.telemetry.json_files import read_objects

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.prepare import SWEEP_TRIALS as FILE
+from ddp_train.config.folders import SWEEP_TRIALS as FILE
 from ddp_train.sweeps.line_file import add_line, locked
 from ddp_train.sweeps.results import read_rows
 from ddp_train.telemetry.json_files import read_objects

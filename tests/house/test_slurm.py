@@ -141,14 +141,21 @@ on_slurm = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
 @pytest.mark.slow
-def test_a_launcher_per_gpu_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "variables"),
+    [
+        ("srun", {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}),
+        ("mpirun", {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "8"}),
+    ],
+)
+def test_a_launcher_per_gpu_is_refused(
+    command: str, variables: dict[str, str], tmp_path: Path
+) -> None:
     """`srun --ntasks-per-node=8 python launch.py` would start 64 processes for 8 GPUs."""
-    done = run(f"run_dir={tmp_path}/run", env={"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"})
+    done = run(f"run_dir={tmp_path}/run", env=variables)
     assert done.returncode == 2
-    assert (
-        "launch.nnodes=1: srun started 8 launchers, and each starts all processes of its node; use"
-        in done.stderr
-    )
+    said = f"launch.nnodes=1: {command} started 8 launchers, and each starts all processes of its"
+    assert said in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -110,6 +110,22 @@ def test_a_worker_whose_torchrun_has_died_already_ends_too(tmp_path: Path, rank:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_by_hand_waits_as_long_as_it_is_told(tmp_path: Path, rank: int) -> None:
+    by_hand = {
+        **{"RANK": str(rank), "WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29521"},
+    }
+    words = (*SMALL, f"run_dir={tmp_path / 'run'}", "launch.join_timeout_seconds=1")
+    done = run(*words, env=by_hand)
+    assert done.returncode == 69
+    (fatal,) = fatal_lines(done.stderr)
+    missing = "rank 1 cannot reach the store" if rank else "rank 1 of 2 did not respond within 1 s"
+    assert missing in fatal
+    assert (tmp_path / "run").exists() == (rank == 0)
+
+
+@pytest.mark.slow
 def test_torchrun_restarts_into_the_same_run_directory(tmp_path: Path) -> None:
     marker = tmp_path / "vanished"
     words = foreign_net(fault="vanish once", rank=2, call=5, marker=str(marker))

@@ -27,6 +27,7 @@ import ddp_train
 from ddp_train.data.batch_plan import epoch_order
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
+from ddp_train.resilience import run_lock
 from ddp_train.sessions.settings import is_interactive
 from tests.support import zygote
 from tests.support.commands import (
@@ -269,6 +270,45 @@ def test_a_session_joins_torchrun(folder: Path, calm: subprocess.CompletedProces
         )
         == 1
     )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_folder_of_another_run_is_left_as_it_is(tmp_path: Path, processes: int) -> None:
+    (tmp_path / "launched").mkdir()
+    (tmp_path / "launched/commands.jsonl").touch()
+    (tmp_path / "living").mkdir()
+    said = {
+        "launched": "is the folder of a run of launch.py",
+        "living": f"another run is in {tmp_path}/living, process {os.getpid()} on ",
+    }
+    with run_lock.acquire(tmp_path / "living" / run_lock.FILE):
+        before = sorted(tmp_path.rglob("*"))
+        for name, words in said.items():
+            done = command(tmp_path, name, "none", processes=processes)
+            assert done.returncode == 2 and words in done.stderr, done.stderr
+        assert sorted({*tmp_path.rglob("*")} - {tmp_path / "train.py"}) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_its_peers_leaves_no_failure(tmp_path: Path, rank: int) -> None:
+    variables = {
+        **{"RANK": str(rank), "WORLD_SIZE": "2"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"},
+    }
+    done = command(tmp_path, "run", "hang", env=variables, processes=None)
+    assert done.returncode == 69
+    (line,) = fatal_lines(done.stderr)
+    missing = "rank 1 cannot reach the store" if rank else "rank 1 of 2 did not respond within 4 s"
+    assert f"FATAL peer (rank {rank}): {missing}" in line
+    assert [path.name for path in tmp_path.glob("run/*")] == [run_lock.FILE][rank:]
+
+
+def test_a_session_that_mpirun_starts_twice_is_refused(tmp_path: Path) -> None:
+    variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    done = command(tmp_path, "run", "none", env=variables)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert "mpirun started 2 processes of this script, and each would start a run" in done.stderr
 
 
 def test_after_a_mistake_in_a_notebook_the_next_cell_is_free(

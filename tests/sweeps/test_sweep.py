@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_train.config.prepare import is_of_sweep
+from ddp_train.config.folders import is_of_sweep
 from ddp_train.sweeps.plan import SweepPlan
 from ddp_train.sweeps.results import (
     RESULTS,
