@@ -39,6 +39,7 @@ MODULES = {
     "ddp_train.config.program": "how this program was started, and its presets",
     "ddp_train.config.run_directory": "whether the run directory may be written",
     "ddp_train.config.validate": "rules of keys and sections",
+    "ddp_train.config.yaml_files": "YAML files, read as a command line reads values",
     "ddp_train.options.key": "declares a key, its rule and its meaning",
     "ddp_train.options.registry": "an option of a group with its defaults",
     "ddp_train.options.schema": "the whole config",

@@ -19,6 +19,7 @@ from ddp_train.config.composition import read_config
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.program import Program
 from ddp_train.config.validate import broken_rules_in, check, check_rules
+from ddp_train.config.yaml_files import ambiguous, load_yaml, read_file
 from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.hardware import Hardware, detect_hardware
@@ -96,7 +97,7 @@ def read_request(program: Program, argv: list[str]) -> Request:
     raise_problems(_problems_of_name(name, argv, program.options("study")))
     path = program.file("study", name)
     assert path, "it is one of the options"
-    settings = yaml.safe_load(path.read_text())
+    settings = read_file(path, program.shown(path))
     overrides = []
     problems = []
     for override in argv:
@@ -182,7 +183,11 @@ def resolve_run(program: Program, overrides: list[str], hardware: Hardware) -> R
 def _apply_override(settings: dict[str, Any], override: str) -> list[str]:
     """Apply `study.KEY.KEY=VALUE` to the settings. Returns the problems."""
     try:
-        value = yaml.safe_load(override.partition("=")[2])
+        text = override.partition("=")[2]
+        value = load_yaml(text)
+        found = [one.message(override) for one in ambiguous(text)]
+        if found:
+            return found
     except yaml.YAMLError:
         return [
             f"{override}: the value is not valid YAML; quote it, as in"

@@ -15,7 +15,9 @@ import yaml
 from ddp_train.checkpoints.layout import MANIFEST, places, read_manifest
 from ddp_train.config.bind import custom_fields
 from ddp_train.config.freeze import COMMANDS, FILE, bind_frozen
+from ddp_train.config.keys import kinds_of
 from ddp_train.config.program import FOLDER, PRESETS, sets_a_run
+from ddp_train.config.yaml_files import ambiguous, error_text, is_duplicate, load_yaml
 from ddp_train.errors import ConfigError
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
@@ -67,13 +69,21 @@ class EarlierRun:
         found = f"{CONFIG_KEY}={path}"
         try:
             text = file.read_text()
-            values = yaml.safe_load(text)
+            values = load_yaml(text)
+            # What we write has its texts in quotes, but for inf and nan
+            numbers = [one for one in ambiguous(text) if not isinstance(one.by_yaml, str)]
         except OSError as error:
             raise ConfigError(
                 [f"{found}: {file} cannot be read ({error.strerror}); name the {FILE} of a run"]
             ) from None
-        except (yaml.YAMLError, UnicodeDecodeError):
-            raise ConfigError([f"{found}: is not plain YAML; name the {FILE} of a run"]) from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            rule = f"{found}: is not plain YAML; name the {FILE} of a run"
+            if isinstance(error, yaml.MarkedYAMLError) and is_duplicate(error):
+                rule = f"{CONFIG_KEY}={error_text(error, str(file))}"
+            raise ConfigError([rule]) from None
+        ambiguities = [one for one in numbers if not one.is_settled(kinds_of(one.key))]
+        if ambiguities:
+            raise ConfigError([f"{CONFIG_KEY}={one.message(str(file))}" for one in ambiguities])
         keys = values.keys() if isinstance(values, dict) else set()
         is_whole = keys >= WHOLE
         is_in_group = file.parent.name in {*OPTIONS, *PRESETS}

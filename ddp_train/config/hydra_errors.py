@@ -12,6 +12,7 @@ from ddp_train.config.keys import list_rule
 from ddp_train.config.overrides import Overrides
 from ddp_train.config.presets import BY_OVERRIDE, SCHEMA, content_of, origin_of
 from ddp_train.config.program import PRESETS, Program
+from ddp_train.config.yaml_files import error_text
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS
@@ -29,21 +30,23 @@ class HydraErrors:
         from hydra.errors import MissingConfigException
 
         if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
-            return self._of_yaml(error, error.problem_mark)
+            return error_text(error, self.program.shown(Path(error.problem_mark.name)))
         if isinstance(error, MissingConfigException) and error.missing_cfg_file:
             return self._of_missing_file(str(error.missing_cfg_file))
+        if isinstance(error, UnicodeDecodeError):
+            return self._of_encoding(error)
         if isinstance(error, RecursionError):
             return "defaults: a preset includes itself; take that line out"
         return self._of_text(error)
 
-    def _of_yaml(self, error: yaml.MarkedYAMLError, mark: yaml.Mark) -> str:
-        """The message about a file that is not YAML, or has a key twice."""
-        place = f"{self.program.shown(Path(mark.name))}: line {mark.line + 1}"
-        problem = str(error.problem)
-        key = problem.removeprefix("found duplicate key ")
-        if key != problem:
-            return f"{place}: {key} stands there twice; keep one of them"
-        return f"{place}: cannot be read: {problem}"
+    def _of_encoding(self, error: UnicodeDecodeError) -> str:
+        """The message about a file that is not UTF-8, which Python does not name."""
+        own = self.program.own
+        for path in sorted(own.rglob("*.yaml")) if own else ():
+            if path.read_bytes() == error.object:
+                line = error.object.count(b"\n", 0, error.start) + 1
+                return f"{self.program.shown(path)}: line {line}: is not UTF-8; save it as UTF-8"
+        return str(error)
 
     def _of_missing_file(self, missing: str) -> str:
         """The message about an option, or a file, that the `defaults` of a preset name."""

@@ -136,6 +136,22 @@ def list_rule(key: str) -> str:
     return rule if rule.startswith("must be a list") else ""
 
 
+def kinds_of(key: str) -> set[Any]:
+    """The types that a dotted key has, in any option of its section; none of an unknown key."""
+    section, _, name = key.rpartition(".")
+    outer, _, inner = section.partition(".")
+    kinds: set[Any] = set()
+    for schema in schemas_of(outer):
+        hint = field_types(schema).get(inner or name)
+        if inner and is_section(hint):  # train.early_stopping.patience
+            hint = field_types(hint).get(name)
+        elif inner:
+            hint = None
+        if hint is not None:
+            kinds |= {*(typing.get_args(hint) or (hint,))}
+    return kinds
+
+
 def rules_of(schema: type, name: str) -> typing.Mapping[str, Any]:
     """The rules and the meaning of a key, as `options.key.key` declares them."""
     return schema.__dataclass_fields__[name].metadata

@@ -5,13 +5,16 @@ Hydra merges a preset, and what it includes, over the options, whoever chose the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ddp_train.config.keys import kinds_of
 from ddp_train.config.overrides import Overrides
 from ddp_train.config.presets import BY_OVERRIDE, built_in_option, compose_options, content_of
-from ddp_train.config.program import PRESETS, Program
+from ddp_train.config.program import PRESETS, Program, sets_a_run
+from ddp_train.config.yaml_files import ambiguous
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config
@@ -26,6 +29,7 @@ def problems(
     choices: the option of each group.
     """
     yield from _unused_files(program, choices)
+    yield from _ambiguous_values(program, values, choices)
     if any(choices.get(group, "None") != "None" for group in PRESETS):
         sections = {name: values[name] for name in OPTIONS if isinstance(values[name], dict)}
         yield from _misplaced_options(program, choices)
@@ -39,6 +43,72 @@ def _unused_files(program: Program, choices: dict[str, str]) -> Iterator[str]:
         problem = program.problem_of(group, option)
         if problem:
             yield problem
+
+
+def _ambiguous_values(
+    program: Program, values: dict[str, Any], choices: dict[str, str]
+) -> Iterator[str]:
+    """Values in the user's own files that mean something else on a command line, or come twice."""
+    for path in _own_files(program, choices):
+        text = path.read_text(encoding="utf-8")
+        group = path.parent.name
+        prefix = f"{group}." if group in OPTIONS and not sets_a_run(text) else ""
+        for found in ambiguous(text):
+            key = f"{prefix}{found.key}"
+            if _is_of_own_class(key, values) or not found.is_settled(kinds_of(key)):
+                yield found.message(program.shown(path))
+        yield from _chosen_twice(program.shown(path), content_of(path).get("defaults"))
+
+
+def _is_of_own_class(key: str, values: dict[str, Any]) -> bool:
+    """Tell whether a key may be an argument of the user's own class, of any type."""
+    content = values.get(key.partition(".")[0])
+    return isinstance(content, dict) and content.get("name") == CUSTOM
+
+
+def _chosen_twice(place: str, defaults: Any) -> Iterator[str]:
+    """Groups of which the `defaults` of a file choose an option twice. place: the file."""
+    seen = set()
+    for item in defaults if isinstance(defaults, list) else ():
+        for group in item if isinstance(item, dict) else ():
+            if group in seen:
+                yield f"{place}: {group} stands there twice; keep one of them"
+            seen.add(group)
+
+
+def _own_files(program: Program, choices: dict[str, str]) -> list[Path]:
+    """The user's own files that were chosen, and those that their `defaults` include."""
+    if not program.own:
+        return []
+    waiting = [
+        program.own / group.partition("@")[0] / f"{name}.yaml"
+        for group, option in choices.items()
+        for name in re.findall(r"[^\s\[\],']+", option)
+    ]
+    files: list[Path] = []
+    while waiting:
+        path = waiting.pop()
+        if path in files or not path.is_file():
+            continue
+        files.append(path)
+        defaults = content_of(path).get("defaults")
+        for item in defaults if isinstance(defaults, list) else ():
+            waiting += _included(program.own, path.parent, item)
+    return sorted(files)
+
+
+def _included(own: Path, folder: Path, item: Any) -> Iterator[Path]:
+    """The files that an item of `defaults` may mean: from the folder of its file on, or from conf/.
+
+    own: conf/.
+    """
+    choices = item if isinstance(item, dict) else {"": item}
+    for place, option in choices.items():
+        group = str(place).split(" ")[-1].partition("@")[0]
+        for name in option if isinstance(option, list) else [option]:
+            file = str(name).partition("@")[0].removesuffix(".yaml")
+            text = f"{group}/{file}.yaml".lstrip("/")
+            yield from (folder / text, own / text)
 
 
 def _misplaced_options(program: Program, choices: dict[str, str]) -> Iterator[str]:
