@@ -1,4 +1,5 @@
-"""Tensors of any number, shape and dtype between processes, as bytes; nothing is pickled."""
+"""Tensors of any number, shape and dtype between processes, and texts, as bytes; nothing is
+pickled."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ from ddp_train.distributed.process_group import from_all_ranks
 _ALIGNED = 16
 """Bytes: the largest element of a tensor, complex128. A view as another type must begin at a
 multiple of its size."""
+_SHORT = 504
+"""Bytes of a text that travel beside its length."""
 
 
 def tensors_from_all_ranks(
@@ -30,13 +33,44 @@ def tensors_from_all_ranks(
     header_bytes = torch.tensor(list(header), dtype=torch.uint8, device=device)
     parts = [_aligned_bytes(tensor, device) for tensor in tensors]
     content = torch.cat([header_bytes.new_empty(0), *parts])
-    headers = _bytes_from_all_ranks(header_bytes)
-    contents = _bytes_from_all_ranks(content)
+    headers = from_bytes(header_bytes, _sizes(header_bytes))
+    contents = from_bytes(content, _sizes(content))
     received = []
     for header_of_rank, content_of_rank in zip(headers, contents, strict=True):
         facts_of_rank, layout_of_rank = json.loads(bytes(header_of_rank.tolist()))
         received.append((facts_of_rank, _split(content_of_rank, layout_of_rank)))
     return received
+
+
+def texts_from_all_ranks(text: str, device: str) -> list[str]:
+    """The text of rank 0, 1, ... One collective, two if one of them is long."""
+    content = text.encode()
+    row = len(content).to_bytes(8, "little") + content[:_SHORT].ljust(_SHORT, b"\0")
+    rows = from_all_ranks(_on_device(row, device)).cpu().numpy()
+    sizes = [int.from_bytes(row[:8].tobytes(), "little") for row in rows]
+    contents = [row[8 : 8 + size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    if max(sizes) > _SHORT:
+        whole = from_bytes(_on_device(content, device), sizes)
+        contents = [part.cpu().numpy().tobytes() for part in whole]
+    return [content.decode() for content in contents]
+
+
+def from_bytes(content: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The bytes of rank 0, 1, ..., uint8 [n] each. One collective.
+
+    content: of this rank.
+    sizes: n of each rank.
+    """
+    largest = max(1, *sizes)  # no collective takes nothing
+    padded = content.new_zeros(_aligned(largest))
+    padded[: len(content)] = content
+    contents = from_all_ranks(padded)
+    return [part[:size] for part, size in zip(contents, sizes, strict=True)]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The content of a tensor, uint8 [n]."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _split(content: Tensor, layout: list[tuple[str, list[int]]]) -> list[Tensor]:
@@ -57,15 +91,14 @@ def _aligned(size: int) -> int:
 
 
 def _aligned_bytes(tensor: Tensor, device: str) -> Tensor:
-    content = tensor.detach().to(device).contiguous().view(-1).view(torch.uint8)
+    content = bytes_of(tensor.to(device))
     return pad(content, (0, _aligned(len(content)) - len(content)))
 
 
-def _bytes_from_all_ranks(content: Tensor) -> list[Tensor]:
-    """content: uint8 [n]; n may differ between processes."""
-    sizes = from_all_ranks(torch.tensor(len(content), device=content.device)).tolist()
-    largest = max(1, *sizes)  # no collective takes nothing
-    padded = content.new_zeros(_aligned(largest))
-    padded[: len(content)] = content
-    contents = from_all_ranks(padded)
-    return [part[:size] for part, size in zip(contents, sizes, strict=True)]
+def _sizes(content: Tensor) -> list[int]:
+    """The number of bytes of each rank."""
+    return from_all_ranks(torch.tensor(len(content), device=content.device)).tolist()
+
+
+def _on_device(content: bytes, device: str) -> Tensor:
+    return torch.tensor(list(content), dtype=torch.uint8, device=device)

@@ -3,6 +3,7 @@ that failed."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -175,6 +176,7 @@ def _leave_out_libraries(part: traceback.TracebackException) -> int:
     return len(frames) - len(kept)
 
 
+@functools.cache
 def is_foreign(filename: str) -> bool:
     """Whether a frame's file is part of this package, of Python or of an installed library."""
     if filename.startswith("<"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from ddp_train.distributed.exchange import tensors_from_all_ranks
-from ddp_train.distributed.process_group import ranks, total
 from ddp_train.sessions.loader import (
     Collate,
     TestLoader,
@@ -21,6 +19,7 @@ from ddp_train.sessions.loader import (
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints, check_objects
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
+from ddp_train.sessions.values import gather_over_ranks, sum_over_ranks
 from ddp_train.sessions.wrapped import Wrapped
 
 
@@ -204,28 +203,28 @@ class Run:
     def sum(self, value: Tensor | float) -> Tensor | float:
         """The sum over all processes, for scores. Every process must call it.
 
-        value: a number, or a tensor of the same shape on each; fractions are added up in float64.
+        value: a number, or a tensor of the same shape on each. Integers are added up exactly,
+            fractions in float64. 0, which a process without a batch has, is neutral beside any.
+
+        Returns a number, or a tensor if one of the processes has one. Raises UsageError on all of
+        them if the values do not fit together, or if the processes are in different places.
         """
         steps = self._open_steps("run.sum")
         steps.score_watch.see_sum(self.processes)
-        # as_tensor would make a float float32.
-        dtype = torch.float64 if isinstance(value, float) else None
-        tensor = torch.as_tensor(value, dtype=dtype, device=steps.device).detach()
-        wide = torch.float64 if tensor.is_floating_point() else torch.int64
-        added = total(tensor.to(wide, copy=True))
-        return added if isinstance(value, Tensor) else added.item()
+        return sum_over_ranks(value, steps.device)
 
-    def gather(self, rows: Tensor) -> Tensor:
+    def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
         """The rows of all processes, [n, ...] -> [all, ...], without gradients; n may differ.
 
         Those of all batches of a test loader together are in the order of the data set. Every
         process must call it.
+
+        rows: a tensor, or a list of tensors that are put together; empty on a process without a
+            batch. No rows are neutral, whatever their type.
+
+        Raises UsageError as `sum` does.
         """
-        steps = self._open_steps("run.gather")
-        if ranks() == 1:
-            return rows.detach()
-        parts = tensors_from_all_ranks(None, [rows], steps.device)
-        return torch.cat([part for _, (part,) in parts])
+        return gather_over_ranks(rows, self._open_steps("run.gather").device)
 
     def _open_steps(self, method: str) -> Steps:
         """The steps of the session. Raises UsageError if it is over. method: for the message."""

@@ -42,20 +42,21 @@ class UsageError(ConfigError):
     """A session was used as it must not be. `str(error)` begins with the line that did."""
 
     def __init__(self, detail: str, remedy: str) -> None:
-        super().__init__([f"{_caller()}{detail}"])
+        line = calling_line()
+        super().__init__([f"{line}: {detail}" if line else detail])
         self.remedy = remedy
 
     def __str__(self) -> str:
         return self.problems[0]
 
 
-def _caller() -> str:
-    """The user's line that called this package, as `train.py:12: `; empty if there is none."""
-    frame = sys._getframe(2)
+def calling_line() -> str:
+    """The user's line that called this package, as `train.py:12`; empty if there is none."""
+    frame = sys._getframe(1)
     while frame and is_foreign(frame.f_code.co_filename):
         frame = frame.f_back
     if frame:
-        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}: "
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     return ""
 
 

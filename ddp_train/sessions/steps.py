@@ -25,6 +25,7 @@ from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
+from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
@@ -109,6 +110,7 @@ class Steps:
             yield position.epoch
             self.in_epoch = False
             self.first_batch = 0
+            meet("the end of an epoch", self.device)
             position.end_epoch()
             is_last = position.epoch == count
             if position.epoch % save_every == 0 or is_last or self.is_save_due:
@@ -126,6 +128,7 @@ class Steps:
 
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`."""
+        meet("the end of the session", self.device)
         if self.in_epoch and self.checkpoints:
             if self.position.batch == self.loader_facts.get("steps_per_epoch"):
                 self.position.end_epoch()

@@ -56,7 +56,7 @@ WITH_TORCH = [
         f"ddp_train.sessions.{name}"
         for name in ("loader", "process", "run", "session_checkpoints", "steps")
     ),
-    "ddp_train.sessions.wrapped",
+    *("ddp_train.sessions.values", "ddp_train.sessions.wrapped"),
     *(
         "ddp_lab.doctor.collective_test",
         "ddp_lab.doctor.all_hosts",
