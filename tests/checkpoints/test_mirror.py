@@ -50,6 +50,7 @@ from tests.support.commands import (
     run,
     weights,
 )
+from tests.support.configs import problems_of
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -397,8 +398,8 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> Non
 )
 def test_what_is_no_url_is_refused(url: str, said: str, tmp_path: Path) -> None:
     url = url.replace("HERE", str(tmp_path))
-    done = run(f"checkpoint.mirror={url}", f"run_dir={tmp_path}/run")
-    assert done.returncode == 2 and f"checkpoint.mirror={url}: {said}" in done.stderr, done.stderr
+    (problem,) = problems_of(f"checkpoint.mirror={url}", f"run_dir={tmp_path}/run")
+    assert problem.startswith(f"checkpoint.mirror={url}: {said}")
 
 
 def test_runs_of_a_proof_or_a_study_share_no_mirror(mirror: Mirror, tmp_path: Path) -> None:

@@ -59,20 +59,28 @@ def test_watch_shows_the_state_of_each_run(
             watch(words)
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 12), (120, 30)])
-def test_watch_fits_the_terminal_and_says_why_a_run_failed(
-    tmp_path: Path, width: int, height: int
-) -> None:
+@pytest.fixture(scope="module")
+def thirty_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a sweep whose last trial failed."""
+    folder = tmp_path_factory.mktemp("thirty")
     for number in range(30):
-        leave_run(tmp_path / f"a_sweep_with_a_rather_long_name/{number}")
-    failed = tmp_path / "a_sweep_with_a_rather_long_name/29"
+        leave_run(folder / f"a_sweep_with_a_rather_long_name/{number}")
+    failed = folder / "a_sweep_with_a_rather_long_name/29"
     write_json(failed / "summary.json", {"status": "failed"})
     write_json(failed / "failure.json", {"kind": "oom", "detail": "out of memory " * 9})
+    return folder
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 12), (120, 30)])
+def test_watch_fits_the_terminal_and_says_why_a_run_failed(
+    thirty_runs: Path, width: int, height: int
+) -> None:
     console = Console(
         width=width, height=height, file=io.StringIO(), force_terminal=True, color_system=None
     )
-    runs = [glance(failed.with_name(str(number))) for number in range(30)]
-    console.print(screen(tmp_path, runs, console))
+    sweep = thirty_runs / "a_sweep_with_a_rather_long_name"
+    runs = [glance(sweep / str(number)) for number in range(30)]
+    console.print(screen(thirty_runs, runs, console))
     lines = console.file.getvalue().splitlines()  # type: ignore
     assert (
         len(lines) < height

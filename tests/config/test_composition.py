@@ -262,93 +262,94 @@ TWICE = "conf/optimizer/twice.yaml: line 3: lr stands there twice; keep one of t
 USE = "an option is chosen by `- override /GROUP: OPTION`"
 
 
-@pytest.mark.parametrize(
-    ("preset", "expected"),
-    [
+PRESETS: list[tuple[str, str]] = [
+    (
+        "optimizer:\n  lr: 0.1\n  lr: 0.2",
+        "conf/experiment/mine.yaml: line 4: lr stands there twice; keep one of them",
+    ),
+    ("defaults: [override /optimizer: twice]", TWICE),
+    (
+        "defaults: [optimizer: adamw]",
+        "conf/experiment/mine.yaml: defaults: experiment/optimizer: adamw: no such file; " + USE,
+    ),
+    (
+        "defaults: [/optimizer: adamw]",
+        "conf/experiment/mine.yaml: Multiple values for optimizer. .*; " + USE,
+    ),
+    (
+        "defaults: [override /optimizer: adamww]",
+        "adamww: must be one of adadelta, adam, adamw, custom, .*sgd, twice; ",
+    ),
+    (
+        "defaults: [override /optimizer: adamww]",
+        "conf/experiment/mine.yaml: .*; did you mean adamw?",
+    ),
+    (
+        "defaults: [override /optimizr: sgd]",
+        "mine.yaml: In 'experiment/mine': Could not override 'optimizr'. .*mean optimizer?; " + USE,
+    ),
+    (
+        "defaults: [bass]",
+        "conf/experiment/mine.yaml: defaults: experiment: bass: .*; did you mean base?",
+    ),
+    (
+        "defaults: {optimizer: adamw}",
+        "conf/experiment/mine.yaml: .*defaults must be a list (got mapping); " + USE,
+    ),
+    (
+        "defaults: [5]",
+        "conf/experiment/mine.yaml: Unsupported type in defaults : int; " + USE,
+    ),
+    (
+        "hooks: {a: 1}",
+        "hooks={a:1}: must be a list like [package.Name] or .* (in conf/experiment/mine.yaml)",
+    ),
+    (
+        "optimizer: {groups: {a: 1}}",
+        "optimizer.groups={a:1}: must be a list like .* (in conf/experiment/mine.yaml)",
+    ),
+    (
+        "train: [3]",
+        "train=[3]: is a section; it holds keys and values, .* (in conf/experiment/mine.yaml)",
+    ),
+    (
+        "optimizer: adamw",
         (
-            "optimizer:\n  lr: 0.1\n  lr: 0.2",
-            "conf/experiment/mine.yaml: line 4: lr stands there twice; keep one of them",
+            "optimizer=adamw: an option is chosen in `defaults`, by `- override /optimizer:"
+            " adamw` (in"
         ),
-        ("defaults: [override /optimizer: twice]", TWICE),
+    ),
+    (
+        "optimizer: {lr: '${oc.env'}",
+        "optimizer.lr: .*'${oc.env'; use a reference like .* (in conf/experiment/mine.yaml)",
+    ),
+    ("- a", "must hold keys and values, KEY: VALUE (in conf/experiment/mine.yaml)"),
+    (
         (
-            "defaults: [optimizer: adamw]",
-            "conf/experiment/mine.yaml: defaults: experiment/optimizer: adamw: no such file; "
-            + USE,
+            "defaults: [base, /experiment/base, _self_, override /tracker:"
+            " [tensorboard]]\nname: 2024-01-01"
         ),
+        "",
+    ),
+    (
         (
-            "defaults: [/optimizer: adamw]",
-            "conf/experiment/mine.yaml: Multiple values for optimizer. .*; " + USE,
+            "defaults: [/optimizer/sgd@optimizer, override /model: mlp, override"
+            " /hydra/sweeper: basic]"
         ),
-        (
-            "defaults: [override /optimizer: adamww]",
-            "adamww: must be one of adadelta, adam, adamw, custom, .*sgd, twice; ",
-        ),
-        (
-            "defaults: [override /optimizer: adamww]",
-            "conf/experiment/mine.yaml: .*; did you mean adamw?",
-        ),
-        (
-            "defaults: [override /optimizr: sgd]",
-            "mine.yaml: In 'experiment/mine': Could not override 'optimizr'. .*mean optimizer?; "
-            + USE,
-        ),
-        (
-            "defaults: [bass]",
-            "conf/experiment/mine.yaml: defaults: experiment: bass: .*; did you mean base?",
-        ),
-        (
-            "defaults: {optimizer: adamw}",
-            "conf/experiment/mine.yaml: .*defaults must be a list (got mapping); " + USE,
-        ),
-        (
-            "defaults: [5]",
-            "conf/experiment/mine.yaml: Unsupported type in defaults : int; " + USE,
-        ),
-        (
-            "hooks: {a: 1}",
-            "hooks={a:1}: must be a list like [package.Name] or .* (in conf/experiment/mine.yaml)",
-        ),
-        (
-            "optimizer: {groups: {a: 1}}",
-            "optimizer.groups={a:1}: must be a list like .* (in conf/experiment/mine.yaml)",
-        ),
-        (
-            "train: [3]",
-            "train=[3]: is a section; it holds keys and values, .* (in conf/experiment/mine.yaml)",
-        ),
-        (
-            "optimizer: adamw",
-            (
-                "optimizer=adamw: an option is chosen in `defaults`, by `- override /optimizer:"
-                " adamw` (in"
-            ),
-        ),
-        (
-            "optimizer: {lr: '${oc.env'}",
-            "optimizer.lr: .*'${oc.env'; use a reference like .* (in conf/experiment/mine.yaml)",
-        ),
-        ("- a", "must hold keys and values, KEY: VALUE (in conf/experiment/mine.yaml)"),
-        (
-            (
-                "defaults: [base, /experiment/base, _self_, override /tracker:"
-                " [tensorboard]]\nname: 2024-01-01"
-            ),
-            "",
-        ),
-        (
-            (
-                "defaults: [/optimizer/sgd@optimizer, override /model: mlp, override"
-                " /hydra/sweeper: basic]"
-            ),
-            "",
-        ),
-    ],
-)
+        "",
+    ),
+]
+"""The content of an experiment, and the problem that it has."""
+BASE = "# @package _global_\nseed: 5\n"
+TWO_RATES = "name: sgd\nlr: 1\nlr: 2\n"
+
+
+@pytest.mark.parametrize(("preset", "expected"), PRESETS)
 def test_a_wrong_preset_is_one_problem_that_names_it(preset: str, expected: str) -> None:
     program = own_presets(
         experiment__mine=f"# @package _global_\n{preset}\n",
-        experiment__base="# @package _global_\nseed: 5\n",
-        optimizer__twice="name: sgd\nlr: 1\nlr: 2\n",
+        experiment__base=BASE,
+        optimizer__twice=TWO_RATES,
     )
     try:
         _, problems = read_config(program, read_overrides(program, ["experiment=mine"]))
@@ -356,9 +357,15 @@ def test_a_wrong_preset_is_one_problem_that_names_it(preset: str, expected: str)
         problems = error.problems
     assert len(problems) == bool(expected), problems
     assert re.search(re.escape(expected).replace(r"\.\*", ".*"), "".join(problems))
-    assert read_config(program, read_overrides(program, ["experiment=base"]))[1] == [], (
-        "it does not stop others"
-    )
+
+
+def test_wrong_presets_do_not_stop_another() -> None:
+    wrong = {
+        f"experiment__wrong_{number}": f"# @package _global_\n{preset}\n"
+        for number, (preset, _) in enumerate(PRESETS)
+    }
+    program = own_presets(**wrong, experiment__base=BASE, optimizer__twice=TWO_RATES)
+    assert read_config(program, read_overrides(program, ["experiment=base"]))[1] == []
 
 
 def test_no_file_is_blamed_for_what_the_command_line_said() -> None:
