@@ -623,10 +623,10 @@ class Config:
     @property
     def words_to_resume(self) -> str:
         """What to type to resume the run. Code of your own has to be trusted again: SECURITY.md."""
-        words = shlex.quote(word("run_dir", self.run_dir))
+        words = [word("run_dir", self.run_dir)]
         if self.trusted_modules:
-            words += f" trusted_modules=[{','.join(self.trusted_modules)}]"
-        return words
+            words.append(f"trusted_modules=[{','.join(self.trusted_modules)}]")
+        return shlex.join(words)
 
 
 def built_in_directions() -> dict[str, str]:

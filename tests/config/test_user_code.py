@@ -34,7 +34,7 @@ def test_trusted_code_is_imported_when_it_is_called(
         "run_dir=run",
     ]
     config = prepare(PROGRAM, words, None).config
-    assert config.words_to_resume == "run_dir=run trusted_modules=[mine_alone]", "typed again"
+    assert config.words_to_resume == "run_dir=run 'trusted_modules=[mine_alone]'", "typed again"
     odd = dataclasses.replace(config, run_dir="a run=(1)", trusted_modules=[])
     assert shlex.split(odd.words_to_resume) == ['run_dir="a run=(1)"'], (
         "as Hydra reads it, behind a shell"

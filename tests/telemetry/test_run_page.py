@@ -179,6 +179,22 @@ def test_printed_commands_are_read_as_they_are_meant(tmp_path: Path, name: str) 
     assert [*read_back[0].given.values()] == [*read_back[-1].given.values()] == [str(folder)]
 
 
+def test_printed_commands_trust_the_code_of_the_run(tmp_path: Path) -> None:
+    run = read_run(leave_run(tmp_path / "run"))
+    run.config["trusted_modules"] = ["my_net", "my_data"]
+    for command in uses(run):
+        found = read_overrides(PROGRAM, [text for text in shlex.split(command) if "=" in text])
+        assert found.problems == []
+        assert found.given["trusted_modules"] == ["my_net", "my_data"]
+
+
+def test_run_that_trains_nothing_is_repeated_by_its_command(tmp_path: Path) -> None:
+    """Its folder holds no checkpoint to evaluate."""
+    run = read_run(leave_run(tmp_path / "run"))
+    run.config["mode"] = "evaluate"
+    assert uses(run) == [run.command]
+
+
 @pytest.mark.slow
 def test_run_leaves_its_page(tmp_path: Path) -> None:
     done = run(*SMALL, "train.epochs=3", "run_dir=r", cwd=tmp_path)

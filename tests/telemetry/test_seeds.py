@@ -44,6 +44,19 @@ def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None
     assert len(as_page(report).encode()) < BOUND
 
 
+def test_trial_that_repeats_a_seed_is_no_measure_of_noise() -> None:
+    rows = seeded(sgd=[0.5, 0.5])
+    for seed in ("0", "00", "+0"):
+        rows[1]["overrides"][1] = f"seed={seed}"
+        assert SeedGroups(rows, "test.loss", "min").findings() == []
+    rows = seeded(sgd=[0.5, 0.5, 0.7], adam=[0.6])
+    rows[1]["overrides"][1] = "seed=0"
+    groups = SeedGroups(rows, "test.loss", "min")
+    assert groups.values == {"optimizer.name=sgd": [0.5, 0.7], "optimizer.name=adam": [0.6]}
+    without_seed = [row | {"overrides": row["overrides"][:1]} for row in seeded(sgd=[0.5, 0.5])]
+    assert SeedGroups(without_seed, "test.loss", "min").findings() == [], "lr=0.1,0.1"
+
+
 def test_settings_that_ran_once_are_not_said_to_be_worse(tmp_path: Path) -> None:
     rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3], seed=[0, 1, 2])
     assert (

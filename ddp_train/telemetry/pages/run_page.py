@@ -15,6 +15,7 @@ from ddp_train.telemetry.pages.run_events import Event, clock, events_of
 from ddp_train.telemetry.pages.run_files import (
     COMPLETED,
     RUNNING,
+    TRAIN,
     RunFiles,
     as_typed,
     is_finite,
@@ -80,10 +81,15 @@ def _chosen(run: RunFiles, typed: dict[str, Any]) -> list[str]:
 
 
 def uses(run: RunFiles) -> list[str]:
-    """Commands that evaluate a completed run, predict with its model, or train it for longer."""
+    """Commands that evaluate a completed run, predict with its model, or train it for longer.
+
+    Of a run that trained nothing, the command that repeats it.
+    """
     program = program_of(run.command)
     if not program:
         return []
+    if run.config.get("mode", TRAIN) != TRAIN:
+        return [run.command]
     run_dir = near(run.run_dir)
     resume = word("checkpoint.resume", run_dir)
     uses = [["mode=evaluate", resume], ["mode=predict", resume]]
@@ -92,7 +98,9 @@ def uses(run: RunFiles) -> list[str]:
         if isinstance(train.get(length), int):
             uses.append([word("run_dir", run_dir), f"train.{length}={2 * train[length]}"])
             break
-    return [shlex.join([*program, *overrides]) for overrides in uses]
+    trusted = run.config.get("trusted_modules") or []
+    words = [f"trusted_modules=[{','.join(trusted)}]"] if trusted else []
+    return [shlex.join([*program, *overrides, *words]) for overrides in uses]
 
 
 def program_of(command: str) -> list[str]:

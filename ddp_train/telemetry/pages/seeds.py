@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ddp_train.telemetry.pages.noise import Welch, welch
 from ddp_train.telemetry.pages.tables import Table
-from ddp_train.telemetry.pages.trials import Row, overrides_of
+from ddp_train.telemetry.pages.trials import Row, number_or_text, overrides_of
 from ddp_train.telemetry.score_lines import in_column, is_percent, shown_metric
 from ddp_train.text import counted
 
@@ -26,16 +26,21 @@ class SeedGroups:
     def __init__(self, rows: Sequence[Row], objective: str, better: str | None) -> None:
         """Group the trials.
 
-        rows: trials; those without a value of the objective are left out.
+        rows: trials; those without a value of the objective are left out, and those that repeat
+            settings and seed of another one, which say nothing of noise.
         objective: `test.accuracy`.
         better: max or min.
         """
         self.objective = objective
         self.is_max = better == "max"
         values: dict[str, list[float]] = {}
+        seen = set()
         for row in rows:
-            if row.get("objective") is not None:
-                values.setdefault(_settings(row), []).append(row["objective"])
+            settings = _settings(row)
+            run = settings, _seed(row)
+            if row.get("objective") is not None and run not in seen:
+                seen.add(run)
+                values.setdefault(settings, []).append(row["objective"])
         order = sorted(values, key=lambda name: statistics.fmean(values[name]), reverse=self.is_max)
         self.values = {settings: values[settings] for settings in order}
         """By settings, those with the best mean first."""
@@ -139,6 +144,11 @@ def _settings(row: Row) -> str:
     overrides = overrides_of(row)
     overrides.pop(SEED, None)
     return " ".join(f"{key}={value}" for key, value in overrides.items()) or "all"
+
+
+def _seed(row: Row) -> int | float | str:
+    """The seed of a trial; empty if the sweep does not vary it."""
+    return number_or_text(overrides_of(row).get(SEED, ""))
 
 
 def _named(settings: Sequence[str]) -> str:

@@ -110,7 +110,11 @@ def goes_on(command: str, sweep_dir: Path) -> str:
 
     command: that of its start, which need not name the directory.
     """
-    argv = [argument for argument in shlex.split(command) if not argument.startswith("run_dir=")]
+    argv = [
+        argument
+        for argument in shlex.split(command)
+        if not argument.lstrip("+").startswith("run_dir=")
+    ]
     return shlex.join([*argv, word("run_dir", near(sweep_dir))])
 
 
