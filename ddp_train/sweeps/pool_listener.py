@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from hydra.core.utils import JobReturn, JobStatus
 
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.stop_requests import StopRequests
-from ddp_train.resilience.preemption import SAVED, UNSAVED
+from ddp_train.resilience.preemption import SAVED, UNSAVED, stop_signals
 from ddp_train.sweeps import pruning
 from ddp_train.sweeps.outcomes import dead_outcome, end_line, value_of
 from ddp_train.sweeps.overrides import identifying, trial_overrides
@@ -97,9 +98,21 @@ class PoolListener(SweepListener):
         return sorted(identifying(fixed, self.runner.plan.swept))
 
     def end_by_signal(self, number: int, _: object) -> None:
-        """Handle a stop signal while no trial runs, or after it has stopped those that did."""
+        """Handle a stop signal while no trial runs, or after it has stopped those that did.
+
+        Another one must not cut off the table.
+        """
+        from ddp_train.telemetry.pages.sweep_page import goes_on
+
+        for further in stop_signals():
+            signal.signal(further, signal.SIG_IGN)
         stop = StopRequests()
         stop.received.append(number)
+        print(f"stopped by {signal.Signals(number).name}", file=sys.stderr)
+        if not self.state.rows:
+            plan = self.runner.plan
+            command = goes_on(plan.command, plan.sweep_dir)
+            print(f"no trial has ended; to go on:\n  {command}", file=sys.stderr)
         codes = {row["exit_code"] for row in self.state.rows} & {SAVED, UNSAVED}
         raise SystemExit(stop.exit_code(SAVED if codes == {SAVED} else UNSAVED))
 

@@ -81,6 +81,13 @@ class TrialRunner:
             if known is not None:
                 return known
         stop = StopRequests(program_ends=bool(self.plan.pool))
+        if not in_this_process:
+            return self._value_of(trial, stop, in_this_process)
+        with stop.listening():  # from its config to its row: a signal between two loses no result
+            return self._value_of(trial, stop, in_this_process)
+
+    def _value_of(self, trial: Trial, stop: StopRequests, in_this_process: bool) -> TrialValue:
+        """Run a trial. Returns its objective, with its row. Raises SystemExit to end the sweep."""
         row = self.state.new_row(trial.number, trial.overrides, trial.run_dir)
         self.page.begin(row)
         workload = Workload()

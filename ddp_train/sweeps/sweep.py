@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hydra
@@ -36,18 +37,30 @@ def run_sweep(program: Program, plan: SweepPlan, server: ForkServer | None) -> i
         print(
             f"trials are run by hydra/launcher={plan.job_launcher}; results: {results}", flush=True
         )
-    try:
-        return _run_trials(program, runner)
-    finally:
-        if state.rows:
-            runner.page.write_last()
-
-
-def _run_trials(program: Program, runner: TrialRunner) -> int:
     listener = PoolListener(runner)
-    if runner.plan.pool:
-        for number in stop_signals():
-            signal.signal(number, listener.end_by_signal)
+    with _ended_by_signals(listener):
+        try:
+            return _run_trials(program, runner, listener)
+        finally:
+            if state.rows:
+                runner.page.write_last()
+
+
+@contextlib.contextmanager
+def _ended_by_signals(listener: PoolListener) -> Iterator[None]:
+    """Have a stop signal end the sweep with its table and its page, while no trial runs.
+
+    Those that run record it first: `StopRequests`.
+    """
+    previous = {number: signal.signal(number, listener.end_by_signal) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _run_trials(program: Program, runner: TrialRunner, listener: PoolListener) -> int:
     with sweep_lock(runner.plan.sweep_dir), listening(listener):
         runner.state.open()
         try:

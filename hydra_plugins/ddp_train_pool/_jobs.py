@@ -145,6 +145,8 @@ def _run_to_exit(
         returned = run()
         if _came_of_interrupt(returned._return_value):
             raise KeyboardInterrupt
+        if returned.status == JobStatus.FAILED:  # a traceback is not pickled with its error
+            traceback.print_exception(returned._return_value)
         code = _write_result(returned, result)
     # as at the end of any program
     except BaseException as error:  # noqa: BLE001

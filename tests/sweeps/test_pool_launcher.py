@@ -88,7 +88,9 @@ def test_two_sweeps_share_devices(tmp_path: Path) -> None:
     sweeps = [app(tmp_path, f"+x={names}", "+seconds=0.2") for names in ("1,bad,2,3", "4,5,6")]
     said = [end_of(sweep) for sweep in sweeps]
     assert [sweep.returncode for sweep in sweeps] == [1, 0], said
-    assert "ValueError: a bad one" in said[0]
+    assert 'app.py", line 13, in main\n    raise ValueError("a bad one")' in said[0], (
+        "its traceback"
+    )
     jobs = ledger(tmp_path)
     assert sorted(job[0] for job in jobs) == list("123456")
     for device in "ab":

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from ddp_train.sweeps.results import (
     read_rows,
 )
 from ddp_train.sweeps.runner import TrialRunner
-from ddp_train.sweeps.sweep import finish
+from ddp_train.sweeps.sweep import finish, run_sweep
 from ddp_train.sweeps.sweep_state import SweepState
 from ddp_train.telemetry.json_files import read_objects
 from ddp_train.telemetry.pages import page
@@ -33,6 +34,7 @@ from tests.support.commands import (
     running,
     wait_until,
 )
+from tests.support.pages import report_in
 
 
 @pytest.mark.slow
@@ -191,6 +193,39 @@ def test_failed_trial_keeps_its_row_and_frees_its_device(
     assert [row["exit_code"] for row in rows] == [71, 70, 70, 0] and done.returncode == 71
     locks = Locks(tmp_path / "locks")
     assert locks.take("a") is not None
+
+
+@pytest.mark.usefixtures("folder_without_gpus")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_while_hydra_composes_leaves_table_and_page(
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    row = {"trial": 0, "overrides": ["seed=1"], "words": [], "status": "completed"}
+    ended = row | {"exit_code": 0, "objective": 0.5, "objective_name": "test.loss", "better": "min"}
+
+    def compose(_program: Any, _arguments: list[str], run_trial: Any) -> None:
+        state = run_trial.__self__.state
+        if with_row:
+            state.rows.append(ended)
+        run_trial.__self__.page.look()
+        signal.raise_signal(number)
+
+    monkeypatch.setattr("ddp_train.sweeps.sweep.call_hydra", compose)
+    before = signal.getsignal(number)
+    plan = SweepPlan(tmp_path, "python launch.py -m seed=1,2", objective="test.loss", total=2)
+    code = 143 if number == signal.SIGTERM else 130
+    for with_row in (False, True):
+        with pytest.raises(SystemExit) as end:
+            run_sweep(PROGRAM, plan, None)
+        told = capsys.readouterr()
+        assert end.value.code == code and signal.getsignal(number) == before
+        assert f"stopped by {signal.Signals(number).name}" in told.err
+        assert "-m seed=1,2 run_dir=" in (told.out if with_row else told.err)
+    assert "stopped: 1 of 2 trials completed, 1 not begun; to go on" in told.out
+    assert report_in((tmp_path / "report.html").read_text())["state"].startswith("stopped: 1 of 2")
 
 
 @pytest.mark.usefixtures("folder_without_gpus")
