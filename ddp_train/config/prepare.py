@@ -26,6 +26,8 @@ from ddp_train.hardware import Hardware, detect_hardware
 from ddp_train.options.registry import OPTIONS, TRACKERS
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.failure_report import EARLIER as EARLIER_FAILURES
+from ddp_train.resilience.failure_report import set_aside
 from ddp_train.resilience.lost_hosts import FILE as LOST_HOSTS
 from ddp_train.text import dotted
 
@@ -34,6 +36,7 @@ OF_TORCHRUN = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_
 LEFT_BY_RUNS = (
     "checkpoints",
     "metrics.jsonl",
+    EARLIER_FAILURES,
     COMMANDS,
     "trackers.json",
     "timeline.json",
@@ -142,6 +145,10 @@ def _locked_and_frozen(
         return Prepared(resolved, to_text(resolved), notes)
     lock = lock_run_dir(resolved, world)
     run_dir = Path(str(resolved.run_dir))
+    try:
+        set_aside(run_dir)
+    except OSError as error:
+        raise unwritten(resolved.run_dir, error) from None
     earlier = run_to_resume(resolved)
     if earlier:
         resolved.chosen_keys += _chosen_before(earlier, resolved)

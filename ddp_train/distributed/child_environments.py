@@ -66,7 +66,7 @@ def worker_environment(
 
 
 def continuation_environment(
-    lost: dict[str, float] | None, changes: Sequence[dict[str, Any]], devices: Sequence[str]
+    lost: dict[str, Any] | None, changes: Sequence[dict[str, Any]], devices: Sequence[str]
 ) -> dict[str, str]:
     """The variables by which a worker learns what happened to the run before it was started.
 

@@ -172,7 +172,7 @@ def status_descriptor() -> int | None:
     return int(descriptor) if descriptor else None
 
 
-def lost_rank() -> dict[str, float] | None:
+def lost_rank() -> dict[str, Any] | None:
     """The rank that the attempt before has lost; None if this is the first attempt, or it ended in
     another way."""
     return json.loads(os.environ.get(LOST, "null"))

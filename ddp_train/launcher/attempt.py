@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_train.distributed.child_environments import (
@@ -103,7 +103,7 @@ class Attempt:
 
     def run(self) -> AttemptEnd:
         """Start the workers and wait for their end, for a failure, a hang or a stop."""
-        (self.run_dir / failure_report.FILE).unlink(missing_ok=True)
+        failure_report.set_aside(self.run_dir)
         self.start()
         if not self.workers.processes:  # a stop was requested before their start
             return self._end(UNSAVED)
@@ -197,14 +197,16 @@ class Attempt:
     def _end_of_failure(self, failed: Sequence[int], codes: Sequence[int | None]) -> AttemptEnd:
         """Save what survives, and record the failure."""
         killed = frozenset(rank for rank in failed if self.workers.was_killed(rank))
-        loss: Loss | None = None
         saved_step: int | None = None
+        lost_at = time.monotonic()
         if killed:  # an exception, or an exit by the rank itself, would come again at the same step
-            lost_at = time.monotonic()
             saved_step = self._save_by_survivor()
-            loss = self._loss(failed, lost_at)
-            if saved_step is None and self._is_trained():
+        loss = self._loss(failed, lost_at)
+        if killed and saved_step is None:
+            if self._is_trained():
                 print("no other rank could save its state: see their logs", file=sys.stderr)
+            elif self.loss_before:  # the attempt had no state of its own yet
+                loss = replace(self.loss_before, rank=failed[0])
         report = self.recorder.record_exit(failed, codes)
         if report and saved_step is None:  # at once: it is fatal, whatever follows
             report.print()
@@ -236,12 +238,10 @@ class Attempt:
         )
 
     def _loss(self, failed: Sequence[int], at: float) -> Loss:
-        """The loss of a rank, for the next attempt."""
+        """The loss of a rank, for the next attempt. The step is the last one that was computed."""
         statuses = self.workers.board.ranks
-        if self.loss_before and not self._is_trained():  # it had no state of its own yet
-            return Loss(failed[0], self.loss_before.step, self.loss_before.at)
         survivors = [status for rank, status in enumerate(statuses) if rank not in failed]
-        step = max((status.step for status in survivors), default=statuses[failed[0]].step)
+        step = max(status.step for status in survivors or statuses)
         return Loss(failed[0], step, at)
 
     def _is_trained(self) -> bool:
@@ -261,4 +261,9 @@ class Attempt:
         report = self.recorder.record_hang(hang)
         if report:
             report.print()
-        return self._end(HangError.exit_code)
+        lost_at = time.monotonic() - hang.seconds
+        return AttemptEnd(
+            code=HangError.exit_code,
+            is_for_change=self.stage in IN_CHANGE,
+            loss=self._loss([hang.rank], lost_at),
+        )

@@ -14,7 +14,7 @@ from ddp_train.resilience import failure_report
 from ddp_train.resilience.failure import Failure, failure_from_exit, failure_from_hang
 from ddp_train.resilience.failure_report import Report
 from ddp_train.resilience.hang_detector import Hang
-from ddp_train.resilience.stacks import working_stack
+from ddp_train.resilience.stacks import stack_file, working_stack
 
 REPORT_SECONDS = 5.0
 """How long to wait for the report of a worker whose exit code says that it reports its failure."""
@@ -56,11 +56,18 @@ class FailureRecorder:
             sizes=board.sizes(),
         )
         # A fault (SIGSEGV, SIGABRT ...) writes the stack where it happened.
-        stack = failure_report.stack_of(rank, working_stack(self.run_dir, rank))
+        frames = working_stack(self.run_dir, rank)
+        stack = failure_report.stack_of(rank, frames, stack_file(self.run_dir, rank))
         with board.locked():
             if board.reported_code():  # by a worker that could write no file: that is all to say
                 return None
-            return self._record(self.workload.translated(failure), stack)
+            failure = self.workload.translated(failure)
+            report = self._record(failure, stack)
+        if report:
+            log_file = self.workers.log_file(rank)
+            headline = failure_report.headline(failure, "LOST")
+            failure_report.append_to_log(log_file, [headline])
+        return report
 
     def record_hang(self, hang: Hang) -> Report | None:
         """Record the rank that blocks the run, in that rank's log too.
@@ -73,7 +80,7 @@ class FailureRecorder:
         headline = failure_report.headline(failure)
         lines = [headline, "stack (most recent call last):", *hang.stack]
         failure_report.append_to_log(log_file, lines)
-        return self._record(failure, failure_report.stack_of(hang.rank, hang.stack))
+        return self._record(failure, failure_report.stack_of(hang.rank, hang.stack, log_file))
 
     def _record(self, failure: Failure, stack: str) -> Report | None:
         facts = self.workload.facts(self.config)

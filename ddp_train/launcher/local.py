@@ -6,6 +6,7 @@ Does not import torch.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import sys
 import time
@@ -76,15 +77,17 @@ class LocalRun:
         loss: Loss | None = None
         for number in itertools.count():
             ended = self._attempt(number, loss)
-            loss = ended.loss
             if ended.code == 0:
                 return 0
             if ended.code == SAVED and ended.is_for_change and not self.stop.received:
                 self._resize()
+                loss = None  # it is in the checkpoint
                 continue
             if ended.code in (SAVED, UNSAVED):
                 return self._end_stopped(ended)
-            decision = self._decide(ended)
+            failed = self._failed_attempt(ended)
+            loss = self._loss(failed, ended.loss, loss)
+            decision = self._decide(failed, ended)
             self._print(ended, decision)
             if isinstance(decision, End):
                 return decision.code
@@ -106,12 +109,27 @@ class LocalRun:
             self.stop.print_stopped(config, saved, self.launch.workload.translate)
         return self.stop.exit_code(ended.code)
 
-    def _decide(self, ended: AttemptEnd) -> Restart | End:
+    def _loss(self, failed: FailedAttempt, loss: Loss | None, before: Loss | None) -> Loss | None:
+        """The loss for the next attempt.
+
+        loss: of this attempt. before: the one that this attempt was started after.
+        """
+        if loss is None:
+            return None
+        failure = failed.failure
+        if failure is not None:
+            rank = loss.rank if failure.rank is None else failure.rank
+            loss = dataclasses.replace(loss, kind=failure.kind, rank=rank)
+        has_left_a_checkpoint = failed.newest_checkpoint > self.history.newest_checkpoint
+        if has_left_a_checkpoint or (before and loss.at == before.at):
+            return loss
+        return loss.after(before)
+
+    def _decide(self, failed: FailedAttempt, ended: AttemptEnd) -> Restart | End:
         """Decide what follows a failure, and take over the size and the history that go with it.
 
         A stop that is requested later does not enter it: the next attempt sees that.
         """
-        failed = self._failed_attempt(ended)
         size = self.elastic.size
         decision = decide(failed, self.history, size, self.max_restarts)
         if isinstance(decision, Restart) and decision.otherwise:

@@ -92,7 +92,7 @@ def _run_agents(
     run_dir = Path(str(config.run_dir))
     is_first_host = present_hosts(run_dir) == [socket.gethostname()]
     if is_first_host:
-        (run_dir / failure_report.FILE).unlink(missing_ok=True)  # of an earlier run
+        failure_report.set_aside(run_dir)
     endpoint = meeting_point.chosen(run_dir) if config.host_range else None
     if endpoint:
         config = _meeting_at(config, endpoint)

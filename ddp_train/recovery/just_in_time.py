@@ -59,11 +59,20 @@ class RecoveryHook:
         self.at = lost["at"]
         self.first_step = first_step
         self.forget = forget
-        # 0 too where it was lost before it had resumed.
-        redone = max(0, int(lost["step"]) - first_step)
-        facts = {"rank": lost["rank"], "step": first_step, "steps_redone": redone}
-        self.cost: dict[str, Any] = {**facts, "seconds": None}
-        metrics_hook.recoveries.append(self.cost)
+        earlier = [self._cost_of(loss) for loss in lost.get("before", ())]
+        self.cost = self._cost_of(lost)
+        metrics_hook.recoveries += [*earlier, self.cost]
+
+    def _cost_of(self, lost: dict[str, Any]) -> dict[str, Any]:
+        """What a loss has cost; its seconds are not known yet."""
+        return {
+            "rank": lost["rank"],
+            "kind": lost.get("kind", "died"),
+            "step": self.first_step,
+            # 0 too where it was lost before it had resumed.
+            "steps_redone": max(0, int(lost["step"]) - self.first_step),
+            "seconds": None,
+        }
 
     def due(self, job: Job) -> int:
         return sys.maxsize if self.cost["seconds"] else self.first_step + 1

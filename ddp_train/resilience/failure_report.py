@@ -22,8 +22,14 @@ from ddp_train.resilience.whole_files import create_json, write_json
 from ddp_train.text import counted
 
 FILE = "failure.json"
+EARLIER = "failures.jsonl"
+"""A line for each failure that a restart, or a later start, has left behind."""
 SUMMARY = "summary.json"
 REPORT_POLL_SECONDS = 0.05
+FRAME = '  File "'
+"""Begin of a line of a stack, as faulthandler writes it."""
+MOST_FRAMES = 8
+"""Calls in the user's code that the terminal shows; a recursion has more."""
 log = logging.getLogger(__name__)
 
 
@@ -94,6 +100,26 @@ def record(run_dir: Path, failure: Failure, run_facts: dict[str, Any]) -> bool:
     return True
 
 
+def set_aside(run_dir: Path) -> None:
+    """Move the failure of an earlier attempt, if there is one, from failure.json to failures.jsonl.
+
+    Of several hosts that do so one adds the line. A line that cannot be written is logged. Raises
+    OSError if failure.json cannot be removed.
+    """
+    path = run_dir / FILE
+    try:
+        moment = path.stat().st_mtime
+        text = path.read_text(errors="replace")
+        path.unlink()
+    except FileNotFoundError:
+        return
+    try:
+        line = {"time": moment, **json.loads(text)}
+    except (ValueError, TypeError):  # it is damaged
+        line = {"time": moment, "damaged": text}
+    append_to_log(run_dir / EARLIER, [json.dumps(line)])
+
+
 def recorded_failure(run_dir: Path) -> Failure:
     """The failure of a run.
 
@@ -128,14 +154,50 @@ def append_to_log(log_file: Path, lines: Sequence[str]) -> None:
 # --- the text above the headline ------------------------------------------------------------------
 
 
-def stack_of(rank: int, frames: Sequence[str]) -> str:
-    """The stack of a process that could not raise. Empty without frames.
+def stack_of(rank: int, lines: Sequence[str], whole: Path) -> str:
+    """The stack of a process that could not raise, and those of its loader processes.
 
-    frames: lines of the stack.
+    Of each the calls in the user's own code, and the innermost one. Empty without lines.
+
+    lines: of all stacks, those of the loader processes each under a line that names it.
+    whole: the file that has them all.
     """
-    if not frames:
+    if not lines:
         return ""
-    return "\n".join([f"stack of rank {rank} (most recent call last):", *frames, ""])
+    shown = [f"stack of rank {rank} (most recent call last):"]
+    block: list[str] = []
+    for line in lines:
+        if not line.startswith(FRAME):
+            shown += _own_frames(block)
+            shown.append(line)
+            block = []
+        else:
+            block.append(line)
+    shown += _own_frames(block)
+    left_out = len(lines) + 1 - len(shown)
+    if left_out:
+        shown.append(f"({counted(left_out, 'frame')} left out; all are in {whole})")
+    return "\n".join([*shown, ""])
+
+
+def _own_frames(frames: Sequence[str]) -> list[str]:
+    """The last calls in the user's own code, and the innermost call of all."""
+    kept = [frame for frame in frames[:-1] if not is_foreign(_file_of(frame))]
+    shown = [*kept[-MOST_FRAMES:], *frames[-1:]]
+    return [_with_short_path(frame) for frame in shown]
+
+
+def _file_of(frame: str) -> str:
+    return frame.removeprefix(FRAME).partition('"')[0]
+
+
+def _with_short_path(frame: str) -> str:
+    """A frame whose file is named from the working folder, if it lies in there."""
+    file = Path(_file_of(frame))
+    here = Path.cwd()
+    if not file.is_relative_to(here):
+        return frame
+    return frame.replace(str(file), str(file.relative_to(here)), 1)
 
 
 def traceback_of(error: BaseException) -> str:

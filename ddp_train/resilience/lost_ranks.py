@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from ddp_train.linux import wait_until
 from ddp_train.resilience.heartbeat import SAVE, SAVED, STOP, STOPPED, TRAINING, StatusBoard
@@ -25,16 +26,28 @@ looks five times a second."""
 
 @dataclass(frozen=True)
 class Loss:
-    """A rank that was lost, for the attempt that follows."""
+    """A rank that was lost, by its death, a hang or an error of its own, for the attempt that
+    follows."""
 
     rank: int
     step: int
     """The last step that a survivor had completed; that of the dead rank if none survived."""
     at: float
     """When, by `time.monotonic`, which all processes of a host share."""
+    kind: str = "died"
+    """The kind of the failure."""
+    before: tuple[Loss, ...] = ()
+    """Earlier losses that no checkpoint knows of: the attempt that followed each of them left
+    none."""
 
-    def as_dict(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def after(self, earlier: Loss | None) -> Loss:
+        """This loss in an attempt that followed an earlier one and has left no checkpoint."""
+        if earlier is None:
+            return self
+        return replace(self, before=(*earlier.before, replace(earlier, before=())))
 
 
 def save_by_survivor(

@@ -12,6 +12,7 @@ from ddp_train.assembly import metrics
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.scored_checkpoint import score_checkpoint
 from ddp_train.config.freeze import facts_of_start, run_facts
+from ddp_train.distributed.environment import launcher_pid
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.loop import Evaluation, Job
 from ddp_train.engine.metrics_hook import MetricsHook
@@ -82,8 +83,17 @@ def summary_of_training(
         "figures": metrics_hook.hardware.summary(),
         "recoveries": metrics_hook.recoveries,
         "resizes": resizes,
-        "steps_redone": sum(recovery["steps_redone"] for recovery in metrics_hook.recoveries),
+        "steps_redone": _steps_redone(run, metrics_hook),
     }
+
+
+def _steps_redone(run: RunContext, metrics_hook: MetricsHook) -> int | None:
+    """The steps that were computed twice; None if torchrun has restarted the run, which says
+    nothing of what was lost."""
+    is_watched = launcher_pid() is not None or run.config.host_range is not None
+    if run.world.attempt and not is_watched:
+        return None
+    return sum(recovery["steps_redone"] for recovery in metrics_hook.recoveries)
 
 
 def _best(

@@ -111,7 +111,7 @@ class SessionProcess:
         worker = self.worker
         launched_by_us = worker.board is not None
         if self.world.is_leader and not launched_by_us:
-            (settings.run_dir / failure_report.FILE).unlink(missing_ok=True)
+            failure_report.set_aside(settings.run_dir)
         self._open_logs(leftovers)
         if not self.alone:
             worker.status.keep_beating()

@@ -20,6 +20,7 @@ from ddp_train.launcher.failure_recorder import FailureRecorder
 from ddp_train.launcher.workers import Workers
 from ddp_train.launcher.workload import Workload
 from ddp_train.options.schema import Config
+from ddp_train.telemetry.json_files import read_objects
 from tests.support import netlab
 from tests.support.commands import (
     ENDLESS,
@@ -39,6 +40,7 @@ from tests.support.commands import (
     weights,
 )
 from tests.support.jobs import config_of
+from tests.support.pages import report_in, section_of
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
 
@@ -158,6 +160,48 @@ def test_run_that_fails_alike_three_times_is_ended(tmp_path: Path) -> None:
         "not restarted: same failure at the same step in 3 attempts; "
         "restarting again would not help\n"
     )
+
+
+FAILS_THRICE = """
+class Hook:
+    def __init__(self, job, run_dir, world):
+        self.rank, self.run_dir = world.rank, run_dir
+
+    def due(self, job):
+        return job.step + 1
+
+    def act(self, job):
+        failures = len([*self.run_dir.glob("failed_*")])
+        if self.rank == 1 and failures < 3 and job.step == (1, 3, 6)[failures]:
+            (self.run_dir / f"failed_{failures}").touch()
+            raise ValueError("once")
+"""
+
+
+@pytest.mark.slow
+def test_steps_that_restarts_compute_again_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "thrice.py").write_text(FAILS_THRICE)
+    words = ["train.global_batch_size=60", "train.max_steps=9", "launch.max_restarts=3"]
+    hook = ["hooks=[thrice.Hook]", "run_dir=run"]
+    done = run("model=mlp", "data.limit=200", *words, THREE, *hook, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = read(tmp_path / "run", "summary.json")
+    costs = [(one["rank"], one["kind"], one["steps_redone"]) for one in summary["recoveries"]]
+    assert costs == [
+        (1, "exception", 1),
+        (1, "exception", 3),  # again from step 0
+        (1, "exception", 2),  # from the checkpoint of the first epoch, step 4
+    ]
+    assert summary["steps_redone"] == 6
+    failures = read_objects(tmp_path / "run/failures.jsonl")
+    assert [(one["kind"], one["step"]) for one in failures] == [
+        ("exception", step) for step in (1, 3, 6)
+    ]
+    assert not (tmp_path / "run/failure.json").exists()
+    page = (tmp_path / "run/report.html").read_text()
+    table = section_of(page, "Failures that the run went on after")
+    assert table["columns"][1]["texts"] == ["exception"] * 3
+    assert report_in(page)["findings"][0].endswith("rank 1: exception); 6 steps computed again.")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_train.resilience import hang_detector
+from ddp_train.resilience import failure_report, hang_detector
 from ddp_train.resilience.failure import (
     failure_from,
     failure_from_exit,
@@ -19,6 +19,7 @@ from ddp_train.resilience.failure import (
 )
 from ddp_train.resilience.heartbeat import RankStatus, StatusSnapshot
 from ddp_train.resilience.stacks import STOPPED
+from ddp_train.telemetry.json_files import read_objects
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(3, 2), nn.Conv1d(3, 2, 1), nn.LayerNorm(3)])
@@ -188,3 +189,48 @@ def test_connection_of_the_user_is_not_one_to_a_rank(tmp_path: Path) -> None:
         assert not is_peer_error(error)
         failure = failure_from(error, 1, RankStatus(step=3, phase="data"), tmp_path / "log", "")
         assert failure.kind == "exception" and "Connection reset by peer" in failure.detail
+
+
+def frame(file: str, function: str) -> str:
+    return f'  File "{file}", line 3 in {function}'
+
+
+def test_terminal_shows_own_calls_of_a_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torchs = frame("/usr/lib/python3/site-packages/torch/optim/sgd.py", "step")
+    lines = [
+        frame("<frozen runpy>", "_run_code"),
+        *[torchs] * 20,
+        frame(f"{tmp_path}/mine.py", "train"),
+        torchs,
+        frame("/elsewhere/helper.py", "wait"),
+        torchs,
+        "its loader process 7 (most recent call last):",
+        torchs,
+        frame(f"{tmp_path}/data.py", "read"),
+    ]
+    shown = failure_report.stack_of(1, lines, Path("logs/rank_1.log")).splitlines()
+    assert shown == [
+        "stack of rank 1 (most recent call last):",
+        frame("mine.py", "train"),
+        frame("/elsewhere/helper.py", "wait"),
+        torchs,
+        "its loader process 7 (most recent call last):",
+        frame("data.py", "read"),
+        "(23 frames left out; all are in logs/rank_1.log)",
+    ]
+    assert failure_report.stack_of(1, [], Path("log")) == ""
+
+
+def test_an_earlier_failure_is_kept(tmp_path: Path) -> None:
+    failure_report.set_aside(tmp_path)
+    assert not [*tmp_path.iterdir()], "there was none"
+    for text in ('{"kind": "died", "rank": 1}', "{cut o"):
+        (tmp_path / failure_report.FILE).write_text(text)
+        failure_report.set_aside(tmp_path)
+    assert [*tmp_path.iterdir()] == [tmp_path / failure_report.EARLIER]
+    first, second = read_objects(tmp_path / failure_report.EARLIER)
+    assert (first["kind"], first["rank"], second["damaged"]) == ("died", 1, "{cut o")
+    assert first["time"] > 1.7e9

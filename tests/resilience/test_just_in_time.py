@@ -24,6 +24,7 @@ from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import LaunchError, PeersLostError
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.recovery import rank_state
+from ddp_train.recovery.just_in_time import RecoveryHook
 from ddp_train.recovery.rank_state import KnownState, PublishedState, Row
 from ddp_train.resilience.failure import is_peer_error
 from ddp_train.resilience.heartbeat import (
@@ -36,7 +37,7 @@ from ddp_train.resilience.heartbeat import (
     RankStatus,
     StatusBoard,
 )
-from ddp_train.resilience.lost_ranks import LATE_SECONDS, save_by_survivor
+from ddp_train.resilience.lost_ranks import LATE_SECONDS, Loss, save_by_survivor
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
 from tests.campaigns.lost_ranks import Kill, Outcome, board_of, differences, kill, outcome, ranks_of
 from tests.support.commands import checkpoints, read, run, running, wait_until
@@ -296,6 +297,18 @@ def test_a_late_survivor_is_waited_for_only_if_it_is_ahead() -> None:
                 [0],
             ]
         assert at_least <= time.monotonic() - began < at_least + 0.9
+
+
+def test_losses_before_a_checkpoint_are_kept() -> None:
+    first = Loss(rank=1, step=3, at=1.0, kind="hang")
+    second = Loss(rank=2, step=6, at=2.0).after(first)
+    third = Loss(rank=0, step=9, at=3.0).after(second)
+    assert [loss.step for loss in third.before] == [3, 6]
+    assert all(not loss.before for loss in third.before)
+    hook = SimpleNamespace(recoveries=[{"rank": 7}])
+    RecoveryHook(hook, third.as_dict(), first_step=2)  # type: ignore[arg-type]
+    found = [(one["rank"], one.get("kind"), one.get("steps_redone")) for one in hook.recoveries]
+    assert found == [(7, None, None), (1, "hang", 1), (2, "died", 4), (0, "died", 7)]
 
 
 def test_nobody_is_waited_for_in_vain() -> None:

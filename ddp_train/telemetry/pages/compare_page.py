@@ -122,7 +122,7 @@ def _facts(run: RunFiles) -> dict[str, str]:
         "CPU cores that it could use": cores and cores[1],
         "host": last.get("host"),
         **{f"{name} (version)": versions.get(name) for name in VERSIONS},
-        "restarts after a lost rank": str(len(run.summary.get("recoveries") or [])),
+        "restarts after a failure": str(len(run.summary.get("recoveries") or [])),
         "changes of the number of processes": str(len(run.summary.get("resizes") or [])),
     }
     return {name: value for name, value in facts.items() if value}

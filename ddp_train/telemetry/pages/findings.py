@@ -19,6 +19,8 @@ MUCH = 0.15
 LITTLE = 0.05
 IDLE_GPU = 70.0
 """Per cent of the time in which a GPU computes, below which something else limits."""
+MOST_CAUSES = 5
+"""Most failures that are named."""
 STEP = ("data", "forward", "backward", "optimizer step")
 """The phases of a training step."""
 SPLIT_STEPS = "hooks=[ddp_lab.study.step_times.StepTimes]"
@@ -56,7 +58,10 @@ def _recoveries(run: RunFiles) -> Iterator[str]:
     if recoveries:
         times = counted(len(recoveries), "time")
         redone = counted(run.summary.get("steps_redone") or 0, "step")
-        yield f"A rank was lost {times}; {redone} computed again."
+        causes = [f"rank {one.get('rank')}: {one.get('kind', 'died')}" for one in recoveries]
+        if len(causes) > MOST_CAUSES:
+            causes[MOST_CAUSES:] = ["..."]
+        yield f"Restarted {times} ({', '.join(causes)}); {redone} computed again."
     early = run.summary.get("stopped_early")
     if early:
         yield f"Stopped early: {early['reason']}."

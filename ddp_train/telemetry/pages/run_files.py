@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import yaml
 
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.failure_report import EARLIER as EARLIER_FAILURES
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.telemetry.json_files import read_object, read_objects
@@ -49,6 +50,7 @@ class RunFiles:
     metrics: list[Line] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     failure: dict[str, Any] = field(default_factory=dict)
+    earlier_failures: list[dict[str, Any]] = field(default_factory=list)
     commands: list[dict[str, Any]] = field(default_factory=list)
     timeline: dict[str, Any] = field(default_factory=dict)
     is_running: bool = False
@@ -183,6 +185,7 @@ def read_run(run_dir: Path) -> RunFiles:
         metrics=read_metrics(run_dir / METRICS),
         summary=read_object(run_dir / SUMMARY),
         failure=read_object(run_dir / FAILURE),
+        earlier_failures=read_objects(run_dir / EARLIER_FAILURES),
         commands=read_objects(run_dir / COMMANDS),
         timeline=read_object(run_dir / TIMELINE),
         is_running=is_locked(run_dir / run_lock.FILE),

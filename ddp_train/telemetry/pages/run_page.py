@@ -39,6 +39,8 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
         sections.append(_evaluations(run))
     if len(events) > 1:
         sections.append(_event_table(events))
+    if run.earlier_failures:
+        sections.append(_failure_table(run.earlier_failures))
     sections += _texts(run, typed)
     return Report(
         f"{run.config.get('name', 'run')}: {run.run_dir.name}",
@@ -201,6 +203,17 @@ def _evaluations(run: RunFiles) -> Table:
 def _event_table(events: Sequence[Event]) -> Table:
     rows = [[clock(event.time), event.step, event.text] for event in events]
     return Table("What happened", ["time", "step", "event"], rows)
+
+
+def _failure_table(failures: Sequence[dict[str, Any]]) -> Table:
+    rows = []
+    for failure in failures:
+        moment = failure.get("time")
+        row = [moment and clock(moment)]
+        row += [failure.get(name) for name in ("kind", "rank", "step", "phase", "detail")]
+        rows.append(row)
+    columns = ["time", "kind", "rank", "step", "phase", "what"]
+    return Table("Failures that the run went on after", columns, rows)
 
 
 def _facts(run: RunFiles) -> dict[str, str]:
