@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -169,7 +170,8 @@ class EpochShares:
 class TestLoader:
     """Each sample once, on one process, in the order of the data set: process 0 has the first ones.
 
-    Iterated as often as one likes.
+    The batches are the same for any number of processes, which share them: what a loop adds up of
+    each, a mean among it, has the same sum. Iterated as often as one likes.
     """
 
     __test__ = False  # no tests, for pytest
@@ -177,18 +179,27 @@ class TestLoader:
     def __init__(self, steps: Steps, source: Any, batch_size: int, options: LoaderOptions) -> None:
         samples = len(source)
         world = steps.world
-        first = samples * world.rank // world.size
-        end = samples * (world.rank + 1) // world.size
+        self.starts = range(0, samples, batch_size)
+        """The first sample of each batch of all processes."""
+        first = -(-len(self.starts) * world.rank // world.size)
+        end = -(-len(self.starts) * (world.rank + 1) // world.size)
         self.shares = []
-        for start in range(first, end, batch_size):
-            indices = np.arange(start, min(start + batch_size, end))
+        for start in self.starts[first:end]:
+            indices = np.arange(start, min(start + batch_size, samples))
             self.shares.append(evaluation_batch(len(self.shares), indices))
+        if len(self.starts) < world.size and world.is_leader:
+            print(
+                f"note: run.test_loader: its batches are {len(self.starts)}, and the processes"
+                f" {world.size}: the last ones have none; give each one, or more, by a smaller"
+                " batch_size",
+                file=sys.stderr,
+            )
         self.steps = steps
         self.batches = reported_batches(steps, source, self.shares, options, "evaluation ")
 
     def __len__(self) -> int:
-        """Batches of this process."""
-        return len(self.shares)
+        """Batches of all processes together: by it a sum over all of them is divided."""
+        return len(self.starts)
 
     def __iter__(self) -> Iterator[Any]:
         """Give the batches. Meanwhile buffers that differ between processes are their mean.
@@ -199,9 +210,18 @@ class TestLoader:
         averaged = contextlib.nullcontext()
         if steps.model:
             averaged = averaged_buffers(steps.model.module, keep_if_alike=True)
+        step = steps.position.step
+        share = steps.micro_batch
         with averaged, steps.score_watch.scoring():
             for batch in self.batches:
                 yield batch.data
+                if steps.position.step != step or steps.micro_batch is not share:
+                    raise UsageError(
+                        "the batches of run.test_loader were taken over several steps of"
+                        " training: each process has others, and another number of them",
+                        "go through them in one go; to train on pairs give run.loader one data"
+                        " set whose samples are the pairs",
+                    )
         steps.status.phase = "hook"
 
 

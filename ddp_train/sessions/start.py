@@ -8,6 +8,7 @@ no rank, and ends with the exit code of the run where the `with` begins. The lau
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,7 @@ def session(
                 timeout_seconds=timeout_seconds,
                 grace_seconds=grace_seconds,
             )
+            owned.enter_context(_only_session(world))
             _take_run_dir(settings.run_dir, world, owned)
             if world is None and (settings.processes > 1 or max_restarts):
                 raise SystemExit(_start(settings))
@@ -106,6 +108,41 @@ def session(
 
         with joined(settings, world or World(), alone=world is None) as run:
             yield run
+
+
+@dataclasses.dataclass
+class Sessions:
+    """The sessions of this process so far."""
+
+    open_in: int = 0
+    """The process id of the process that has one open: a fork of it has none."""
+    has_left_others: bool = False
+    """The processes that were started for a session have ended it together."""
+
+
+_sessions = Sessions()
+
+
+@contextlib.contextmanager
+def _only_session(world: World | None) -> Iterator[None]:
+    """Inside, this process has a session. Raises UsageError if it cannot have another one."""
+    if _sessions.open_in == os.getpid():
+        raise _usage_error(
+            "another session is open in this process",
+            "end its `with` before the next one; models that are trained together are one"
+            " nn.Module",
+        )
+    if _sessions.has_left_others:
+        raise _usage_error(
+            "the processes of this command were started for one session, which has ended",
+            "give each session a command of its own, or all processes=1",
+        )
+    _sessions.open_in = os.getpid()
+    try:
+        yield
+    finally:
+        _sessions.open_in = 0
+        _sessions.has_left_others = world is not None
 
 
 def _take_run_dir(run_dir: Path, world: World | None, owned: contextlib.ExitStack) -> None:

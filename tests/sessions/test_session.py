@@ -421,6 +421,15 @@ def _step(
     return loop
 
 
+def _zipped(run: Any) -> None:
+    model = run.wrap(net())
+    loader = run.loader(rows(), global_batch_size=4)
+    test_loader = run.test_loader(rows(), batch_size=4)
+    run.resume(model=model)
+    for _ in run.epochs(1):
+        list(zip(loader, test_loader, strict=False))
+
+
 MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda run: run.wrap(run.wrap(net())), "run.wrap was called twice"),
     (lambda run: run.loader(rows()), "run.loader: global_batch_size is missing"),
@@ -455,6 +464,7 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
         "the loader of run.loader was used outside",
     ),
     (lambda run: run.mean(torch.ones(3)), "run.mean was called outside of a step"),
+    (_zipped, "the batches of run.test_loader were taken over several steps"),
     (_after_the_loop, "run.save was used outside of an epoch"),
     (
         _step(lambda run, outputs, targets: (outputs - targets).square().mean()),
@@ -596,6 +606,43 @@ def test_a_library_for_notebooks_makes_no_notebook(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(shell, "get_ipython", object, raising=False)
     monkeypatch.setitem(sys.modules, "IPython", shell)
     assert is_interactive()
+
+
+def test_test_batches_are_the_same_for_any_number_of_processes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ddp_train.session(tmp_path, processes=1, device="cpu") as run:
+        for processes in (1, 3, 4):
+            batches = []
+            for rank in range(processes):
+                run._steps.world = World(rank, processes, rank, processes)
+                loader = run.test_loader(rows(10), batch_size=4)
+                assert len(loader) == 3
+                batches += [inputs[:, 0] for inputs, _ in loader]
+            assert [len(batch) for batch in batches] == [4, 4, 2]
+            torch.testing.assert_close(torch.cat(batches), rows(10).tensors[0][:, 0])
+        run._steps.world = World()
+    assert capfd.readouterr().err.count("note: run.test_loader: its batches are 3, and the") == 1
+
+
+@pytest.mark.slow
+def test_a_second_session_needs_a_command_of_its_own(tmp_path: Path) -> None:
+    first, second = (
+        ddp_train.session(tmp_path / name, processes=1, device="cpu") for name in ("c", "d")
+    )
+    with first, pytest.raises(SystemExit), second:
+        pass
+    (tmp_path / "twice.py").write_text(
+        "import ddp_train\n"
+        "for name in 'ab':\n"
+        "    with ddp_train.session(name, processes=2, device='cpu') as run:\n"
+        "        run.sum(1)\n"
+    )
+    env = environment({"PYTHONPATH": str(ROOT)})
+    argv = [sys.executable, str(tmp_path / "twice.py")]
+    done = zygote.run(argv, LIMIT_SECONDS, cwd=tmp_path, env=env, text=True)
+    assert "twice.py:3: ddp_train.session: the processes of this command were" in done.stderr
+    assert done.returncode == 70 and read(tmp_path / "a", "summary.json")["status"] == "failed"
 
 
 def test_a_sum_over_batches_that_every_process_had_is_warned_of(
