@@ -166,8 +166,13 @@ class RankServer:
         self.connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
-            self.connection.close()
-            _serve(theirs)
+            try:
+                self.connection.close()
+                _serve(theirs)
+            except BaseException:  # noqa: BLE001  no test may run in this process too
+                traceback.print_exc()
+            finally:
+                os._exit(1)
         theirs.close()
         atexit.register(self.stop)
 
@@ -184,8 +189,9 @@ class RankServer:
         """
         self.start()
         socket.send_fds(self.connection, [str(place).encode()], [pipe.fileno(), 1, 2])
-        _, (process,), _, _ = socket.recv_fds(self.connection, MESSAGE_BYTES, 1)
-        return process
+        _, processes, _, _ = socket.recv_fds(self.connection, MESSAGE_BYTES, 1)
+        assert processes, "the server of ranks has ended; its traceback is above"
+        return processes[0]
 
 
 server = RankServer()
@@ -237,9 +243,13 @@ def _reap() -> None:
 
 
 def _work(place: Path, pipe: int, output: int, errors: int) -> NoReturn:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.dup2(output, 1)
-    os.dup2(errors, 2)
-    sys.path[:], work = pickle.loads(place.read_bytes())
-    _enter(Connection(pipe, readable=False), *work)
-    os._exit(1)
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.dup2(output, 1)
+        os.dup2(errors, 2)
+        sys.path[:], work = pickle.loads(place.read_bytes())
+        _enter(Connection(pipe, readable=False), *work)
+    except BaseException:  # noqa: BLE001  it ends here
+        traceback.print_exc()
+    finally:
+        os._exit(1)
