@@ -35,7 +35,7 @@ from ddp_train.parallel.ordered.config import OrderedConfig
 from ddp_train.recovery.exchanged_state import ExchangedState
 from ddp_train.resilience import lost_hosts, run_lock
 from ddp_train.tasks.mean_loss import Mean
-from tests.launcher.test_hosts import ENDPOINT, Cluster, on_hosts
+from tests.launcher.test_multihost import ENDPOINT, Cluster, on_hosts
 from tests.launcher.test_resize import WORDS, assert_close, slow_net
 from tests.support.commands import (
     ONE,

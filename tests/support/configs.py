@@ -28,7 +28,7 @@ CONF = ROOT / "ddp_train/conf"
 FILES = sorted(
     path.relative_to(CONF).with_suffix("").as_posix()
     for path in CONF.glob("*/*.yaml")
-    if path.parent.name != "study"  # not composed into a run: tests/laboratory/test_study.py
+    if path.parent.name != "study"  # not composed into a run: tests/laboratory/test_variants.py
 )
 
 

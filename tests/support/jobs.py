@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from ddp_train.assembly.strategy import build_strategy
 from ddp_train.config.auto import resolve
 from ddp_train.config.bind import bind
 from ddp_train.config.user_code import instantiate
-from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource
 from ddp_train.data.loader import Loader
 from ddp_train.data.splits import Splits
@@ -143,3 +144,12 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
 def ids_of(job: Job) -> list[np.ndarray]:
     """The samples of each micro-batch of this process, stand-ins left out."""
     return [micro_batch.indices[: micro_batch.num_real] for micro_batch in job.plan.micro_batches()]
+
+
+def micro_batches_of(worlds: list[BatchPlan], step: int) -> list[MicroBatch]:
+    """Those of all ranks in one step."""
+    return [
+        one
+        for plan in worlds
+        for one in itertools.takewhile(lambda one: one.step == step, plan.micro_batches(step))
+    ]

@@ -3,28 +3,17 @@ ports."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ddp_train.distributed.world import World
-from ddp_train.launcher.failure_recorder import FailureRecorder
-from ddp_train.launcher.workers import Workers
-from ddp_train.launcher.workload import Workload
-from ddp_train.options.schema import Config
 from ddp_train.telemetry.json_files import read_objects
-from tests.support import netlab
 from tests.support.commands import (
     ENDLESS,
-    LAUNCH,
     SMALL,
     THREE,
     fatal_lines,
@@ -39,7 +28,6 @@ from tests.support.commands import (
     wait_until,
     weights,
 )
-from tests.support.jobs import config_of
 from tests.support.pages import report_in, section_of
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
@@ -222,39 +210,6 @@ def test_a_restart_that_finds_no_config_says_so_once(tmp_path: Path) -> None:
     assert read(run_dir, "failure.json")["kind"] == "write"
 
 
-def recorder_of(config: Config) -> FailureRecorder:
-    """A recorder for three workers, without processes."""
-    config.launch.nproc_per_node = 3
-    return FailureRecorder(config, Workers(Path(str(config.run_dir)), 3), Workload())
-
-
-@pytest.mark.parametrize("reported_code", [73, 0])
-def test_a_failure_that_a_worker_printed_is_not_recorded_again(
-    reported_code: int, tmp_path: Path
-) -> None:
-    """On a full disk there is no failure.json, by which the first report is known."""
-    config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path / "gone"))
-    recorder = recorder_of(config)
-    codes = [73, None, -9]
-    recorder.workers.board.ranks[0].reported_code = reported_code
-    recorder.workers.processes = [SimpleNamespace(returncode=code) for code in codes]  # type: ignore[misc]
-    report = recorder.record_exit([0, 2], codes)
-    assert (report is None) is bool(reported_code)
-    assert recorder.exit_code(codes) == 73
-    recorder.workers.board.close()
-
-
-@pytest.mark.parametrize(("reported", "code"), [(65, 65), (0, 70)])
-def test_exit_code_is_that_of_the_reported_failure(
-    reported: int, code: int, tmp_path: Path
-) -> None:
-    config = config_of(World(0, 3, 0, 3), strategy={"name": "ddp"}, run_dir=str(tmp_path))
-    recorder = recorder_of(config)
-    recorder.workers.board.ranks[0].reported_code = reported
-    assert recorder.exit_code([None, 70, None]) == code
-    recorder.workers.board.close()
-
-
 SLOW_END = """
 import logging
 import os
@@ -352,70 +307,3 @@ def test_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         assert 0.9 < time.monotonic() - began < 6
         assert processes_of(job.run_dir) == {}
         assert job.said().startswith("stopped by SIGTERM") and job.said().count("\n") == 1
-
-
-# --- neighbours -----------------------------------------------------------------------------------
-
-LISTEN = "0A"  # include/net/tcp_states.h
-LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
-"""127.0.0.1, ::1 and ::ffff:127.0.0.1 as /proc/net/tcp and tcp6 write them on a little-endian
-machine."""
-
-
-def listening_addresses(pid: int) -> list[str]:
-    """The local addresses on which a process accepts TCP connections."""
-    inodes = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):  # closed in between
-            inodes.add(str(descriptor.readlink()).removeprefix("socket:[").removesuffix("]"))
-    rows = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        if (path := Path(f"/proc/{pid}/net/{table}")).exists()
-        for line in path.read_text().splitlines()[1:]
-    ]
-    return [row[1].partition(":")[0] for row in rows if row[3] == LISTEN and row[9] in inodes]
-
-
-@pytest.mark.skipif(bool(netlab.why_not()), reason=netlab.why_not())
-def test_without_a_loopback_interface_no_worker_is_started(tmp_path: Path) -> None:
-    """Three ranks tried to reach each other for 150 s."""
-    done = run(
-        *SMALL,
-        THREE,
-        "launch.fork_server=false",
-        f"run_dir={tmp_path}",
-        command=["unshare", "--net", *LAUNCH],
-    )
-    assert done.returncode == 69, done.stderr
-    assert "the loopback interface is down: 127.0.0.1: Network is unreachable" in done.stderr
-    assert (
-        "remedy: ip link set lo up" in done.stderr
-        and read(tmp_path, "failure.json")["kind"] == "peer"
-    )
-    assert not [*tmp_path.glob("logs/*")]
-
-
-@pytest.mark.slow
-def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
-    with running(tmp_path / "run", *ENDLESS, THREE) as job:
-        job.wait_for_step()
-        addresses = {pid: listening_addresses(pid) for pid in processes_of(job.run_dir)}
-        assert len(addresses) == 4, "the launcher and its three workers"
-        assert addresses[job.workers()[0]], (
-            "rank 0 serves the store: the search finds nothing at all"
-        )
-        assert {address for found in addresses.values() for address in found} <= set(LOOPBACK)
-
-
-@pytest.mark.slow
-def test_two_jobs_with_the_same_words_do_not_meet(tmp_path: Path) -> None:
-    def one(_: int) -> subprocess.CompletedProcess[str]:
-        return run(*SMALL, "train.max_steps=6", command=LAUNCH, cwd=tmp_path)
-
-    with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(one, range(2)))
-    assert [(done.returncode, done.stderr) for done in both] == [(0, ""), (0, "")]
-    run_dirs = list((tmp_path / "runs/default").iterdir())
-    assert len(run_dirs) == 2
-    assert weights(run_dirs[0]) == weights(run_dirs[1])

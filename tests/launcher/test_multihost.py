@@ -3,28 +3,18 @@ tests/support/netlab.py."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from safetensors.torch import load
 
-from ddp_train.distributed import preflight
-from ddp_train.distributed.world import World
-from ddp_train.errors import ConfigError, LaunchError, OwnershipLostError, PeerError
 from ddp_train.resilience import run_lock
-from tests.launcher.test_launcher import SLOW_END
+from tests.launcher.test_local import SLOW_END
 from tests.support.commands import (
     ENDLESS,
     LAUNCH,
@@ -37,180 +27,12 @@ from tests.support.commands import (
     fatal_lines,
     read,
     run,
-    running,
-    torchrun,
     wait_until,
     weights,
 )
 from tests.support.netlab import Host, NetLab, why_not
-from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(300)  # several commands each, on a machine that may be busy
-
-
-# --- one run at a time in a run directory ---------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_second_run_in_a_directory_is_refused(tmp_path: Path) -> None:
-    with running(tmp_path / "run", *ENDLESS, ONE) as job:
-        job.wait_for_step()
-        frozen = (job.run_dir / "config.yaml").read_bytes()
-        second = run(*ENDLESS, ONE, f"run_dir={job.run_dir}", "seed=7")
-        assert second.returncode == 2
-        assert (
-            f"another run is in it, process {job.process.pid} on {os.uname().nodename}, since "
-            in second.stderr
-        )
-        assert (job.run_dir / "config.yaml").read_bytes() == frozen, (
-            "the second one wrote before it was refused"
-        )
-        assert len(job.workers()) == 1
-        job.process.send_signal(signal.SIGKILL)
-        job.process.wait()
-    assert run_lock.owner(job.run_dir / run_lock.FILE)["pid"] == job.process.pid
-    third = run(*SMALL, ONE, f"run_dir={job.run_dir}", "train.max_steps=2")
-    assert third.returncode == 0, "the lock of a dead process is taken over"
-
-
-def test_removed_lock_file_is_owned_by_nobody_else(tmp_path: Path) -> None:
-    """The run went on for hours, and then said that "process ? on ?" owned its directory."""
-    path = tmp_path / run_lock.FILE
-    with contextlib.closing(run_lock.acquire(path).file):
-        expected = run_lock.owner(path)
-        path.unlink()
-        run_lock.check_owner(tmp_path, expected)
-        path.touch()  # somebody is about to write who he is
-        with pytest.raises(OwnershipLostError):
-            run_lock.check_owner(tmp_path, expected)
-
-
-@pytest.mark.slow
-def test_no_checkpoint_after_lock_is_lost(tmp_path: Path) -> None:
-    words = [
-        "model=mlp",
-        "train.epochs=1000000",
-        "train.evaluate_every_epochs=1000000",
-        "checkpoint.every_steps=20",
-    ]
-    with running(tmp_path / "run", *words, ONE, "checkpoint.keep=100000") as job:
-        job.wait_for_file("checkpoints/step_00000020")
-        # As a network file system does when this host was cut off: the lock is another's, and
-        # nobody told us.
-        taken = {"pid": 1, "host": "elsewhere", "since": "now", "id": "other"}
-        (job.run_dir / run_lock.FILE).write_text(json.dumps(taken))
-        assert job.end() == 73, job.said()
-        failure = read(job.run_dir, "failure.json")
-        assert "belongs to another run now: process 1 on elsewhere" in failure["detail"]
-        kept = checkpoints(job.run_dir)
-        assert failure["step"] > int(kept[-1].removeprefix("step_"))
-        assert all(name.endswith("0") and len(name) == 13 for name in kept), "nothing half-written"
-        assert weights(job.run_dir)
-
-
-# --- before step 0 --------------------------------------------------------------------------------
-
-
-def compare(world: World, folder: str, change: dict[str, Any]) -> tuple[type, str, str]:
-    """The preflight on one of three processes; `change` holds what one of them has otherwise."""
-    here = change.get(world.rank, {})
-    patches = [
-        mock.patch.object(preflight, name, value) for name, value in here.items() if name != "words"
-    ]
-    port_file = Path(folder, "port")
-    if world.is_leader:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port_file.write_text(str(store.port))
-    dist.barrier()
-    if not world.is_leader:
-        store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), is_master=False)
-    frozen = Path(folder, "config.yaml")
-    frozen.write_text("frozen")
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        try:
-            preflight.agree(store, world, here.get("words", ["seed=1"]), frozen, "frozen", 20.0)
-        except LaunchError as error:
-            return type(error), str(error), error.remedy
-        finally:
-            dist.barrier()  # rank 0 serves the store
-    return type(None), "", ""
-
-
-def compared(tmp_path: Path, **change: Any) -> tuple[type, str, str]:
-    """What all three say alike if rank 2 is different."""
-    answers = on_ranks(3, compare, str(tmp_path), {2: change})
-    assert len(set(answers)) == 1, answers
-    return answers[0]
-
-
-def other_digest() -> str:
-    return "0123456789ab"
-
-
-class Late:
-    """A clock that is a minute behind."""
-
-    monotonic = staticmethod(time.monotonic)
-    sleep = staticmethod(time.sleep)
-
-    @staticmethod
-    def time() -> float:
-        return time.time() - 60
-
-
-def test_processes_that_agree_may_train(tmp_path: Path) -> None:
-    assert compared(tmp_path)[0] is type(None)
-
-
-def test_differing_words_are_refused_by_key_and_both_values(tmp_path: Path) -> None:
-    kind, detail, _ = compared(tmp_path, words=["seed=2", "train.epochs=3"])
-    host = os.uname().nodename
-    assert kind is ConfigError
-    assert (
-        f"seed=1 on rank 0 ({host}), seed=2 on rank 2 ({host}): use the same overrides on all hosts"
-        in detail
-    )
-    assert f"no train.epochs on rank 0 ({host}), train.epochs=3 on rank 2" in detail
-
-
-@pytest.mark.parametrize(
-    ("change", "name", "value", "remedy"),
-    [
-        (
-            {"source_digest": other_digest},
-            "ddp_train",
-            "0123456789ab",
-            "check out the same version",
-        ),
-        ({"time": Late}, "clock", "-60 s", "synchronise the clocks"),
-    ],
-)
-def test_differing_processes_are_refused_with_a_table(
-    change: dict[str, Any], name: str, value: str, remedy: str, tmp_path: Path
-) -> None:
-    kind, detail, advice = compared(tmp_path, **change)
-    assert kind is PeerError
-    heading, titles, *rows = detail.splitlines()
-    assert heading == f"the processes differ in {name}"
-    assert titles.split() == ["rank", "host", name]
-    assert [row.split()[0] for row in rows] == ["0", "1", "2"]
-    assert rows[2].endswith(value) and not rows[1].endswith(value)
-    assert remedy in advice
-
-
-@pytest.mark.slow
-def test_a_world_smaller_than_asked_for_is_refused(tmp_path: Path) -> None:
-    """What torchrun does to a host whose clock is behind: it starts without it, and exits with
-    0."""
-    lone = [torchrun()[0], "--nproc_per_node=2", "--no-python", "env", "PET_NNODES=2", *LAUNCH]
-    done = run(f"run_dir={tmp_path}/run", *SMALL, "train.max_steps=2", command=lone)
-    assert done.returncode == 1
-    assert "torchrun was asked for 2 hosts and started 1: " + os.uname().nodename in done.stderr
-    failure = read(tmp_path / "run", "failure.json")
-    assert (failure["kind"], failure["exit_code"], failure["step"]) == ("peer", 69, 0)
-    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 # --- several hosts --------------------------------------------------------------------------------
