@@ -6,25 +6,26 @@ bound to the schema one by one later: a user sees all mistakes at once.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_train.config.earlier_runs import CONFIG_KEY
 from ddp_train.config.hydra_keys import problem_of_word
+from ddp_train.config.keys import list_rule
 from ddp_train.config.program import PRESETS, Program
+from ddp_train.config.unreadable import may_be_text, parsed, why_unreadable
 from ddp_train.config.user_code import torch_optimizers
-from ddp_train.config.values import grammatical, in_quotes, leaves, quoted, unclosed
+from ddp_train.config.values import grammatical, leaves
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import tracker_key
 from ddp_train.options.registry import OPTIONS
-from ddp_train.text import did_you_mean, shown, snake_case
+from ddp_train.text import did_you_mean, in_double_quotes, shown, snake_case
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-COMMANDS = ["init", "resize"]
-"""First arguments that are not overrides."""
 MULTIPLE_CHOICE = ("tracker",)
 """Groups of which several options may be chosen."""
 STUDY = "study"
@@ -89,9 +90,9 @@ class _Reader:
         self.overrides = Overrides([], {}, {}, [])
 
     def read(self, argument: str, is_first: bool) -> None:
-        override = _parsed(argument)
+        override = parsed(argument)
         if override is None:
-            self._refuse(argument, _why_unreadable(argument, is_first))
+            self._refuse(argument, why_unreadable(self.program, argument, is_first))
         elif len(override.key_or_group) > LONGEST:  # Hydra would look for a file of that name
             self._refuse(argument, "no such key")
         else:
@@ -188,8 +189,7 @@ class _Reader:
             remedy = f"use {name}=[{','.join(values)}]; for a sweep, add -m"
             self._refuse(argument, f"for several at once, {remedy}")
         else:
-            remedy = f"add -m to sweep over them, or quote them: {name}='...'"
-            self._refuse(argument, f"several values; {remedy}")
+            self._refuse(argument, f"several values; add -m to sweep over them{_as_one(argument)}")
 
     def _read_choice(self, override: Override) -> None:
         """The choice of an option of a group."""
@@ -249,27 +249,15 @@ class _Reader:
                 self.overrides.choose_own_class(section)
 
 
-def _parsed(argument: str) -> Override | None:
-    """An override; None if Hydra cannot read it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        override = OverridesParser.create().parse_override(quoted(argument))
-    except (HydraException, RecursionError, ValueError):
-        # ValueError: Python reads no integers of 4,300 digits.
-        return None
-    return override if override.key_or_group else None
-
-
-def _why_unreadable(argument: str, is_first: bool) -> str:
-    remedy = in_quotes(argument)
-    if remedy:
-        return remedy
-    if "=" in argument:
-        return f"not of the form key=value{unclosed(argument)}"
-    guess = did_you_mean(argument, COMMANDS) if is_first else ""
-    return f"not of the form key=value, '=' is missing{guess}"
+def _as_one(argument: str) -> str:
+    """What to type for one value with commas, after a remedy; "" where a key takes none."""
+    key, _, value = argument.partition("=")
+    name = key.lstrip("+")
+    if list_rule(name):
+        return f", or for a list use {shlex.quote(f'{key}=[{value}]')}"
+    if name in OPTIONS or not may_be_text(name):
+        return ""
+    return f", or for one value use {shlex.quote(f'{key}={in_double_quotes(value)}')}"
 
 
 def shortened(text: str) -> str:

@@ -103,7 +103,7 @@ def in_quotes(argument: str) -> str:
     if not parts:
         return ""
     key, value = parts.groups()
-    if value.startswith("~/"):
+    if value == "~" or value.startswith("~/"):
         return f"no shell expands ~ there; use {key}=$HOME{value[1:]}"
     if re.search(r"['$`\"\\!]", value):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
