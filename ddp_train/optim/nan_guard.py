@@ -12,16 +12,21 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.connections import StopFlag
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.errors import NonFiniteLossError, PeersLostError
 from ddp_train.tasks.mean_loss import ExtraPayload, RunningLoss, is_finite
+from ddp_train.text import counted
 
+SHOWN_SAMPLES = 20
+"""Most samples that an error names."""
 log = logging.getLogger(__name__)
 
 
@@ -68,6 +73,9 @@ class NonFiniteCheck:
         groups = optimizer.param_groups
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.base_lr = groups[0]["initial_lr"]
+        self.non_finite_samples: Callable[[MicroBatch], list[int]] | None = None
+        """Finds the samples whose data are not finite; None: it is not known where they come
+        from."""
         self.peers: StopFlag | None = None
         """Set if gradients may be what an aborted exchange left."""
         self.poison = Poison()
@@ -157,11 +165,23 @@ class NonFiniteCheck:
         if culprits:
             ranks = ", ".join(map(str, culprits))
             detail = f"step {step}: the loss is not finite on rank {ranks}"
-        for loss, _, micro_batch in self.losses.of_step(step):
-            if not is_finite(loss):
-                detail += f"; samples here: {micro_batch.indices.tolist()[:20]}"
-                break
-        return self._error(detail, step, culprits[0] if culprits else None)
+        rank = culprits[0] if culprits else None
+        bad = [batch for loss, _, batch in self.losses.of_step(step) if not is_finite(loss)]
+        if not bad:
+            return self._error(detail, step, rank)
+        numbers = [number for batch in bad for number in batch.indices.tolist()]
+        log.error("the loss is not finite; it is of samples %s", numbers)
+        if self.non_finite_samples is None:
+            return self._error(f"{detail}; samples here: {_listed(numbers)}", step, rank)
+        samples_here = f"{counted(len(numbers), 'sample')} here"
+        culprit_samples = [number for batch in bad for number in self.non_finite_samples(batch)]
+        if culprit_samples:
+            detail += f"; of the {samples_here} these have NaN or infinite data: "
+            detail += _listed(culprit_samples)
+            remedy = "correct those samples, or leave them out"
+            return NonFiniteLossError(detail, remedy, rank, step)
+        detail += f"; the data of the {samples_here} are finite: {_listed(numbers)}"
+        return self._error(detail, step, rank)
 
     def _error(self, detail: str, step: int, rank: int | None) -> NonFiniteLossError:
         remedy = (
@@ -169,8 +189,21 @@ class NonFiniteCheck:
             " those samples"
         )
         if step == 0:  # nothing has been learned yet
-            remedy = f"look for NaN in the inputs and targets of those samples; else {remedy}"
+            first_remedy = "look at what the model and the loss make of those samples"
+            if self.non_finite_samples is None:
+                first_remedy = "look for NaN in the inputs and targets of those samples"
+            remedy = f"{first_remedy}; else {remedy}"
         return NonFiniteLossError(detail, remedy, rank, step)
+
+
+def _listed(numbers: list[int]) -> str:
+    """Numbers of samples, the first ones where there are many."""
+    numbers = list(dict.fromkeys(numbers))
+    shown = ", ".join(map(str, numbers[:SHOWN_SAMPLES]))
+    left_out = len(numbers) - SHOWN_SAMPLES
+    if left_out > 0:
+        shown += f" and {left_out:,} more, all in the log of this rank"
+    return shown
 
 
 class DeviceNonFiniteCheck(NonFiniteCheck):

@@ -38,6 +38,7 @@ from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
 from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import check_same_data
+from ddp_train.data.finite import non_finite_samples
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.agent import hosts_follow
 from ddp_train.distributed.environment import changes_of_number, lost_rank
@@ -133,6 +134,7 @@ class Training:
         metrics.check_metrics(config, module, splits, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
         job = builder.build_job(splits, start.step)
+        job.stepper.check_finite.non_finite_samples = partial(non_finite_samples, splits.train)
         if config.host_range:
             job.stop.others_follow = hosts_follow
         metrics_hook = build_metrics_hook(run, splits, start, job)

@@ -7,6 +7,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from torch.optim import lr_scheduler
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource
+from ddp_train.data.finite import non_finite_samples
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit, train
@@ -25,7 +27,7 @@ from ddp_train.errors import NonFiniteLossError
 from ddp_train.kernels.split_fused import in_parts
 from ddp_train.optim import nan_guard
 from ddp_train.optim.config import AdadeltaConfig, AdamConfig, AdamWConfig, RmspropConfig, SgdConfig
-from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
+from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.optim.schedules.config import (
     ConstantConfig,
     CosineConfig,
@@ -447,6 +449,29 @@ def test_device_keeps_a_bad_loss_out_of_the_weights(optimizer: str, clip: float 
         assert caught.value.remedy.startswith("look for NaN in the inputs") == (step == 0), (
             "nothing was learned yet"
         )
+
+
+def test_sample_with_nan_is_named_among_many() -> None:
+    inputs = torch.ones(60, 1)
+    inputs[47] = math.nan
+    source = ArraySource(inputs, torch.ones(60, 1))
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [weight], "initial_lr": 1.0}])
+    for culprit, found in ((47, "47"), (None, "finite: 0, 1, ")):
+        losses = RunningLoss()
+        check = NonFiniteCheck(optimizer, losses)
+        check.non_finite_samples = partial(non_finite_samples, source)
+        numbers = np.arange(48) if culprit else np.arange(40)
+        losses.add(math.nan, 48, MicroBatch(0, 3, numbers, 48, 1.0, is_last=True))
+        weight.grad = torch.full((1,), math.nan)
+        with pytest.raises(NonFiniteLossError) as caught:
+            check.allows(3, None)
+        detail = str(caught.value)
+        if culprit:
+            assert detail.endswith("of the 48 samples here these have NaN or infinite data: 47")
+            assert caught.value.remedy == "correct those samples, or leave them out"
+        else:
+            assert found in detail and detail.endswith("and 20 more, all in the log of this rank")
 
 
 def test_skipped_first_step_leaves_no_garbage_in_the_momentum() -> None:

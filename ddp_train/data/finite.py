@@ -1,0 +1,40 @@
+"""Finds the samples of a batch whose inputs or targets are not finite."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from torch import Tensor
+
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.datasets import BatchSource
+from ddp_train.tensor_tree import tensors
+from ddp_train.text import first_line
+
+log = logging.getLogger(__name__)
+
+
+def non_finite_samples(source: BatchSource, micro_batch: MicroBatch) -> list[int]:
+    """The samples with a NaN or an infinity in an input or a target, as their epoch augments them.
+
+    The sample that mixup gives to the first one is looked at too. Each is read again, by itself. A
+    sample that cannot be read so is logged, and passes for finite.
+    """
+    numbers = micro_batch.indices.tolist()
+    if micro_batch.sample_before >= 0:
+        numbers.append(micro_batch.sample_before)
+    found = []
+    for number in dict.fromkeys(numbers):
+        try:
+            batch = source.get_batch(np.array([number]), micro_batch.epoch)
+        except Exception as error:  # noqa: BLE001  code of the user's, and training has failed already
+            log.warning("sample %d cannot be read by itself: %s", number, first_line(error))
+            continue
+        if not all(map(_is_finite, tensors(batch))):
+            found.append(number)
+    return found
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
