@@ -22,6 +22,7 @@ from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.rng import StepSeed
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.data.splits import Splits
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Forward, Hook, Job
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
@@ -101,6 +102,8 @@ class JobBuilder:
         lengths = None
         if config.data.batch_by == "tokens":
             lengths = lengths_of(source, config.train.global_batch_size)
+        if isinstance(source, UserDataset):
+            source.check_lengths(config.train.epochs)
         return build_plan(config, self.world, len(source), splits.weights, lengths, units)
 
     def build_mix(self, source: BatchSource) -> Mix | None:

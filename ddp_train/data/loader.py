@@ -101,7 +101,8 @@ def stream_of(
     placement = Placement(device, options.dtype, options.channels_last, options.non_blocking)
     if options.resident:
         held = _hold(source, device, options)
-        return ResidentStream(held, micro_batches, placement)
+        original = getattr(source, "dataset", None)
+        return ResidentStream(held, micro_batches, placement, original)
     if isinstance(source, FolderSource) and source.decode == "gpu":
         finished = _finished(placement, source, options)
         threads = max(1, options.num_workers)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from ddp_train.data.dataset_state import READS, Epochs
 from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import global_states, hash_key, keyed_generators
 from ddp_train.data.sample_tensors import as_tensors, is_pair
@@ -43,7 +44,7 @@ class UserDataset:
 
     The random draws of its samples and transforms (from torch's, numpy's and Python's global
     generators) are keyed by seed, epoch and sample. What its own `get_batch` draws is its own
-    business.
+    business. A data set with `set_epoch(epoch)` is told the epoch of the samples that are read.
     """
 
     def __init__(
@@ -76,6 +77,8 @@ class UserDataset:
         self.can_make_batches = makes_batches(dataset) and not (fields or collate)
         """The data set itself makes batches, which transforms of samples would not change."""
         self.device = torch.device("cpu")
+        self.epochs: Epochs | None = Epochs(self.dataset, seed)
+        """Tells the data set its epoch; None in a loop of the user's own, which does so itself."""
         self.numbers: np.ndarray | None = None
         """The data set's samples that belong to this split, int64 [n]; None: all."""
 
@@ -118,6 +121,7 @@ class UserDataset:
             raise ConfigError([f"data.placement=device: {why}"])
         held = copy.copy(self)
         held.dataset = self.dataset.to(device)
+        held.epochs = Epochs(held.dataset, self.seed)
         held.device = device
         return held
 
@@ -146,6 +150,11 @@ class UserDataset:
             return self._batch_of_data_set(numbers, epoch)
         return self._batch_of_samples(numbers.tolist(), epoch)
 
+    def check_lengths(self, epochs: int) -> None:
+        """Raise DataError if one of the epochs of a run has another number of samples."""
+        if self.epochs:
+            self.epochs.check_lengths(epochs)
+
     def transforms_that_draw(self) -> list[int]:
         """The places of the transforms that draw random numbers for the first sample."""
         if not self.transforms:
@@ -159,6 +168,12 @@ class UserDataset:
                 if global_states() != before:
                     places.append(place)
         return places
+
+    def _enter_epoch(self, epoch: int | None) -> None:
+        if self.epochs is None:
+            READS.count += 1
+        else:
+            self.epochs.enter(epoch)
 
     def _numbers_in_data_set(self, numbers: np.ndarray) -> np.ndarray:
         """Sample numbers of this split as numbers of the whole data set."""
@@ -185,6 +200,7 @@ class UserDataset:
 
     def _batch_of_data_set(self, numbers: np.ndarray, epoch: int | None) -> Any:
         """The batch that the data set itself makes. Raises DataError if a row is missing."""
+        self._enter_epoch(epoch)
         batch = self.dataset.get_batch(to_device(torch.from_numpy(numbers), self.device), epoch)
         for tensor in tensors(batch):
             if tensor.ndim and len(tensor) != len(numbers):
@@ -238,6 +254,7 @@ class UserDataset:
 
         What the data set raises gets a note with the number of the sample.
         """
+        self._enter_epoch(epoch)
         seed_generators(self._key(epoch, number))
         try:
             sample = self.dataset[number]

@@ -20,6 +20,7 @@ from ddp_train.data.datasets import digests
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
+from ddp_train.distributed.world import World
 from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
@@ -30,20 +31,21 @@ SAME_DATA = (
     "give random_split, and whatever shuffles before the `with`, a generator with a seed, or make"
     " the data set inside of the `with`, where all processes draw the same"
 )
+SAME_LENGTH = "change a data set alike on all processes, by the number of the epoch for instance"
 
 
 class Rows:
     """A TensorDataset as a source: its rows are cut out at once, and nothing is drawn."""
 
     def __init__(self, dataset: TensorDataset) -> None:
-        self.tensors = dataset.tensors
+        self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.tensors[0])
+        return len(self.dataset)
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
         index = torch.from_numpy(indices)  # 32 rows in 6 us, not the 9 of a numpy index
-        return [tensor[index] for tensor in self.tensors]
+        return [tensor[index] for tensor in self.dataset.tensors]
 
 
 def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> Any:
@@ -72,6 +74,7 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> 
         return Rows(dataset)
     source = UserDataset(dataset, seed, collate=collate or default_collate)
     source.dataset = dataset  # as it is, also one of torchvision's with masks
+    source.epochs = None  # the user's loop calls set_epoch, and may change the length
     return source
 
 
@@ -108,6 +111,7 @@ class TrainingLoader:
         kind = BatchPlan if shuffle else OrderedPlan
         plan = kind(len(source), global_batch_size, 1, 0, seed, world.rank, world.size)
         self.steps = steps
+        self.source = source
         self.facts = {
             "samples": len(source),
             "global_batch_size": global_batch_size,
@@ -116,12 +120,13 @@ class TrainingLoader:
             "steps_per_epoch": plan.steps_per_epoch,
         }
         self.epoch_used = -1
-        shares = EpochShares(plan, steps)
-        self.batches = reported_batches(steps, source, shares, options)
+        self.shares = EpochShares(plan, steps)
+        self.batches = reported_batches(steps, source, self.shares, options)
 
     def __len__(self) -> int:
-        """Batches of an epoch, as many on all processes; inside of a resumed one, those left."""
-        return self.facts["steps_per_epoch"] - self.steps.first_batch
+        """Batches of an epoch of the data set as it is now, as many on all processes; inside of a
+        resumed one, those left."""
+        return self._plan_of_data().steps_per_epoch - self.steps.first_batch
 
     def __iter__(self) -> Iterator[Any]:
         steps = self.steps
@@ -132,7 +137,11 @@ class TrainingLoader:
                 "use it once in each epoch; score with run.test_loader",
             )
         self.epoch_used = epoch
-        steps_per_epoch = self.facts["steps_per_epoch"]
+        plan = self._plan_of_data()
+        what = "run.loader: the number of samples"
+        same_everywhere(plan.samples, steps.device, what, SAME_LENGTH)
+        self.shares.plan = plan
+        steps.begin_batches(plan.samples, plan.steps_per_epoch)
         for batch in self.batches:
             steps.begin_step(batch.micro_batch)
             try:
@@ -140,8 +149,12 @@ class TrainingLoader:
             except GeneratorExit:
                 steps.leave_step()
                 raise
-            steps.end_step(is_last=steps.position.batch + 1 == steps_per_epoch)
+            steps.end_step(is_last=steps.position.batch + 1 == plan.steps_per_epoch)
         steps.status.phase = "hook"
+
+    def _plan_of_data(self) -> BatchPlan:
+        """The plan of an epoch: the user's loop may have changed the number of samples."""
+        return dataclasses.replace(self.shares.plan, samples=len(self.source))
 
 
 class OrderedPlan(BatchPlan):
@@ -157,6 +170,7 @@ class EpochShares:
     """This process's share of each global batch that is left of the current epoch."""
 
     plan: BatchPlan
+    """Of the data set in this epoch."""
     steps: Steps
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -177,21 +191,13 @@ class TestLoader:
     __test__ = False  # no tests, for pytest
 
     def __init__(self, steps: Steps, source: Any, batch_size: int, options: LoaderOptions) -> None:
-        samples = len(source)
-        world = steps.world
-        self.starts = range(0, samples, batch_size)
-        """The first sample of each batch of all processes."""
-        first = -(-len(self.starts) * world.rank // world.size)
-        end = -(-len(self.starts) * (world.rank + 1) // world.size)
-        self.shares = []
-        for start in self.starts[first:end]:
-            indices = np.arange(start, min(start + batch_size, samples))
-            self.shares.append(evaluation_batch(len(self.shares), indices))
-        if len(self.starts) < world.size and world.is_leader:
+        self.shares = TestShares(source, batch_size, steps.world)
+        batches = len(self.shares.starts)
+        if batches < steps.world.size and steps.world.is_leader:
             print(
-                f"note: run.test_loader: its batches are {len(self.starts)}, and the processes"
-                f" {world.size}: the last ones have none; give each one, or more, by a smaller"
-                " batch_size",
+                f"note: run.test_loader: its batches are {batches}, and the processes"
+                f" {steps.world.size}: the last ones have none; give each one, or more, by a"
+                " smaller batch_size",
                 file=sys.stderr,
             )
         self.steps = steps
@@ -199,7 +205,7 @@ class TestLoader:
 
     def __len__(self) -> int:
         """Batches of all processes together: by it a sum over all of them is divided."""
-        return len(self.starts)
+        return len(self.shares.starts)
 
     def __iter__(self) -> Iterator[Any]:
         """Give the batches. Meanwhile buffers that differ between processes are their mean.
@@ -223,6 +229,30 @@ class TestLoader:
                         " set whose samples are the pairs",
                     )
         steps.status.phase = "hook"
+
+
+@dataclasses.dataclass
+class TestShares:
+    """This process's batches of a data set that is scored."""
+
+    __test__ = False  # no tests, for pytest
+
+    source: Any
+    batch_size: int
+    world: World
+
+    @property
+    def starts(self) -> range:
+        """The first sample of each batch of all processes, of the data set as it is now."""
+        return range(0, len(self.source), self.batch_size)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        starts = self.starts
+        first = -(-len(starts) * self.world.rank // self.world.size)
+        end = -(-len(starts) * (self.world.rank + 1) // self.world.size)
+        for number, start in enumerate(starts[first:end]):
+            indices = np.arange(start, min(start + self.batch_size, starts.stop))
+            yield evaluation_batch(number, indices)
 
 
 def reported_batches(

@@ -91,7 +91,7 @@ class SessionCheckpoints:
             return
         before = self.earlier_batches
         for name, value in batches.items():
-            if before.get(name) == value:
+            if before.get(name, value) == value:
                 continue
             changed = f"{name} was {before.get(name)} and is {value}"
             if name == "data":

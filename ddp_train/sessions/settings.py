@@ -33,6 +33,11 @@ _REPLACEMENTS = (
     (r"use the model= and data= that it was trained with", "use that model, or another run_dir"),
     (r"continue in another run_dir with checkpoint\.resume=PATH", "use another run_dir"),
     (r" or tuning\.prefetch_factor", ""),
+    (
+        r"give the class a method set_epoch\(epoch\), which is called before samples of another"
+        r" epoch are read; or use",
+        "change it before the loop over the batches, or use",
+    ),
     (r"data\._target_: ", ""),
     (r"\b(?:launch|train|tuning)\.(\w+)", r"\1"),
 )

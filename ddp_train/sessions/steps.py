@@ -58,6 +58,9 @@ class Steps:
         self.model: Wrapped | None = None
         self.checkpoints: SessionCheckpoints | None = None
         self.loader_facts: dict[str, Any] = {}
+        """Those of the whole session; `samples` when it began."""
+        self.epoch_facts: dict[str, int] = {}
+        """Samples and batches of the current epoch, once its loader is used."""
         self.optimizers: set[int] = set()
         """The `id` of each optimizer that run.resume got."""
         self.foreign_optimizers: set[int] = set()
@@ -130,7 +133,7 @@ class Steps:
         """Save what a `break` has left unsaved, at the end of the `with`."""
         meet("the end of the session", self.device)
         if self.in_epoch and self.checkpoints:
-            if self.position.batch == self.loader_facts.get("steps_per_epoch"):
+            if self.position.batch == self.epoch_facts.get("steps_of_epoch"):
                 self.position.end_epoch()
             if self.position != self.checkpoints.saved:
                 self.save_now()
@@ -148,8 +151,19 @@ class Steps:
         self.is_save_due = False
         phase = self.status.phase
         self.status.phase = "checkpoint"
-        self.checkpoints.save(self.position, self.loader_facts, self.gradients)
+        batches = self.loader_facts | self.epoch_facts
+        self.checkpoints.save(self.position, batches, self.gradients)
         self.status.phase = phase
+
+    def begin_batches(self, samples: int, steps_of_epoch: int) -> None:
+        """Begin what is left of the batches of the current epoch.
+
+        Raises DataError if a checkpoint lies inside of the epoch, and the data set had another
+        length then.
+        """
+        self.epoch_facts = {"samples_of_epoch": samples, "steps_of_epoch": steps_of_epoch}
+        if self.checkpoints:
+            self.checkpoints.check_batches(self.epoch_facts, self.position)
 
     # --- steps ------------------------------------------------------------------------------------
 

@@ -664,3 +664,84 @@ def test_a_sum_over_batches_that_every_process_had_is_warned_of(
     assert (
         capfd.readouterr().err.count("the sum counts them 2 times: score with run.test_loader") == 1
     ), "once"
+
+
+GROWING = '''
+import os, signal, sys, time
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+import ddp_train
+
+
+class Growing(Dataset):
+    """Other samples and more of them from epoch to epoch, as the loop says."""
+
+    count, level = 8, 0
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, number):
+        return torch.tensor([1.0, number / 10 + self.level]).double()
+
+
+with ddp_train.session(sys.argv[1]) as run:
+    torch.manual_seed(0)
+    model = run.wrap(nn.Linear(2, 1).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = Growing()
+    loader = run.loader(data, global_batch_size=4, num_workers=int(sys.argv[2]))
+    tests = run.test_loader(data, batch_size=3)
+    run.resume(model=model, optimizer=optimizer)
+    for epoch in run.epochs(3):
+        data.count, data.level = 8 + 6 * epoch, epoch
+        for rows in loader:
+            if (run.rank, run.step) == (0, 3) and not (marker := Path(sys.argv[1], "marker")).exists():
+                marker.touch()
+                os.kill(os.getppid() if run.processes > 1 else os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+            optimizer.zero_grad()
+            run.mean(model(rows).square().flatten()).backward()
+            optimizer.step()
+        print("EPOCH", [epoch, run.step, run.sum(sum(len(rows) for rows in tests))])
+'''
+
+
+def weights_of_a_growing_set() -> torch.Tensor:
+    """Those of a plain loop in float64 over what a DataLoader without processes would give."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for epoch in range(3):
+        order = torch.tensor(epoch_order(0, epoch, 8 + 6 * epoch))
+        for numbers in order.split(4):
+            optimizer.zero_grad()
+            rows = torch.stack([torch.ones(4)[: len(numbers)], numbers / 10 + epoch], 1).double()
+            model(rows).square().mean().backward()
+            optimizer.step()
+    return model.weight.detach()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
+def test_data_that_the_loop_changes_are_seen(processes: int, tmp_path: Path) -> None:
+    """Length 8, 14 and 20 by epoch, through a stop inside of the second one."""
+    (tmp_path / "grow.py").write_text(GROWING)
+    more = {"PYTHONPATH": str(ROOT), "DDP_TRAIN_PROCESSES": str(processes)}
+    argv = [sys.executable, str(tmp_path / "grow.py"), "run", "1"]
+
+    def until_it_ends() -> subprocess.CompletedProcess[str]:
+        return zygote.run(argv, LIMIT_SECONDS, cwd=tmp_path, env=environment(more), text=True)
+
+    stopped = until_it_ends()
+    resumed = until_it_ends()
+    assert (stopped.returncode, resumed.returncode) == (75, 0), stopped.stderr + resumed.stderr
+    assert re.findall(r"EPOCH (.*)", stopped.stdout + resumed.stdout) == [
+        "[0, 2, 8]",
+        "[1, 6, 14]",
+        "[2, 11, 20]",
+    ]
+    found = load_file(tmp_path / "run/checkpoints/step_00000011/model.safetensors")["weight"]
+    torch.testing.assert_close(found, weights_of_a_growing_set(), rtol=0, atol=1e-10)

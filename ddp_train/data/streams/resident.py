@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.dataset_state import AttributeWatch
 from ddp_train.data.datasets import HeldSource
 from ddp_train.data.streams.placement import Placement
 
@@ -28,13 +30,19 @@ class ResidentStream:
     in_flight = ()
 
     def __init__(
-        self, source: HeldSource, micro_batches: Iterable[MicroBatch], placement: Placement
+        self,
+        source: HeldSource,
+        micro_batches: Iterable[MicroBatch],
+        placement: Placement,
+        original: Any = None,
     ) -> None:
         """Keeps a data set that is on the device.
 
         placement: brings what is fetched into the run's number type and memory format.
+        original: the data set of the user's own of which it is a copy, if it is one.
         """
         self.source = source
+        self.watch = None if original is None else AttributeWatch(original)
         self.micro_batches = micro_batches
         self.placement = placement
         on_gpu = placement.device.type == "cuda"
@@ -42,7 +50,10 @@ class ResidentStream:
         self.samples_per_group = group_bytes // max(1, source.sample_bytes)
 
     def __iter__(self) -> Iterator[Batch]:
+        """See BatchStream. Raises DataError too if the user's code has changed the original."""
         for group in self.groups():
+            if self.watch:
+                self.watch.check()
             yield from self._fetch(group)
 
     def place(self, batch: Batch) -> Batch:

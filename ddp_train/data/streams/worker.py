@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.dataset_content import content_of
+from ddp_train.data.dataset_state import AttributeWatch
 from ddp_train.data.streams.batch_stream import BatchReader
 from ddp_train.data.streams.loader_processes import LoaderProcesses
 from ddp_train.data.streams.placement import BatchPlacement
@@ -37,6 +39,10 @@ class WorkerStream:
         num_workers: loader processes, at least one.
         data_loader_options: further arguments of the DataLoader.
         """
+        self.dataset = getattr(reader.source, "dataset", None)
+        self.collate = getattr(reader.source, "collate", None)
+        self.content = ""
+        """A digest of the data set as living loader processes copied it; "" if unknown."""
         self.placement = placement
         self.in_flight: deque[MicroBatch] = deque()
         self.processes = LoaderProcesses(num_workers)
@@ -52,8 +58,18 @@ class WorkerStream:
         )
 
     def __iter__(self) -> Iterator[Batch]:
+        """See BatchStream.
+
+        Raises DataError too if the user's code changes the data set while it is read ahead.
+        """
+        watch = None
+        if self.dataset is not None:
+            self._renew_copies()
+            watch = AttributeWatch(self.dataset)
         for batch in self.processes.iterate(self.data_loader):
             self.in_flight.popleft()
+            if watch:
+                watch.check()
             if isinstance(batch, LaunchError):
                 try:
                     raise batch
@@ -62,6 +78,15 @@ class WorkerStream:
                     # some later collection.
                     del batch
             yield batch
+
+    def _renew_copies(self) -> None:
+        """End the processes of the last pass unless the data set is what they have copied."""
+        if not self.data_loader.persistent_workers:
+            return
+        content = content_of((self.dataset, self.collate))
+        if not content or content != self.content:
+            self.close()
+        self.content = content
 
     def place(self, batch: Batch) -> Batch:
         return self.placement(batch)

@@ -1,0 +1,121 @@
+"""A digest of all that the samples of a data set may follow from, to see whether it was changed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+import sys
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from ddp_train.resilience.failure_report import is_foreign
+
+LIMIT_SECONDS = 0.05
+LIMIT_BYTES = 2**25
+"""What takes longer, or is more, is not told: new loader processes start in about that time."""
+
+
+def content_of(dataset: Any) -> str:
+    """sha256 of what a data set holds, and of the global variables that its code reads.
+
+    Returns "" if that cannot be told: it is large, or is not to be pickled, as open files are.
+    """
+    reader = _Reader()
+    try:
+        reader.dump(dataset)
+        for code in reader.code:  # grows meanwhile
+            for value in _globals_of(code):
+                reader.dump(value)
+    except Exception:  # noqa: BLE001  code of the user's own may raise anything when it is pickled
+        return ""
+    return reader.digest.hexdigest()
+
+
+class _TooMuchError(Exception):
+    """A data set takes longer to read than new processes take to start."""
+
+
+class _Reader(pickle.Pickler):
+    """Reads objects as pickle does, and notes the classes and functions that it comes upon."""
+
+    def __init__(self) -> None:
+        super().__init__(self, pickle.HIGHEST_PROTOCOL, buffer_callback=self._read_buffer)
+        self.digest = hashlib.sha256()
+        self.bytes = 0
+        self.end = time.monotonic() + LIMIT_SECONDS
+        self.code: list[Any] = []
+        """Classes and functions of the user's own, each once."""
+
+    def write(self, content: Any) -> None:
+        """Called by pickle with each piece."""
+        self.bytes += len(content)
+        if self.bytes > LIMIT_BYTES or time.monotonic() > self.end:
+            raise _TooMuchError
+        self.digest.update(content)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called by pickle with each object that is not of Python's own types."""
+        is_code = isinstance(obj, type | types.FunctionType)
+        if not is_code or not _is_of_the_user(obj):
+            return NotImplemented
+        if obj not in self.code:
+            self.code.append(obj)
+        # In place of the object, which has no name that pickle takes inside of a function.
+        return str, (obj.__qualname__,)
+
+    def _read_buffer(self, buffer: pickle.PickleBuffer) -> None:
+        self.write(buffer.raw())
+
+
+def _is_of_the_user(code: Any) -> bool:
+    """True for classes, functions and modules that are not of Python or an installed package."""
+    module = code
+    if not isinstance(code, types.ModuleType):
+        module = sys.modules.get(code.__module__)
+    file = getattr(module, "__file__", None)
+    if file is None:  # a module in C, or a prompt
+        return module is sys.modules["__main__"]
+    return not _is_foreign(file)
+
+
+@functools.cache
+def _is_foreign(file: str) -> bool:
+    return is_foreign(file)
+
+
+def _globals_of(code: Any) -> Iterator[Any]:
+    """What the code of a class or of a function refers to."""
+    if isinstance(code, type):
+        yield from code.__bases__
+        for name, value in vars(code).items():
+            function = getattr(value, "fget", getattr(value, "__func__", value))
+            if isinstance(function, types.FunctionType):
+                yield function
+            elif not name.startswith(("__", "_abc_")) and not callable(value):
+                yield name, value  # a variable of the class
+        return
+    for cell in code.__closure__ or ():
+        yield cell.cell_contents
+    constants = [item for item in code.__code__.co_consts if not isinstance(item, types.CodeType)]
+    yield code.__code__.co_code, constants, code.__defaults__, code.__kwdefaults__
+    names = list(_names_in(code.__code__))
+    for name in names:
+        value = code.__globals__.get(name)
+        if not isinstance(value, types.ModuleType):
+            yield name, value
+        elif _is_of_the_user(value):  # `settings.level`, whose parts are names too
+            for part in names:
+                part_value = vars(value).get(part)
+                if not isinstance(part_value, types.ModuleType):
+                    yield part, part_value
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names that a function uses, those of functions inside of it among them."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
