@@ -34,6 +34,10 @@ class LaunchError(Exception):
         self.remedy = remedy
 
 
+MOST_SHOWN = 50
+"""The most problems of a configuration that are printed."""
+
+
 class ConfigError(LaunchError):
     """The configuration is invalid. `problems` has one message for each problem found."""
 
@@ -46,10 +50,11 @@ class ConfigError(LaunchError):
 
     def __str__(self) -> str:
         count = len(self.problems)
-        heading = "1 problem" if count == 1 else f"{count} problems"
-        return f"{heading} in the configuration:\n" + "\n".join(
-            f"  - {problem}" for problem in self.problems
-        )
+        heading = "1 problem" if count == 1 else f"{count:,} problems"
+        lines = [f"  - {problem}" for problem in self.problems[:MOST_SHOWN]]
+        if count > MOST_SHOWN:
+            lines.append(f"  - and {count - MOST_SHOWN:,} more")
+        return f"{heading} in the configuration:\n" + "\n".join(lines)
 
 
 class DiskFullError(ConfigError):

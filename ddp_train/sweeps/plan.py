@@ -31,6 +31,7 @@ from ddp_train.sweeps.sweeper import (
     direction_for,
     keys_of_params,
     missing_for_slurm,
+    notes_on_ranges,
     optuna_problems,
     optuna_trials,
     pruner_of,
@@ -140,6 +141,7 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
         job_launcher=job_launcher,
         forks_workers=config.launch.fork_server,
         start=new_run_id(None),
+        notes=tuple(notes_on_ranges(arguments)),
     )
     plan = _with_objective(plan, config)
     if not job_launcher:

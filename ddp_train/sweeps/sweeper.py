@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import RangeSweep
 
 from ddp_train.config.metrics import MEASURED
 from ddp_train.options.schema import Config
-from ddp_train.sweeps.overrides import key_of, last_value
+from ddp_train.sweeps.overrides import is_of_hydra, key_of, last_value, parsed
 
 LAUNCHER = "hydra/launcher"
 SWEEPER = "hydra/sweeper"
@@ -129,6 +130,21 @@ def pruner_problems(pruner: str, objective: str, validates: bool) -> list[str]:
         rule = f"with a validation set objective={objective} is known at the end only"
         return [f"{SWEEPER}/pruner={pruner}: {rule}; use objective={by_validation(objective)}"]
     return []
+
+
+def notes_on_ranges(arguments: list[str]) -> Iterator[str]:
+    """Notes on ranges that our own sweeper draws from: hydra-optuna-sweeper would draw the end."""
+    if last_value(arguments, SWEEPER) != OPTUNA:
+        return
+    for argument in arguments:
+        if "range(" not in argument or is_of_hydra(argument):
+            continue
+        value = parsed(argument).value()
+        if isinstance(value, RangeSweep):
+            numbers = [*value.range()]
+            drawn = f"draws {numbers[0]} to {numbers[-1]}"
+            rule = "a range leaves its end out, as in a grid, and an interval does not"
+            yield f"{argument.lstrip('+')} {drawn}: {rule}"
 
 
 def by_validation(objective: str) -> str:

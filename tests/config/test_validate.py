@@ -28,7 +28,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, RequestedRun
-from ddp_train.text import shown
+from ddp_train.text import shown, unmatched
 from tests.support.commands import PROGRAM
 from tests.support.configs import (
     ROOT,
@@ -532,3 +532,13 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
         assert shown(value) in ("nan", "inf", "-inf")
         place = functools.reduce(getattr, [part for part in (section, *inner) if part], config)
         assert isinstance(getattr(place, name), str | dict | list)
+
+
+def test_thousands_of_mistakes_are_counted_not_listed() -> None:
+    globs = [f"layer{number}.*" for number in range(9_000)]
+    problems = unmatched("model.freeze=[{}]", globs, ["head.weight", "head.bias"])
+    assert len(problems) == 21
+    assert problems[-1] == "model.freeze=[...]: 8,980 more of them match no parameter"
+    message = str(ConfigError([f"key{number}" for number in range(9_000)]))
+    assert message.startswith("9,000 problems in the configuration:\n  - key0\n")
+    assert message.endswith("  - key49\n  - and 8,950 more")

@@ -9,6 +9,7 @@ import pytest
 from ddp_train.errors import ConfigError
 from ddp_train.sweeps.plan import SweepPlan, plan_sweep
 from ddp_train.sweeps.sweep_state import SweepState
+from ddp_train.sweeps.sweeper import notes_on_ranges
 from tests.support.commands import PROGRAM
 
 pytest.importorskip("optuna", reason="needs the extra optuna")
@@ -64,3 +65,10 @@ def test_optuna_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPat
 def test_sweeper_that_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match="Could not find 'hydra/sweeper/nevergrad'"):
         plan_sweep(PROGRAM, ["-m", "hydra/sweeper=nevergrad", "seed=1,2"])
+
+
+def test_end_of_a_range_is_told_to_who_knows_another_sweeper() -> None:
+    words = ["hydra/sweeper=pool_optuna", "++seed=range(1,4)", "++optimizer.lr=interval(0.1,1)"]
+    (note,) = notes_on_ranges(words)
+    assert note.startswith("seed=range(1,4) draws 1 to 3: a range leaves its end out, as in a grid")
+    assert [*notes_on_ranges(words[1:])] == []
