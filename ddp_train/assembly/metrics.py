@@ -135,12 +135,12 @@ def check_metrics(
     has_validation = splits.validation is not None
     problems = [str(problem) for problem in metrics.named_problems(config, has_validation)]
     target = config.task.target if isinstance(config.task, CustomOption) else ""
-    if not problems and (module.further_metrics or target or any(metrics.named(config))):
+    if not problems and (module.further_metrics or target or any(metrics.metric_keys(config))):
         names = metric_names(module, scored_batches(config, splits.scored.source, device))
         if target:
             problems = _unknown_directions(module.task, target, names)
         all_names = names_with_average(names) if averaged else names
-        unusable = metrics.unusable(config, all_names, directions(module))
+        unusable = metrics.unusable_metrics(config, all_names, directions(module))
         problems += [str(problem) for problem in unusable]
     if problems:
         raise ConfigError(problems)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddp_train.assembly.arguments import arguments_of, keys_taken_by
 from ddp_train.assembly.batches import single_batch
 from ddp_train.assembly.metrics import build_further
-from ddp_train.config.metrics import further
+from ddp_train.config.metrics import further_metrics
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import BatchSource
@@ -64,7 +64,7 @@ def assemble_module(
 ) -> ModelWithTask:
     """A model with its task on the device of this process, tuned."""
     module = strategy.place(ModelWithTask(model, task, device, AUTOCAST[config.tuning.precision]))
-    module.further_metrics = build_further(further(config), task, device)
+    module.further_metrics = build_further(further_metrics(config), task, device)
     tuning = config.tuning
     switches.tune_model(
         module,

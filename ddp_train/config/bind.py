@@ -1,4 +1,4 @@
-"""Binds plain nested values to the schema, with a problem for each wrong key and value."""
+"""Plain nested values, bound to the schema with a problem for each wrong key and value."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _with_tracker_classes(trackers: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bind_section(section: str, content: Any, problems: list[str]) -> Any:
-    """A section; None if it cannot be told what its values are."""
+    """A section; None if its option is not known."""
     options = OPTIONS.get(section, {})
     if isinstance(content, str) and content in options:
         problems.append(
@@ -144,9 +144,10 @@ def _converted(schema: type, name: str, value: Any, key: str) -> Any:
     """A value as the type of its field. Raises ValueError with the rule that it breaks."""
     hint = field_types(schema)[name]
     if _takes_anything(hint, value):
-        # Your own code looks up its `${oc.env:...}` itself.
-        is_own_code = issubclass(schema, CustomOption) or key in ENVIRONMENT_STAYS
-        return value if is_own_code else from_environment(value, key)
+        # The user's code looks up its `${oc.env:...}` itself.
+        if issubclass(schema, CustomOption) or key in ENVIRONMENT_STAYS:
+            return value
+        return from_environment(value, key)
     kinds = typing.get_args(hint) or (hint,)
     is_number = isinstance(value, int | float)
     if bool in kinds and is_number and value not in (0, 1):  # OmegaConf takes any number for true
@@ -184,9 +185,12 @@ def _takes_anything(hint: Any, value: Any) -> bool:
     """Tell whether a key takes any dict, or any list, and the value is one."""
     if hint == OBJECTS:
         return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-    is_union = typing.get_origin(hint) in (typing.Union, UnionType)
-    alternatives = typing.get_args(hint) if is_union else (hint,)
-    return isinstance(value, dict | list) and any(
-        typing.get_origin(one) is type(value) and Any in typing.get_args(one)
-        for one in alternatives
+    if not isinstance(value, dict | list):
+        return False
+    alternatives = (hint,)
+    if typing.get_origin(hint) in (typing.Union, UnionType):
+        alternatives = typing.get_args(hint)
+    return any(
+        typing.get_origin(kind) is type(value) and Any in typing.get_args(kind)
+        for kind in alternatives
     )

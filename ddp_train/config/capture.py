@@ -1,4 +1,4 @@
-"""What keeps a training step from being captured as a CUDA graph."""
+"""Reasons why a training step cannot be captured as a CUDA graph."""
 
 from __future__ import annotations
 

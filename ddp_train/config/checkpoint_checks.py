@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from ddp_train.checkpoints.layout import places
 from ddp_train.config.earlier_runs import EarlierRun, checkpoints_in, run_to_resume
 from ddp_train.config.folders import has_no_config
+from ddp_train.config.packages import how_to_install
 from ddp_train.options.problem import Problem
-from ddp_train.options.schema import Config, RequestedRun
+from ddp_train.options.schema import Config, OptimizerConfig, RequestedRun
 from ddp_train.text import did_you_mean, shown
 
 Values = dict[str, tuple[Any, Any]]
@@ -42,6 +43,15 @@ CHANGES_DIGITS = {
     ),
 }
 """Keys, by section, that change the last digits of what is computed."""
+OF_THE_STATE = (
+    "train.global_batch_size",
+    # The optimizer has the frozen parameters too.
+    "model.freeze",
+    "model.freeze_epochs",
+    # It says what the batch size counts.
+    "data.batch_by",
+)
+"""Keys of every run that must not change while the state of its optimizer is kept."""
 KEEPS_SAMPLES = ("root", "path", "download", "placement")
 """Keys of `data` that do not change a sample."""
 
@@ -55,27 +65,8 @@ def problems(run: RequestedRun) -> Iterator[Problem]:
 
 def _resume(config: Config) -> Iterator[Problem]:
     resume = config.checkpoint.resume
-    found = f"checkpoint.resume={resume}"
     if resume not in ("auto", "never"):
-        if not Path(resume).is_dir():
-            yield Problem(
-                found,
-                "no such folder",
-                "use auto, never, or the path of a run or a checkpoint",
-            )
-        elif not checkpoints_in(Path(resume)):
-            yield Problem(found, "holds no checkpoint", "use the path of a run or a checkpoint")
-        elif has_no_config(checkpoints_in(Path(resume))):
-            remedy = "score or predict in that script"
-            if config.mode == "train":
-                remedy = f"to begin with its weights, use model.init_from={resume}"
-            yield Problem(
-                found,
-                "a ddp_train.session or save_checkpoint has saved it, without a config",
-                remedy,
-            )
-        elif not config.uses_trained:
-            yield from _misfits_of_checkpoint(config)
+        yield from _resume_from(Path(resume), config)
     elif config.uses_trained:
         yield Problem(
             f"mode={config.mode}",
@@ -90,22 +81,34 @@ def _resume(config: Config) -> Iterator[Problem]:
         )
 
 
-def _misfits_of_checkpoint(config: Config) -> Iterator[Problem]:
-    """A problem for each key that the checkpoint of `checkpoint.resume=PATH` does not fit.
+def _resume_from(path: Path, config: Config) -> Iterator[Problem]:
+    """Problems of `checkpoint.resume=PATH`, a run or a checkpoint."""
+    found = f"checkpoint.resume={config.checkpoint.resume}"
+    if not path.is_dir():
+        yield Problem(
+            found, "no such folder", "use auto, never, or the path of a run or a checkpoint"
+        )
+    elif not checkpoints_in(path):
+        yield Problem(found, "holds no checkpoint", "use the path of a run or a checkpoint")
+    elif has_no_config(checkpoints_in(path)):
+        remedy = "score or predict in that script"
+        if config.mode == "train":
+            remedy = f"to begin with its weights, use model.init_from={config.checkpoint.resume}"
+        rule = "a ddp_train.session or save_checkpoint has saved it, without a config"
+        yield Problem(found, rule, remedy)
+    elif not config.uses_trained:
+        earlier = EarlierRun.of(path)
+        if earlier is not None:
+            values = _values_to_resume(earlier.config(), config)
+            yield from differences(values, found, "checkpoint.resume=never")
 
-    None if no config can be read from it.
-    """
-    named_by = f"checkpoint.resume={config.checkpoint.resume}"
-    earlier = EarlierRun.of(Path(config.checkpoint.resume))
-    if earlier is None:
-        return
-    before = earlier.config()
+
+def _values_to_resume(before: Config, config: Config) -> Values:
     values = values_of_the_state(before, config)
     if config.data.validation and before.data.name == config.data.name:
         # With other values samples that it trained with would validate.
-        values["seed"] = (before.seed, config.seed)
-        values["data.validation"] = (before.data.validation, config.data.validation)
-    yield from differences(values, named_by, "checkpoint.resume=never")
+        values |= _pairs(before, config, "seed", "data.validation")
+    return values
 
 
 def values_of_the_state(before: Config, config: Config) -> Values:
@@ -116,40 +119,38 @@ def values_of_the_state(before: Config, config: Config) -> Values:
     then = vars(before.optimizer)
     now = vars(config.optimizer)
     values: Values = {
-        "optimizer": (before.optimizer.name, config.optimizer.name),
+        "optimizer": (then["name"], now["name"]),
         "optimizer._target_": (then.get("target"), now.get("target")),
-        # These decide in which order parameters are numbered.
-        "optimizer.decay_norm_and_bias": (
-            then.get("decay_norm_and_bias"),
-            now.get("decay_norm_and_bias"),
-        ),
-        "train.global_batch_size": (before.train.global_batch_size, config.train.global_batch_size),
-        # The optimizer has the frozen parameters too.
-        "model.freeze": (before.model.freeze, config.model.freeze),
-        "model.freeze_epochs": (before.model.freeze_epochs, config.model.freeze_epochs),
-        # What that batch size counts.
-        "data.batch_by": (before.data.batch_by, config.data.batch_by),
     }
-    if _structure_of_groups(then) != _structure_of_groups(now):
-        values["optimizer.groups"] = (then["groups"], now["groups"])
-        values["optimizer.layer_decay"] = (then["layer_decay"], now["layer_decay"])
-    precisions = (before.tuning.precision, config.tuning.precision)
-    if "fp16" in precisions:  # only fp16 has the state of a GradScaler
-        values["tuning.precision"] = precisions
+    # It decides in which order parameters are numbered.
+    numbering = "decay_norm_and_bias"
+    values[f"optimizer.{numbering}"] = (then.get(numbering), now.get(numbering))
+    values |= _pairs(before, config, *OF_THE_STATE)
+    if _structure_of_groups(before.optimizer) != _structure_of_groups(config.optimizer):
+        values |= _pairs(before, config, "optimizer.groups", "optimizer.layer_decay")
+    if "fp16" in (before.tuning.precision, config.tuning.precision):
+        # Only fp16 has the state of a GradScaler.
+        values |= _pairs(before, config, "tuning.precision")
     return values
 
 
-def _structure_of_groups(optimizer: dict[str, Any]) -> Any:
-    """What the groups of an optimizer consist of; their arguments may change."""
-    decays = optimizer["layer_decay"] is not None
-    return decays, [(group.get("match"), decays and "lr" in group) for group in optimizer["groups"]]
+def _pairs(before: Config, config: Config, *keys: str) -> Values:
+    """Keys that both configs have, with both values."""
+    return {key: (attrgetter(key)(before), attrgetter(key)(config)) for key in keys}
+
+
+def _structure_of_groups(optimizer: OptimizerConfig) -> Any:
+    """The parts that the groups of an optimizer consist of; their arguments may change."""
+    decays = optimizer.layer_decay is not None
+    groups = [(group.get("match"), decays and "lr" in group) for group in optimizer.groups]
+    return decays, groups
 
 
 def differences(values: Values, where: str, instead: str) -> Iterator[Problem]:
     """A problem for each key whose value differs from that of the run that is resumed.
 
     where: the key and value that name that run.
-    instead: what to type for a run of its own.
+    instead: the override for a new run.
     """
     differing = {  # a manifest is JSON: the keys of its mappings are texts
         name: (then, now)
@@ -168,23 +169,20 @@ def differences(values: Values, where: str, instead: str) -> Iterator[Problem]:
 
 
 def _same_run(run: RequestedRun) -> Iterator[Problem]:
-    """A run directory that is given again resumes its run: what defines it must not change."""
+    """Problems of a run directory that is given again: what defines its run must not change."""
     config = run.config
     if config.mode == "doctor":  # it resumes no run, and examines the disk itself
         return
     if not run.asked.run_dir or not places(Path(str(config.run_dir))):
         return
+    found = f"run_dir={config.run_dir}"
     if config.uses_trained:
-        yield Problem(
-            f"run_dir={config.run_dir}",
-            "holds a training run",
-            f"leave run_dir out, or name another for mode={config.mode}",
-        )
+        remedy = f"leave run_dir out, or name another for mode={config.mode}"
+        yield Problem(found, "holds a training run", remedy)
         return
     before = run_to_resume(config)
     if before is not None:
-        where = f"run_dir={config.run_dir}"
-        yield from differences_of_runs(before, config, where, "another run_dir")
+        yield from differences_of_runs(before, config, found, "another run_dir")
 
 
 def differences_of_runs(
@@ -194,14 +192,11 @@ def differences_of_runs(
 
     where, instead: see `differences`.
     """
-    values = {"seed": (before.seed, config.seed), **values_of_the_state(before, config)}
-    strategies = (before.strategy, config.strategy)
-    if any(strategy.fixes_bits for strategy in strategies):  # else its bits would not be its own
+    values = _pairs(before, config, "seed") | values_of_the_state(before, config)
+    if before.strategy.fixes_bits or config.strategy.fixes_bits:
+        # Else its bits would not be those of one strategy.
         values["strategy"] = (before.strategy.name, config.strategy.name)
-        values["strategy.virtual_shards"] = (
-            before.strategy.virtual_shards,
-            config.strategy.virtual_shards,
-        )
+        values |= _pairs(before, config, "strategy.virtual_shards")
     for section in ("model", "data"):
         then = vars(getattr(before, section))
         now = vars(getattr(config, section))
@@ -211,21 +206,26 @@ def differences_of_runs(
     yield from differences(values, where, instead)
 
 
-def changed(before: Config, config: Config) -> list[str]:
+def changed_keys(before: Config, config: Config) -> list[str]:
     """The keys that may change and have, with both values: `optimizer.lr=0.05 (was 0.3)`."""
-    found = []
+    changes = []
     for section in ("train", "task", "optimizer", "schedule", *CHANGES_DIGITS):
         then = _values_of(getattr(before, section))
         now = _values_of(getattr(config, section))
-        for name in CHANGES_DIGITS.get(section) or dict.fromkeys((*then, *now)):
-            if then.get(name) != now.get(name) and name in now:
-                was = f" (was {shown(then[name])})" if name in then else ""
-                found.append(f"{_dotted(section, name)}={shown(now[name])}{was}")
-    return found
+        for name in CHANGES_DIGITS.get(section, now):
+            if name not in now or then.get(name) == now[name]:
+                continue
+            change = f"{_dotted(section, name)}={shown(now[name])}"
+            if name in then:
+                change += f" (was {shown(then[name])})"
+            changes.append(change)
+    return changes
 
 
 def _dotted(section: str, name: str) -> str:
-    return section if name == "name" else f"{section}.{name}"
+    if name == "name":
+        return section
+    return f"{section}.{name}"
 
 
 def _values_of(section: Any) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def _mirror(url: str, run_dir: Path) -> Iterator[Problem]:
         yield Problem(
             found,
             f"needs the package {package}",
-            f"run {sys.executable} -m pip install {package}",
+            how_to_install(package),
         )
         return
     place = Path(fsspec.core.strip_protocol(url)).resolve()

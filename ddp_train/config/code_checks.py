@@ -1,6 +1,6 @@
 """Checks of the code that a config names: may it be loaded, and is it there?
 
-Nothing is imported to find out.
+Nothing is imported.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddp_train.config import metrics
+from ddp_train.config.packages import how_to_install, is_installed
 from ddp_train.config.values import is_secret, leaves
 from ddp_train.options.custom import CustomOption, hooks_of, tracker_key, trackers_of
 from ddp_train.options.problem import Problem
@@ -60,22 +60,20 @@ def problems(config: Config) -> Iterator[Problem]:
 
 def code_named(config: Config) -> Iterator[Problem]:
     """Code that `_target_`, `hooks` and `tracker` name, if it is missing or not trusted."""
+    trusted = config.trusted_modules
     for section, option in _own_options(config).items():
-        yield from _problems_of_option(section, option, config.trusted_modules)
+        yield from _problems_of_option(section, option, trusted)
     for metric in _own_metrics(config):
-        found = f"{metric.key}._target_={shown(metric.code.target or None)}"
+        target = metric.code.target
+        found = f"{metric.key}._target_={shown(target or None)}"
         yield from _inner_code(metric.key, metric.code.arguments)
-        yield from loading_problems(
-            found, metric.code.target, TRUSTED_METRICS, config.trusted_modules
-        )
+        yield from loading_problems(found, target, TRUSTED_METRICS, trusted)
     for found, hook in hooks_of(config.hooks).items():
-        wrong = list(loading_problems(found, hook.target, TRUSTED_HOOKS, config.trusted_modules))
+        wrong = list(loading_problems(found, hook.target, TRUSTED_HOOKS, trusted))
         yield from wrong or _wrong_class(found, hook.target, HOOK_RULE, HOOK_METHODS)
     for name, tracker in trackers_of(config.tracker.classes).items():
         found = f"{tracker_key(name)}._target_={tracker.target}"
-        wrong = list(
-            loading_problems(found, tracker.target, TRUSTED_TRACKERS, config.trusted_modules)
-        )
+        wrong = list(loading_problems(found, tracker.target, TRUSTED_TRACKERS, trusted))
         yield from wrong or _wrong_class(found, tracker.target, TRACKER_RULE, TRACKER_METHODS)
 
 
@@ -117,7 +115,10 @@ def code_problems(section: str, option: Any, trusted_modules: Sequence[str]) -> 
 def problems_of_paths(
     section: str, option: Any, trusted_modules: Sequence[str]
 ) -> Iterator[Problem]:
-    """Why the code that a section names cannot be loaded. option: a class of ours, or yours."""
+    """Problems of code that a section names, if it may not be loaded.
+
+    option: a class of ours, or of the user's.
+    """
     if not isinstance(option, CustomOption):
         return
     for name, path in option.paths():
@@ -127,9 +128,9 @@ def problems_of_paths(
 
 def _own_options(config: Config) -> dict[str, CustomOption]:
     """The options that are code of your own, by their groups."""
-    # An export builds nothing but the model.
-    groups = ("model",) if config.mode == "export" else ("model", "task", "data", "optimizer")
-    options = {group: getattr(config, group) for group in groups}
+    options = {"model": config.model}
+    if config.mode != "export":  # it builds nothing but the model
+        options |= {"task": config.task, "data": config.data, "optimizer": config.optimizer}
     return {group: option for group, option in options.items() if isinstance(option, CustomOption)}
 
 
@@ -137,8 +138,8 @@ def _own_metrics(config: Config) -> list[metrics.FurtherMetric]:
     """The further metrics, without those of a library that `metrics_missing` reports."""
     if config.mode == "export":
         return []
-    found = metrics.further(config)
-    if has_metrics():
+    found = metrics.further_metrics(config)
+    if is_installed(metrics.LIBRARY):
         return found
     return [item for item in found if not item.code.target.startswith(f"{metrics.LIBRARY}.")]
 
@@ -153,7 +154,7 @@ def trusted_for(section: str) -> tuple[str, ...]:
 def loading_problems(
     found: str, path: str, trusted: tuple[str, ...], trusted_modules: Sequence[str]
 ) -> Iterator[Problem]:
-    """Why a dotted path cannot be loaded.
+    """Problems of a dotted path, if its code may not or cannot be loaded.
 
     found: its key and value, for the message.
     """
@@ -201,7 +202,9 @@ def _in_this_folder(package: str) -> Path | None:
 def _wrong_class(
     found: str, path: str, rule: str, interfaces: Sequence[set[str]]
 ) -> Iterator[Problem]:
-    """Why a dotted path does not name a class with certain methods, by the source of its module.
+    """Problems of a dotted path that must name a class with certain methods.
+
+    They are found in the source of its module.
 
     `user_code` finds in the workers what that does not show: names that are imported, base classes,
     decorators.
@@ -259,7 +262,7 @@ def _names_in(statements: list[ast.stmt]) -> set[str]:
 
 
 def _wrong_kind(statements: list[ast.stmt], name: str, interfaces: Sequence[set[str]]) -> str:
-    """Say what a name is bound to at last, if that is not such a class; else ""."""
+    """The kind of object that a name is bound to at last; "" if it may be such a class."""
     bindings = [statement for statement in statements if name in _bound([statement])]
     match bindings[-1:]:
         case [ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Lambda())]:
@@ -320,15 +323,6 @@ def secrets(config: Config) -> Iterator[Problem]:
 
 def metrics_missing(config: Config) -> Iterator[Problem]:
     """Further metrics without the library that has them."""
-    if config.metrics and not has_metrics():
-        yield Problem(
-            "metrics=[...]",
-            f"{metrics.LIBRARY} is not installed",
-            f"run {sys.executable} -m pip install '.[metrics]'",
-        )
-
-
-def has_metrics() -> bool:
-    """Tell whether the library of `metrics` is installed. It is not imported: it imports torch."""
-    spec = importlib.util.find_spec(metrics.LIBRARY)
-    return spec is not None and spec.origin is not None
+    if config.metrics and not is_installed(metrics.LIBRARY):
+        remedy = how_to_install(".[metrics]")
+        yield Problem("metrics=[...]", f"{metrics.LIBRARY} is not installed", remedy)

@@ -23,8 +23,8 @@ from ddp_train.config.hydra_keys import problems_of_presets
 from ddp_train.config.keys import all_keys, list_rule, own_keys
 from ddp_train.config.overrides import Overrides
 from ddp_train.config.presets import compose_options, origin_of
-from ddp_train.config.program import PRESETS, Program
-from ddp_train.config.values import as_typed, plain
+from ddp_train.config.program import Program
+from ddp_train.config.values import as_typed, plain_values
 from ddp_train.errors import ConfigError
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import CustomOption, hooks_of, trackers_of
@@ -103,7 +103,7 @@ def _compose(program: Program, overrides: Overrides) -> Composition:
     problems = [_set_value(composed, key, value) for key, value in overrides.given.items()]
     for key, problem in problems_of_presets(composed.pop("hydra"), overrides.is_of_trial):
         problems.append(f"{problem}{origin_of(key, program, overrides, choices)}")
-    return Composition(plain(composed), choices, list(filter(None, problems)))
+    return Composition(plain_values(composed), choices, list(filter(None, problems)))
 
 
 def _set_value(composed: DictConfig, key: str, value: Any) -> str:
@@ -150,10 +150,9 @@ def _ground_of(overrides: Overrides) -> tuple[dict[str, Any], list[str]]:
     if overrides.config is None:
         return {}, []
     problems = [
-        f"{group}={overrides.choices[group]}: contradicts {CONFIG_KEY}={overrides.config},"
+        f"{group}={option}: contradicts {CONFIG_KEY}={overrides.config},"
         " which is a whole run; give one of them, and single keys beside it"
-        for group in PRESETS
-        if overrides.choices.get(group, "None") != "None"
+        for group, option in overrides.presets.items()
     ]
     try:
         return EarlierRun.of_file(overrides.config).ground(), problems
@@ -205,7 +204,7 @@ def _own_packages(config: Config, from_elsewhere: Collection[str]) -> list[str]:
         if group not in from_elsewhere and isinstance(option, CustomOption):
             paths += [path for _, path in option.paths()]
     if "metrics" not in from_elsewhere:
-        paths += [metric.code.target for metric in metrics.further(config)]
+        paths += [metric.code.target for metric in metrics.further_metrics(config)]
     if "hooks" not in from_elsewhere:
         paths += [hook.target for hook in hooks_of(config.hooks).values()]
     if "tracker" not in from_elsewhere:

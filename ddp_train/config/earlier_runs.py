@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,9 @@ class EarlierRun:
     @classmethod
     def of_file(cls, path: Path) -> EarlierRun:
         """The run whose folder or config.yaml `config=PATH` names. Raises ConfigError."""
-        file = path / FILE if path.is_dir() else path
+        file = path
+        if path.is_dir():
+            file = path / FILE
         found = f"{CONFIG_KEY}={path}"
         try:
             text = file.read_text()
@@ -73,9 +76,8 @@ class EarlierRun:
             # What we write has its texts in quotes, but for inf and nan
             numbers = [one for one in ambiguous(text) if not isinstance(one.by_yaml, str)]
         except OSError as error:
-            raise ConfigError(
-                [f"{found}: {file} cannot be read ({error.strerror}); name the {FILE} of a run"]
-            ) from None
+            rule = f"{file} cannot be read ({error.strerror})"
+            raise ConfigError([f"{found}: {rule}; name the {FILE} of a run"]) from None
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             rule = f"{found}: is not plain YAML; name the {FILE} of a run"
             if isinstance(error, yaml.MarkedYAMLError) and is_duplicate(error):
@@ -84,18 +86,9 @@ class EarlierRun:
         ambiguities = [one for one in numbers if not one.is_settled(kinds_of(one.key))]
         if ambiguities:
             raise ConfigError([f"{CONFIG_KEY}={one.message(str(file))}" for one in ambiguities])
-        keys = values.keys() if isinstance(values, dict) else set()
-        is_whole = keys >= WHOLE
-        is_in_group = file.parent.name in {*OPTIONS, *PRESETS}
-        is_option = is_in_group and not is_whole
-        if sets_a_run(text) or "defaults" in keys or is_option:
-            remedy = f"choose it by {PRESETS[0]}={file.stem}, from {FOLDER}/{PRESETS[0]}/"
-            if is_in_group:
-                remedy = f"choose it by {file.parent.name}={file.stem}"
-            raise ConfigError([f"{found}: is a preset; {remedy}"])
-        if not is_whole:
-            remedy = f"name the {FILE} of a run, or for a preset use experiment=NAME"
-            raise ConfigError([f"{found}: is no whole config; {remedy}"])
+        if not isinstance(values, dict):
+            values = {}
+        _check_run(found, file, text, values.keys())
         return cls(values, file.parent)
 
     def config(self) -> Config:
@@ -103,7 +96,7 @@ class EarlierRun:
         return bind_frozen(self.values)[0]
 
     def adopted(self) -> dict[str, Any]:
-        """What an evaluation takes over: model, task, data and further metrics."""
+        """The model, task, data and further metrics, which an evaluation takes over."""
         names = ("model", "task", "data", "metrics")
         adopted = {name: copy.deepcopy(self.values[name]) for name in names if name in self.values}
         # Where samples are held and decoded depends on this hardware.
@@ -123,10 +116,10 @@ class EarlierRun:
         _restore_auto(values)
         _restore_ranges(values)
         self._release_the_host(values)
-        return {
-            name: custom_fields(name, value) if isinstance(value, dict) else value
-            for name, value in values.items()
-        }
+        for name, value in values.items():
+            if isinstance(value, dict):
+                values[name] = custom_fields(name, value)
+        return values
 
     def ground_to_resume(self) -> dict[str, Any]:
         """The same for a run that continues from its own checkpoint, wherever it once began."""
@@ -142,7 +135,9 @@ class EarlierRun:
             return
         for key in OF_THE_HOST:
             section, _, name = key.rpartition(".")
-            holder = values.get(section) if section else values
+            holder = values
+            if section:
+                holder = values.get(section)
             if key not in typed and isinstance(holder, dict) and name in holder:
                 holder[name] = "auto"
 
@@ -155,6 +150,21 @@ class EarlierRun:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
         return {argument.partition("=")[0] for argument in arguments}
+
+
+def _check_run(found: str, file: Path, text: str, keys: Collection[str]) -> None:
+    """Raise ConfigError for a file that is not the config of a run."""
+    is_whole = WHOLE.issubset(keys)
+    is_in_group = file.parent.name in {*OPTIONS, *PRESETS}
+    is_option = is_in_group and not is_whole
+    if sets_a_run(text) or "defaults" in keys or is_option:
+        remedy = f"choose it by {PRESETS[0]}={file.stem}, from {FOLDER}/{PRESETS[0]}/"
+        if is_in_group:
+            remedy = f"choose it by {file.parent.name}={file.stem}"
+        raise ConfigError([f"{found}: is a preset; {remedy}"])
+    if not is_whole:
+        remedy = f"name the {FILE} of a run, or for a preset use experiment=NAME"
+        raise ConfigError([f"{found}: is no whole config; {remedy}"])
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -173,7 +183,9 @@ def run_to_resume(config: Config) -> Config | None:
     if config.mode != "train" or config.checkpoint.resume == "never":
         return None
     earlier = EarlierRun.of(Path(str(config.run_dir)))
-    return earlier.config() if earlier else None
+    if earlier is None:
+        return None
+    return earlier.config()
 
 
 def _without_spoilt_sections(values: dict[str, Any]) -> dict[str, Any]:

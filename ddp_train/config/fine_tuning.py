@@ -31,7 +31,7 @@ def problems(config: Config) -> Iterator[Problem]:
     found = f"model.init_from={init_from}"
     if path.is_dir():
         if not checkpoints_in(path):
-            yield Problem(found, "holds no checkpoint", _another(path))
+            yield Problem(found, "holds no checkpoint", _remedy_without_checkpoint(path))
     elif not path.is_file():
         yield Problem(found, "no such file or folder", f"it is looked for in {Path.cwd()}")
     elif path.suffix not in SUFFIXES:
@@ -41,8 +41,7 @@ def problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _another(folder: Path) -> str:
-    """What to do where a folder holds no checkpoint."""
+def _remedy_without_checkpoint(folder: Path) -> str:
     files = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)
     if files:
         return f"name the file: model.init_from={folder / files[0]}"

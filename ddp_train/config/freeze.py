@@ -83,16 +83,18 @@ def git_revision() -> str | None:
     """The revision of the working folder; None if it has none, or git does not say."""
     command = ["git", "rev-parse", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip()
 
 
 def facts_of_start(run_dir: Path) -> dict[str, Any]:
-    """What `record_command` wrote last, null if it did not, and the seconds since then.
+    """The last line of `record_command`, its values null if there is none, for summary.json.
 
-    For summary.json.
+    The seconds since then stand beside it.
     """
     try:
         line = json.loads((run_dir / COMMANDS).read_text().splitlines()[-1])

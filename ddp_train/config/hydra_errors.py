@@ -106,8 +106,8 @@ class HydraErrors:
 
     def _preset_with(self, text: str) -> str:
         """The first of the chosen presets with a text in it, as the beginning of a message."""
-        for group in PRESETS:
-            path = self.program.file(group, self.overrides.choices.get(group))
+        for group, option in self.overrides.presets.items():
+            path = self.program.file(group, option)
             if path and text in path.read_text(errors="replace"):
                 return f"{self.program.shown(path)}: "
         return ""

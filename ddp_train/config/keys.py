@@ -1,4 +1,4 @@
-"""The keys of the schema: their names and types, and which was probably meant."""
+"""The keys of the schema: their names and types, and which one was probably meant."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from ddp_train.config.program import CLOSE
-from ddp_train.config.values import is_secret
+from ddp_train.config.values import unless_secret
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
-from ddp_train.text import shown
 
 _TYPE_NAMES = {
     int: "a whole number",
@@ -43,19 +42,20 @@ def is_section(hint: Any) -> TypeGuard[type]:
 def field_types(schema: type) -> dict[str, Any]:
     """The type of each key of a section, those of sections within it (train.early_stopping) too."""
     hints = typing.get_type_hints(schema)
-    names = SCALARS if schema is Config else [f.name for f in dataclasses.fields(schema)]
+    names = [f.name for f in dataclasses.fields(schema)]
+    if schema is Config:
+        names = SCALARS
     return {name: hints[name] for name in names}
 
 
 def all_keys() -> list[str]:
     """Every dotted key of the schema."""
-    keys = [
-        key
-        for section in ("", *SECTIONS, *OPTIONS)
-        for schema in schemas_of(section)
-        for key in _keys_of(schema, f"{section}.".lstrip("."))
-    ]
-    return list(dict.fromkeys(keys))
+    keys: dict[str, None] = {}
+    for section in ("", *SECTIONS, *OPTIONS):
+        prefix = f"{section}.".lstrip(".")
+        for schema in schemas_of(section):
+            keys |= dict.fromkeys(_keys_of(schema, prefix))
+    return list(keys)
 
 
 def schemas_of(section: str) -> list[type]:
@@ -93,47 +93,49 @@ def _closest(name: str, candidates: dict[str, str], cutoff: float = 0.6) -> str:
 def unknown_key(prefix: str, name: str, value: Any, schema: type) -> str:
     """The message about a key that the schema does not have, with the one that was meant."""
     section = prefix.rstrip(".")
-    hidden = "(hidden)" if is_secret(name) else shown(value)
-    found = f"{prefix}{name}={hidden}: no such key"
+    found = f"{prefix}{name}={unless_secret(name, value)}: no such key"
     if name == "target" and CUSTOM in OPTIONS.get(section, {}):
         return f"{found}; did you mean {section}._target_?"
-    owners = _owners(section, name)
     keys = [key for key in field_types(schema) if key != "name"]
+    owners = _owners(section, name)
     if owners:
-        here = f". Keys here: {', '.join(keys)}" if keys else ""
-        return f"{found} in {section}={schema().name}; {owners}{here}"
+        message = f"{found} in {section}={schema().name}; {owners}"
+        return f"{message}. Keys here: {', '.join(keys)}" if keys else message
     nearby = {f"{prefix}{key}": key for key in keys}
     if not prefix:  # not keys of a run, but typed as such
         nearby |= {"experiment": "experiment", "config": "config"}
     meant = _closest(name, nearby)
-    if meant:
-        return f"{found}; did you mean {meant}?"
-    elsewhere = _by_last_part([key for key in all_keys() if key.rpartition(".")[0] == section])
-    meant = (section and _closest(name, elsewhere)) or key_named_like(name)
+    if not meant and section:
+        of_options = [key for key in all_keys() if key.rpartition(".")[0] == section]
+        meant = _closest(name, _by_last_part(of_options))
+        owners = _owners(section, meant.rpartition(".")[2])
+    meant = meant or key_named_like(name)
     if not meant:
         return found
-    owners = _owners(section, elsewhere.get(meant, ""))
     return f"{found}; did you mean {meant}? {owners}".rstrip()
 
 
 def _owners(section: str, name: str) -> str:
     """The options of a section that have a key, for a message; "" if there are none."""
-    owners = [
-        option for option, schema in OPTIONS.get(section, {}).items() if name in field_types(schema)
-    ]
+    options = OPTIONS.get(section, {})
+    owners = [option for option, schema in options.items() if name in field_types(schema)]
     if not owners:
         return ""
-    verb = "has" if len(owners) == 1 else "have"
-    return f"{section}={' and '.join(owners)} {verb} it"
+    if len(owners) == 1:
+        return f"{section}={owners[0]} has it"
+    return f"{section}={' and '.join(owners)} have it"
 
 
 def list_rule(key: str) -> str:
     """The rule of a key that is a list in all options of its section that have it; else ""."""
     section, _, name = key.rpartition(".")
-    having = [schema for schema in schemas_of(section) if name in field_types(schema)]
-    rules = {f"must be {expected(schema, name)}" for schema in having}
-    rule = rules.pop() if len(rules) == 1 else ""
-    return rule if rule.startswith("must be a list") else ""
+    owners = [schema for schema in schemas_of(section) if name in field_types(schema)]
+    types = {expected(schema, name) for schema in owners}
+    if len(types) == 1:
+        (only_type,) = types
+        if only_type.startswith("a list"):
+            return f"must be {only_type}"
+    return ""
 
 
 def kinds_of(key: str) -> set[Any]:
@@ -164,8 +166,9 @@ def expected(schema: type, name: str) -> str:
     if typing.get_origin(hint) is dict:
         return "a mapping like {a:1}"
     if typing.get_origin(hint) is list:
-        of_objects = "[{_target_: package.Name, argument: 1}]"
-        example = of_objects if hint == OBJECTS else "[a,b]"
+        example = "[a,b]"
+        if hint == OBJECTS:
+            example = "[{_target_: package.Name, argument: 1}]"
         return f"a list like {rules.get('example', example)}"
     literals = rules.get("literals", ())
     kinds = [kind for kind in typing.get_args(hint) if not (kind is str and literals)] or [hint]

@@ -30,7 +30,7 @@ def problems(run: RequestedRun) -> Iterator[Problem]:
 
 
 def _mode(config: Config) -> Iterator[Problem]:
-    """A study and a proof are recognised on the command line, before anything is composed."""
+    """Modes that are recognised on the command line alone, before anything is composed."""
     if config.mode in ("study", "prove"):
         yield Problem(
             f"mode={config.mode}",
@@ -61,12 +61,14 @@ def _devices(run: RequestedRun) -> Iterator[Problem]:
         )
     elif wanted > hardware.gpus:
         asked = run.asked.launch.nproc_per_node
-        found = asked if range_of(asked) else wanted
-        verb = "is" if hardware.gpus == 1 else "are"
+        if not range_of(asked):
+            asked = wanted
+        gpus = f"{hardware.gpus} GPUs are"
+        if hardware.gpus == 1:
+            gpus = "1 GPU is"
         yield Problem(
-            f"launch.nproc_per_node={found}",
-            f"needs one GPU per process, and {counted(hardware.gpus, 'GPU')} {verb} visible on"
-            " this host",
+            f"launch.nproc_per_node={asked}",
+            f"needs one GPU per process, and {gpus} visible on this host",
             f"use launch.nproc_per_node={hardware.gpus} or device=cpu",
         )
 
@@ -93,8 +95,12 @@ def _too_many_beside(run: RequestedRun) -> Iterator[Problem]:
 def _backend(run: RequestedRun) -> Iterator[Problem]:
     if run.config.launch.backend != "nccl" or run.config.device != "cpu":
         return
-    why = "device=cpu" if run.hardware.gpus else "no GPU is visible on this host"
-    yield Problem("launch.backend=nccl", f"NCCL connects GPUs and {why}", "use launch.backend=gloo")
+    reason = "device=cpu"
+    if not run.hardware.gpus:
+        reason = "no GPU is visible on this host"
+    yield Problem(
+        "launch.backend=nccl", f"NCCL connects GPUs and {reason}", "use launch.backend=gloo"
+    )
 
 
 def _under_torchrun(run: RequestedRun) -> Iterator[Problem]:
@@ -212,11 +218,9 @@ def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
     elif not config.strategy.has_process_group:
         yield _one_process(found, config)
     elif config.strategy.virtual_shards is not None:
-        ends = [span.low] if span.high is None else [span.low, span.high]
-        undivided = [end for end in ends if not config.strategy.can_run_on(end)]
-        if undivided:
-            remedy = f"use powers of two up to {config.strategy.virtual_shards}"
-            yield _not_divided(found, undivided, config, remedy)
+        ends = [end for end in (span.low, span.high) if end is not None]
+        remedy = f"use powers of two up to {config.strategy.virtual_shards}"
+        yield from _not_divided(found, ends, config, remedy)
     else:
         counts = counts_of(span, config, run.hardware)
         yield from _too_few_samples(found, span, counts[-1], config)
@@ -230,14 +234,17 @@ def _one_process(found: str, config: Config) -> Problem:
     )
 
 
-def _not_divided(found: str, counts: list[int], config: Config, remedy: str) -> Problem:
-    listed = " or ".join(map(str, counts))
-    return Problem(
-        found,
-        f"strategy=ordered cannot divide {config.strategy.virtual_shards} virtual shards evenly"
-        f" among {listed} processes",
-        remedy,
-    )
+def _not_divided(found: str, counts: list[int], config: Config, remedy: str) -> Iterator[Problem]:
+    """The problem of numbers of processes among which the strategy cannot divide a step."""
+    strategy = config.strategy
+    undivided = [str(count) for count in counts if not strategy.can_run_on(count)]
+    if undivided:
+        yield Problem(
+            found,
+            f"strategy=ordered cannot divide {strategy.virtual_shards} virtual shards evenly"
+            f" among {' or '.join(undivided)} processes",
+            remedy,
+        )
 
 
 def _too_few_samples(found: str, span: Range, most: int, config: Config) -> Iterator[Problem]:
@@ -293,10 +300,7 @@ def _range_of_hosts(run: RequestedRun) -> Iterator[Problem]:
         )
     each = int(config.launch.nproc_per_node)
     counts = [hosts * each for hosts in range(span.low, high + 1)]
-    undivided = [count for count in counts if not config.strategy.can_run_on(count)]
-    if undivided:
-        remedy = "use numbers of hosts that can, as 1:2"
-        yield _not_divided(found, undivided, config, remedy)
+    yield from _not_divided(found, counts, config, "use numbers of hosts that can, as 1:2")
     batch = config.train.global_batch_size
     most = counts[-1] * config.train.accumulation_steps
     counts_samples = config.data.batch_by != "tokens" and config.strategy.virtual_shards is None

@@ -39,7 +39,7 @@ class FurtherMetric:
 
     @property
     def code(self) -> Code:
-        """What is called, and with what."""
+        """The class or function that is called, with its arguments."""
         target = str(self.given.get("_target_") or "")
         arguments = {name: value for name, value in self.given.items() if name not in NOT_ARGUMENTS}
         return Code(target, arguments)
@@ -63,7 +63,7 @@ class FurtherMetric:
 
     @property
     def better(self) -> str | None:
-        """The better direction as given; None: what the class says."""
+        """The better direction as given; None: that of the class."""
         return self.given.get("better")
 
     def may_have(self, name: str) -> bool:
@@ -71,7 +71,7 @@ class FurtherMetric:
         return not self.is_named or f"{name}_".startswith(f"{self.name}_")
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with the keys that are not arguments."""
+        """Problems of the keys that are not arguments."""
         name = self.given.get("name")
         better = self.given.get("better")
         is_name = isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name)
@@ -89,7 +89,7 @@ class FurtherMetric:
             yield Problem(f"{self.key}.better={shown(better)}", "must be one of max, min")
 
 
-def further(config: Config) -> list[FurtherMetric]:
+def further_metrics(config: Config) -> list[FurtherMetric]:
     """The items of `metrics`."""
     return [FurtherMetric(f"metrics[{place}]", given) for place, given in enumerate(config.metrics)]
 
@@ -120,7 +120,7 @@ class MetricKey:
         return f"{self.key}={self.split}.{name}"
 
 
-def named(config: Config) -> Iterator[MetricKey]:
+def metric_keys(config: Config) -> Iterator[MetricKey]:
     """The keys that name a metric, without those that are `auto` or name another number."""
     values = {
         OBJECTIVE: config.objective,
@@ -134,16 +134,16 @@ def named(config: Config) -> Iterator[MetricKey]:
 
 
 def problems(config: Config) -> Iterator[Problem]:
-    """What can be known to be wrong with metrics before anything is loaded."""
+    """Problems of metrics that can be known before anything is loaded."""
     yield from further_problems(config)
     yield from named_problems(config, config.data.has_validation())
 
 
 def further_problems(config: Config) -> Iterator[Problem]:
-    """What is wrong with the items of `metrics`, beside the code that they name."""
+    """Problems of the items of `metrics`, beside the code that they name."""
     of_task = metrics_of(config)
     names = set(of_task)
-    for item in further(config):
+    for item in further_metrics(config):
         yield from item.problems()
         if not item.is_named or item.given.get("name") in RESERVED:
             continue
@@ -160,11 +160,11 @@ def further_problems(config: Config) -> Iterator[Problem]:
 
 
 def named_problems(config: Config, has_validation: bool | None) -> Iterator[Problem]:
-    """What is wrong with the metrics that keys name.
+    """Problems of the metrics that keys name.
 
     has_validation: whether there is a validation set; None: unknown.
     """
-    for key in named(config):
+    for key in metric_keys(config):
         found = [
             *_form_problems(config, key),
             *_name_problems(config, key),
@@ -177,17 +177,19 @@ def _form_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
     if key.split in SPLITS and key.name:
         return
     found = f"{key.key}={key.value}"
-    numbers = MEASURED if key.key == OBJECTIVE else ()
+    allowed = ["test.NAME", "validation.NAME"]
+    if key.key == OBJECTIVE:
+        allowed = [*MEASURED, *allowed]
     known = _known_metrics(config)
-    metrics = [f"{split}.{name}" for split in ("test", "validation") for name in known]
-    allowed = ", ".join([AUTO, *numbers, "test.NAME", "validation.NAME"])
-    yield Problem(found, f"must be one of {allowed}{did_you_mean(key.value, metrics)}")
+    metrics = [f"test.{name}" for name in known] + [f"validation.{name}" for name in known]
+    guess = did_you_mean(key.value, metrics)
+    yield Problem(found, f"must be one of {AUTO}, {', '.join(allowed)}{guess}")
 
 
 def _name_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
-    """Why no metric has a name; none if only the task knows."""
+    """The problem of a name that no metric has; none if only the task knows."""
     known = _known_metrics(config)
-    items = further(config)
+    items = further_metrics(config)
     possible = {key.name}
     if _may_average(config):
         possible.add(key.plain_name)
@@ -227,21 +229,22 @@ def _split_problems(key: MetricKey, has_validation: bool | None) -> Iterator[Pro
         )
 
 
-def unusable(
+def unusable_metrics(
     config: Config, names: list[str], better: Mapping[str, str | None]
 ) -> Iterator[Problem]:
-    """What is wrong with the metrics that keys name, once all metrics are known.
+    """Problems of the metrics that keys name, once all metrics are known.
 
     names: those of an average too.
     better: their directions, where the task says so; None: torchmetrics does not.
     """
-    for key in named(config):
+    for key in metric_keys(config):
         found = f"{key.key}={key.value}"
         name = key.name
         plain_name = key.plain_name
         if name not in names and plain_name in names:
-            whose = "the checkpoint has" if config.mode == "evaluate" else "there is"
-            rule = f"{whose} no average of the weights"
+            rule = "there is no average of the weights"
+            if config.mode == "evaluate":
+                rule = "the checkpoint has no average of the weights"
             yield Problem(found, rule, f"use {key.with_name(plain_name)}")
         elif name not in names:
             listed = f"{', '.join(names)}{did_you_mean(name, names)}"
@@ -272,13 +275,15 @@ def metrics_of(config: Config) -> dict[str, str]:
 def _of_task(config: Config) -> dict[str, str]:
     if config.task.name != AUTO:
         return config.task.metrics
-    tasks = ["classification", "regression"]
-    if config.data.is_regression is not None:
-        tasks = ["regression"] if config.data.is_regression else ["classification"]
-    of_tasks: dict[str, str] = {}
-    for task in tasks:
-        of_tasks |= OPTIONS["task"][task].metrics
-    return of_tasks
+    of_classification = OPTIONS["task"]["classification"].metrics
+    of_regression = OPTIONS["task"]["regression"].metrics
+    match config.data.is_regression:
+        case True:
+            return of_regression
+        case False:
+            return of_classification
+        case None:
+            return of_classification | of_regression
 
 
 def _known_metrics(config: Config) -> dict[str, Any]:
@@ -286,7 +291,9 @@ def _known_metrics(config: Config) -> dict[str, Any]:
     of_task = metrics_of(config)
     if not of_task:
         return {}
-    return of_task | _with_average(config, {item.name: item.better for item in further(config)})
+    return of_task | _with_average(
+        config, {item.name: item.better for item in further_metrics(config)}
+    )
 
 
 def _with_average(config: Config, better: dict[str, Any]) -> dict[str, Any]:
@@ -300,7 +307,7 @@ def _may_average(config: Config) -> bool:
 
 
 def by_test(config: Config) -> str:
-    """What a user must know who selects by the test set."""
+    """The warning for a user who selects by the test set."""
     # Windows of a text cannot be held out: see `DataConfig.problems`.
     if config.data.task == "language_model":
         return BY_TEST + "keep another text for the final score"
@@ -321,7 +328,7 @@ def direction_of(objective: str, config: Config) -> str | None:
         return MEASURED[objective]
     if objective == AUTO or name == "loss":
         return "min"
-    stated = {item.name: item.better for item in further(config) if item.better}
+    stated = {item.name: item.better for item in further_metrics(config) if item.better}
     return (metrics_of(config) | _with_average(config, stated)).get(name)
 
 
@@ -339,5 +346,6 @@ def read_objective(objective: str, summary: dict[str, Any]) -> tuple[str, float 
         split, _, metric = name.partition(".")
         value = (summary.get(split) or {})[metric]
         better = summary.get("better", built_in_directions()).get(metric) or "min"
-    is_finite = isinstance(value, int | float) and math.isfinite(value)
-    return name, value if is_finite else None, better
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        value = None
+    return name, value, better

@@ -6,6 +6,7 @@ bound to the schema one by one later: a user sees all mistakes at once.
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from ddp_train.config.keys import list_rule
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.unreadable import may_be_text, parsed, why_unreadable
 from ddp_train.config.user_code import torch_optimizers
-from ddp_train.config.values import grammatical, leaves
+from ddp_train.config.values import in_grammar, leaves
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import tracker_key
 from ddp_train.options.registry import OPTIONS
@@ -54,6 +55,12 @@ class Overrides:
     """Whether these are the overrides of one trial of a sweep."""
 
     @property
+    def presets(self) -> dict[str, str]:
+        """The presets of whole runs that were chosen, by their groups."""
+        chosen = {group: self.choices.get(group, "None") for group in PRESETS}
+        return {group: option for group, option in chosen.items() if option != "None"}
+
+    @property
     def choice_arguments(self) -> list[str]:
         """The arguments that choose options, without those that set values."""
         return [argument for argument in self.arguments if not argument.startswith("++")]
@@ -82,7 +89,7 @@ def read_overrides(program: Program, arguments: list[str], sweep: bool = False) 
 
 
 class _Reader:
-    """Adds one override after the other to `overrides`."""
+    """Reader of one override after the other, which it adds to `overrides`."""
 
     def __init__(self, program: Program, sweep: bool) -> None:
         self.program = program
@@ -93,41 +100,48 @@ class _Reader:
         override = parsed(argument)
         if override is None:
             self._refuse(argument, why_unreadable(self.program, argument, is_first))
-        elif len(override.key_or_group) > LONGEST:  # Hydra would look for a file of that name
-            self._refuse(argument, "no such key")
-        else:
-            self._read(override)
-
-    def _refuse(self, argument: str, rule: str) -> None:
-        self.overrides.problems.append(f"{shortened(argument)}: {rule}")
-
-    def _read(self, override: Override) -> None:
-        argument = override.input_line or ""
+            return
         name = override.key_or_group
-        is_group = self.program.is_group(name)
-        group, _, last = name.rpartition(".")
-        if name.split(".")[0].split("/")[0] == "hydra":
+        if len(name) > LONGEST:  # Hydra would look for a file of that name
+            self._refuse(argument, "no such key")
+        elif re.split("[./]", name)[0] == "hydra":
             self._read_of_hydra(override)
         elif override.is_delete():
             self._refuse(argument, "no key can be removed; leave it out for its default")
         elif override.is_sweep_override():
             self._read_sweep(override)
-        elif name == CONFIG_KEY:
-            self.overrides.config = Path(str(override.value()))
-            self._pass_on(argument)  # for the trials of a sweep
         elif name.split(".")[0] == STUDY:
             self._refuse(argument, f"belongs to mode={STUDY}; add that, or leave it out")
-        elif is_group and argument.startswith("+"):
+        elif self.program.is_group(name):
+            self._read_group(override)
+        else:
+            self._read_key(override)
+
+    def _refuse(self, argument: str, rule: str) -> None:
+        self.overrides.problems.append(f"{shorten(argument)}: {rule}")
+
+    def _read_group(self, override: Override) -> None:
+        argument = override.input_line or ""
+        if argument.startswith("+"):
+            name = override.key_or_group
             self._refuse(argument, f"{name} has a value already; use {argument.lstrip('+')}")
-        elif is_group:
+        else:
             self._read_choice(override)
+
+    def _read_key(self, override: Override) -> None:
+        argument = override.input_line or ""
+        name = override.key_or_group
+        section, _, last = name.rpartition(".")
+        if name == CONFIG_KEY:
+            self.overrides.config = Path(str(override.value()))
+            self._pass_on(argument)  # for the trials of a sweep
         elif self.program.own and "." not in name and (self.program.own / name).is_dir():
             groups = ", ".join(self.program.groups())
             rule = f"a folder of your own is a group only if it has the name of one: {groups}"
             self._refuse(argument, f"{self.program.own / name} is not a group; {rule}")
-        elif last == "name" and group and self.program.is_group(group):
+        elif last == "name" and section and self.program.is_group(section):
             option = shown(override.value())
-            self._refuse(argument, f"an option is chosen by its group; use {group}={option}")
+            self._refuse(argument, f"an option is chosen by its group; use {section}={option}")
         else:
             self.overrides.given[name] = override.value()
             self._pass_on(argument)
@@ -141,11 +155,8 @@ class _Reader:
         if override.is_delete():
             self._refuse(argument, "no key can be removed; leave it out for its default")
             return
-        foreign = [
-            text
-            for key, text in leaves(override.value(), override.key_or_group)
-            if _names_code(key) and _is_foreign(text)
-        ]
+        items = leaves(override.value(), override.key_or_group)
+        foreign = [path for key, path in items if _names_code(key) and _is_foreign(path)]
         moved = None
         if not override.is_sweep_override():  # which Hydra refuses
             moved = problem_of_word(override.key_or_group, override.value())
@@ -167,14 +178,13 @@ class _Reader:
         is_group = self.program.is_group(name)
         options = self.program.options(name)
         value = override.value()
+        values: list[str] = []
         if isinstance(value, Glob):
             values = value.filter(options)
         elif override.is_choice_sweep() or override.is_range_sweep():
             values = list(override.sweep_string_iterator())
-        else:
-            values = []
         self.overrides.swept[name] = values
-        targets = torch_optimizers(values, options) if name == "optimizer" else []
+        targets = _torch_optimizers(name, values, options)
         if isinstance(value, Glob) and not is_group:
             rule = f"glob() chooses options of a group, and {name} is none; name the values"
             self._refuse(argument, rule)
@@ -192,45 +202,47 @@ class _Reader:
             self._refuse(argument, f"several values; add -m to sweep over them{_as_one(argument)}")
 
     def _read_choice(self, override: Override) -> None:
-        """The choice of an option of a group."""
+        """Read the choice of an option of a group."""
         group = override.key_or_group
         option = override.value()
         argument = override.input_line or ""
+        items = [option]
         if group in MULTIPLE_CHOICE:
-            items = option if isinstance(option, list) else [option]
+            items = _as_list(option)
             if any(_is_class(item) for item in items):
                 option = self._read_own_trackers(items)
+                items = _as_list(option)
                 argument = f"{group}={shown(option)}"
-        chosen = option if isinstance(option, list) and group in MULTIPLE_CHOICE else [option]
         options = self.program.options(group)
-        unknown = [str(item) for item in chosen if str(item) not in options]
+        unknown = [str(item) for item in items if str(item) not in options]
         if not unknown or (option is None and group in PRESETS):
             self.overrides.arguments.append(argument)
             self.overrides.choices[group] = str(option)
             return
+        targets = _torch_optimizers(group, unknown, options)
         if isinstance(option, dict) and option and "_target_" not in option:
             key, value = next(leaves(option))
             self._refuse(argument, f"set one key: {group}.{key}={shown(value)}")
-            return
-        targets = torch_optimizers(unknown, options) if group == "optimizer" else []
-        if targets:
+        elif targets:
             self.overrides.set_value(f"{group}._target_", targets[0], targets[0])
-            return
-        guess = _meant_option(group, option, unknown[0], options)
-        rule = f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}"
-        unused = self.program.unused().get((group, unknown[0]))
-        self.overrides.problems.append(unused or rule)
+        else:
+            guess = _meant_option(group, option, unknown[0], options)
+            rule = f"{group}={shown(option)}: must be one of {', '.join(options)}{guess}"
+            unused = self.program.unused().get((group, unknown[0]))
+            self.overrides.problems.append(unused or rule)
 
     def _read_own_trackers(self, items: list[Any]) -> list[Any] | str:
         """Set a key of `tracker.classes` for each class. Returns the other trackers."""
         names: list[str] = []
         for item in filter(_is_class, items):
-            values = item if isinstance(item, dict) else {"_target_": item}
+            values = item
+            if not isinstance(item, dict):
+                values = {"_target_": item}
             name = snake_case(str(values["_target_"]).rpartition(".")[2])
             if name in names:
                 name = f"{name}_{len(names) + 1}"
             names.append(name)
-            self.overrides.set_value(tracker_key(name), values, grammatical(values))
+            self.overrides.set_value(tracker_key(name), values, in_grammar(values))
         return [item for item in items if not _is_class(item)] or "none"
 
     def choose_own_classes(self) -> None:
@@ -250,7 +262,7 @@ class _Reader:
 
 
 def _as_one(argument: str) -> str:
-    """What to type for one value with commas, after a remedy; "" where a key takes none."""
+    """The remedy for one value with commas, after another one; "" where a key takes none."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
     if list_rule(name):
@@ -260,7 +272,18 @@ def _as_one(argument: str) -> str:
     return f", or for one value use {shlex.quote(f'{key}={in_double_quotes(value)}')}"
 
 
-def shortened(text: str) -> str:
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _torch_optimizers(name: str, values: list[str], options: list[str]) -> list[str]:
+    """The classes of torch.optim that are named as options of a key."""
+    if name != "optimizer":
+        return []
+    return torch_optimizers(values, options)
+
+
+def shorten(text: str) -> str:
     """A text for a message: an argument may be as long as a file."""
     if len(text) <= LONGEST:
         return text
@@ -268,14 +291,18 @@ def shortened(text: str) -> str:
 
 
 def _meant_option(group: str, option: Any, unknown: str, options: list[str]) -> str:
-    """What was probably meant by an unknown option of a group, for a message."""
+    """The option of a group that was probably meant by an unknown one, for a message."""
     if "." in unknown and CUSTOM in options:
-        target = option.get("_target_", unknown) if isinstance(option, dict) else unknown
+        target = unknown
+        if isinstance(option, dict):
+            target = option.get("_target_", unknown)
         return f"; for your own class use {group}._target_={target}"
     spelt = unknown.lower().replace("-", "_")
     if spelt in options:
         return f"; did you mean {spelt}?"
-    return did_you_mean("" if option is None else unknown, options)
+    if option is None:
+        return ""
+    return did_you_mean(unknown, options)
 
 
 def _is_class(item: Any) -> bool:

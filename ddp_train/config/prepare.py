@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_train.config.auto import at_another_number, resolve
-from ddp_train.config.checkpoint_checks import changed
+from ddp_train.config.checkpoint_checks import changed_keys
 from ddp_train.config.composition import read_config
 from ddp_train.config.earlier_runs import EarlierRun, run_to_resume
 from ddp_train.config.folders import is_of_script, is_of_sweep
@@ -77,9 +77,9 @@ def prepare(
     config, problems = read_run(program, command_line)
     if run_dir:
         config = replace(config, run_dir=run_dir)
-    prepared = _locked_and_frozen(config, problems, world, program.command(overrides), shared_by)
-    experiment = command_line.choices.get("experiment", "None")
-    if config.uses_trained and experiment != "None":
+    prepared = _lock_and_freeze(config, problems, world, program.command(overrides), shared_by)
+    experiment = command_line.presets.get("experiment")
+    if config.uses_trained and experiment:
         prepared.notices.append(
             f"experiment={experiment} with mode={config.mode}: model, task, data and metrics are"
             " those of the checkpoint; type the keys that shall differ"
@@ -100,8 +100,10 @@ def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]
             # With the problems of the second reading only: a key may belong to the option that is
             # adopted.
             return read_config(program, overrides, earlier.adopted())
-    resumes = config.mode == "train" and config.checkpoint.resume != "never"
-    earlier = EarlierRun.of(Path(config.run_dir)) if config.run_dir and resumes else None
+    may_resume = config.mode == "train" and config.checkpoint.resume != "never"
+    if not config.run_dir or not may_resume:
+        return config, problems
+    earlier = EarlierRun.of(Path(config.run_dir))
     if earlier is None:
         return config, problems
     # With an option of a group or a preset, the overrides say all of it, as at its start.
@@ -128,7 +130,7 @@ def resolve_and_check(
     return resolved, check(RequestedRun(config, resolved, hardware, world))
 
 
-def _locked_and_frozen(
+def _lock_and_freeze(
     config: Config, problems: list[str], world: World | None, command: str, shared_by: int
 ) -> Prepared:
     """The rest of `prepare`, for a config that has been composed and bound."""
@@ -152,10 +154,9 @@ def _locked_and_frozen(
     earlier = run_to_resume(resolved)
     if earlier:
         resolved.chosen_keys += _chosen_before(earlier, resolved)
-        changes = changed(earlier, resolved)
+        changes = ", ".join(changed_keys(earlier, resolved))
         if changes:
-            listed = ", ".join(changes)
-            notes.append(f"run_dir={resolved.run_dir} resumes with other values: {listed}")
+            notes.append(f"run_dir={resolved.run_dir} resumes with other values: {changes}")
     is_restart = world is not None and world.attempt > 0
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not is_restart:
         notes += archive_previous_run(run_dir)
@@ -212,7 +213,7 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
 
 
 def _patience_seconds(config: Config, world: World | None) -> float:
-    """How long an earlier holder of the run directory may take to end."""
+    """The longest time that an earlier holder of the run directory may take to end."""
     if world is None:
         return 0.0
     if config.host_range:

@@ -30,7 +30,7 @@ def problems(
     """
     yield from _unused_files(program, choices)
     yield from _ambiguous_values(program, values, choices)
-    if any(choices.get(group, "None") != "None" for group in PRESETS):
+    if overrides.presets:
         sections = {name: values[name] for name in OPTIONS if isinstance(values[name], dict)}
         yield from _misplaced_options(program, choices)
         yield from _replaced_options(program, sections, choices)

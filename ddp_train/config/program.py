@@ -1,4 +1,4 @@
-"""How this program was started, how it starts itself again, and where its presets lie.
+"""This program: how it was started, how it starts itself again, and where its presets lie.
 
 Torch-free.
 """
@@ -31,9 +31,9 @@ class Program:
     """`python launch.py`, `ddp-train` or `python -m ddp_train`."""
 
     typed: str = "ddp-train"
-    """What a person types before the overrides."""
+    """The words that a person types before the overrides."""
     script: Path = PACKAGE / "__main__.py"
-    """What Python is given for the same: from any folder, by torchrun too."""
+    """The file that Python is given for the same: from any folder, by torchrun too."""
     import_path: Path | None = None
     """The folder of a checkout, from which workers import this package first.
 
@@ -41,16 +41,18 @@ class Program:
     """
     presets: Path = PACKAGE / FOLDER
     own: Path | None = None
-    """Your own presets, in the same groups."""
+    """The folder of the user's presets, in the same groups."""
     own_is_named: bool = False
     """Whether the command line names that folder."""
     notes: tuple[str, ...] = ()
-    """What the user should know of it."""
+    """Notes for the user."""
 
     @property
     def flags(self) -> list[str]:
-        """The flag that names the folder of your own presets."""
-        return [f"{CONFIG_DIR[1]}={self.own}"] if self.own_is_named else []
+        """The flag that names the folder of the user's presets, if it was given."""
+        if self.own_is_named:
+            return [f"{CONFIG_DIR[1]}={self.own}"]
+        return []
 
     def command(self, overrides: list[str]) -> str:
         """A command line for people, quoted for a shell."""
@@ -62,7 +64,7 @@ class Program:
 
     def folders(self) -> list[Path]:
         """The folders of presets; what stands in the first hides the same in the second."""
-        return [self.presets, self.own] if self.own else [self.presets]
+        return [folder for folder in (self.presets, self.own) if folder]
 
     def groups(self) -> list[str]:
         """The groups, those within hydra too. Your own folder adds options, but no group."""
@@ -89,15 +91,17 @@ class Program:
 
     def shown(self, path: Path) -> str:
         """A file of a preset, for messages: your own as it was named, ours from the package on."""
-        own = self.own.absolute() if self.own else None
-        if self.own and own and path.absolute().is_relative_to(own):
-            return str(self.own / path.absolute().relative_to(own))
+        if self.own and path.absolute().is_relative_to(self.own.absolute()):
+            inside = path.absolute().relative_to(self.own.absolute())
+            return str(self.own / inside)
         return str(path.relative_to(self.presets.parent.parent))
 
     def problem_of(self, group: str, option: str) -> str:
-        """Why a file of your own acts not at all, or on other keys than it names; "" if it does."""
-        path = self.own / group / f"{option}.yaml" if self.own else None
-        if path is None or not path.is_file():
+        """The reason why a file of the user's does not act as meant; "" if it does."""
+        if not self.own:
+            return ""
+        path = self.own / group / f"{option}.yaml"
+        if not path.is_file():
             return ""
         if (self.presets / group / path.name).exists():
             return f"{path}: ddp_train has {group}={option} of its own; rename it"
@@ -106,23 +110,24 @@ class Program:
         return ""
 
     def unused(self) -> dict[tuple[str, str], str]:
-        """Why files of your own do not act, by the group and the option that were meant.
+        """Files of the user's without effect: the group and the option meant, and the reason.
 
         Such a file stops only a command that chooses it: it may be another program's.
         """
-        problems = {}
-        for path in sorted(self.own.rglob("[!.]*.y*ml")) if self.own else ():
-            group, problem = self._why_unused(path)
+        problems: dict[tuple[str, str], str] = {}
+        if not self.own:
+            return problems
+        for path in sorted(self.own.rglob("[!.]*.y*ml")):
+            folder = path.parent.relative_to(self.own)
+            group, problem = self._reason_unused(path, folder.as_posix())
             if problem:
                 problems[group, path.stem] = problem
         return problems
 
-    def _why_unused(self, path: Path) -> tuple[str, str]:
-        """The group that a file was meant for, and why it does not act, "" if it does."""
-        group = path.parent.relative_to(self.own or "").as_posix()
+    def _reason_unused(self, path: Path, group: str) -> tuple[str, str]:
+        """The group that a file was meant for, and why it has no effect, "" if it has one."""
         groups = self.groups()
-        is_replaced = path.suffix == ".yml" and path.with_suffix(".yaml").exists()
-        if is_replaced:
+        if path.suffix == ".yml" and path.with_suffix(".yaml").exists():
             return group, ""
         if group in groups and path.suffix == ".yml":
             return group, f"{path}: only *.yaml is read; rename it to {path.stem}.yaml"
@@ -141,13 +146,10 @@ class Program:
             problem = "no such folder; name one with experiment/NAME.yaml in it"
             raise ConfigError([f"{CONFIG_DIR[1]}={self.own}: {problem}"])
         if (self.own / "config.yaml").exists():
-            remedy = (
-                f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that:"
-                " experiment=NAME"
-            )
-            raise ConfigError(
-                [f"{self.own}/config.yaml: ddp_train has a config.yaml of its own; {remedy}"]
-            )
+            rule = "ddp_train has a config.yaml of its own"
+            remedy = f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that"
+            message = f"{self.own}/config.yaml: {rule}; {remedy}: experiment=NAME"
+            raise ConfigError([message])
 
 
 def sets_a_run(text: str) -> bool:
@@ -162,53 +164,67 @@ def find_program(script: Path | None, argv: list[str]) -> tuple[Program, list[st
     script: launch.py; None: started as a module, or by its command. Raises ConfigError.
     """
     arguments, named = _without_config_dir(argv)
-    own = Path(named) if named is not None else None
-    notes = []
-    if own is None:
-        for folder in _unnamed_presets(script):
-            if not (folder / "config.yaml").exists():
-                own = folder
-                break
-            notes.append(
-                f"{folder} is another program's, for it has a config.yaml: not used; name presets"
-                f" of yours with {CONFIG_DIR[1]}=FOLDER"
-            )
-    checkout = script.parent if script else PACKAGE.parent
-    is_installed = checkout.name in ("site-packages", "dist-packages")
+    if named is None:
+        own, notes = _unnamed_presets(script)
+    else:
+        own = Path(named)
+        notes = []
     program = Program(
         typed=command_name(),
         script=script or PACKAGE / "__main__.py",
-        import_path=None if is_installed else checkout,
+        import_path=_checkout(script),
         own=own,
         own_is_named=named is not None,
-        notes=tuple(notes),
     )
     program.check()
     import_from_working_folder()
-    return replace(program, notes=(*program.notes, *_note_of_unused(program))), arguments
+    return replace(program, notes=(*notes, *_note_of_unused(program))), arguments
+
+
+def _checkout(script: Path | None) -> Path | None:
+    """The folder of a checkout from which this package is imported; None: it is installed."""
+    checkout = PACKAGE.parent
+    if script:
+        checkout = script.parent
+    if checkout.name in ("site-packages", "dist-packages"):
+        return None
+    return checkout
 
 
 def _note_of_unused(program: Program) -> Iterator[str]:
-    """What a user should know of files that do not act: the first, and how many there are."""
+    """The first file of the user's without effect, and the number of the others."""
     problems = list(program.unused().values())
-    if problems:
-        others = f", nor are {len(problems) - 1} others" if len(problems) > 1 else ""
-        yield (
-            f"{problems[0]}; not used until then{others}; if {program.own} belongs to another"
-            f" program, name presets of yours with {CONFIG_DIR[1]}=FOLDER"
-        )
+    if not problems:
+        return
+    others = ""
+    if len(problems) > 1:
+        others = f", nor are {len(problems) - 1} others"
+    yield (
+        f"{problems[0]}; not used until then{others}; if {program.own} belongs to another"
+        f" program, name presets of yours with {CONFIG_DIR[1]}=FOLDER"
+    )
 
 
-def _unnamed_presets(script: Path | None) -> list[Path]:
-    """Folders of presets that are used without being named."""
+def _unnamed_presets(script: Path | None) -> tuple[Path | None, list[str]]:
+    """The folder of presets that is used without being named, and notes about others."""
     folders = [Path(FOLDER)]
     if script:
         folders.append(Path(os.path.relpath(script.parent / FOLDER)))
-    return [path for path in folders if path.is_dir() and path.resolve() != PACKAGE / FOLDER]
+    notes = []
+    for folder in folders:
+        if not folder.is_dir() or folder.resolve() == PACKAGE / FOLDER:
+            continue
+        if not (folder / "config.yaml").exists():
+            return folder, notes
+        notes.append(
+            f"{folder} is another program's, for it has a config.yaml: not used; name presets"
+            f" of yours with {CONFIG_DIR[1]}=FOLDER"
+        )
+    return None, notes
 
 
 def command_name() -> str:
-    """How this program was started, as one types it."""
+    """The command that started this program, as one types it."""
     argv0 = Path(sys.argv[0])
     if argv0.name == "__main__.py":
         return "python -m ddp_train"
@@ -230,9 +246,12 @@ def _without_config_dir(argv: list[str]) -> tuple[list[str], str | None]:
         if flag not in CONFIG_DIR:
             arguments.append(argument)
             continue
-        named = folder if equals else next(rest, "")
-        is_folder = equals or not ("=" in named or named.startswith("-"))
-        if not named or not is_folder:
+        if not equals:
+            folder = next(rest, "")
+            if "=" in folder or folder.startswith("-"):
+                folder = ""
+        named = folder
+        if not named:
             raise ConfigError([f"{flag}: needs a folder; use {flag} FOLDER"])
     return arguments, named
 

@@ -55,8 +55,9 @@ def _shared_folder(run_dir: Path) -> str:
     folders = {Path("/"): "root folder", home: "home folder", Path.cwd(): "working folder"}
     if run_dir not in folders or not run_dir.is_dir() or not any(run_dir.iterdir()):
         return ""
-    is_run = any((run_dir / name).exists() for name in ("config.yaml", "checkpoints"))
-    return "" if is_run else folders[run_dir]
+    if any((run_dir / name).exists() for name in ("config.yaml", "checkpoints")):
+        return ""
+    return folders[run_dir]
 
 
 def unwritable(run_dir: str | None, reason: str) -> Problem:

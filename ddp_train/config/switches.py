@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -44,13 +44,6 @@ def resolve_tuning(config: Config, hardware: Hardware) -> tuple[TuningConfig, di
     return tuning, reasons
 
 
-def _unless(reasons: Iterator[str], why: str = "") -> Choice:
-    """Off for the first reason against it; on, for this reason, if there is none."""
-    for reason in reasons:
-        return False, reason
-    return True, why
-
-
 class _Switches:
     """The choice of each switch under `tuning`; all keys outside of it are resolved."""
 
@@ -65,32 +58,32 @@ class _Switches:
         return {
             "precision": self.precision,
             "num_workers": self.num_workers,
-            "pin_memory": self.on_gpus,
-            "non_blocking": self.on_gpus,
-            "copy_stream": lambda: _unless(self.against_copy_stream()),
-            "channels_last": lambda: _unless(self.against_channels_last(), "convolutions"),
-            "cudnn_benchmark": lambda: _unless(self.against_timing()),
-            "tf32": self.on_gpus,
-            "triton_kernels": lambda: _unless(self.against_triton()),
+            "pin_memory": self.choice,
+            "non_blocking": self.choice,
+            "copy_stream": lambda: self.choice(self.against_copy_stream()),
+            "channels_last": lambda: self.choice(self.against_channels_last(), "convolutions"),
+            "cudnn_benchmark": lambda: self.choice(self.against_timing()),
+            "tf32": self.choice,
+            "triton_kernels": lambda: self.choice(self.against_triton()),
             "optimizer": self.optimizer,
             "compile": self.compile,
             "cuda_graph": self.cuda_graph,  # asks whether the model is compiled
             "buckets": self.buckets,  # asks whether steps are captured
         }
 
-    def against_all(self) -> Iterator[str]:
+    def choice(self, reasons_against: Iterable[str] = (), reason: str = "") -> Choice:
+        """On, for a reason; off without a GPU, or for the first reason against it."""
         if self.config.device != "cuda":
-            yield "no GPU"
-
-    def on_gpus(self) -> Choice:
-        return _unless(self.against_all())
+            return False, "no GPU"
+        for against in reasons_against:
+            return False, against
+        return True, reason
 
     def precision(self) -> Choice:
-        has_bf16, why = _unless(self.against_bf16(), self.capability)
+        has_bf16, why = self.choice(self.against_bf16(), self.capability)
         return "bf16" if has_bf16 else "fp32", why
 
     def against_bf16(self) -> Iterator[str]:
-        yield from self.against_all()
         if self.hardware.compute_capability < (8, 0):
             yield self.capability
         if self.config.data.is_regression:
@@ -111,17 +104,14 @@ class _Switches:
         return min(most, cores), f"{cores} cores each"
 
     def against_copy_stream(self) -> Iterator[str]:
-        yield from self.against_all()
         if self.config.tuning.non_blocking is False:
             yield "non_blocking=false"
 
     def against_channels_last(self) -> Iterator[str]:
-        yield from self.against_all()
         if not self.config.model.takes_images:
             yield "no known convolutions"
 
     def against_timing(self) -> Iterator[str]:
-        yield from self.against_all()
         if self.config.deterministic:
             yield "deterministic=true"
         # DataParallel's replicas autotune in one thread each: ResNet-50 had not finished its first
@@ -138,7 +128,6 @@ class _Switches:
             yield "data.batch_by=tokens: shapes differ"
 
     def against_triton(self) -> Iterator[str]:
-        yield from self.against_all()
         yield from self.against_threads()
         if (0, 0) < self.hardware.compute_capability < (7, 0):  # the least that Triton takes
             yield self.capability
@@ -151,23 +140,21 @@ class _Switches:
     def optimizer(self) -> Choice:
         if self.config.optimizer.is_custom:
             return "default", "your own class decides"
-        is_fused, why = _unless(self.against_fused())
+        is_fused, why = self.choice(self.against_fused())
         return "fused" if is_fused else "foreach", why
 
     def against_fused(self) -> Iterator[str]:
-        yield from self.against_all()
         if not self.config.optimizer.has_fused:
             yield f"no fused {self.config.optimizer.name}"
 
     def compile(self) -> Choice:
         # It takes most of a minute, and saves a third of the time of a large model's step.
         if self.is_largest:
-            return _unless(self.against_compiling(), "tuning=max")
+            return self.choice(self.against_compiling(), "tuning=max")
         reasons = chain(self.against_compiling(), self.against_waiting_for_compilation())
-        return _unless(reasons, "long steps")
+        return self.choice(reasons, "long steps")
 
     def against_compiling(self) -> Iterator[str]:
-        yield from self.against_all()
         if self.config.mode != "train":
             yield "an evaluation"
         yield from self.without_triton()
@@ -194,10 +181,9 @@ class _Switches:
             why = "a small model"
         else:
             why = CAPTURED_IF_IT_PAYS
-        return _unless(self.against_capturing(), why)
+        return self.choice(self.against_capturing(), why)
 
     def against_capturing(self) -> Iterator[str]:
-        yield from self.against_all()
         config = self.config
         # A compiled step is often shorter than its launches take the host. Batches of a data set of
         # your own may differ in shape.
@@ -218,13 +204,12 @@ class _Switches:
         the exchange is a large part of a step, to hide it saves more than a few cuts cost
         (docs/benchmarks/buckets.md).
         """
-        has_fewer, why = _unless(self.against_fewer_buckets(), "NVLink")
+        has_fewer, why = self.choice(self.against_fewer_buckets(), "NVLink")
         if not has_fewer:
             return "default", why
         return "by_flops" if self.config.tuning.cuda_graph else "one", why
 
     def against_fewer_buckets(self) -> Iterator[str]:
-        yield from self.against_all()
         config = self.config
         if not config.tuning.compile or why_no_buckets(config):
             yield ""

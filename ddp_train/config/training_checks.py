@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 
+from ddp_train.config.packages import how_to_install, is_installed
 from ddp_train.options.key import range_of
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
@@ -52,21 +51,18 @@ def _batch(run: RequestedRun) -> Iterator[Problem]:
         return
     lower = batch // unit * unit
     upper = lower + unit
-    use = f"{lower} or {upper}" if lower else f"{upper}"
+    divisible = f"{lower} or {upper}" if lower else f"{upper}"
     yield Problem(
         f"train.global_batch_size={batch}",
         f"cannot be split over {over}",
-        f"use train.global_batch_size={use}{instead}",
+        f"use train.global_batch_size={divisible}{instead}",
     )
 
 
 def _parquet() -> Iterator[Problem]:
-    if importlib.util.find_spec("pyarrow") is None:
-        yield Problem(
-            "predict.format=parquet",
-            "pyarrow is not installed",
-            f"run {sys.executable} -m pip install '.[parquet]', or use predict.format=npz",
-        )
+    if not is_installed("pyarrow"):
+        remedy = f"{how_to_install('.[parquet]')}, or use predict.format=npz"
+        yield Problem("predict.format=parquet", "pyarrow is not installed", remedy)
 
 
 def _export(config: Config) -> Iterator[Problem]:
@@ -78,12 +74,12 @@ def _export(config: Config) -> Iterator[Problem]:
             "use launch.nproc_per_node=1",
         )
     libraries = ("onnx", "onnxscript", "onnxruntime")
-    missing = [name for name in libraries if importlib.util.find_spec(name) is None]
+    missing = [name for name in libraries if not is_installed(name)]
     if missing and "onnx" in formats:
         yield Problem(
             f"export.formats={shown(formats)}",
             f"{' and '.join(missing)} must be installed",
-            f"run {sys.executable} -m pip install '.[onnx]'",
+            how_to_install(".[onnx]"),
         )
     if not formats:
         yield Problem("export.formats=[]", "names none", "use export.formats=[torch]")

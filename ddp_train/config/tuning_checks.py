@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections.abc import Iterator
 
 from ddp_train.config.capture import OWN_GRAPHS, capture_blockers
+from ddp_train.config.packages import is_installed
 from ddp_train.hardware import Hardware, why_no_triton
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
@@ -58,9 +58,11 @@ def _compile(config: Config) -> Iterator[Problem]:
         )
     compiles = tuning.compile or config.model.fused
     if compiles and config.device == "cpu" and not shutil.which("g++"):
-        name = "tuning.compile" if tuning.compile else "model.fused"
+        found = "tuning.compile=true"
+        if not tuning.compile:
+            found = "model.fused=true"
         yield Problem(
-            f"{name}=true",
+            found,
             "torch.compile needs a C++ compiler on CPU and there is no g++",
             "install one",
         )
@@ -103,7 +105,7 @@ def _lacking_to_rehearse(config: Config) -> Iterator[str]:
 
 def _lacking_for_conv_sums(config: Config) -> Iterator[str]:
     tuning = config.tuning
-    if not importlib.util.find_spec("cudnn"):
+    if not is_installed("cudnn"):
         yield "nvidia-cudnn-frontend (pip install -e '.[cudnn]')"
     if not tuning.compile:
         yield "tuning.compile=true"

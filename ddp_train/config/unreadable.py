@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ddp_train.config.keys import kinds_of
 from ddp_train.config.program import Program
-from ddp_train.config.values import CLOSING, in_quotes, quoted, unclosed
+from ddp_train.config.values import CLOSING, quote, quotes_remedy, unclosed_bracket
 from ddp_train.text import did_you_mean, in_double_quotes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def parsed(argument: str) -> Override | None:
     from hydra.errors import HydraException
 
     try:
-        override = OverridesParser.create().parse_override(quoted(argument))
+        override = OverridesParser.create().parse_override(quote(argument))
     except (HydraException, RecursionError, ValueError):
         # ValueError: Python reads no integers of 4,300 digits.
         return None
@@ -53,7 +53,7 @@ def why_unreadable(program: Program, argument: str, is_first: bool) -> str:
     if key and program.is_group(key):
         options = program.options(key)
         return f"must be one of {', '.join(options)}{did_you_mean(value, options)}"
-    return _with_quotes(argument) or f"not of the form key=value{unclosed(argument)}"
+    return _with_quotes(argument) or f"not of the form key=value{unclosed_bracket(argument)}"
 
 
 def _repairs(argument: str) -> Iterator[tuple[str, str]]:
@@ -72,7 +72,7 @@ def _repairs(argument: str) -> Iterator[tuple[str, str]]:
     without_end = value.strip("=,;")
     if without_end and without_end != value and not may_be_text(key):
         yield "the value is followed or preceded by what is not of it", f"{key}={without_end}"
-    if value[0] in CLOSING and not unclosed(argument):
+    if value[0] in CLOSING and not unclosed_bracket(argument):
         yield "the value needs quotes", f"{key}={_in_quotes_inside(value)}"
 
 
@@ -84,7 +84,7 @@ def may_be_text(key: str) -> bool:
 
 def _with_quotes(argument: str) -> str:
     """The remedy with quotes around the whole value; "" if Hydra would not read it either."""
-    remedy = in_quotes(argument)
+    remedy = quotes_remedy(argument)
     _, _, typed = remedy.partition("; use ")
     if typed.startswith(("'", '"')) and not parsed(shlex.split(typed)[0]):
         return ""

@@ -1,4 +1,4 @@
-"""Imports and calls the user's own classes and functions.
+"""Import and call of the user's own classes and functions.
 
 `config.code_checks` has decided that they may be loaded. The functions of this module raise
 ConfigError for a name that does not exist, is not callable, or does not take its arguments.
@@ -10,7 +10,6 @@ import enum
 import importlib.util
 import inspect
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from ddp_train.config.code_checks import (
     is_trusted,
     trusted_for,
 )
+from ddp_train.config.packages import how_to_install, is_installed
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
-from ddp_train.options.custom import Code, hooks_of, tracker_key, trackers_of
+from ddp_train.options.custom import Code, code_of, hooks_of, tracker_key, trackers_of
 from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.text import did_you_mean
 
@@ -43,7 +43,10 @@ def instantiate(section: str, code: Code, *args: Any, **more: Any) -> Any:
 def _called(
     found: str, section: str, target: Any, arguments: dict[str, Any], *args: Any, **more: Any
 ) -> Any:
-    """found: key and value, for messages."""
+    """Call a class or function, with values of the environment.
+
+    found: key and value, for messages.
+    """
     values = from_environment(arguments, section)
     try:
         inspect.signature(target).bind(*args, **values, **more)
@@ -67,9 +70,9 @@ def parameters_of(section: str, code: Code) -> list[str]:
 
 
 def call_of(section: str, code: Code) -> dict[str, Any]:
-    """What `code.target` is called with, the defaults of its signature included.
+    """The arguments that `code.target` is called with, the defaults of its signature included.
 
-    What is given, if it does not fit the signature, or there is none.
+    Those given, if they do not fit the signature, or there is none.
     """
     target = _target_of(section, code)
     try:
@@ -79,8 +82,10 @@ def call_of(section: str, code: Code) -> dict[str, Any]:
     bound.apply_defaults()
     call: dict[str, Any] = {}
     for name, value in bound.arguments.items():
-        is_mapping = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        call |= value if is_mapping else {name: value}
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            call |= value
+        else:
+            call[name] = value
     return call
 
 
@@ -92,21 +97,20 @@ def _parameters(target: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def build_transforms(key: str, items: list[Any]) -> list[Callable[..., Any]]:
-    """What `data.transform` or `data.test_transform` names, in its order."""
+    """The transforms that `data.transform` or `data.test_transform` names, in its order."""
     return [_transform(f"{key}[{place}]", item) for place, item in enumerate(items)]
 
 
 def _transform(key: str, item: Any) -> Callable[..., Any]:
     """An item, {_target_: PATH, ...} or PATH: a class, called with the arguments beside it."""
-    values = dict(item) if isinstance(item, dict) else {"_target_": item}
-    path = values.pop("_target_")
-    found = f"{key}._target_={path}"
-    arguments = {name: _typed(f"{key}.{name}", value) for name, value in values.items()}
-    for name, parameter in _parameters(_harmless(found, path)).items():
+    code = code_of(item)
+    found = _found(key, code)
+    arguments = {name: _typed(f"{key}.{name}", value) for name, value in code.arguments.items()}
+    for name, parameter in _parameters(_harmless(found, code.target)).items():
         kind = type(parameter.default)
         if issubclass(kind, enum.Enum) and arguments.get(name) in [item.value for item in kind]:
             arguments[name] = kind(arguments[name])  # policy: cifar10, interpolation: bicubic
-    transform = instantiate(key, Code(path, arguments))
+    transform = instantiate(key, Code(code.target, arguments))
     if not callable(transform):
         rule = f"made an object of {type(transform).__name__}, which cannot be called"
         raise ConfigError([f"{found}: {rule}"])
@@ -114,10 +118,7 @@ def _transform(key: str, item: Any) -> Callable[..., Any]:
 
 
 def _typed(key: str, value: Any) -> Any:
-    """An argument of a transform as what it stands for.
-
-    It may be a transform within it, or a type of numbers (torch.float32).
-    """
+    """An argument of a transform: one within it, a torch.dtype by its name, or the value."""
     if isinstance(value, dict) and "_target_" in value:
         return _transform(key, value)
     if isinstance(value, dict):
@@ -177,8 +178,8 @@ def build_trackers(classes: dict[str, Any]) -> dict[str, Tracker]:
         found = _found(key, code)
         missing = missing_package(tracker)
         if missing:
-            install = f"{sys.executable} -m pip install {missing}"
-            raise ConfigError([f"{found}: {missing} is not installed; run {install}"])
+            rule = f"{missing} is not installed; {how_to_install(missing)}"
+            raise ConfigError([f"{found}: {rule}"])
         trackers[name] = _called(found, key, tracker, code.arguments)
     return trackers
 
@@ -202,17 +203,10 @@ def _check_origin(found: str, code: Code, target: type, trusted: tuple[str, ...]
 
 
 def missing_package(tracker: type[Tracker]) -> str | None:
-    """The package that a tracker needs, if it is not installed.
-
-    It is not imported: some take over a second.
-    """
-    if tracker.package is None:
+    """The package that a tracker needs, if it is not installed."""
+    if tracker.package is None or is_installed(tracker.package):
         return None
-    spec = importlib.util.find_spec(tracker.package)
-    # A folder of that name, as wandb and mlflow make them, is found as a package without a file.
-    if spec is None or spec.origin is None:
-        return tracker.package
-    return None
+    return tracker.package
 
 
 def _hook(found: str, code: Code, *args: Any) -> Any:

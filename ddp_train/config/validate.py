@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything starts, in one list of checks."""
+"""All checks of what can be known to be wrong before anything starts."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def from_environment(value: Any, key: str) -> Any:
     return value
 
 
-def plain(composed: DictConfig) -> dict[str, Any]:
+def plain_values(composed: DictConfig) -> dict[str, Any]:
     """The composed configuration as plain data, references resolved.
 
     `${oc.env:NAME}` stays as it is in the arguments of the user's own code, whatever refers to it:
@@ -72,18 +72,18 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(item, f"{path}.{name}".lstrip("."))
 
 
-def grammatical(value: Any) -> str:
+def in_grammar(value: Any) -> str:
     """A value in Hydra's grammar, with its texts in quotes."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{grammatical(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{in_grammar(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + ",".join(grammatical(item) for item in value) + "]"
+        return "[" + ",".join(in_grammar(item) for item in value) + "]"
     if isinstance(value, str):
         return in_double_quotes(value)
     return shown(value)
 
 
-def quoted(argument: str) -> str:
+def quote(argument: str) -> str:
     """An override, its value in quotes if it has letters outside of ASCII.
 
     Hydra's grammar knows them there alone.
@@ -94,8 +94,8 @@ def quoted(argument: str) -> str:
     return f"{key}{equals}'{value}'"
 
 
-def in_quotes(argument: str) -> str:
-    """What to type where Hydra reads a value in quotes alone, for a message.
+def quotes_remedy(argument: str) -> str:
+    """The remedy where Hydra reads a value in quotes alone, for a message.
 
     "" for a list, or what is not an override at all.
     """
@@ -116,13 +116,14 @@ def in_quotes(argument: str) -> str:
 CLOSING = {"[": "]", "{": "}", "(": ")"}
 
 
-def unclosed(argument: str) -> str:
-    """Which bracket or quote of an argument lacks its other half, for a message; "" if none."""
+def unclosed_bracket(argument: str) -> str:
+    """The bracket or quote of an argument that lacks its other half, for a message; "" if none."""
     expected: list[str] = []
     quote = ""
     for letter in re.sub(r"\\.", "", argument):
         if quote:
-            quote = "" if letter == quote else quote
+            if letter == quote:
+                quote = ""
         elif letter in ("'", '"'):
             quote = letter
         elif letter in CLOSING:
@@ -155,6 +156,11 @@ def is_secret(dotted: str) -> bool:
     return any(_SECRET.search(part.lower()) for part in dotted.split("."))
 
 
+def unless_secret(key: str, value: Any) -> str:
+    """A value for a message."""
+    return "(hidden)" if is_secret(key) else shown(value)
+
+
 def as_typed(problem: str, given: dict[str, Any]) -> str:
     """A message about an unknown section, with the keys as they were typed.
 
@@ -162,10 +168,11 @@ def as_typed(problem: str, given: dict[str, Any]) -> str:
     """
     section, is_section, _ = problem.partition("={")
     _, is_unknown, rest = problem.partition(": no such key")
-    typed = []
-    for key, value in given.items():
-        if key.startswith(f"{section}."):
-            typed.append(f"{key}=(hidden)" if is_secret(key) else f"{key}={shown(value)}")
+    typed = [
+        f"{key}={unless_secret(key, value)}"
+        for key, value in given.items()
+        if key.startswith(f"{section}.")
+    ]
     if is_section and is_unknown and typed:
         return " ".join(typed) + is_unknown + rest
     return problem

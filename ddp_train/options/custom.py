@@ -151,13 +151,16 @@ class CustomDataConfig(CustomOption, DataConfig):
         return any(call.get("download") is True for call in calls if isinstance(call, dict))
 
     def in_memory_bytes(self) -> int | None:
-        # As small as any: whether it fits, its owner knows.
-        return 0 if self.placement == "device" else None
+        if self.placement == "device":
+            return 0  # as small as any: its owner knows whether it fits
+        return None
 
     def has_validation(self) -> bool | None:
         if "validation" in self.splits:
             return True
-        return None if self.validation is None else self.validation > 0
+        if self.validation is None:
+            return None
+        return self.validation > 0
 
     def writes_files(self) -> bool:
         return self.download or self.target.startswith("ddp_train.data.shards.")
@@ -246,22 +249,29 @@ def is_named_code(item: Any) -> bool:
     )
 
 
+def code_of(item: Any) -> Code:
+    """The code that an item of a list names. item: PATH, or {_target_: PATH, ARGUMENT: ...}."""
+    if not isinstance(item, dict):
+        return Code(str(item))
+    arguments = {name: value for name, value in item.items() if name != "_target_"}
+    return Code(str(item.get("_target_", "")), arguments)
+
+
 def hooks_of(items: list[Any]) -> dict[str, Code]:
     """The items of `hooks` by their keys, for messages.
 
     As `hooks=[my_pkg.Hook]` or `hooks[1]._target_=my_pkg.Hook`.
 
-    items: PATH, or {_target_: PATH, ...} with arguments, each.
+    items: see `code_of`.
     """
-    found = {}
+    hooks = {}
     for place, item in enumerate(items):
+        code = code_of(item)
+        key = f"hooks=[{code.target}]"
         if isinstance(item, dict):
-            arguments = {name: value for name, value in item.items() if name != "_target_"}
-            target = str(item.get("_target_", ""))
-            found[f"hooks[{place}]._target_={target}"] = Code(target, arguments)
-        else:
-            found[f"hooks=[{item}]"] = Code(str(item))
-    return found
+            key = f"hooks[{place}]._target_={code.target}"
+        hooks[key] = code
+    return hooks
 
 
 def tracker_key(name: str) -> str:
@@ -271,12 +281,7 @@ def tracker_key(name: str) -> str:
 
 def trackers_of(classes: dict[str, Any]) -> dict[str, Code]:
     """The classes of `tracker.classes` by their names, with their arguments."""
-    trackers = {}
-    for name, value in classes.items():
-        values = dict(value) if isinstance(value, dict) else {"_target_": value}
-        target = str(values.pop("_target_", ""))
-        trackers[name] = Code(target, values)
-    return trackers
+    return {name: code_of(item) for name, item in classes.items()}
 
 
 def paths_in(item: Any, place: str) -> Iterator[tuple[str, str]]:

@@ -369,7 +369,7 @@ class DataConfig:
             )
 
     def missing(self, config: Config) -> Iterator[Problem]:
-        """What this host lacks of the data set, or cannot do with it. Nothing is written."""
+        """Problems of what this host lacks of the data set. Nothing is written."""
         weights = None if config.uses_trained else self.weights  # nothing trains
         if weights not in (None, "balanced") and not Path(weights).is_file():
             guess = did_you_mean(weights, ["balanced"])
@@ -448,7 +448,7 @@ class OptimizerConfig:
         return {name: values[name] * factor for name in self.learning_rates if name in values}
 
     def rates_in_words(self, built: Any) -> str:
-        """What the plan says of the learning rate, after its number. built: the optimizer."""
+        """The words of the plan after the learning rate. built: the optimizer."""
         return ""
 
     def group_rules(self) -> dict[str, Mapping[str, Any]] | None:
@@ -622,7 +622,7 @@ class Config:
 
     @property
     def words_to_resume(self) -> str:
-        """What to type to resume the run. Code of your own has to be trusted again: SECURITY.md."""
+        """The overrides that resume the run. The user's code must be trusted again: SECURITY.md."""
         words = [word("run_dir", self.run_dir)]
         if self.trusted_modules:
             words.append(f"trusted_modules=[{','.join(self.trusted_modules)}]")

@@ -18,7 +18,7 @@ from ddp_train.checkpoints.mirror import (
 from ddp_train.checkpoints.mirroring import CopyState, Mirroring
 from ddp_train.checkpoints.reader import defect_of
 from ddp_train.checkpoints.writer import link_best
-from ddp_train.config.checkpoint_checks import changed, differences_of_runs
+from ddp_train.config.checkpoint_checks import changed_keys, differences_of_runs
 from ddp_train.config.freeze import bind_frozen
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.distributed.world import World
@@ -87,7 +87,7 @@ def fetch_alone(config: Config, attempt: int) -> str:
             link_best(place_of(run_dir, best))
     differences = ""
     if earlier:
-        differences = "".join(f", {text}" for text in changed(earlier, config))
+        differences = "".join(f", {text}" for text in changed_keys(earlier, config))
     return (
         f"the checkpoint of step {step} was copied from checkpoint.mirror={mirror.url}{differences}"
     )

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ddp_train.config import metrics
-from ddp_train.config.metrics import further
+from ddp_train.config.metrics import further_metrics
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.optim.config import BuiltInOptimizerConfig
 from ddp_train.options.schema import Config
@@ -52,7 +52,7 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
         rows["begins with"] = facts.origin
     rows["data"] = _data_row(config.data, plan, facts.validation_samples)
     rows["task"] = task_row(config.task, facts.task)
-    metric_names = [metric.name for metric in further(config)]
+    metric_names = [metric.name for metric in further_metrics(config)]
     if metric_names:
         rows["metrics"] = f"{', '.join(metric_names)}, beside the task's"
     rows["global batch"] = _global_batch_row(plan, config.process_count)

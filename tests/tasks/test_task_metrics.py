@@ -612,11 +612,13 @@ def test_keys_name_further_metrics() -> None:
 def test_metric_without_a_direction_cannot_select() -> None:
     config = Config()
     config.checkpoint.best_metric = "test.acc"
-    (problem,) = metrics.unusable(config, ["loss", "acc"], {"loss": "min"})
+    (problem,) = metrics.unusable_metrics(config, ["loss", "acc"], {"loss": "min"})
     assert str(problem).endswith(
         'which direction of acc is better; add better = {"acc": "max"}, or "min", to its class'
     )
-    assert not list(metrics.unusable(config, ["loss", "acc"], {"loss": "min", "acc": "max"}))
+    assert not list(
+        metrics.unusable_metrics(config, ["loss", "acc"], {"loss": "min", "acc": "max"})
+    )
 
 
 F1_OF_TEN = F1 | {"num_classes": 10}
@@ -631,7 +633,7 @@ def asked(*items: Any, **more: Any) -> list[str]:
 
 
 def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_checks, "has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "is_installed", lambda package: True)
     assert (
         asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
     )
@@ -694,7 +696,7 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         {"metrics": [F1_OF_TEN | {"name": "f1", "better": "max"}], "train": {"ema_decay": 0.9}}
     )[0]
     assert metrics.direction_of("test.ema_f1", best) == "max"
-    monkeypatch.setattr(code_checks, "has_metrics", lambda: False)
+    monkeypatch.setattr(code_checks, "is_installed", lambda package: False)
     assert asked(F1_OF_TEN) == [
         f"metrics=[...]: torchmetrics is not installed; run {sys.executable} -m pip install"
         " '.[metrics]'"
@@ -704,7 +706,7 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
 def test_metrics_of_a_checkpoint_must_be_torchmetrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(code_checks, "has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "is_installed", lambda package: True)
     assert asked(F1) == []
     for target in (
         "torchmetrics.text.BERTScore",
@@ -717,7 +719,7 @@ def test_metrics_of_a_checkpoint_must_be_torchmetrics(
 
 def test_the_command_line_names_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it names is trusted, and a value of the environment is not written anywhere."""
-    monkeypatch.setattr(code_checks, "has_metrics", lambda: True)
+    monkeypatch.setattr(code_checks, "is_installed", lambda package: True)
     monkeypatch.setenv("CLASSES", "10")
     monkeypatch.chdir(tmp_path)
     item = "{_target_: json.JSONDecoder, strict: '${oc.env:CLASSES}', name: decoded}"
