@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ddp_lab.prove.data_checks import roots
 from ddp_lab.prove.division import Division
 from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
@@ -19,6 +18,7 @@ from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Loader
+from ddp_train.data.user_dataset import parts_of
 from ddp_train.distributed.world import World
 from ddp_train.models.python_state import state_of
 from ddp_train.options.schema import Config
@@ -40,7 +40,7 @@ class Bench:
         self.precision = config.tuning.precision
         self.status = RankStatus()
         self.splits = open_datasets(config)
-        self.initial_data_state = state_of(roots(self.splits.train))
+        self.initial_data_state = state_of(parts_of(self.splits.train))
         self.strategy = Single("cpu")
         self.allows_missing_gradients = build_strategy(config, World(), "cpu").allow_missing_grads
         self.synchronises_batch_norm = bool(getattr(config.strategy, "sync_bn", False))

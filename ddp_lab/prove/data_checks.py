@@ -21,7 +21,7 @@ from ddp_train.data.rng import global_states, keyed_generators
 from ddp_train.data.sample_tensors import as_tensors
 from ddp_train.data.sample_transforms import apply_transform
 from ddp_train.data.splits import Splits
-from ddp_train.data.user_dataset import UserDataset
+from ddp_train.data.user_dataset import UserDataset, parts_of, transform_name
 from ddp_train.models.python_state import changed, state_of
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import counted
@@ -76,7 +76,7 @@ def _numbers_by_step(plan: BatchPlan, processes: int, steps: int) -> list[list[i
 def augmentation(splits: Splits, plan: BatchPlan, initial_state: dict[str, str]) -> Finding:
     """Fetch samples that train, in several epochs, and those that are scored.
 
-    initial_state: `state_of(roots(splits.train))` before anything was fetched.
+    initial_state: `state_of(parts_of(splits.train))` before anything was fetched.
     """
     numbers = np.unique(plan.global_batch(0))[:SAMPLES]
     unseen = int(plan.global_batch(plan.steps_per_epoch - 1)[-1])
@@ -85,7 +85,7 @@ def augmentation(splits: Splits, plan: BatchPlan, initial_state: dict[str, str])
         return finding
     name, source = splits.scored
     scored = _Fetches(source, np.arange(min(len(source), SAMPLES)), None)
-    before = state_of(roots(source))
+    before = state_of(parts_of(source))
     differing = scored.differing()
     if differing:
         return _differing_samples(scored, before, f"{name} set, sample {differing[0]}")
@@ -123,7 +123,7 @@ def _training_samples(
     differing = fetches.differing()
     if differing:
         return _differing_samples(fetches, initial_state, f"sample {differing[0]}")
-    changed_state = changed(initial_state, state_of(roots(source)))
+    changed_state = changed(initial_state, state_of(parts_of(source)))
     samples = counted(len(numbers), "sample")
     first = fetches.fetched()
     asked = unseeded(fetches.fetched)
@@ -163,7 +163,7 @@ def _differing_samples(fetches: _Fetches, before: dict[str, str], about: str) ->
     """
     part, where = _culprit(fetches)
     asked = unseeded(part.fetched)
-    changed_state = changed(before, state_of(roots(fetches.source)))
+    changed_state = changed(before, state_of(parts_of(fetches.source)))
     cause = causes.of_samples(f"{where} ({about})", asked, changed_state)
     return causes.finding(cause, 1, 0)
 
@@ -176,7 +176,7 @@ def _culprit(fetches: _Fetches) -> tuple[_Fetches, str]:
     where = _described(source)
     for count in range(len(source.transforms) + 1):
         if count:
-            where = f"the transform {_transform_name(source.transforms[count - 1])}"
+            where = f"the transform {transform_name(source.transforms[count - 1])}"
         part = source.transformed(source.transforms[:count])
         part.collate = _uncollated
         of_part = replace(fetches, source=part)
@@ -263,21 +263,9 @@ def _stages(source: UserDataset, number: int, seed: int) -> list[_Stage]:
             before = after
             sample = apply_transform(transform, sample)
             after = global_states()
-            stages.append(_Stage(f"the transform {_transform_name(transform)}", before, after))
+            stages.append(_Stage(f"the transform {transform_name(transform)}", before, after))
     return stages
-
-
-def roots(source: BatchSource) -> dict[str, Any]:
-    """The objects that may keep something between two samples; none of ours does."""
-    if not isinstance(source, UserDataset):
-        return {}
-    transforms = {_transform_name(transform): transform for transform in source.transforms}
-    return {source.name: source.dataset, **transforms, "collate_fn": source.collate}
 
 
 def _described(source: BatchSource) -> str:
     return f"the data set {getattr(source, 'name', type(source).__name__)}"
-
-
-def _transform_name(transform: Any) -> str:
-    return getattr(transform, "__name__", type(transform).__name__)

@@ -14,6 +14,7 @@ from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.mix import Mix
+from ddp_train.models.put_back import reading_ahead
 from ddp_train.options.schema import Config
 from ddp_train.tasks.supervised import Supervised
 from ddp_train.tasks.task import Task
@@ -58,5 +59,6 @@ def single_batch(
 ) -> Batch:
     """One batch; no loader process is started for it."""
     options = replace(loader_options(config), num_workers=0)
-    loader = Loader(source, [micro_batch], device, options, mix)
-    return next(iter(loader))
+    with reading_ahead(source):
+        loader = Loader(source, [micro_batch], device, options, mix)
+        return next(iter(loader))

@@ -23,6 +23,7 @@ from ddp_train.data.sample_facts import class_names
 from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.distributed.world import World
 from ddp_train.errors import TaskError
+from ddp_train.models.put_back import reading_ahead
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
@@ -54,7 +55,8 @@ def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
 def facts_of_model(config: Config, source: BatchSource, task: Task) -> dict[str, Any]:
     """The entries of a manifest by which the model can be used without the config's data: loaded,
     exported, its outputs read."""
-    sample = source.get_batch(np.array([0]), None)
+    with reading_ahead(source):
+        sample = source.get_batch(np.array([0]), None)
     inputs = inputs_of(sample)
     tasks = built_in_tasks()
     names: dict[type, str] = {task_class: name for name, task_class in tasks.items()}

@@ -12,6 +12,7 @@ from ddp_train.data.datasets import BatchSource, digests
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
 from ddp_train.errors import PeerError
+from ddp_train.models.put_back import reading_ahead
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,11 @@ def common_digests(splits: Splits, read: BatchSource, device: str) -> dict[str, 
     Raises PeerError if not all processes read the same one, and splits of the same sizes: each
     would compute its part of another batch.
     """
+    with reading_ahead(read):
+        return _common_digests(splits, read, device)
+
+
+def _common_digests(splits: Splits, read: BatchSource, device: str) -> dict[str, str]:
     found = digests(read)
     numbers = {
         "the size of the training set": len(splits.train),
@@ -68,13 +74,15 @@ def scored_digests(splits: Splits, then: dict[str, dict[str, str]]) -> dict[str,
         if source is None:
             continue
         try:
-            now = digests(source)
+            with reading_ahead(source):
+                now = digests(source)
+                before = then.get(name, now)
+                is_another = before != now and digests(source) == now  # else it draws each time
         except Exception as error:  # noqa: BLE001  its evaluation tells it, which may be far away, or never come
             log.info("the %s set was not compared with that of the checkpoint: %r", name, error)
             continue
         found[name] = now
-        before = then.get(name, now)
-        if before != now and digests(source) == now:  # else it draws other samples each time
+        if is_another:
             what = "other samples"
             if now["count"] != before["count"]:
                 what = f"{now['count']} samples, not {before['count']}"

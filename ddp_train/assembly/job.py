@@ -27,6 +27,7 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Forward, Hook, Job
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
 from ddp_train.engine.unfreeze_hook import UnfreezeHook
+from ddp_train.models.put_back import reading_ahead
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.schedules.factors import Factor, build_schedule
 from ddp_train.optim.stepper import Stepper, UpdateRules
@@ -98,7 +99,9 @@ class JobBuilder:
         source = splits.train
         units = 1.0
         if not self.module.task.units_are_samples:
-            units = self.module.task.units_per_sample(source.get_batch(np.array([0]), None))
+            with reading_ahead(source):
+                sample = source.get_batch(np.array([0]), None)
+            units = self.module.task.units_per_sample(sample)
         lengths = None
         if config.data.batch_by == "tokens":
             lengths = lengths_of(source, config.train.global_batch_size)

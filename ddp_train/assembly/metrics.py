@@ -72,7 +72,7 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
     Raises ConfigError if a further metric does not fit.
     """
     for batch in batches:
-        with undisturbed(module) as effects:
+        with undisturbed(module, "the trial of score()") as effects:
             score = module.score(batch.data)
         if effects:
             log.warning("%s", DEPENDS.format(" and ".join(effects[:2])))

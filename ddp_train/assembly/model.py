@@ -22,6 +22,7 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
+from ddp_train.models.put_back import reading_ahead
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.registry import OPTIONS, implementation_of
 from ddp_train.options.schema import Config, ModelConfig
@@ -41,8 +42,9 @@ def build_module(
 ) -> ModelWithTask:
     """The model with its task, placed, tuned and frozen as asked; the same weights on every
     process."""
-    sample = source.get_batch(np.array([0]), None)
-    task = build_task(config.task, source, sample)
+    with reading_ahead(source):
+        sample = source.get_batch(np.array([0]), None)
+        task = build_task(config.task, source, sample)
     torch.manual_seed(hash_key(config.seed, "model"))
     if config.model.name == "custom":
         model = build_user_model(config.model)

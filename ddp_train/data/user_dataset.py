@@ -280,6 +280,18 @@ class UserDataset:
         return tuple(sample[name] for name in self.fields)
 
 
+def parts_of(source: Any) -> dict[str, Any]:
+    """The objects that may keep something between two samples, by names; none of ours does."""
+    if not isinstance(source, UserDataset):
+        return {}
+    transforms = {transform_name(transform): transform for transform in source.transforms}
+    return {source.name: source.dataset, **transforms, "collate_fn": source.collate}
+
+
+def transform_name(transform: Any) -> str:
+    return getattr(transform, "__name__", type(transform).__name__)
+
+
 def makes_batches(dataset: Any) -> bool:
     """True if a data set makes batches itself, by the names of the method and its parameters.
 

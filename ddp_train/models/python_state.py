@@ -16,7 +16,14 @@ import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -31,9 +38,14 @@ MOST_NUMBERS = 2**20
 """The most numbers of a tensor that are inspected, evenly spread."""
 DEPTH = 5
 """Objects within objects that are inspected."""
-DEPTH_OF_GLOBALS = 2
+DEPTH_OF_GLOBALS = 3
 DEPTH_OF_CLASSES = 1
 PLAIN = (int, float, complex, str, bytes, type(None))
+CODE = (type, ModuleType, FunctionType, classmethod, staticmethod, property, MemberDescriptorType)
+"""What a class holds beside state."""
+NOT_OF_A_MODEL = ("ddp_train.", "ddp_lab.", "logging", "threading", "multiprocessing", "_io")
+"""How the modules of classes begin whose objects change beside a forward pass, by other threads
+among others. Modules and tasks of ours are a model's all the same."""
 ATTRIBUTES_OF_TORCH = (
     "_parameters",
     "_buffers",
@@ -73,16 +85,19 @@ def state_of(roots: Mapping[str, Any]) -> dict[str, str]:
     return look_through(roots).found
 
 
-def look_through(roots: Mapping[str, Any]) -> State:
-    """The state of objects as `state_of` has it, and the places of tensors."""
-    state = State()
+def look_through(roots: Mapping[str, Any], most_items: int = MOST_NUMBERS) -> State:
+    """The state of objects as `state_of` has it, and the places of tensors.
+
+    most_items: of a list or dict that are looked at.
+    """
+    state = State(most_items)
     for name, root in roots.items():
         state.walk(name, root, DEPTH)
-    for module in sorted(state.modules):
-        for name, value in list(vars(sys.modules[module]).items()):
-            is_code = isinstance(value, ModuleType | type | FunctionType | nn.Module)
-            if not name.startswith("__") and not is_code:
-                state.walk(f"{module}.{name}", value, DEPTH_OF_GLOBALS)
+    done: set[str] = set()
+    while state.modules - done:  # one leads to those that it imports
+        module = min(state.modules - done)
+        done.add(module)
+        state.walk_globals(module)
     return state
 
 
@@ -94,13 +109,17 @@ def changed(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
 class State:
     """The state of objects, path by path."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_items: int = MOST_NUMBERS) -> None:
+        """most_items: of a list or dict that are looked at."""
+        self.most_items = most_items
         self.found: dict[str, str] = {}
         """Digests by paths."""
         self.tensors: dict[str, tuple[str, int]] = {}
         """The type of the device of each tensor, and its address there."""
         self.modules: set[str] = set()
         """The user's modules whose objects or functions were met."""
+        self.classes: set[type] = set()
+        """The user's classes that were met."""
         self.seen: dict[int, tuple[str, Any]] = {}
         """By the ids of objects: the path at which each was first met, and the object, so that its
         id does not come again."""
@@ -123,6 +142,28 @@ class State:
         except Exception:  # noqa: BLE001  any object may raise anything when it is inspected
             self.found[path] = f"a {type(value).__name__} that cannot be looked at"
 
+    def walk_globals(self, module: str) -> None:
+        """Inspect the globals of a module of the user's, and note those that it imports from."""
+        for name, value in list(vars(sys.modules[module]).items()):
+            if name.startswith("__"):
+                continue
+            if isinstance(value, ModuleType):
+                self._note_module(value.__name__)
+            elif isinstance(value, type):
+                self._note_module(value.__module__)
+                if defined_by_user(value.__module__):
+                    self._walk_class(value)
+            elif isinstance(value, FunctionType):
+                self._note_module(value.__module__)
+                if defined_by_user(value.__module__):
+                    self.walk(f"{module}.{name}", value, DEPTH_OF_GLOBALS)
+            elif not isinstance(value, nn.Module):
+                self.walk(f"{module}.{name}", value, DEPTH_OF_GLOBALS)
+
+    def _note_module(self, module: str) -> None:
+        if defined_by_user(module):
+            self.modules.add(module)
+
     def _walk(self, path: str, value: Any, depth: int) -> None:
         digest = _digest(value)
         if digest is not None:
@@ -130,7 +171,7 @@ class State:
         elif isinstance(value, Tensor):
             self._add_tensor(path, value)
         elif isinstance(value, Mapping):
-            items = [(f"[{key!r}]", item) for key, item in _first_items(value.items())]
+            items = [(f"[{_key(key)}]", item) for key, item in _first_items(value.items())]
             self._walk_items(path, items, value.values(), len(value), depth)
         elif isinstance(value, list | tuple | deque):
             items = [(f"[{place}]", item) for place, item in enumerate(_first_items(value))]
@@ -151,7 +192,7 @@ class State:
             self.found[path] = f"{operator.length_hint(value, -1)} left"
         elif isinstance(value, type | BuiltinFunctionType | torch.dtype):
             self.found[path] = getattr(value, "__qualname__", str(value))
-        elif not isinstance(value, ModuleType):
+        elif not isinstance(value, ModuleType) and not is_beside_models(value):
             self._walk_object(path, value, depth)
 
     def _add_tensor(self, path: str, tensor: Tensor) -> None:
@@ -168,7 +209,8 @@ class State:
         depth: int,
     ) -> None:
         """Inspect the first items of a collection one by one, and the rest together."""
-        self.found[path] = f"{count} items{_hash_of_rest(values)}"
+        rest = itertools.islice(values, MOST_ITEMS, self.most_items)
+        self.found[path] = f"{count} items{_hash_of_plain(rest)}"
         for name, item in items:
             self.walk(path + name, item, depth - 1)
 
@@ -181,8 +223,7 @@ class State:
 
     def _walk_function(self, path: str, function: FunctionType, depth: int) -> None:
         self.found[path] = f"{function.__module__}.{function.__qualname__}"
-        if defined_by_user(function.__module__):
-            self.modules.add(function.__module__)
+        self._note_module(function.__module__)
         names = function.__code__.co_freevars
         for name, cell in zip(names, function.__closure__ or (), strict=True):
             with contextlib.suppress(ValueError):  # an empty cell
@@ -199,7 +240,7 @@ class State:
                 self._walk_class(kind)
         is_module = isinstance(value, nn.Module)
         is_torchs = is_module and type(value).__module__.startswith("torch.")
-        for name, item in _attributes(value).items():
+        for name, item in attributes_of(value).items():
             if is_module and _is_of_every_module(name):
                 continue
             # A private attribute or a tensor of torch's own layers, as weight norm's weight.
@@ -211,9 +252,11 @@ class State:
 
     def _walk_class(self, kind: type) -> None:
         """Inspect the values that a class of the user's holds itself."""
+        if kind in self.classes:
+            return
+        self.classes.add(kind)
         for name, item in list(vars(kind).items()):
-            is_state = isinstance(item, (*PLAIN, list, dict, set, deque))
-            if is_state and not name.startswith("__"):
+            if not name.startswith("__") and not isinstance(item, CODE):
                 self.walk(f"{kind.__name__}.{name}", item, DEPTH_OF_CLASSES)
 
     def _walk_module(self, path: str, module: nn.Module, depth: int) -> None:
@@ -225,7 +268,19 @@ class State:
             self.walk(f"{path}.{name}", child, DEPTH)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def is_beside_models(value: Any) -> bool:
+    """True for objects that change beside a forward pass, see NOT_OF_A_MODEL."""
+    module = type(value).__module__
+    is_of_model = isinstance(value, nn.Module) or module.startswith("ddp_train.tasks.")
+    return module.startswith(NOT_OF_A_MODEL) and not is_of_model
+
+
+def _key(key: Any) -> str:
+    """A key of a dict, for a path."""
+    return repr(key) if isinstance(key, (*PLAIN, tuple)) else type(key).__name__
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of an object, those in slots too."""
     attributes = dict(getattr(value, "__dict__", {}))
     for kind in type(value).__mro__:
@@ -245,10 +300,9 @@ def _first_items(items: Iterable[Any]) -> list[Any]:
     return list(items)[:MOST_ITEMS]
 
 
-def _hash_of_rest(values: Iterable[Any]) -> str:
-    """A hash of the plain ones among the items that are not inspected one by one."""
-    rest = itertools.islice(values, MOST_ITEMS, MOST_NUMBERS)
-    plain = [repr(item) for item in rest if isinstance(item, PLAIN)]
+def _hash_of_plain(items: Iterable[Any]) -> str:
+    """A hash of the plain ones among items that are not inspected one by one; "" without any."""
+    plain = [repr(item) for item in items if isinstance(item, PLAIN)]
     if not plain:
         return ""
     return f" {_hash(b'', *plain)}"
@@ -281,8 +335,10 @@ def _digest(value: Any) -> str | None:
         return repr(value.get_state(legacy=False))
     if isinstance(value, random.Random):
         return repr(value.getstate())
-    if isinstance(value, np.generic | bytearray) or type(value).__module__ == "itertools":
+    if isinstance(value, np.generic | bytearray | itertools.count):
         return repr(value)
+    if type(value).__module__ == "itertools":
+        return type(value).__name__  # nothing of it can be seen without a step
     return None
 
 

@@ -4,7 +4,7 @@ has."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
 from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.distributed.training_step import TrainingStep, training_step
+from ddp_train.models.put_back import leaving_nothing
 from ddp_train.parallel.compiler_graphs import buckets_by_flops, choose_graphs
 from ddp_train.parallel.gradient_check import GradientCheck
 from ddp_train.parallel.naming_ddp import (
@@ -259,7 +260,9 @@ class DistributedDataParallel(Replicas):
         wrapped = self.wrapped
         if self.fixed_buckets and wrapped:
             batch = first_batch()
-            warm_up_ddp_buckets(wrapped, lambda: wrapped(batch.data)[0].sum())
+            module = wrapped.module
+            roots = {"model": module.model, "task": module.task}
+            warm_up_ddp_buckets(roots, lambda: wrapped(batch.data)[0].sum())
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         step = training_step(micro_batch.num_real > 0, micro_batch.is_last)
@@ -278,7 +281,7 @@ class DistributedDataParallel(Replicas):
         return averaged_buffers(module)
 
 
-def warm_up_ddp_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
+def warm_up_ddp_buckets(roots: Mapping[str, Any], loss: Callable[[], Tensor]) -> None:
     """Run two forward and backward passes that leave nothing behind but the final layout of DDP's
     buckets.
 
@@ -289,10 +292,9 @@ def warm_up_ddp_buckets(wrapped: nn.Module, loss: Callable[[], Tensor]) -> None:
     buckets: torch's kernel adds up in another order where one begins at no multiple of 16 bytes
     (ATen/native/cuda/ForeachReduceOp.cu).
 
-    loss: makes a scalar of one forward pass of `wrapped`.
+    roots: the objects that are called, by their names.
+    loss: makes a scalar of one forward pass of the wrapped model.
     """
-    before = {name: tensor.clone() for name, tensor in wrapped.state_dict().items()}
-    for _ in range(2):
-        loss().backward()
-    wrapped.zero_grad(set_to_none=True)
-    wrapped.load_state_dict(before)
+    with leaving_nothing("the warm-up of DDP", roots):
+        for _ in range(2):
+            loss().backward()

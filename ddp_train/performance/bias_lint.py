@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ddp_train.data.rng import keyed_generators
+from ddp_train.models.put_back import leaving_nothing
 from ddp_train.performance.flops import empty_batch, empty_copy, nothing_compiled
 from ddp_train.tensor_tree import tensors
 
@@ -56,7 +56,8 @@ def biases_before_norm(model: nn.Module, inputs: Any) -> list[str] | None:
             if _subtracts_means(module):
                 module.register_forward_pre_hook(uses.note_norm, with_kwargs=True)
         empty.eval()  # no exchange in batch norms over all processes
-        with torch.no_grad(), keyed_generators(), nothing_compiled(), uses:
+        unchanged = leaving_nothing("the look for biases", {"model": model}, on_copies=True)
+        with torch.no_grad(), unchanged, nothing_compiled(), uses:
             results = empty(empty_batch(inputs))
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only advice
         log.info("the model was not looked through for biases before norm layers: %r", error)

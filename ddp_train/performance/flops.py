@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import keyed_generators
+from ddp_train.models.put_back import leaving_nothing, reading_ahead
 from ddp_train.performance.activation_checkpointing import without_recomputation
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tensor_tree import map_tensors
@@ -76,7 +77,9 @@ def flops_of(model: nn.Module, task: Task, batch: Any) -> int | None:
             if isinstance(module, _BatchNorm):
                 module.eval()
         without_recomputation(empty_model)
-        with keyed_generators(), nothing_compiled(), torch.enable_grad(), counter:
+        roots = {"model": model, "task": task}
+        unchanged = leaving_nothing("the count of operations", roots, on_copies=True)
+        with unchanged, nothing_compiled(), torch.enable_grad(), counter:
             loss, _ = empty_task.loss(empty_model, empty_batch(batch))
             loss.backward()
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only a figure
@@ -105,7 +108,7 @@ def one_sample(source: BatchSource, model: nn.Module) -> Any:
             return tensor.to(dtype)
         return tensor
 
-    with keyed_generators():
+    with reading_ahead(source), keyed_generators():
         batch = source.get_batch(np.array([0]), None)
     return map_tensors(converted, batch)
 

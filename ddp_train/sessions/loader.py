@@ -22,6 +22,7 @@ from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
 from ddp_train.distributed.world import World
 from ddp_train.engine.step_observers import ReportedBatches
+from ddp_train.models.put_back import leaving_nothing
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 
@@ -83,10 +84,12 @@ def common_digests(source: Any, device: str, method: str) -> dict[str, str]:
 
     Raises PeerError if the data are not the same for all processes.
     """
-    first = digests(source)
+    with leaving_nothing(f"{method}: a look at some samples", {"the data set": source.dataset}):
+        first = digests(source)
+        again = digests(source)
     same_everywhere(len(source), device, f"{method}: the number of samples", SAME_DATA)
     number = 0
-    if digests(source) == first:
+    if again == first:
         last_digits = "".join(first.values())[-15:]
         number = int.from_bytes(last_digits.encode(), "big") % (2**61 - 1)
     else:

@@ -66,13 +66,7 @@ class Wrapped(nn.Module):
             sums = [output.float().sum() for output in outputs if output.requires_grad]
             return torch.stack(sums).sum()
 
-        gradients = [parameter.grad for parameter in self.parameters()]
-        self.zero_grad(set_to_none=True)  # else the passes would add to them
-        devices = [torch.cuda.current_device()] if next(self.parameters()).is_cuda else []
-        with torch.random.fork_rng(devices):
-            warm_up_ddp_buckets(ddp, loss)
-        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
-            parameter.grad = gradient
+        warm_up_ddp_buckets({"model": self.module}, loss)
 
     def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if an optimizer updates a parameter of this model."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import ConfigError, LaunchError
+from ddp_train.models.put_back import leaving_nothing
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.text import first_line
 
@@ -101,7 +102,7 @@ def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str)
         return float(loss), float(units)
 
     try:
-        with undisturbed(module):
+        with undisturbed(module, "the trial of loss()"):
             trial = LossTrial(
                 of_copies=[loss_of(np.zeros(copies, np.int64)) for copies in COPIES],
                 of_distinct=loss_of(numbers),
@@ -126,7 +127,7 @@ def check_scores(module: ModelWithTask, batch_of: BatchOf, samples: int, key: st
     """
     numbers = np.arange(min(samples, DISTINCT_SAMPLES))
     try:
-        with undisturbed(module):
+        with undisturbed(module, "the trial of score()"):
             of_all = _scores(module, batch_of(numbers))
             of_each = [_scores(module, batch_of(number)) for number in numbers[:, None]]
     except Exception as error:
@@ -187,31 +188,32 @@ def _warn_of_failure(method: str, key: str, error: Exception) -> None:
 
 
 @contextlib.contextmanager
-def undisturbed(module: ModelWithTask) -> Iterator[list[str]]:
-    """Put a module into eval mode, and back as it was at the end.
+def undisturbed(module: ModelWithTask, what: str) -> Iterator[list[str]]:
+    """Put a module into eval mode, and all as it was at the end, see `leaving_nothing`.
 
-    Inside, a loss may draw torch's random numbers, write into buffers (a queue of keys) and put
-    others in their place. Yields a list that says at the end what of that happened.
+    Yields a list that says at the end which random numbers and buffers were touched.
+
+    what: the pass inside.
     """
-    places = [(holder, name, holder[name]) for holder, name in buffer_places(module)]
-    contents = [None if buffer is None else buffer.clone() for _, _, buffer in places]
     gpus = sorted({weight.device.index or 0 for weight in module.parameters() if weight.is_cuda})
     effects: list[str] = []
     module.eval()
     try:
-        with torch.random.fork_rng(gpus):
+        with leaving_nothing(what, {"model": module.model, "task": module.task}):
+            contents = [
+                (holder, name, buffer.clone())
+                for holder, name in buffer_places(module)
+                if (buffer := holder[name]) is not None
+            ]
             generators = _generators(gpus)
             yield effects
             if _generators(gpus) != generators:
                 effects.append("draws random numbers")
-    finally:
-        module.train()
-        for (holder, name, buffer), content in zip(places, contents, strict=True):
-            if buffer is not None and content is not None:
+            for holder, name, content in contents:
                 if _has_other_numbers(holder.get(name), content):
                     effects.append(f"changes the buffer {name}")
-                buffer.copy_(content)
-            holder[name] = buffer
+    finally:
+        module.train()
 
 
 def _has_other_numbers(buffer: Tensor | None, content: Tensor) -> bool:

@@ -280,9 +280,9 @@ def test_buffers_of_any_type_are_put_back(dtype: torch.dtype) -> None:
             self.register_buffer("counted", torch.zeros(2))
 
     module = ModelWithTask(Forgets(), complete(Returns((torch.zeros(()), 1))), "cpu", None)
-    with undisturbed(module) as done:
+    with undisturbed(module, "a trial") as done:
         del module.model.gone
         module.model.counted += 1
     assert done == ["changes the buffer counted"]
-    assert [name for name, _ in module.model.named_buffers()] == ["kept", "counted", "gone"]
+    assert [name for name, _ in module.model.named_buffers()] == ["gone", "kept", "counted"]
     assert not module.model.counted.any()
