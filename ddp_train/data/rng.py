@@ -121,7 +121,19 @@ class StepSeed:
             self.generators.append(torch.cuda.default_generators[torch.device(device).index])
 
     def __call__(self, step: int) -> None:
-        # Mersenne Twister's seeding decorrelates neighbouring keys.
-        key = self.key + step & _MASK >> 1
+        key = self._key_of(step)
         for generator in self.generators:
             generator.manual_seed(key)
+
+    def has_moved(self, step: int) -> bool:
+        """Tell whether something has drawn since this step was seeded."""
+        key = self._key_of(step)
+        for generator in self.generators:
+            seeded = torch.Generator(generator.device).manual_seed(key)
+            if not torch.equal(seeded.get_state(), generator.get_state()):
+                return True
+        return False
+
+    def _key_of(self, step: int) -> int:
+        # Mersenne Twister's seeding decorrelates neighbouring keys.
+        return self.key + step & _MASK >> 1

@@ -110,6 +110,17 @@ def synchronised(module: nn.Module) -> nn.Module:
     return module
 
 
+def own_statistics(model: nn.Module) -> int:
+    """The number of batch norms in training that normalise with this process's own samples."""
+    together = (SyncBatchNorm, nn.SyncBatchNorm)
+    return sum(
+        isinstance(module, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(module, together)
+        and module.training
+        for module in model.modules()
+    )
+
+
 def synchronised_on(device: str, module: nn.Module) -> nn.Module:
     """As `synchronised`; on GPUs by torch's own layer, which has kernels for them."""
     if device.startswith("cuda"):

@@ -39,6 +39,8 @@ class PlanFacts:
     rates: Rates = Rates()
     optimizer: Optimizer | None = None
     """The optimizer that was built, for what it alone knows."""
+    own_statistics: int = 0
+    """Number of batch norms that each process computes of its own samples."""
     origin: str | None = None
     """The weights that training begins with; None for drawn or resumed ones."""
 
@@ -55,6 +57,11 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     metric_names = [metric.name for metric in further_metrics(config)]
     if metric_names:
         rows["metrics"] = f"{', '.join(metric_names)}, beside the task's"
+    if facts.own_statistics and config.process_count > 1 and not config.strategy.fixes_bits:
+        rows["batch norm"] = (
+            "statistics of each process's own samples, so the result depends on the number of"
+            " processes; strategy.sync_bn=true takes all samples"
+        )
     rows["global batch"] = _global_batch_row(plan, config.process_count)
     rows["steps"] = _steps_row(config.train, plan, facts.first_step)
     rows["optimizer"] = _optimizer_row(facts)

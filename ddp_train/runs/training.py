@@ -39,6 +39,7 @@ from ddp_train.config.freeze import to_values
 from ddp_train.config.user_code import build_hooks
 from ddp_train.data.datasets import check_same_data
 from ddp_train.data.finite import non_finite_samples
+from ddp_train.data.rng import StepSeed
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.agent import hosts_follow
 from ddp_train.distributed.environment import changes_of_number, lost_rank
@@ -47,6 +48,7 @@ from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_detai
 from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Evaluation, Hook, Job, fit
 from ddp_train.engine.metrics_hook import Intervals, MetricsHook
+from ddp_train.engine.noise_hook import NoiseHook
 from ddp_train.engine.profile_hook import profile_hooks
 from ddp_train.engine.rehearsal import rehearse
 from ddp_train.engine.resize_hook import ResizeHook, changes_of_hosts
@@ -57,6 +59,7 @@ from ddp_train.engine.user_hooks import UserHooks
 from ddp_train.models.freezing import parameter_counts
 from ddp_train.models.initial_weights import Origin, describe_origin
 from ddp_train.options.custom import hooks_of as hooks_named_by
+from ddp_train.parallel.sync_batch_norm import own_statistics
 from ddp_train.recovery.just_in_time import RecoveryHook
 from ddp_train.recovery.lost_host import saver_of
 from ddp_train.resilience import lost_hosts
@@ -234,6 +237,7 @@ class Training:
             validation_samples=None if validation is None else len(validation),
             rates=self.metrics_hook.rates,
             optimizer=optimizer,
+            own_statistics=own_statistics(job.module.model),
             origin=describe_origin(self.origin) if self.origin else None,
         )
 
@@ -413,6 +417,7 @@ def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
         _sample_hook(training),
         # A traced step begins behind the hooks and ends before them.
         *_profile_hooks(training),
+        _noise_hook(training),
         # Last: the first step after a loss counts with its hooks.
         _recovery_hook(training, lost),
     ]
@@ -496,6 +501,16 @@ def _tensorboard_hooks(training: Training, tracking: Tracking) -> list[Hook]:
     plan = training.job.plan
     batch = partial(first_batch, config, plan, training.splits.train, training.run.device)
     return tensorboard_details(tracking.threads, training.job.module.model, batch)
+
+
+def _noise_hook(training: Training) -> NoiseHook | None:
+    """Says what steps draw by rank, on rank 0 of several processes."""
+    run = training.run
+    if not run.world.is_leader or run.world.size == 1:
+        return None
+    seed = StepSeed(run.config.seed, run.world.rank, run.device)
+    draws_by_shard = run.config.strategy.fixes_bits  # the same on any number of processes
+    return NoiseHook(run.display, lambda step: not draws_by_shard and seed.has_moved(step))
 
 
 def _sample_hook(training: Training) -> Hook | None:

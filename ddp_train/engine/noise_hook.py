@@ -1,0 +1,61 @@
+"""Says once, after the first step, if a step draws random numbers that depend on the process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from ddp_train.data.rng import global_states
+from ddp_train.engine.loop import Job
+from ddp_train.telemetry.console import Display
+
+BY_RANK = (
+    "note: steps draw random numbers (dropout, noise, masks), each process its own: repeatable, but"
+    " on another number of processes the result differs by them; strategy=ordered draws alike on 1,"
+    " 2, 4 and 8"
+)
+NOT_SEEDED = (
+    "note: model or loss draws from {} generator, which no step seeds: other numbers on each"
+    " process and after a resume; draw with torch"
+)
+OTHERS = ("numpy's", "Python's")
+
+
+class NoiseHook:
+    """Looks whether the generators have moved in the first step of this process.
+
+    It knows what the code does, and not what it is made of: a mask that the loss draws counts as
+    dropout does.
+    """
+
+    def __init__(self, display: Display, drew_by_rank: Callable[[int], bool]) -> None:
+        """drew_by_rank: tells whether something drew from the generators that depend on the rank,
+        since the step of this number was seeded."""
+        self.display = display
+        self.drew_by_rank = drew_by_rank
+        self.others_before: tuple[bytes, ...] | None = None
+        self.is_done = False
+
+    def due(self, job: Job) -> int:
+        if self.is_done:
+            return sys.maxsize
+        if self.others_before is None:
+            self.others_before = _other_generators()
+        return job.step + 1
+
+    def act(self, job: Job) -> None:
+        if self.is_done or self.others_before is None:
+            return
+        self.is_done = True
+        if self.drew_by_rank(job.step - 1):
+            self.display.line(BY_RANK)
+        others = zip(OTHERS, self.others_before, _other_generators(), strict=True)
+        for whose, before, after in others:
+            if before != after:
+                self.display.line(NOT_SEEDED.format(whose))
+        self.others_before = None
+
+
+def _other_generators() -> tuple[bytes, ...]:
+    """The states of numpy's and Python's generators."""
+    return global_states()[1:]
