@@ -27,7 +27,7 @@ from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.resilience.preemption import UNSAVED
-from ddp_train.text import did_you_mean
+from ddp_train.text import did_you_mean, word
 
 PROCESSES = "launch.nproc_per_node"
 STUDY_KEYS = ("mode", "study", "run_dir", "name")
@@ -55,8 +55,8 @@ class Request:
     @property
     def command(self) -> str:
         """The command that repeats this study, or continues it."""
-        argv = [override for override in self.argv if not override.startswith("run_dir=")]
-        return self.program.command([*argv, f"run_dir={self.run_dir}"])
+        argv = [override for override in self.argv if key_of(override) != "run_dir"]
+        return self.program.command([*argv, word("run_dir", self.run_dir)])
 
     @functools.cached_property
     def hardware(self) -> Hardware:

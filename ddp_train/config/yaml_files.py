@@ -116,7 +116,7 @@ class Ambiguity:
         return numbers[0] == numbers[1] or all(map(math.isnan, numbers))
 
     def message(self, place: str) -> str:
-        """The message about it. place: the file."""
+        """The message about it. place: the file; or, of one value, the override."""
         meant = _as_yaml(self.by_yaml, self.text)
         here = "a text" if isinstance(self.by_yaml, str) else meant
         there = "a text" if isinstance(self.by_hydra, str) else shown(self.by_hydra)
@@ -124,7 +124,9 @@ class Ambiguity:
             there = f"{int(self.text)} or a text"
         rule = f"{self.text} is {here} in YAML, and {there} on a command line"
         remedy = f"write {meant}, or '{self.text}' in quotes"
-        return f"{place}: line {self.line}: {self.key}: {rule}; {remedy}"
+        if self.key:
+            place = f"{place}: line {self.line}: {self.key}"
+        return f"{place}: {rule}; {remedy}"
 
 
 def _as_yaml(value: Any, text: str) -> str:

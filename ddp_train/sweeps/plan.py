@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddp_train.config.folders import has_runs_files
+from ddp_train.config.folders import has_runs_files, is_of_script
 from ddp_train.config.metrics import (
     BY_TEST,
     by_test,
@@ -158,8 +158,15 @@ def _raise_if_any(problems: list[str]) -> None:
 
 
 def _folder_of_run(config: Config) -> list[str]:
-    """The message for a sweep that is sent into the folder of a run; empty if it is not."""
-    if not config.run_dir or not has_runs_files(Path(config.run_dir)):
+    """The message for a sweep that is sent into the folder of a run; empty if it is not.
+
+    The run may be a session's, or those of a study.
+    """
+    if not config.run_dir:
+        return []
+    folder = Path(config.run_dir)
+    is_of_study = any(folder.glob("trials/*/*.json"))
+    if not (is_of_study or is_of_script(folder) or has_runs_files(folder)):
         return []
     rule = "is the folder of a run, whose page would be lost; name another one"
     return [f"run_dir={config.run_dir}: {rule}, run_dir={config.run_dir}_sweep"]

@@ -47,6 +47,11 @@ def test_reading_of_yaml_alone_is_found(text: str) -> None:
     assert load_yaml(remedy) == meant or math.isnan(meant)
 
 
+def test_value_of_an_override_of_a_study_is_read_alike() -> None:
+    (found,) = ambiguous("010")
+    assert found.message("study.repeats=010").startswith("study.repeats=010: 010 is 8 in YAML, ")
+
+
 def test_a_key_that_takes_both_readings_keeps_its_value() -> None:
     def settled(text: str, key: str) -> bool:
         (found,) = ambiguous(f"x: {text}")
