@@ -20,6 +20,8 @@ from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key
+from ddp_train.data.sample_facts import spread, told_labels
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.put_back import reading_ahead
@@ -28,12 +30,15 @@ from ddp_train.options.registry import OPTIONS, implementation_of
 from ddp_train.options.schema import Config, ModelConfig
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.performance import switches
-from ddp_train.tasks.catalog import SAMPLED_TARGETS, check_numbers, choose
+from ddp_train.tasks.catalog import SAMPLED_TARGETS, check_labels, check_numbers, choose
 from ddp_train.tasks.supervised import BuiltIn
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.trial import check_loss, check_scores
 from ddp_train.tasks.user_task import complete
 
+LABELS_READ = 4
+"""Samples whose labels are compared with the number of classes: the last one among them, which has
+the largest label where they are sorted."""
 AUTOCAST = {"fp32": None, "fp64": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -103,10 +108,7 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
         return complete(instantiate("task", section.code))
     tasks = built_in_tasks()
     name = choose(section.name, sample, tasks)
-    if section.name == "auto" and name == "regression":
-        # The first ones may be of one class.
-        spread = np.linspace(0, len(source) - 1, SAMPLED_TARGETS).astype(int)
-        check_numbers(source.get_batch(spread, None))
+    check_reading(section.name, name, source)
     task_class = tasks[name]
     arguments = keys_taken_by(task_class, section)
     parameters = inspect.signature(task_class).parameters
@@ -119,6 +121,32 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
     task = task_class(**arguments)
     task.check(sample)
     return task
+
+
+def check_reading(asked: str, name: str, source: BatchSource) -> None:
+    """Raise ConfigError if the targets contradict what else is told of them.
+
+    asked: the task of the config, `auto` perhaps.
+    name: the task that was chosen for it.
+    """
+    declared = source.declared_classes if isinstance(source, UserDataset) else None
+    if name == "regression" and asked == "auto":
+        # The first ones may be of one class.
+        check_numbers(targets_of(source, SAMPLED_TARGETS), declared)
+    if name != "classification" or declared is None:
+        return
+    labels = targets_of(source, LABELS_READ)
+    check_labels(labels, declared)
+    told = told_labels(source)
+    numbers = spread(len(source), LABELS_READ)
+    if told is not None and told[numbers].tolist() == labels.tolist():
+        check_labels(torch.from_numpy(told), declared)
+
+
+def targets_of(source: BatchSource, count: int) -> Tensor:
+    """The targets of samples from the whole of a data set."""
+    _, targets = source.get_batch(spread(len(source), count), None)
+    return targets
 
 
 def try_user_task(config: Config, module: ModelWithTask, source: BatchSource, device: str) -> None:

@@ -9,12 +9,17 @@ import numpy as np
 from torch import Tensor
 
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.sample_tensors import is_pair
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError
 from ddp_train.text import counted, first_line
 
 BALANCED = "balanced"
 """The value of `data.weights` that weights every class alike."""
+LABEL_NAMES = ("targets", "labels")
+"""The attributes by which a data set tells its labels."""
+COMPARED_SAMPLES = 32
+"""Samples whose labels are compared with those that are told."""
 
 
 def training_weights(
@@ -58,14 +63,54 @@ def training_weights(
 
 def labels_of(source: BatchSource) -> np.ndarray:
     """The class label of each sample, int64 [n]. Raises ConfigError if the data set has none."""
-    labels = _whole_numbers(source, ("targets", "labels"), f"data.weights={BALANCED}")
+    labels = _whole_numbers(source, LABEL_NAMES, f"data.weights={BALANCED}")
     if labels is None:
         _refuse(
             f"data.weights={BALANCED}: {_name(source)} does not tell the labels of its samples",
             "give it an attribute `targets`, a list of the class label of each sample, or use"
             " data.weights=FILE",
         )
+    _check_told_labels(source, labels)
     return labels
+
+
+def told_labels(source: BatchSource) -> np.ndarray | None:
+    """The labels that a data set tells of its samples, int64 [n], without reading them.
+
+    None if it tells none, or something else.
+    """
+    try:
+        return _whole_numbers(source, LABEL_NAMES, "")
+    except ConfigError:
+        return None
+
+
+def _check_told_labels(source: BatchSource, labels: np.ndarray) -> None:
+    """Raise ConfigError if the labels that a data set tells are not those of its samples."""
+    if not isinstance(source, UserDataset):
+        return
+    numbers = spread(len(source), COMPARED_SAMPLES)
+    batch = source.get_batch(numbers, None)
+    if not is_pair(batch) or not isinstance(batch[1], Tensor):
+        return
+    targets = batch[1].cpu()
+    if targets.ndim == 2 and targets.shape[1] > 1:
+        targets = targets.argmax(1)  # a part of each class
+    if targets.numel() != len(numbers):
+        return
+    for number, target in zip(numbers.tolist(), targets.flatten().tolist(), strict=True):
+        if labels[number] != target:
+            _refuse(
+                f"data.weights={BALANCED}: {_name(source)} tells the label {labels[number]} of"
+                f" sample {_number_in_data_set(source, number):,}, whose target is {target:g}",
+                "let its `targets` (or `labels`) hold what __getitem__ returns, or use"
+                " data.weights=FILE",
+            )
+
+
+def spread(samples: int, count: int) -> np.ndarray:
+    """Numbers of samples from the first to the last one, int64 [count] at most."""
+    return np.unique(np.linspace(0, samples - 1, count).astype(np.int64))
 
 
 def class_names(source: BatchSource) -> list[str] | None:

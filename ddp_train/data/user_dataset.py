@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,15 @@ MAP_STYLE = (
     "name a map-style dataset, not an iterable one: for tar files of webdataset data=shards, for"
     " parquet files Hugging Face's datasets without streaming (docs/data.md)"
 )
+
+
+@dataclass(frozen=True)
+class DeclaredClasses:
+    """How many classes there are, by what a config or a data set says."""
+
+    count: int
+    said_by: str
+    """What says so, for messages."""
 
 
 class UserDataset:
@@ -133,16 +143,40 @@ class UserDataset:
         numbers = self._numbers_of_a_target()
         if numbers is not None:
             return numbers
-        if hasattr(self.dataset, "classes"):
-            return len(self.dataset.classes)
-        classes = getattr(self.dataset, "num_classes", None)
-        if isinstance(classes, int):
-            return classes
+        declared = self.declared_classes
+        if declared:
+            return declared.count
         problem = (
             f"data._target_: {self.name} needs an attribute `classes`, the list of the classes'"
             " names; or add data.outputs=NUMBER, the number of classes"
         )
         raise ConfigError([problem])
+
+    @property
+    def declared_classes(self) -> DeclaredClasses | None:
+        """The number of classes that the config or the data set declares; None if neither does.
+
+        Raises ConfigError if the data set declares two.
+        """
+        if self.given_outputs is not None:
+            return DeclaredClasses(self.given_outputs, f"data.outputs={self.given_outputs}")
+        found = []
+        for name in ("classes", "num_classes"):
+            count = _count_in(getattr(self.dataset, name, None))
+            if count is not None:
+                found.append(DeclaredClasses(count, f"`{name}` of {self.name}"))
+        if not found:
+            return None
+        first = found[0]
+        for other in found[1:]:
+            if other.count != first.count:
+                problem = (
+                    f"data._target_: {first.said_by} tells {first.count} classes, and"
+                    f" {other.said_by} {other.count}; correct one of them, or add"
+                    " data.outputs=NUMBER, which decides"
+                )
+                raise ConfigError([problem])
+        return first
 
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
         numbers = self._numbers_in_data_set(indices)
@@ -191,7 +225,8 @@ class UserDataset:
         """How many numbers the target of a sample has; None if it is not of floating point."""
         with keyed_generators() as seed_generators:
             sample = as_tensors(self._sample(0, None, seed_generators))
-        if not is_pair(sample) or not isinstance(sample[1], Tensor | np.ndarray | float):
+        kinds = Tensor | np.ndarray | np.floating | float
+        if not is_pair(sample) or not isinstance(sample[1], kinds):
             return None
         target = torch.as_tensor(sample[1])
         if not target.is_floating_point():
@@ -290,6 +325,15 @@ def parts_of(source: Any) -> dict[str, Any]:
 
 def transform_name(transform: Any) -> str:
     return getattr(transform, "__name__", type(transform).__name__)
+
+
+def _count_in(value: Any) -> int | None:
+    """The number of classes in a list of names, or in a number; None if it is neither."""
+    if isinstance(value, Sized) and not isinstance(value, str):
+        return len(value)
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    return None
 
 
 def makes_batches(dataset: Any) -> bool:

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ddp_train.data.sample_tensors import is_pair
+from ddp_train.data.user_dataset import DeclaredClasses
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.supervised import (
     BuiltIn,
     Supervised,
     TargetForm,
     describe_targets,
+    first_numbers,
     form_of,
 )
+from ddp_train.text import counted
 
 CANDIDATES = {
     TargetForm("integers", 2): "language_model (tokens) or multilabel (0 and 1 per label)",
@@ -57,15 +61,76 @@ def choose(name: str, batch: Any, tasks: Mapping[str, type[BuiltIn]]) -> str:
     raise ConfigError([f"task={name}: {misfit}; {remedy}"])
 
 
-def check_numbers(batch: Any) -> None:
-    """Raise ConfigError if all targets are 0 or 1: `auto` may be wrong to choose regression."""
-    targets = batch[1]
-    if not isinstance(targets, Tensor) or set(targets.flatten().tolist()) != {0.0, 1.0}:
+def check_numbers(targets: Tensor, declared: DeclaredClasses | None) -> None:
+    """Raise ConfigError if numbers may be labels: `auto` may be wrong to choose regression.
+
+    targets: of samples from the whole data set, floating-point numbers [n] or [n, 1].
+    declared: the number of classes that something tells; None: nothing does.
+    """
+    values = sorted(set(targets.flatten().tolist()))
+    shown = first_numbers(torch.tensor(values))
+    if declared and declared.count > 1:
+        raise ConfigError(
+            [
+                f"task=auto: the targets are numbers, {shown}, and {declared.said_by} tells"
+                f" {declared.count} classes; if they are labels return integers, as"
+                " int(target), and if they are numbers choose task=regression"
+            ]
+        )
+    if values == [0.0, 1.0]:
+        raise ConfigError(
+            [
+                f"task=auto: all {len(targets)} sampled targets are 0 or 1; choose task=multilabel"
+                " if they say yes or no (its loss is bce), or task=regression (mse)"
+            ]
+        )
+    are_whole = all(value.is_integer() for value in values)
+    if len(values) > 1 and are_whole and values[0] in (0, 1) and values[-1] < SAMPLED_TARGETS:
+        raise ConfigError(
+            [
+                f"task=auto: all {len(targets)} sampled targets are whole numbers, {shown}; choose"
+                " task=regression if they are amounts (mse), or return integers, as int(target),"
+                " if they are labels"
+            ]
+        )
+
+
+def check_labels(targets: Tensor, declared: DeclaredClasses) -> None:
+    """Raise ConfigError if labels are not those of as many classes as something tells.
+
+    targets: of some samples, or of all: integers [n], or parts of each class [n, k].
+    """
+    count = declared.count
+    tells = f"{declared.said_by} tells {counted(count, 'class')}"
+    if targets.ndim == 2:
+        if targets.shape[1] <= count:
+            return
+        raise ConfigError(
+            [
+                f"task=classification: the targets have {targets.shape[1]} parts, and {tells};"
+                " correct one of them, or add data.outputs=NUMBER"
+            ]
+        )
+    if targets.dtype == torch.bool and count != 2:
+        raise ConfigError(
+            [
+                f"task=classification: the targets are true or false, and {tells}; return the"
+                " number of the class, or add data.outputs=2; for one yes or no choose"
+                " task=multilabel and return float(target)"
+            ]
+        )
+    low = int(targets.min())
+    high = int(targets.max())
+    if low >= 0 and high < count:
         return
+    remedy = f"labels count from 0, to {count - 1}"
+    if low > 0:
+        remedy += ": if yours count from 1, return label - 1"
     raise ConfigError(
         [
-            f"task=auto: all {len(targets)} sampled targets are 0 or 1; choose task=multilabel if"
-            " they say yes or no (its loss is bce), or task=regression (mse)"
+            f"task=classification: there are labels from {low} to {high}, and {tells}; {remedy};"
+            f" or add data.outputs={high + 1}; if they are numbers return them as float32 and"
+            " choose task=regression"
         ]
     )
 

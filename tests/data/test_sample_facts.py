@@ -94,7 +94,7 @@ class Own:
         return 4
 
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
-        return torch.zeros(2), number
+        return torch.zeros(2), [3, 1, 1, 1][number]
 
 
 def test_what_a_data_set_must_tell() -> None:
@@ -156,3 +156,34 @@ def test_what_a_data_set_must_tell() -> None:
     }.items():
         with pytest.raises(ConfigError, match=message):
             lengths_of(source(lengths=lengths), 64)
+
+
+class Labelled:
+    """Samples of three labels, by turns; `targets` is what it is given."""
+
+    def __init__(self, targets: Any, soft: bool = False) -> None:
+        self.targets = targets
+        self.soft = soft
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Any]:
+        label = number % 3
+        return torch.zeros(2), torch.eye(3)[label] if self.soft else label
+
+
+def test_targets_that_are_no_labels_are_not_believed() -> None:
+    right = [number % 3 for number in range(12)]
+    for soft in (False, True):
+        assert labels_of(UserDataset(Labelled(right, soft), 0)).tolist() == right
+    for wrong, message in (
+        (list(range(12)), "Labelled tells the label 3 of sample 3, whose target is 0"),
+        ([label + 1 for label in right], "the label 1 of sample 0, whose target is 0"),
+    ):
+        source = UserDataset(Labelled(wrong), 0)
+        with pytest.raises(ConfigError, match=message):
+            labels_of(source)
+    part = UserDataset(Labelled(list(range(12))), 0).select(np.arange(3, 12))
+    with pytest.raises(ConfigError, match="the label 3 of sample 3, whose target is 0"):
+        labels_of(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from ddp_train.assembly.model import build_task, built_in_tasks
 from ddp_train.data.datasets import ArraySource
+from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError
 from ddp_train.models.config import MlpConfig
+from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config
 from ddp_train.tasks.catalog import choose
 from tests.support.task_samples import IDS, IMAGES, INPUTS, LABELS, MASKS, NEXT, SOFT
@@ -95,3 +98,110 @@ def test_numbers_of_0_and_1_alone_are_no_regression_unasked() -> None:
         type(build_task(config.task, numbers, numbers.get_batch(np.array([0]), None))).__name__
         == "Regression"
     )
+
+
+class Told:
+    """A data set whose samples have given targets, and that tells what it is given."""
+
+    def __init__(self, targets: Sequence[Any], **told: Any) -> None:
+        self.values = targets
+        vars(self).update(told)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Any]:
+        return torch.zeros(3), self.values[number]
+
+
+def task_of(
+    targets: Sequence[Any], outputs: int | None = None, name: str = "auto", **told: Any
+) -> str:
+    """The task that is built for a data set of the user's own."""
+    source = UserDataset(Told(targets, **told), 0, outputs=outputs)
+    section = OPTIONS["task"][name]()
+    return type(build_task(section, source, source.get_batch(np.array([0]), None))).__name__
+
+
+NAMES = ["a", "b", "c"]
+FLOATS = [float(number % 3) for number in range(30)]
+READINGS = {
+    "float labels beside classes": (
+        {"targets": FLOATS, "classes": NAMES},
+        "the targets are numbers, [0, 1, 2], and `classes` of Told tells 3 classes; if they are"
+        " labels return integers, as int(target), and if they are numbers choose task=regression",
+    ),
+    "float labels of numpy beside num_classes": (
+        {"targets": [np.float32(value) for value in FLOATS], "num_classes": np.int64(3)},
+        "and `num_classes` of Told tells 3 classes; if they are labels return integers",
+    ),
+    "float labels beside data.outputs": (
+        {"targets": FLOATS, "outputs": 3},
+        "and data.outputs=3 tells 3 classes",
+    ),
+    "float labels alone": (
+        {"targets": FLOATS},
+        "are whole numbers, [0, 1, 2]; choose task=regression if they are amounts",
+    ),
+    "float labels from 1 on": (
+        {"targets": [1.0, 2.0, 3.0] * 9},
+        "are whole numbers, [1, 2, 3]; choose task=regression",
+    ),
+    "labels from 1 on": (
+        {"targets": [1, 2, 3] * 9, "classes": NAMES},
+        "there are labels from 1 to 3, and `classes` of Told tells 3 classes; labels count from 0,"
+        " to 2: if yours count from 1, return label - 1; or add data.outputs=4",
+    ),
+    "a label between those that are read": (
+        {"targets": [0, 2, 7, *[1] * 30], "classes": NAMES, "labels": [0, 2, 7, *[1] * 30]},
+        "there are labels from 0 to 7, and `classes` of Told tells 3 classes",
+    ),
+    "a negative label": (
+        {"targets": [*[0, 1] * 9, -1], "classes": 2},
+        "there are labels from -1 to 0, and `classes` of Told tells 2 classes",
+    ),
+    "amounts as integers": (
+        {"targets": [90_000, 120_000] * 9, "outputs": 1},
+        "data.outputs=1 tells 1 class; labels count from 0, to 0: if yours count from 1, return"
+        " label - 1; or add data.outputs=120001; if they are numbers return them as float32",
+    ),
+    "truth beside ten classes": (
+        {"targets": [True, False] * 9, "num_classes": 10},
+        "the targets are true or false, and `num_classes` of Told tells 10 classes; return the",
+    ),
+    "soft labels of more classes": (
+        {"targets": [torch.eye(4)[0]] * 9, "classes": NAMES, "name": "classification"},
+        "the targets have 4 parts, and `classes` of Told tells 3 classes",
+    ),
+    "two numbers of classes": (
+        {"targets": [0, 1, 2] * 9, "classes": NAMES, "num_classes": 5},
+        "`classes` of Told tells 3 classes, and `num_classes` of Told 5; correct one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", READINGS)
+def test_targets_that_contradict_what_is_told_are_refused(kind: str) -> None:
+    arguments, message = READINGS[kind]
+    with pytest.raises(ConfigError) as caught:
+        task_of(**arguments)
+    assert message in str(caught.value), str(caught.value)
+
+
+def test_what_agrees_has_its_task() -> None:
+    assert task_of([0, 1, 2] * 9, classes=NAMES) == "Classification"
+    assert task_of([True, False] * 9, classes=["no", "yes"]) == "Classification"
+    assert task_of([0, 1, 2] * 9, classes=NAMES, labels=list(range(27))) == "Classification", (
+        "what else is called `labels` is not believed"
+    )
+    assert task_of([0, 1, 2] * 9, outputs=5, classes=NAMES) == "Classification"
+    assert task_of(FLOATS, name="regression", classes=NAMES) == "Regression"
+    assert task_of([0.5, 1.5, 2.25] * 9) == "Regression"
+    assert task_of([np.float32(value) for value in (0.5, 1.5, 2.25)] * 9) == "Regression"
+    assert task_of([float(age) for age in range(20, 60)]) == "Regression"
+
+
+def test_numbers_of_numpy_are_outputs_of_a_regression() -> None:
+    source = UserDataset(Told([np.float32(0.5)] * 3, classes=NAMES), 0)
+    assert source.outputs == 1
+    assert UserDataset(Told([2] * 3, classes=3), 0).outputs == 3
