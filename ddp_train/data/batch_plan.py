@@ -100,6 +100,15 @@ class BatchPlan:
         is_last_of_epoch = (step + 1) % self.steps_per_epoch == 0
         return not is_last_of_epoch or self.samples % self.global_batch_size == 0
 
+    @property
+    def has_empty_parts(self) -> bool:
+        """True if some process may have no sample in some micro-batch."""
+        if self.lengths:
+            return True
+        sizes = {min(self.samples, self.global_batch_size)}
+        sizes.add(self.samples % self.global_batch_size or self.global_batch_size)
+        return any(self._parts(size) > size for size in sizes)
+
     def samples_seen(self, step: int) -> int:
         """Samples in the first `step` optimizer steps, over all processes."""
         epochs, steps = divmod(step, self.steps_per_epoch)
@@ -150,12 +159,12 @@ class BatchPlan:
         """
         size = len(indices)
         if self.virtual_shards:
-            parts = self.virtual_shards
+            parts = self._parts(size)
             parts_of_rank = parts // self.world_size
             numbers = range(self.rank * parts_of_rank, (self.rank + 1) * parts_of_rank)
             sum_to_mean = 1 / size
         else:  # DDP takes the mean over the processes
-            parts = self._passes(size) * self.world_size
+            parts = self._parts(size)
             numbers = range(self.rank, parts, self.world_size)
             sum_to_mean = self.world_size / size
         cuts = self._cuts(indices, parts)
@@ -181,6 +190,10 @@ class BatchPlan:
                 shard_index=number,
                 sample_before=int(indices[start - 1]),
             )
+
+    def _parts(self, size: int) -> int:
+        """The micro-batches of all processes in a global batch of so many samples."""
+        return self.virtual_shards or self._passes(size) * self.world_size
 
     def _passes(self, size: int) -> int:
         """The micro-batches of each process in a global batch of so many samples."""

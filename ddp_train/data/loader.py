@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.datasets import ArraySource, BatchSource, HeldSource
 from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.mix import Mix
+from ddp_train.data.no_samples import batch_without_samples
 from ddp_train.data.rows import normalised_rows_by
 from ddp_train.data.streams.batch_stream import BatchReader, BatchStream
 from ddp_train.data.streams.gpu_decoded import GpuDecodedStream
@@ -64,13 +66,20 @@ class Loader:
         device: str,
         options: LoaderOptions,
         mix: Mix | None = None,
+        has_empty_batches: bool = False,
     ) -> None:
         """Prepares to fetch.
 
         source: the data set.
         micro_batches: which of its samples, iterable more than once for more than one pass.
         mix: mixes the samples of a global batch with each other, on the device.
+        has_empty_batches: a micro-batch that does not count is a batch of the length 0; else it has
+            the sample that stands in for it.
         """
+        self.source = source
+        self.has_empty_batches = has_empty_batches
+        self.cuts_rows = options.resident or mix is not None
+        """Batches are (inputs, targets) with a sample in each row."""
         wanted = mix.with_partners(micro_batches) if mix else micro_batches
         self.mix = mix
         self.stream = stream_of(source, wanted, torch.device(device), options)
@@ -81,6 +90,19 @@ class Loader:
 
     def place(self, fetched: Batch) -> Batch:
         """A batch of the stream on the device, mixed."""
+        if fetched.micro_batch.num_real or not self.has_empty_batches:
+            return self._place(fetched)
+        if self.cuts_rows:
+            return self._place(fetched).map(lambda tensor: tensor[:0])
+        return self._without_samples(fetched.micro_batch)
+
+    def _without_samples(self, micro_batch: MicroBatch) -> Batch:
+        numbers = micro_batch.indices
+        data = batch_without_samples(self.source, int(numbers[0]), micro_batch.epoch)
+        empty = dataclasses.replace(micro_batch, indices=numbers[:0])
+        return Batch(self.stream.place(Batch(data, empty)).data, micro_batch)
+
+    def _place(self, fetched: Batch) -> Batch:
         placed = self.stream.place(fetched)
         if self.mix is None:
             return placed

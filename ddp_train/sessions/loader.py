@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batch
 from ddp_train.data.datasets import digests
 from ddp_train.data.loader import Loader, LoaderOptions
+from ddp_train.data.no_samples import batch_without_samples
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
 from ddp_train.distributed.world import World
@@ -25,6 +26,7 @@ from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.models.put_back import leaving_nothing
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
+from ddp_train.text import counted
 
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
@@ -123,6 +125,11 @@ class TrainingLoader:
             "steps_per_epoch": plan.steps_per_epoch,
         }
         self.epoch_used = -1
+        if plan.has_empty_parts:
+            with leaving_nothing("run.loader: a look at a batch", {"the data set": source.dataset}):
+                batch_without_samples(source, 0, 0)  # raises where nobody knows what it is
+            if world.is_leader:
+                print(note_of_empty_batches(plan), file=sys.stderr)
         self.shares = EpochShares(plan, steps)
         self.batches = reported_batches(steps, source, self.shares, options)
 
@@ -158,6 +165,17 @@ class TrainingLoader:
     def _plan_of_data(self) -> BatchPlan:
         """The plan of an epoch: the user's loop may have changed the number of samples."""
         return dataclasses.replace(self.shares.plan, samples=len(self.source))
+
+
+def note_of_empty_batches(plan: BatchPlan) -> str:
+    """A note that some process has no sample in some step."""
+    full = min(plan.samples, plan.global_batch_size)
+    smallest = plan.samples % plan.global_batch_size or full
+    return (
+        f"note: run.loader: the smallest global batch has {counted(smallest, 'sample')} for"
+        f" {plan.world_size} processes: those without one get a batch of the length 0, and must"
+        " take part with it"
+    )
 
 
 class OrderedPlan(BatchPlan):
@@ -266,7 +284,7 @@ def reported_batches(
     prefix: str = "",
 ) -> ReportedBatches:
     """Batches on the device, whose place is reported to the launcher. prefix: of their phases."""
-    loader = Loader(source, shares, steps.device, options)
+    loader = Loader(source, shares, steps.device, options, has_empty_batches=True)
     steps.loaders.append(loader)
     return ReportedBatches(loader, steps.status, prefix)
 

@@ -17,6 +17,7 @@ import torch
 from ddp_train.distributed.environment import threads_asked
 from ddp_train.distributed.preflight import meet
 from ddp_train.distributed.process_group import Store, open_store
+from ddp_train.distributed.training_step import NO_SAMPLE
 from ddp_train.distributed.world import World
 from ddp_train.errors import PeerError
 from ddp_train.resilience import failure_report, heartbeat, stacks
@@ -86,6 +87,8 @@ class SessionProcess:
         self.store: Store | None = None
         """The key-value store that all processes share, once this one has joined them."""
         self.is_stopped = False
+        self.steps: Steps | None = None
+        """None until they are prepared."""
 
     def meet(self) -> None:
         """Where no launcher of ours has started the processes, wait until all are here.
@@ -124,7 +127,7 @@ class SessionProcess:
         torch.manual_seed(settings.seed)
         np.random.seed(settings.seed & 0xFFFFFFFF)
         random.seed(settings.seed)
-        steps = Steps(settings, self.world, device, worker.status, self.stop)
+        self.steps = steps = Steps(settings, self.world, device, worker.status, self.stop)
         leftovers.callback(self.stop.close)
         leftovers.callback(steps.close)
         return steps
@@ -204,6 +207,8 @@ class SessionProcess:
 
     def end_by_failure(self, error: BaseException) -> NoReturn:
         """Report a failure, and end this process with its exit code."""
+        if self.steps and not self.steps.has_samples:
+            error.add_note(NO_SAMPLE)
         code = self.reporter.log_and_report(error, self.settings.grace_seconds)
         if not self.alone:
             self.worker.leave(code)

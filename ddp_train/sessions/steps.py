@@ -69,6 +69,8 @@ class Steps:
         """Their processes end with the session."""
         self.micro_batch: MicroBatch | None = None
         """The share of the current step; None between two steps."""
+        self.has_samples = True
+        """False in a step whose batch is empty here, and after it if that was left by an error."""
         self.in_epoch = False
         self.first_batch = 0
         """Batches of the current epoch that were done before it began here: it was resumed."""
@@ -87,8 +89,7 @@ class Steps:
         self._handle.remove()
         for loader in self.loaders:
             loader.close()
-        self.micro_batch = None
-        CURRENT.step = None
+        self._leave_micro_batch()
         if self.model:
             self.model.release()
 
@@ -113,6 +114,7 @@ class Steps:
             yield position.epoch
             self.in_epoch = False
             self.first_batch = 0
+            self.has_samples = True
             meet("the end of an epoch", self.device)
             position.end_epoch()
             is_last = position.epoch == count
@@ -173,8 +175,9 @@ class Steps:
         Its draws depend on seed, rank and step alone.
         """
         self.micro_batch = micro_batch
+        self.has_samples = micro_batch.num_real > 0
         self.had_backward = False
-        CURRENT.step = training_step(micro_batch.num_real > 0)
+        training_step(self.has_samples).__enter__()
         self.seed_step(self.position.step)
         key = hash_key(self.seed_step.key, self.position.step)
         np.random.seed(key & 0xFFFFFFFF)
@@ -187,6 +190,7 @@ class Steps:
             the loop over batches belongs to it.
         """
         self._count_step()
+        self.has_samples = True
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
         # is right about when the next one is due.
         if is_last or not self.gradients.are_used:
@@ -200,12 +204,15 @@ class Steps:
         """End the last step of a loop that was left by `break`: it counts if it went backward."""
         if self.had_backward:
             self._count_step()
+        self._leave_micro_batch()
+
+    def _leave_micro_batch(self) -> None:
         self.micro_batch = None
-        CURRENT.step = None
+        if CURRENT.step:
+            CURRENT.step.__exit__(None, None, None)
 
     def _count_step(self) -> None:
-        self.micro_batch = None
-        CURRENT.step = None
+        self._leave_micro_batch()
         self.position.batch += 1
         self.position.step += 1
         self.status.step = self.position.step
@@ -220,12 +227,12 @@ class Steps:
             )
         if over is not None:
             loss = losses.sum() * self._part_of_units(over, share).to(losses.dtype)
-        elif losses.shape == (len(share.indices),):
+        elif losses.shape == (share.num_real,):
             loss = losses.sum() * share.scale
         else:
             raise UsageError(
                 f"run.mean: the losses have the shape {list(losses.shape)}, and the batch"
-                f" {len(share.indices)} samples",
+                f" {share.num_real} samples",
                 "give it one loss for each sample, with reduction='none'; of several numbers per"
                 " sample their mean, or say with over=NUMBER how many they are",
             )
@@ -236,7 +243,7 @@ class Steps:
 
     def _part_of_units(self, over: float | Tensor, share: MicroBatch) -> Tensor:
         """The factor on the sum of losses here whose mean over the processes is the mean loss."""
-        counts = share.num_real > 0  # a stand-in for an empty share has no units
+        counts = share.num_real > 0  # also where `over` does not follow from the batch
         units = torch.as_tensor(over, dtype=torch.float64, device=self.device).detach().sum()
         all_units = total(units * counts)
         factor = self.world.size * counts / all_units

@@ -1,0 +1,48 @@
+"""A step without samples: what torch refuses there works, and its errors say why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_train.distributed.training_step import CURRENT, TrainingStep, reshaped_size
+
+
+@pytest.mark.parametrize(
+    ("shape", "size", "expected"),
+    [
+        ((0, 3, 4), (0, -1), (0, 12)),
+        ((0, 3, 4), (0, 2, -1), (0, 2, 6)),
+        ((0, 3, 4), (-1, 12), (-1, 12)),
+        ((2, 3, 4), (2, -1), (2, -1)),
+    ],
+)
+def test_the_size_that_one_row_would_have(
+    shape: tuple[int, ...], size: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    assert reshaped_size(shape, size) == expected
+
+
+def test_networks_take_no_rows_and_give_zero_gradients() -> None:
+    norm = nn.BatchNorm2d(4)
+    instance_norm = nn.InstanceNorm2d(4, affine=True)
+    network = nn.Sequential(nn.Conv2d(2, 4, 3), norm, instance_norm, nn.PixelShuffle(2))
+    head = nn.Linear(64, 3)
+    with TrainingStep(counts=False):
+        features = network(torch.empty(0, 2, 6, 6))
+        head(features.view(features.size(0), -1)).sum().backward()
+        assert features.reshape((len(features), -1)).shape == (0, 64)
+        assert torch.empty(0, 2).view(torch.int32).dtype == torch.int32
+    assert CURRENT.step is None
+    for parameter in (*network.parameters(), *head.parameters()):
+        assert parameter.grad is not None and not parameter.grad.any()
+    assert not torch.as_tensor(norm.running_mean).any()
+
+
+def test_an_error_says_that_there_is_no_sample() -> None:
+    with pytest.raises(IndexError) as error, TrainingStep(counts=False):
+        torch.empty(0, 2)[0]
+    assert "no sample in this step" in error.value.__notes__[0]
+    with pytest.raises(RuntimeError), TrainingStep():
+        torch.empty(0, 2).view(0, -1)
