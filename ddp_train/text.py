@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,11 @@ def word(key: str, value: object) -> str:
     if re.fullmatch(r"[\w./-]+", text):
         return f"{key}={text}"
     return f"{key}={in_double_quotes(text)}"
+
+
+def shell_word(key: str, value: object) -> str:
+    """The same override with the quotes that a shell needs, to be pasted."""
+    return shlex.quote(word(key, value))
 
 
 def in_double_quotes(text: str) -> str:

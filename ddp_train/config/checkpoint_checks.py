@@ -15,7 +15,7 @@ from ddp_train.config.folders import has_no_config
 from ddp_train.config.packages import how_to_install
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, OptimizerConfig, RequestedRun
-from ddp_train.text import did_you_mean, shown
+from ddp_train.text import did_you_mean, shell_word, shown
 
 Values = dict[str, tuple[Any, Any]]
 """Keys, each with its value before and now."""
@@ -93,7 +93,8 @@ def _resume_from(path: Path, config: Config) -> Iterator[Problem]:
     elif has_no_config(checkpoints_in(path)):
         remedy = "score or predict in that script"
         if config.mode == "train":
-            remedy = f"to begin with its weights, use model.init_from={config.checkpoint.resume}"
+            typed = shell_word("model.init_from", config.checkpoint.resume)
+            remedy = f"to begin with its weights, use {typed}"
         rule = "a ddp_train.session or save_checkpoint has saved it, without a config"
         yield Problem(found, rule, remedy)
     elif not config.uses_trained:

@@ -9,6 +9,7 @@ from ddp_train.checkpoints.layout import places
 from ddp_train.config.earlier_runs import checkpoints_in
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
+from ddp_train.text import shell_word
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 """Suffixes of files with weights. All but the first are read by torch.load(weights_only=True)."""
@@ -44,5 +45,5 @@ def problems(config: Config) -> Iterator[Problem]:
 def _remedy_without_checkpoint(folder: Path) -> str:
     files = sorted(file.name for file in folder.iterdir() if file.suffix in SUFFIXES)
     if files:
-        return f"name the file: model.init_from={folder / files[0]}"
+        return f"name the file: {shell_word('model.init_from', folder / files[0])}"
     return "name a run that has saved one"

@@ -29,7 +29,7 @@ from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import EARLIER as EARLIER_FAILURES
 from ddp_train.resilience.failure_report import set_aside
 from ddp_train.resilience.lost_hosts import FILE as LOST_HOSTS
-from ddp_train.text import dotted
+from ddp_train.text import dotted, shell_word
 
 OF_TORCHRUN = {"launch.nproc_per_node": "auto", "launch.nnodes": 1, "launch.max_restarts": 0}
 """Keys that torchrun decides, whatever the config of an earlier run says."""
@@ -187,7 +187,8 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
     """
     run_dir = Path(str(config.run_dir))
     if is_of_sweep(run_dir):
-        remedy = f"to resume a trial use run_dir={config.run_dir}/NUMBER, else name another one"
+        trial = shell_word("run_dir", f"{config.run_dir}/NUMBER")
+        remedy = f"to resume a trial use {trial}, else name another one"
         raise ConfigError(
             [
                 f"run_dir={config.run_dir}: is the folder of a sweep, whose page would be lost;"

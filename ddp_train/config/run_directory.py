@@ -11,6 +11,7 @@ from pathlib import Path
 from ddp_train.errors import ConfigError, DiskFullError
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
+from ddp_train.text import shell_word
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -38,7 +39,7 @@ def problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"run_dir={config.run_dir}",
             f"a run would put its files into the {shared}",
-            f"name one of its own, run_dir={run_dir / 'runs/NAME'}",
+            f"name one of its own, {shell_word('run_dir', run_dir / 'runs/NAME')}",
         )
     elif not existing.is_dir():
         yield unwritable(config.run_dir, f"{existing} is not a folder")

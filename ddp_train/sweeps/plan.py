@@ -37,6 +37,7 @@ from ddp_train.sweeps.sweeper import (
     pruner_of,
     trial_count,
 )
+from ddp_train.text import shell_word
 from ddp_train.text import word as override_of
 
 NO_BASELINE = "sweep.baseline=true has no effect: the trials share no host, or run one at a time"
@@ -169,7 +170,7 @@ def _folder_of_run(config: Config) -> list[str]:
     if not (is_of_study or is_of_script(folder) or has_runs_files(folder)):
         return []
     rule = "is the folder of a run, whose page would be lost; name another one"
-    return [f"run_dir={config.run_dir}: {rule}, run_dir={config.run_dir}_sweep"]
+    return [f"run_dir={folder}: {rule}, {shell_word('run_dir', f'{folder}_sweep')}"]
 
 
 def _with_objective(plan: SweepPlan, config: Config) -> SweepPlan:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from ddp_train.config.overrides import read_overrides
+from tests.support.commands import PROGRAM
 from tests.support.configs import (
     accepted,
     problems_of,
@@ -34,3 +37,16 @@ def test_run_begins_and_resumes_in_an_empty_folder(tmp_path: Path) -> None:
     accepted("run_dir=.", "model=mlp")
     assert (tmp_path / "config.yaml").exists()
     accepted("run_dir=.", "model=mlp")
+
+
+def test_remedy_with_a_folder_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "my runs [1]"
+    (here / "mine").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    (problem,) = problems_of("run_dir=.")
+    (word,) = shlex.split(problem.partition("name one of its own, ")[2])
+    assert read_overrides(PROGRAM, [word]).given == {"run_dir": str(here / "runs/NAME")}
+    (problem,) = problems_of("run_dir='~/x'")
+    assert problem.startswith("run_dir=~/x: nothing expands ~ there; use run_dir=$HOME/x")
