@@ -25,6 +25,9 @@ from ddp_train.text import first_line
 MODEL = "model.safetensors"
 AVERAGE = "ema.safetensors"
 TRAINING = "training.pt"
+EXTRA_STATE = "extra_state"
+"""Entry of training.pt with what a model's state_dict has beside tensors: what the modules'
+`get_extra_state` returned."""
 BEST = "best"
 """The link to the best checkpoint of a run, beside it."""
 NAMES_SHOWN = 6
@@ -178,11 +181,14 @@ def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
 
     Raises DataError with the names that differ if they belong to another model.
     """
-    weights = load_file(path / file)
+    weights: dict[str, Any] = load_file(path / file)
     own = model.state_dict()
+    tensors = {name for name, value in own.items() if isinstance(value, Tensor)}
+    if len(tensors) < len(own):
+        weights |= extra_state_of(path)
     differing = sorted(set(weights) ^ set(own))
     if not differing:
-        differing = [name for name in own if own[name].shape != weights[name].shape]
+        differing = [name for name in tensors if own[name].shape != weights[name].shape]
     if differing:
         names = ", ".join(differing[:NAMES_SHOWN])
         if len(differing) > NAMES_SHOWN:
@@ -208,7 +214,14 @@ def load_checkpoint(
     if path is None:
         return None
     step = read_manifest(path)["step"]
-    return step, load_file(path / MODEL), load_training(path)
+    training = load_training(path)
+    model = load_file(path / MODEL) | training.pop(EXTRA_STATE, {})
+    return step, model, training
+
+
+def extra_state_of(path: Path) -> dict[str, Any]:
+    """What the model's state_dict had beside tensors when a checkpoint was saved."""
+    return load_training(path).get(EXTRA_STATE, {})
 
 
 def load_training(path: Path) -> dict[str, Any]:

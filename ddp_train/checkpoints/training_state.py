@@ -6,9 +6,12 @@ A configured run, a survivor that saves in its place, and a session all save and
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +24,7 @@ from ddp_train.optim.ema import WeightAverage
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tensor_tree import map_tensors
+from ddp_train.text import first_line
 
 STEPPER = "stepper"
 METRICS = "metrics"
@@ -88,6 +92,7 @@ class TrainingState:
         Raises DataError if it is not plain data.
         """
         content = reader.load_training(path)
+        content.pop(reader.EXTRA_STATE, None)  # it goes with the weights, see `reader.load_model`
         average = content.pop("average")
         if average is not None:
             average = AverageState(**average)
@@ -180,8 +185,39 @@ def copy_of(tensor: Tensor) -> Tensor:
         return tensor.detach().cpu()
 
 
-def copies_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return map_tensors(copy_of, weights)
+def copies_of(weights: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a state_dict; what it has beside tensors is copied too."""
+    copies = {}
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            copies[name] = copy_of(value)
+        else:
+            copies[name] = copy.deepcopy(value)
+    return copies
+
+
+def problem_of_state(state: dict[str, Any]) -> str:
+    """Why no checkpoint could be read with a state_dict; "" if one could."""
+    content = io.BytesIO()
+    torch.save(state, content)
+    content.seek(0)
+    try:
+        torch.load(content, weights_only=True, map_location="cpu")
+    except UnpicklingError as error:
+        return first_line(error)
+    return ""
+
+
+def problem_of_extra_state(model: nn.Module) -> str:
+    """Why no checkpoint could be read with what a model's modules keep beside tensors; "" if one
+    could."""
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            continue
+        problem = problem_of_state({name: value})
+        if problem:
+            return f"what get_extra_state returns for {name} is not plain data: {problem}"
+    return ""
 
 
 def _apply_buffers(module: nn.Module, buffers: Tensor, rank: int) -> None:

@@ -43,6 +43,7 @@ from ddp_train.checkpoints.mirroring import Mirroring
 from ddp_train.checkpoints.reader import (
     AVERAGE,
     BEST,
+    EXTRA_STATE,
     MODEL,
     TRAINING,
     best_step,
@@ -66,7 +67,8 @@ class Snapshot:
     """What is written of the state after `step` optimizer steps."""
 
     step: int
-    model: dict[str, Tensor]
+    model: dict[str, Any]
+    """A state_dict. What it has beside tensors goes to training.pt."""
     training: dict[str, Any]
     """Contents of training.pt."""
     manifest: dict[str, Any]
@@ -220,12 +222,17 @@ def write_checkpoint(
 def _write_files(part: Path, snapshot: Snapshot) -> None:
     """Write all files, the manifest last, and flush them to the disk."""
     training = part / TRAINING
-    torch.save(map_tensors(Tensor.cpu, snapshot.training), training)
+    content = dict(snapshot.training)
+    extra_state = {
+        name: value for name, value in snapshot.model.items() if not isinstance(value, Tensor)
+    }
+    if extra_state:
+        content[EXTRA_STATE] = extra_state
+    torch.save(map_tensors(Tensor.cpu, content), training)
     for name, weights in ((MODEL, snapshot.model), (AVERAGE, snapshot.average)):
         if weights is None:
             continue
-        on_host = {key: tensor.cpu().contiguous() for key, tensor in weights.items()}
-        save_file(on_host, part / name)
+        save_file(_on_host(weights), part / name)
         # save_file makes it readable for its owner alone.
         (part / name).chmod(training.stat().st_mode)
     names = sorted(path.name for path in part.iterdir())
@@ -239,6 +246,25 @@ def _write_files(part: Path, snapshot: Snapshot) -> None:
     for name in [*names, MANIFEST]:
         _flush(part / name)
     _flush(part)
+
+
+def _on_host(weights: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a state_dict as a file of safetensors takes them: none shares memory.
+
+    Tied weights do; each name has its own there, and a model that ties them takes either.
+    """
+    on_host: dict[str, Tensor] = {}
+    memory: set[int] = set()
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        own = tensor.detach().cpu().contiguous()
+        place = own.untyped_storage().data_ptr()
+        if place in memory:
+            own = own.clone()
+        memory.add(place)
+        on_host[name] = own
+    return on_host
 
 
 def _put_in_place(part: Path, path: Path) -> None:
@@ -314,7 +340,7 @@ def link_best(best: Path) -> None:
 def save_checkpoint(
     folder: str | PathLike[str],
     step: int,
-    model: dict[str, Tensor],
+    model: dict[str, Any],
     training: dict[str, Any],
     keep: int = 2,
 ) -> Path:
@@ -323,7 +349,7 @@ def save_checkpoint(
     As the launcher writes its own: atomically, on the disk when this returns, read again and
     verified before older ones go. To be called on one process.
 
-    model: a state_dict of tensors, saved as safetensors.
+    model: a state_dict, whose tensors are saved as safetensors; tied weights may be in it.
     training: all else to resume with (an optimizer's state_dict, a scheduler's, the epoch):
         tensors, numbers and texts, in dicts and lists.
     keep: how many of the newest are kept.

@@ -110,7 +110,8 @@ def load_initial_weights(model: nn.Module, weights: Weights, ignore: Sequence[st
 
     Raises ConfigError if a glob matches no name, DataError with all names that do not fit.
     """
-    own = model.state_dict()
+    state = model.state_dict()
+    own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     tensors, notes = _with_names_of(own, weights)
     names = [*own, *tensors]
     problems = unmatched("model.init_ignore=[{}]", ignore, names, "name")

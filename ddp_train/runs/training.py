@@ -33,6 +33,7 @@ from ddp_train.checkpoints.training_state import (
     USER_HOOKS,
     StatefulHook,
     TrainingState,
+    problem_of_extra_state,
 )
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
@@ -56,6 +57,7 @@ from ddp_train.engine.scoring import score_with_average
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.engine.step_observers import ReportedHook
 from ddp_train.engine.user_hooks import UserHooks
+from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import parameter_counts
 from ddp_train.models.initial_weights import Origin, describe_origin
 from ddp_train.options.custom import hooks_of as hooks_named_by
@@ -446,6 +448,10 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
     if training.origin:
         origin = dataclasses.asdict(training.origin)
     module = training.job.module
+    problem = problem_of_extra_state(module.model)
+    if problem:
+        remedy = "keep tensors, numbers and texts, in dicts and lists"
+        raise ConfigError([f"model: {problem}; {remedy}"])
     digests_then = training.start.manifest.get("scored_digests", {})
     manifest = {
         "config": to_values(config),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +14,12 @@ from torch import Tensor
 
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.layout import read_manifest
-from ddp_train.checkpoints.training_state import TrainingState, copies_of
+from ddp_train.checkpoints.training_state import (
+    TrainingState,
+    copies_of,
+    problem_of_extra_state,
+    problem_of_state,
+)
 from ddp_train.checkpoints.writer import Snapshot, Writer
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
 from ddp_train.distributed.replicas import check_same_weights
@@ -26,7 +29,12 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.wrapped import Wrapped
-from ddp_train.text import counted, first_line
+from ddp_train.text import counted
+
+PLAIN_DATA = (
+    "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a checkpoint is"
+    " read"
+)
 
 
 class Stateful(Protocol):
@@ -200,6 +208,9 @@ def check_objects(objects: dict[str, Any], model: Wrapped | None) -> dict[str, S
         raise UsageError(
             "run.resume: there is no model yet", "call model = run.wrap(model) before it"
         )
+    problem = problem_of_extra_state(model.module)
+    if problem:
+        raise UsageError(f"run.resume: {problem}", PLAIN_DATA)
     others = {}
     for name, value in objects.items():
         if value is not model and value is not model.module:
@@ -228,14 +239,8 @@ def check_objects(objects: dict[str, Any], model: Wrapped | None) -> dict[str, S
 
 def _check_plain(name: str, holder: Stateful) -> None:
     """Raise UsageError if no checkpoint could be read with the state of an object."""
-    content = io.BytesIO()
-    torch.save(holder.state_dict(), content)
-    content.seek(0)
-    try:
-        torch.load(content, weights_only=True, map_location="cpu")
-    except UnpicklingError as error:
+    problem = problem_of_state(holder.state_dict())
+    if problem:
         raise UsageError(
-            f"run.resume: the state_dict of {name} is not plain data: {first_line(error)}",
-            "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a"
-            " checkpoint is read",
-        ) from None
+            f"run.resume: the state_dict of {name} is not plain data: {problem}", PLAIN_DATA
+        )

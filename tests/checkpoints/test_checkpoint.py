@@ -18,14 +18,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints import writer as writing
 from ddp_train.checkpoints.layout import digest_of, newest_step, places
-from ddp_train.checkpoints.reader import find, load_model, load_training
-from ddp_train.checkpoints.training_state import copy_of
-from ddp_train.checkpoints.writer import Snapshot, Writer, write_checkpoint
+from ddp_train.checkpoints.reader import (
+    defect_of,
+    find,
+    load_checkpoint,
+    load_model,
+    load_training,
+)
+from ddp_train.checkpoints.training_state import copy_of, problem_of_extra_state
+from ddp_train.checkpoints.writer import Snapshot, Writer, save_checkpoint, write_checkpoint
 from ddp_train.config.freeze import freeze
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import ConfigError, DataError, WriteError
@@ -450,3 +457,50 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCapture
     with pytest.raises(DataError, match="holds no valid checkpoint"):
         find("auto", tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+class WithExtraState(nn.Module):
+    """A layer that keeps a dict of numbers and a text beside its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.extra: Any = {"steps": 3, "name": "of layers"}
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def test_extra_state_of_a_model_is_saved_and_loaded(tmp_path: Path) -> None:
+    model = WithExtraState()
+    path = save_checkpoint(tmp_path, 1, model.state_dict(), {"epoch": 2})
+    assert defect_of(path) is None
+    other = WithExtraState()
+    other.extra = None
+    load_model(path, other)
+    assert other.extra == model.extra
+    assert torch.equal(other.layer.weight, model.layer.weight)
+    found = load_checkpoint(tmp_path)
+    assert found
+    assert found[1]["_extra_state"] == model.extra
+    assert found[2] == {"epoch": 2}
+
+
+def test_extra_state_that_is_no_plain_data_is_named() -> None:
+    model = WithExtraState()
+    assert problem_of_extra_state(model) == ""
+    model.extra = Path("a")
+    assert "get_extra_state returns for _extra_state is not plain" in problem_of_extra_state(model)
+
+
+def test_tied_weights_are_saved_under_each_name(tmp_path: Path) -> None:
+    tied = torch.arange(4.0)
+    weights = {"embedding": tied, "head": tied, "part": tied[:2]}
+    path = save_checkpoint(tmp_path, 1, weights, {})
+    saved = load_file(path / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in saved.items()} == {
+        name: tensor.tolist() for name, tensor in weights.items()
+    }
