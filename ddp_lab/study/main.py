@@ -20,6 +20,9 @@ from ddp_train.errors import ConfigError
 from ddp_train.telemetry.pages.page import write
 from ddp_train.telemetry.pages.report import Report, show
 
+COLUMNS = 100
+"""Width of the tables in a file or a pipe; the report has all columns."""
+
 
 class Kind(Protocol):
     """The interface of a module for one kind of study.
@@ -62,9 +65,19 @@ def study(program: Program, overrides: list[str], world: World | None) -> int:
             page = write(report, request.run_dir)
         except OSError as error:
             raise unwritten(request.run_dir, error) from None
-    show(report, Console(highlight=False))
+    show(report, _terminal())
     print(f"report {page}")
     return code
+
+
+def _terminal() -> Console:
+    """The terminal; a file or a pipe is taken for one, whose lines are read as well."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        return console
+    return Console(
+        file=console.file, width=COLUMNS, force_terminal=True, color_system=None, highlight=False
+    )
 
 
 def help_text(program: Program, overrides: list[str]) -> str:

@@ -164,6 +164,10 @@ def _checked_study(
         run = request.resolve(overrides)
         invalid = run.invalid
         reason = variant.reason
+        alone = merged(config.common, shared, own)
+        if invalid and variant.name != baseline and not request.resolve(alone).invalid:
+            reason = reason or f"cannot run with the command: {'; '.join(invalid)}"
+            invalid = []
         if not invalid and not reason:
             unsuited = run.unsuited + _single_host_only(run.config)
             if variant.name == baseline:

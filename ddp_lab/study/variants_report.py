@@ -26,6 +26,8 @@ from ddp_train.telemetry.pages.report import Plot, Report
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.text import counted
 
+DATA_PARALLEL = "dp"
+"""The variant that runs torch's DataParallel."""
 Point = tuple[float, list[float]]
 """x, and the values of all runs there."""
 
@@ -52,6 +54,7 @@ def build_report(request: Request, study: Study, outcomes: Outcomes, load_before
         sections=[*_tables(study, outcomes), *_plots(study, outcomes)],
         facts=facts | provenance(load_before),
         commands=[request.command, *commands],
+        brief=in_short(study, outcomes) if config.agreement else None,
     )
 
 
@@ -154,6 +157,38 @@ def _agreement(study: Study, outcomes: Outcomes) -> Table:
         " precision."
     )
     return Table("Agreement", columns, rows, note)
+
+
+def in_short(study: Study, outcomes: Outcomes) -> Table:
+    """The numbers of most interest of each variant: a table that fits a terminal."""
+    metric = METRICS[study.config.metric]
+    medians = {
+        variant.name: median(metric.values(outcomes.get(variant.name, [])))
+        for variant in study.variants
+    }
+    base = DATA_PARALLEL if medians.get(DATA_PARALLEL) else study.baseline
+    rows: list[list[Any]] = []
+    for variant in study.variants:
+        mine = medians[variant.name]
+        before = medians.get(base)
+        times = metric.gain(before, mine) if before and mine else None
+        mine_first = _first_completed(outcomes, variant.name)
+        other = study.config.agreement.get(variant.name, "")
+        other_first = _first_completed(outcomes, other)
+        difference = None
+        if mine_first and other_first:
+            difference = results.largest_weight_difference(mine_first.run_dir, other_first.run_dir)
+        row = [variant.name, mine, times, difference, other if difference is not None else None]
+        result = result_text(variant, outcomes.get(variant.name, []))
+        rows.append([*row, result.partition(":")[0]])
+    named = "DataParallel" if base == DATA_PARALLEL else base
+    effect = f"times {named}" if metric.is_time else f"difference from {named}"
+    columns = ["variant", metric.label, effect, "agreement", "with", "result"]
+    note = (
+        f"{effect}: by the median; agreement: the largest difference of the weights at the end, 0:"
+        " equal bit for bit."
+    )
+    return Table("In short", columns, rows, note, kept=columns[1:4])
 
 
 def _first_completed(outcomes: Outcomes, name: str) -> Outcome | None:

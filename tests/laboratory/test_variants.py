@@ -162,6 +162,15 @@ def test_mistakes_are_told_before_anything_runs(words: list[str], message: str) 
 
 
 @pytest.mark.slow
+def test_variants_of_another_model_keep_their_rows() -> None:
+    study = planned("study=strategies", "model=mlp", *TINY[:2])
+    assert study.named("single, batch norm").reason.startswith(
+        "cannot run with the command: model.norm=batch: no such key in model=mlp"
+    )
+    assert not study.named("ddp").reason
+
+
+@pytest.mark.slow
 def test_a_variant_that_does_not_fit_this_machine_keeps_its_row() -> None:
     study = planned(
         "study=strategies",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from ddp_lab.study import variants_report
 from ddp_lab.study.comparison_table import PARTS
 from ddp_lab.study.request import read_request
 from ddp_lab.study.variants import NEEDS_GPU, plan
+from ddp_train.telemetry.pages.report import show
 from tests.support.commands import (
     PROGRAM,
 )
@@ -136,3 +139,22 @@ def test_growth_has_a_line_for_each_optimizer() -> None:
         for name in ("sgd", "lars", "lamb", "global batch size", "test accuracy")
     )
     assert report.tables[0].rows[1][4:6] == [95.0, 0.0], "highest, and the difference in points"
+
+
+@pytest.mark.slow
+def test_comparison_with_data_parallel_fits_a_terminal() -> None:
+    request, study = whole("strategies")
+    seconds = {"single": 4.0, "dp": 2.0, "ddp": 1.0}
+    found = {name: [outcome([9.0, value])] for name, value in seconds.items()}
+    report = variants_report.build_report(request, study, found, 0.0)
+    brief = report.brief
+    assert brief is not None
+    assert brief.columns[:4] == ["variant", "s/epoch", "times DataParallel", "agreement"]
+    times = {row[0]: row[2] for row in brief.rows if row[2] is not None}
+    assert times == {"single": 0.5, "dp": 1.0, "ddp": 2.0}
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    show(report, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 100 and "In short" in lines[0]
+    without = variants_report.build_report(request, study, {"single": found["single"]}, 0.0)
+    assert without.brief is not None and without.brief.columns[2] == "times single"

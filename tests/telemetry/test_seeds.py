@@ -37,8 +37,7 @@ def test_seeds_are_grouped_and_noise_is_told_from_effect(tmp_path: Path) -> None
     )
     assert "1.00%" in report.findings[0] and "12 runs" in report.findings[0]
     assert (
-        "cannot be told from noise against 1 other: optimizer.lr=0.2 model.hidden=16"
-        in report.findings[1]
+        "cannot be told from noise against optimizer.lr=0.2 model.hidden=16." in report.findings[1]
     )
     assert [plot.chart["kind"] for plot in report.plots if plot.chart] == ["curves", "parallel"]
     assert len(as_page(report).encode()) < BOUND
@@ -65,7 +64,7 @@ def test_settings_that_ran_once_are_not_said_to_be_worse(tmp_path: Path) -> None
         .startswith("optimizer.lr=0.3 is better than all others by more")
     )
     found = page_of_sweep(tmp_path, [row for row in rows if row["trial"] not in (1, 2)]).findings[1]
-    assert "is better than 1 other by more than noise" in found, found
+    assert "is better than optimizer.lr=0.2 by more than noise" in found, found
     assert found.endswith(" 1 other ran once and cannot be compared.") and "all others" not in found
 
 
@@ -73,11 +72,18 @@ def test_diverging_setting_is_no_noise_of_the_others() -> None:
     rows = seeded(sgd=[0.51, 0.57], adam=[0.5, 0.6], lars=[2.4, 4.6])
     spread, close, apart = SeedGroups(rows, "test.loss", "min").findings()
     assert "differ by 0.0424 to 1.5556 (" in spread and "3 settings, 6 runs" in spread
-    assert close.endswith("cannot be told from noise against 1 other: optimizer.name=adam.")
+    assert close.endswith("cannot be told from noise against optimizer.name=adam.")
     assert apart.startswith(
-        "Each run of optimizer.name=sgd is better than all of 1 other: optimizer.name=lars."
+        "Each run of optimizer.name=sgd is better than each of optimizer.name=lars."
     )
     spread, apart = SeedGroups(
         seeded(sgd=[0.9, 0.91], adam=[0.1, 0.5]), "test.accuracy", "max"
     ).findings()
-    assert "1 other: optimizer.name=adam" in apart and "noise" not in apart, "higher is better"
+    assert "each of optimizer.name=adam" in apart and "noise" not in apart, "higher is better"
+
+
+def test_each_repeated_setting_is_in_a_sentence() -> None:
+    rows = seeded(sgd=[0.50, 0.51, 0.52], adam=[0.51, 0.52, 0.53], lars=[0.9, 0.91, 0.92])
+    _, close, worse = SeedGroups(rows, "test.loss", "min").findings()
+    assert worse.startswith("optimizer.name=sgd is better than optimizer.name=lars by more than")
+    assert close.endswith("cannot be told from noise against optimizer.name=adam.")

@@ -71,6 +71,8 @@ class Report:
     """Sentences on what held it back, with the key that helps."""
     refresh_seconds: int = 0
     """Time after which the page loads itself again; 0: never."""
+    brief: Table | None = None
+    """What a terminal shows above all tables."""
 
     @property
     def tables(self) -> list[Table]:
@@ -84,6 +86,8 @@ class Report:
 
 def show(report: Report, console: Console | None = None) -> None:
     """Print the tables, see `tables.show`."""
+    if report.brief:
+        tables.show(report.brief, console)
     for table in report.tables:
         tables.show(table, console)
 

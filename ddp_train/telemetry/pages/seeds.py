@@ -103,10 +103,7 @@ class SeedGroups:
         once = len(self.values) - 1 - len(compared)
         rest = f" {counted(once, 'other')} ran once and cannot be compared." if once else ""
         alike = [settings for settings in compared if self._may_be_noise(settings)]
-        if not alike:
-            than = counted(len(compared), "other") if once else "all others"
-            test = "(Welch's t-test, p < 0.05 for each)"
-            return [f"{best} is better than {than} by more than noise {test}.{rest}"]
+        worse = [settings for settings in compared if settings not in alike]
         apart = [settings for settings in alike if self._is_always_worse(settings)]
         close = [settings for settings in alike if settings not in apart]
         sentences = []
@@ -116,8 +113,16 @@ class SeedGroups:
             )
         if apart:
             sentences.append(
-                f"Each run of {best} is better than all of {_named(apart)}. So few runs may be so"
+                f"Each run of {best} is better than each of {_named(apart)}. So few runs may be so"
                 " by chance; more values of seed would tell."
+            )
+        if worse:
+            than = _named(worse)
+            if len(worse) == len(self.values) - 1 > 1:
+                than = "all others"
+            sentences.append(
+                f"{best} is better than {than} by more than noise (Welch's t-test, p < 0.05 for"
+                " each)."
             )
         sentences[-1] += rest
         return sentences
@@ -152,8 +157,10 @@ def _seed(row: Row) -> int | float | str:
 
 
 def _named(settings: Sequence[str]) -> str:
-    """`2 others: optimizer.lr=0.1; optimizer.lr=0.2`."""
+    """`optimizer.lr=0.1`, or `2 others (optimizer.lr=0.1; optimizer.lr=0.2)`."""
+    if len(settings) == 1:
+        return settings[0]
     names = "; ".join(settings[:MOST_NAMES])
     if len(settings) > MOST_NAMES:
         names += "; ..."
-    return f"{counted(len(settings), 'other')}: {names}"
+    return f"{counted(len(settings), 'other')} ({names})"
