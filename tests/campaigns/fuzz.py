@@ -19,6 +19,10 @@ fault ends the command, the same command is given again, as a user would. What m
 - Nothing is left: no process five seconds after the command, nothing of it in /dev/shm, no lock, no
   half-written file.
 
+Three cases of seven are scripts instead (tests/campaigns/fuzz_scripts.py): loops of the user's own
+with sums, gathers, changing data, accumulation and stops, held against plain torch in float64; and
+sweeps.
+
 A command that takes longer than its limit is a failure. Results are a line of JSON each in --out;
 cases that are there already are not run again.
 """
@@ -51,7 +55,7 @@ from ddp_train.engine.metrics_hook import RESIZE
 from ddp_train.linux import adopting_orphans, children_of, state_of
 from ddp_train.resilience import run_lock
 from ddp_train.telemetry.metrics_log import last_step
-from tests.campaigns import chaos, fuzz_faults
+from tests.campaigns import chaos, fuzz_faults, fuzz_scripts
 from tests.campaigns.fuzz_faults import FAILED, STOPPED, Command, Fault, Stage
 from tests.support import zygote
 from tests.support.commands import (
@@ -490,6 +494,17 @@ def check_left(stage: Stage, before: set[str], killed: bool = False) -> None:
     """before: what was in /dev/shm. killed: whether the launcher was, which removes what killed
     loaders leave there."""
     deadline = time.monotonic() + LEAVE_SECONDS
+    check_no_process_left()
+    while run_lock.is_held(stage.run_dir / run_lock.FILE):
+        expect(time.monotonic() < deadline + LEAVE_SECONDS, "the lock is still held")
+        time.sleep(0.02)
+    shared = [name for name in set(os.listdir("/dev/shm")) - before if _of_nobody(name)]  # noqa: PTH208
+    expect(not shared or killed, f"left in /dev/shm: {shared}")
+
+
+def check_no_process_left() -> None:
+    """Wait for the processes of a command. Raises WrongError if some stay, which are ended."""
+    deadline = time.monotonic() + LEAVE_SECONDS
     while (left := _own_children()) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in left:
@@ -497,11 +512,6 @@ def check_left(stage: Stage, before: set[str], killed: bool = False) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
     expect(not left, f"processes are left: {list(left.values())}")
-    while run_lock.is_held(stage.run_dir / run_lock.FILE):
-        expect(time.monotonic() < deadline + LEAVE_SECONDS, "the lock is still held")
-        time.sleep(0.02)
-    shared = [name for name in set(os.listdir("/dev/shm")) - before if _of_nobody(name)]  # noqa: PTH208
-    expect(not shared or killed, f"left in /dev/shm: {shared}")
 
 
 def _own_children() -> dict[int, str]:
@@ -569,7 +579,8 @@ class Result:
     seed: int
     fault: str
     outcome: str
-    """went on, restarted, given again, refused and repaired, or WRONG."""
+    """went on, restarted, given again, refused and repaired, or WRONG; of a script: see
+    fuzz_scripts.Ended."""
     codes: list[int] = field(default_factory=list)
     seconds: float = 0.0
     why: str = ""
@@ -593,6 +604,8 @@ class Fuzzer:
 
     def case(self, seed: int, fault_name: str = "", torchrun: bool = False) -> Result:
         """Never raises for what the run does. torchrun: under it, whether that was drawn or not."""
+        if fuzz_scripts.is_of_scripts(seed // CASES_PER_COMMAND):
+            return self.script_case(seed)
         if self.number != seed // CASES_PER_COMMAND or self.reference is None:
             self.number = seed // CASES_PER_COMMAND
             self.reference = None
@@ -627,6 +640,27 @@ class Fuzzer:
             result.why = str(error) if isinstance(error, WrongError) else traceback.format_exc()
             fuzz_faults.make_writable(stage)
             result.why += f"\n  fault: {stage.said}\n  left in {folder}"
+        result.seconds = time.monotonic() - began
+        return result
+
+    def script_case(self, seed: int) -> Result:
+        """A loop of the user's own, or a sweep: tests/campaigns/fuzz_scripts.py."""
+        draw = random.Random(f"script {seed}")
+        kind = fuzz_scripts.drawn_kind(draw)
+        result = Result(seed, kind, "WRONG")
+        folder = Path(tempfile.mkdtemp(prefix=f"case_{seed}_", dir=self.base))
+        said: list[str] = []
+        began = time.monotonic()
+        try:
+            ended = fuzz_scripts.PLAYS[kind](draw, folder, said)
+            result.codes = ended.codes
+            check_no_process_left()
+            result.outcome = ended.outcome
+            shutil.rmtree(folder)
+        except Exception as error:  # noqa: BLE001  what cannot be read is not as it should be
+            is_told = isinstance(error, (WrongError, fuzz_scripts.OddError))
+            result.why = str(error) if is_told else traceback.format_exc()
+            result.why += "\n  ".join(["", *said, f"left in {folder}"])
         result.seconds = time.monotonic() - began
         return result
 
@@ -730,7 +764,8 @@ def tell(result: Result, out: Path | None) -> None:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    outcomes = ["went on", "restarted", "given again", "refused, then begun anew", "WRONG"]
+    outcomes = ["went on", "restarted", "given again", "refused, then begun anew"]
+    outcomes += ["as in one process", "resumed", "swept", "refused", "WRONG"]
     count = Counter((one["fault"], one["outcome"]) for one in results)
     rows = ["| fault | " + " | ".join(outcomes) + " |", "|---|" + "---:|" * len(outcomes)]
     for fault in [*sorted({one["fault"] for one in results}), "all"]:

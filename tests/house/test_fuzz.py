@@ -6,13 +6,24 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.campaigns.fuzz import Fuzzer, Outcome, Result, differences, prepared, table
+from tests.campaigns.fuzz import (
+    CASES_PER_COMMAND,
+    Fuzzer,
+    Outcome,
+    Result,
+    differences,
+    prepared,
+    table,
+)
 from tests.campaigns.fuzz_faults import FAULTS
+from tests.campaigns.fuzz_scripts import OddError, check_refusal, drawn_loop, is_of_scripts
 
 CASES = {
     1000: (  # mlp with a validation set, two ranks, no restarts, three checkpoints
@@ -78,6 +89,30 @@ def test_a_fault_changes_nothing_or_is_named(number: int, fuzzer: tuple[int, Fuz
     assert result.outcome != "WRONG", f"{result.why}\n{result.command}"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [3, 10])
+def test_a_loop_in_a_session_is_the_plain_loop(seed: int, tmp_path: Path) -> None:
+    """Three processes, killed once; and a sum over numbers that differ between processes."""
+    with prepared(tmp_path) as made:
+        result = made.case(seed)
+    assert result.outcome in ("as in one process", "resumed"), result.why
+
+
+def test_scripts_are_drawn_alike_from_a_seed() -> None:
+    loops = [drawn_loop(random.Random("script 1"), 3) for _ in range(2)]
+    assert loops[0] == loops[1]
+    for first in CASES:
+        assert not is_of_scripts(first // CASES_PER_COMMAND)
+
+
+def test_a_script_must_say_why_it_is_refused() -> None:
+    check_refusal("FATAL data (rank 0 on a, step 0, build): no samples\n  remedy: some\n")
+    check_refusal("train.py:3: ddp_train.session: another run is in x\n  remedy: wait for it\n")
+    with pytest.raises(OddError):
+        check_refusal("Traceback (most recent call last):\nFATAL exception (rank 0): boom\n")
+
+
 def changed(**values: Any) -> Callable[[Outcome], None]:
     def change(outcome: Outcome) -> None:
         vars(outcome).update(values)
@@ -137,7 +172,7 @@ def test_the_faults_have_names_of_their_own_and_a_row_each() -> None:
     } <= set(names)
     results = [vars(Result(1, "none", "went on")), vars(Result(2, "none", "WRONG"))]
     assert json.loads(json.dumps(results)) == results
-    assert table(results).splitlines()[-1] == "| all | 1 |  |  |  | 1 |"
+    assert table(results).splitlines()[-1] == "| all | 1 |  |  |  |  |  |  |  | 1 |"
 
 
 def test_resized_run_gives_samples_to_other_ranks() -> None:
