@@ -215,7 +215,12 @@ class _Reader:
                 argument = f"{group}={shown(option)}"
         options = self.program.options(group)
         unknown = [str(item) for item in items if str(item) not in options]
-        if not unknown or (option is None and group in PRESETS):
+        if option is None and group in PRESETS:  # Hydra takes no null there
+            arguments = self.overrides.arguments
+            arguments[:] = [text for text in arguments if text.partition("=")[0] != group]
+            self.overrides.choices[group] = str(option)
+            return
+        if not unknown:
             self.overrides.arguments.append(argument)
             self.overrides.choices[group] = str(option)
             return

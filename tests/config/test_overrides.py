@@ -62,3 +62,9 @@ def test_a_shown_value_can_be_pasted(value: Any) -> None:
     read = read_overrides(PROGRAM, [f"some.key={shown(value)}"])
     assert read.problems == []
     assert read.given == {"some.key": value}
+
+
+def test_preset_is_taken_back_by_null() -> None:
+    read = read_overrides(PROGRAM, ["debug=tiny", "model=mlp", "debug=null"])
+    assert read.problems == [] and read.arguments == ["model=mlp"]
+    assert read.choices == {"debug": "None", "model": "mlp"}
