@@ -35,6 +35,8 @@ def resolve(config: Config, hardware: Hardware, world: World | None) -> Config:
     resolved = dataclasses.replace(config, process_range=None, process_counts=[], host_range=None)
     asked = dotted(dataclasses.asdict(config))
     resolved.chosen_keys = [key for key, value in asked.items() if value == "auto"]
+    if world is not None and "launch.nproc_per_node" in resolved.chosen_keys:
+        resolved.chosen_keys.remove("launch.nproc_per_node")  # it was given to torchrun
     if resolved.device == "auto":
         resolved.device = "cuda" if hardware.gpus else "cpu"
     if resolved.deterministic == "auto":
