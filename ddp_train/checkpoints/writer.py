@@ -53,6 +53,7 @@ from ddp_train.checkpoints.reader import (
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import OwnershipLostError, WriteError
 from ddp_train.resilience import run_lock
+from ddp_train.resilience.whole_files import RAISE_LIMIT, is_over_limit, shown_limit, size_limit
 from ddp_train.tensor_tree import map_tensors, tensors
 
 SUPERSEDED = ".part-old"
@@ -286,9 +287,16 @@ def _not_written(run_dir: Path, path: Path, snapshot: Snapshot, error: Exception
     reason = reason_of(error)
     if run_dir.exists():
         free = shutil.disk_usage(run_dir).free
-        if isinstance(error, RuntimeError) and free < needed:
-            # torch says "unexpected pos".
-            reason = os.strerror(errno.ENOSPC)
+    limit = size_limit()
+    if is_over_limit(error) or (limit is not None and limit < needed <= free):
+        return WriteError(
+            f"the checkpoint of step {snapshot.step} cannot be written to {path}: {shown_limit()},"
+            f" and some {needed:,} are needed",
+            RAISE_LIMIT,
+        )
+    if run_dir.exists() and isinstance(error, RuntimeError) and free < needed:
+        # torch says "unexpected pos".
+        reason = os.strerror(errno.ENOSPC)
     return WriteError(
         f"the checkpoint of step {snapshot.step} cannot be written to {path}: "
         f"{reason} ({free:,} bytes free, some {needed:,} needed)",

@@ -11,6 +11,7 @@ from pathlib import Path
 from ddp_train.errors import ConfigError, DiskFullError
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
+from ddp_train.resilience.whole_files import RAISE_LIMIT, is_over_limit, shown_limit
 from ddp_train.text import shell_word
 
 
@@ -68,6 +69,9 @@ def unwritable(run_dir: str | None, reason: str) -> Problem:
 def unwritten(run_dir: str | Path | None, error: OSError) -> ConfigError:
     """The error to be raised where a run directory could not be written."""
     reason = error.strerror or str(error)
+    if is_over_limit(error):
+        problem = Problem(f"run_dir={run_dir}", shown_limit(), RAISE_LIMIT)
+        return ConfigError([str(problem)])
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         remedy = "free some space, and start the same command again"
         return DiskFullError([f"run_dir={run_dir}: cannot be written ({reason}); {remedy}"])

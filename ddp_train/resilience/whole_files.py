@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import resource
 from pathlib import Path
 from typing import Any
+
+RAISE_LIMIT = "raise the limit before the start: ulimit -f unlimited"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -48,6 +52,23 @@ def create_json(path: Path, values: dict[str, Any]) -> None:
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def size_limit() -> int | None:
+    """The most bytes that this process may write into one file, `ulimit -f`; None without a
+    limit."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def is_over_limit(error: BaseException) -> bool:
+    """Tell whether a write has failed since a file may be no longer, which a full disk is not."""
+    return isinstance(error, OSError) and error.errno == errno.EFBIG
+
+
+def shown_limit() -> str:
+    """`files may have 102,400 bytes (ulimit -f)`."""
+    return f"files may have {size_limit() or 0:,} bytes (ulimit -f)"
 
 
 def _finite(value: Any) -> Any:

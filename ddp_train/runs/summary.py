@@ -20,7 +20,7 @@ from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.errors import WriteError
 from ddp_train.models.freezing import parameter_counts
 from ddp_train.resilience.failure_report import SUMMARY
-from ddp_train.resilience.whole_files import write_json
+from ddp_train.resilience.whole_files import RAISE_LIMIT, is_over_limit, write_json
 from ddp_train.runs.context import RunContext
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
@@ -34,9 +34,11 @@ def write(run_dir: Path, summary: dict[str, Any]) -> None:
     try:
         write_json(run_dir / SUMMARY, summary)
     except OSError as error:
-        remedy = (
-            "free some space, and give the same command again: nothing is left to train, and the"
-            " file is written"
+        remedy = "free some space"
+        if is_over_limit(error):
+            remedy = RAISE_LIMIT
+        remedy += (
+            ", and give the same command again: nothing is left to train, and the file is written"
         )
         raise WriteError(f"{run_dir}: summary.json cannot be written: {error}", remedy) from error
 

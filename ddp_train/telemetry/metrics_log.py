@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from ddp_train.resilience.whole_files import write_text
+from ddp_train.resilience.whole_files import size_limit, write_text
 from ddp_train.telemetry.json_files import finite_or_none, parse_object, read_bytes
 
 METRICS = "metrics.jsonl"
@@ -92,9 +92,11 @@ class MetricsFile:
         file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             written = os.write(file, line)
-            if written < len(line):  # the disk became full within the line
-                os.ftruncate(file, os.fstat(file).st_size - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if written < len(line):  # the disk became full within the line, or the file too long
+                size = os.fstat(file).st_size
+                os.ftruncate(file, size - written)
+                cause = errno.EFBIG if size == size_limit() else errno.ENOSPC
+                raise OSError(cause, os.strerror(cause))
         finally:
             os.close(file)
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import resource
 import shutil
 import subprocess
 import threading
@@ -297,6 +298,22 @@ def test_a_disk_that_stays_full_is_warned_of_once(
     assert not warnings(4)
     failing[0] = OSError(30, "Read-only file system")
     assert len(warnings(5)) == 1, "again, since one has been written meanwhile"
+
+
+def test_limit_of_file_size_is_no_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def cut_off(archive: object, place: Path) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", cut_off)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
+    writer = Writer(tmp_path, keep=1)
+    writer.submit(lambda: snapshot(1))
+    with pytest.raises(WriteError) as caught:
+        writer.finish()
+    assert "files may have 10 bytes (ulimit -f), and some" in str(caught.value)
+    assert caught.value.remedy == "raise the limit before the start: ulimit -f unlimited"
 
 
 def test_a_newer_one_is_verified_before_an_older_one_goes(

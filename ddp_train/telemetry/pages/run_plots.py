@@ -126,21 +126,24 @@ def _values_at(lists: Sequence[Sequence[Any]], place: int) -> list[Any]:
 
 
 def _plots_over_time(run: RunFiles, events: Sequence[Event]) -> list[Plot]:
-    """Throughput and hardware over time, pauses between two starts included."""
+    """Throughput and hardware over time, pauses between two starts included.
+
+    Time begins with the first line: before it lies the start-up, of which there are no numbers.
+    """
     lines = run.intervals
     if not lines:
         return []
-    start = min([lines[0]["time"], *(event.time for event in events)])
+    start = lines[0]["time"]
     span = lines[-1]["time"] - start
     unit = next((unit for unit, seconds in UNITS.items() if span >= 2 * seconds), "seconds")
     seconds = UNITS[unit]
     x = [(line["time"] - start) / seconds for line in lines]
     marks = []
     for event in events:
-        if event.text != START:
+        if event.text != START and event.time >= start:
             marks.append(Mark((event.time - start) / seconds, event.text))
     gaps = [mark.x for mark in marks if mark.text == RESUMED]
-    clock = Axis(f"{unit} since the start", whole=True)
+    clock = Axis(f"{unit} since the first line of metrics.jsonl", whole=True)
     speed = next((name for name in SPEEDS if name in lines[-1]), SPEEDS[-1])
     label = speed.replace("_per_second", "/s")
     throughput = Curve(label, x, [line.get(speed) for line in lines])
