@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -127,6 +128,7 @@ class SessionCheckpoints:
                 "name another run_dir",
             )
         self._check_names(path, state.objects)
+        self._check_groups(path, state.session.get("groups", {}))
         module = self.model.module
         state.apply_weights(path, module, module, self.world.rank)
         for name, holder in self.objects.items():
@@ -146,6 +148,40 @@ class SessionCheckpoints:
                 f"{path} has {_listed(saved)} beside the model, and run.resume got"
                 f" {_listed(self.objects)}; they differ in {', '.join(differing)}",
                 "give run.resume what it got when that was saved, or start over in another run_dir",
+            )
+
+    def _groups(self) -> dict[str, list[list[str]]]:
+        """The names of the parameters in each group of each optimizer, by the optimizer's name."""
+        names = {id(weight): name for name, weight in self.model.module.named_parameters()}
+        return {
+            name: [
+                [names.get(id(weight), "") for weight in group["params"]]
+                for group in holder.param_groups
+            ]
+            for name, holder in self.objects.items()
+            if isinstance(holder, torch.optim.Optimizer)
+        }
+
+    def _check_groups(self, path: Path, saved: dict[str, list[list[str]]]) -> None:
+        """Raise DataError for an optimizer of other parameters, or of the same in another order.
+
+        torch takes moments by place: they would be those of other parameters.
+        """
+        for name, groups in self._groups().items():
+            before = saved.get(name, groups)
+            if before == groups:
+                continue
+            flat_before = [parameter for group in before for parameter in group]
+            flat = [parameter for group in groups for parameter in group]
+            pairs = zip_longest(flat_before, flat, fillvalue="nothing")
+            changed = [pair for pair in pairs if pair[0] != pair[1]]
+            what = "its groups are divided in another way"
+            if changed:
+                what = f"it had {changed[0][0]} where {changed[0][1]} is now"
+            raise DataError(
+                f"{path}: the parameters of {name} are others, or in another order: {what}",
+                "build it with the groups and the order that it had when that was saved, or start"
+                " over in another run_dir",
             )
 
     def save(self, position: Position, batches: dict[str, Any], watch: GradientWatch) -> None:
@@ -170,6 +206,7 @@ class SessionCheckpoints:
                     "position": asdict(position),
                     "batches": batches,
                     "gradients": gradients,
+                    "groups": self._groups(),
                 }
                 self.writer.submit(partial(self._snapshot, position.step, session, buffers))
 

@@ -6,7 +6,8 @@ import contextlib
 import logging
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -259,19 +260,31 @@ class Steps:
         self.gradients.see_backward()
         self.status.phase = "backward"
 
-    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Called before each step of any optimizer in this process."""
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Called before each step of any optimizer in this process.
+
+        Returns the arguments of the step, if it is given a closure: that gives the loss over all
+        processes, so that all decide alike what to do by it.
+        """
         if not self.in_epoch or id(optimizer) in self.foreign_optimizers:
-            return
+            return None
         if id(optimizer) not in self.optimizers:
             if self.model is None or not self.model.is_trained_by(optimizer):
                 self.foreign_optimizers.add(id(optimizer))
-                return
+                return None
             raise UsageError(
                 f"an optimizer ({type(optimizer).__name__}) that run.resume did not get makes a"
                 " step: its state would be lost",
                 "run.resume(model=model, optimizer=optimizer)",
             )
+        _, *given = arguments  # the first one is the optimizer
+        closure = given[0] if given else named.get("closure")
+        if closure is not None:
+            self.gradients.see_step(optimizer)
+            self.status.phase = "optimizer step"
+            return (optimizer,), {"closure": partial(self._loss_of_all, closure)}
         if not self.had_backward:
             raise UsageError(
                 "optimizer.step() in a step whose loss did not come by run.mean: where processes"
@@ -281,6 +294,22 @@ class Steps:
             )
         self.gradients.see_step(optimizer)
         self.status.phase = "optimizer step"
+        return None
+
+    @torch.no_grad()
+    def _loss_of_all(self, closure: Callable[[], Any]) -> Any:
+        """The mean over the processes of the loss that a closure returns. A collective."""
+        with torch.enable_grad():
+            loss = closure()
+        if not self.had_backward:
+            raise UsageError(
+                "optimizer.step(closure): the closure's loss did not come by run.mean",
+                "in it: optimizer.zero_grad(), loss = run.mean(losses), of one loss for each"
+                " sample (reduction='none'), loss.backward(), return loss",
+            )
+        if not isinstance(loss, Tensor):
+            return loss
+        return total(loss.detach().clone()) / self.world.size
 
 
 class ScoreWatch:

@@ -80,6 +80,13 @@ class Wrapped(nn.Module):
             self._ddp._remove_autograd_hooks()
         self._hold(None)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies (`copy.deepcopy`, as averages of weights make them) and pickles are of the model.
+
+        They take no gradients over processes, and nothing of the session goes with them.
+        """
+        return _itself, (self.module,)
+
     def state_dict(self, *arguments: Any, **keywords: Any) -> dict[str, Any]:
         return self.module.state_dict(*arguments, **keywords)
 
@@ -102,3 +109,7 @@ class Wrapped(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.module, name)
+
+
+def _itself(model: nn.Module) -> nn.Module:
+    return model

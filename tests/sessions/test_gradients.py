@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import ddp_train
 from ddp_train.data.batch_plan import epoch_order
 from ddp_train.distributed.world import World
 from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
+from ddp_train.sessions.wrapped import Wrapped
 from tests.support import zygote
 from tests.support.commands import LIMIT_SECONDS, ROOT, environment
 from tests.support.ranks import on_ranks
@@ -217,3 +221,90 @@ def test_a_parameter_without_a_gradient_stays_without() -> None:
     put_back(model, {"bias": torch.ones(2)})
     assert model.weight.grad is None
     assert model.bias.grad is not None
+
+
+def train_by_closure(run: Any, epochs: int) -> nn.Module:
+    model = run.wrap(net())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+    loader = run.loader(rows(), global_batch_size=32, shuffle=False)
+    run.resume(model=model, optimizer=optimizer)
+    for _ in run.epochs(epochs):
+        for batch in loader:
+
+            def closure(batch: Any = batch) -> torch.Tensor:
+                optimizer.zero_grad()
+                losses = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+                loss = run.mean(losses)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    return model.module
+
+
+def test_a_closure_steps_by_the_mean_loss(tmp_path: Path) -> None:
+    """LBFGS calls it several times in a step."""
+    inputs, labels = rows().tensors
+    by_hand = net()
+    optimizer = torch.optim.LBFGS(by_hand.parameters(), max_iter=4)
+
+    def closure_by_hand() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(by_hand(inputs), labels)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure_by_hand)
+    for epochs in (1, 2):
+        with ddp_train.session(tmp_path, processes=1, device="cpu") as run:
+            model = train_by_closure(run, epochs)
+    torch.testing.assert_close(
+        dict(model.state_dict()), dict(by_hand.state_dict()), rtol=0, atol=1e-9
+    )
+
+
+def test_groups_in_another_order_are_refused_on_a_resume(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for is_reversed in (False, True):
+        with (
+            pytest.raises(SystemExit) if is_reversed else nullcontext(),
+            ddp_train.session(tmp_path, processes=1, device="cpu") as run,
+        ):
+            model = run.wrap(net())
+            weights = list(model.parameters())
+            if is_reversed:
+                weights.reverse()
+            optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
+            loader = run.loader(rows(), global_batch_size=8)
+            run.resume(model=model, optimizer=optimizer)
+            for _ in run.epochs(1):
+                for inputs, labels in loader:
+                    losses = functional.cross_entropy(model(inputs), labels, reduction="none")
+                    run.mean(losses).backward()
+                    optimizer.step()
+    assert "it had 0.weight where 2.bias is now" in capfd.readouterr().err
+
+
+def test_averages_of_weights_copy_the_model_alone() -> None:
+    wrapped = Wrapped(net(), "cpu", 1, True, {})
+    average = torch.optim.swa_utils.AveragedModel(wrapped)
+    average.update_parameters(wrapped)
+    assert type(average.module) is nn.Sequential
+    again = copy.deepcopy(wrapped)
+    torch.testing.assert_close(dict(again.state_dict()), dict(wrapped.state_dict()))
+    assert again[0].weight is not wrapped.module[0].weight  # type: ignore[index]
+
+
+def copy_on_ranks(world: World) -> list[str]:
+    wrapped = Wrapped(net(), "cpu", world.size, True, {})
+    copied = copy.deepcopy(wrapped)
+    pickled = pickle.loads(pickle.dumps(wrapped))
+    wrapped.release()
+    return [type(copied).__name__, type(pickled).__name__]
+
+
+@pytest.mark.slow
+def test_a_model_over_processes_can_be_copied() -> None:
+    assert on_ranks(3, copy_on_ranks) == [["Sequential", "Sequential"]] * 3
