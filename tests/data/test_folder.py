@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torchvision.datasets.folder import make_dataset
 from torchvision.transforms.v2 import functional
 
 from ddp_train.config.auto import resolve
@@ -473,3 +474,29 @@ def test_a_spoilt_file_of_rank_1_ends_the_run(folder: Path, tmp_path: Path) -> N
         f"{path} (sample {number}) cannot be decoded" in failure["detail"] and failure["step"] == 3
     )
     assert failure["remedy"] == "repair or remove the file"
+
+
+def test_a_link_to_a_folder_around_it_brings_no_file_twice(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "inner").mkdir(parents=True)
+        Image.fromarray(picture(0)).save(tmp_path / name / "one.png")
+        Image.fromarray(picture(0)).save(tmp_path / name / "inner/two.PNG")
+    (tmp_path / "a/inner/again").symlink_to(tmp_path / "a")
+    (tmp_path / "a/inner/other").symlink_to(tmp_path / "b/inner")
+    (tmp_path / "b/inner/back").symlink_to(tmp_path / "a/inner")
+    found = FolderSource(tmp_path, 32, augmented=False, seed=0, decode="pil")
+    names = [str(Path(path).relative_to(tmp_path)) for path in found.paths]
+    assert names == [
+        "a/one.png",
+        "a/inner/two.PNG",
+        "a/inner/other/two.PNG",
+        "b/one.png",
+        "b/inner/two.PNG",
+        "b/inner/back/two.PNG",
+        "b/inner/back/again/one.png",
+    ]
+    (tmp_path / "a/inner/again").unlink()
+    (tmp_path / "b/inner/back").unlink()
+    theirs = make_dataset(str(tmp_path), {"a": 0, "b": 1}, (".png",))
+    found = FolderSource(tmp_path, 32, augmented=False, seed=0, decode="pil")
+    assert list(zip(found.paths, found.targets.tolist(), strict=True)) == theirs

@@ -6,7 +6,8 @@ They are decoded on the host or on a GPU.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,15 +238,41 @@ def _class_folders(folder: Path) -> list[str]:
 
 
 def _labelled_files(folder: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
-    """The path and the label of each image that does not lie in a hidden folder."""
-    from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+    """The path and the label of each image that does not lie in a hidden folder.
 
-    if not classes:
-        return []
-    labels = {name: label for label, name in enumerate(classes)}
-    samples = make_dataset(str(folder), labels, IMG_EXTENSIONS, allow_empty=True)
-    root = str(folder)
-    return [(path, label) for path, label in samples if "/." not in path[len(root) :]]
+    They are in torchvision's order: by folder, then by name. A link to a folder around it is not
+    followed: it would bring the same files again, forty times.
+    """
+    samples = []
+    for label, name in enumerate(classes):
+        for path, names in sorted(_folders_below(folder / name)):
+            samples += [(os.path.join(path, file), label) for file in sorted(names)]  # noqa: PTH118
+    return samples
+
+
+def _folders_below(top: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each folder that is not hidden, links among them, and the names of its images."""
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    around = {str(top): {os.path.realpath(top)}}
+    for path, folders, files in os.walk(top, followlinks=True):
+        kept = []
+        for name in folders:
+            inner = os.path.join(path, name)  # noqa: PTH118
+            real = os.path.realpath(inner)
+            if name.startswith(".") or real in around[path]:
+                continue
+            kept.append(name)
+            around[inner] = around[path] | {real}
+        folders[:] = kept
+        yield (
+            path,
+            [
+                name
+                for name in files
+                if name.lower().endswith(IMG_EXTENSIONS) and not name.startswith(".")
+            ],
+        )
 
 
 def _without_images(folder: Path) -> DataError:
