@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +16,10 @@ import numpy as np
 from ddp_train.data.length_batches import LengthBatches, LengthEpoch, even_cuts
 from ddp_train.data.rng import hash_key, order
 from ddp_train.data.weighted_draws import WeightedDraws
+from ddp_train.errors import DataError
+
+BYTES_OF_A_NUMBER = 32
+"""Of a sample, while the order of an epoch is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,9 @@ class BatchPlan:
     """None: each sample once in an epoch."""
     lengths: LengthBatches | None = field(default=None, compare=False)
     """None: global batches of one number of samples."""
+
+    def __post_init__(self) -> None:
+        require_memory_for(self.samples)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -240,6 +248,18 @@ def _length_epoch(lengths: LengthBatches, seed: int, epoch: int) -> LengthEpoch:
     return lengths.epoch(seed, epoch)
 
 
+def require_memory_for(samples: int) -> None:
+    """Raise DataError if the numbers of so many samples do not fit into the memory of this host."""
+    needed = samples * BYTES_OF_A_NUMBER
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > memory:
+        raise DataError(
+            f"the data set has {samples:,} samples, whose numbers alone take {needed / 2**30:,.0f}"
+            f" GiB; this host has {memory / 2**30:,.0f}",
+            "let its __len__ return the samples of an epoch, or use data.limit=NUMBER",
+        )
+
+
 def evaluation_batches(
     samples: int, batch_size: int, rank: int, world_size: int
 ) -> list[MicroBatch]:
@@ -247,6 +267,7 @@ def evaluation_batches(
 
     Each sample is in one.
     """
+    require_memory_for(samples)
     indices = np.arange(samples)
     batches = []
     for start in range(rank * batch_size, samples, world_size * batch_size):

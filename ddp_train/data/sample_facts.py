@@ -110,7 +110,9 @@ def _check_told_labels(source: BatchSource, labels: np.ndarray) -> None:
 
 def spread(samples: int, count: int) -> np.ndarray:
     """Numbers of samples from the first to the last one, int64 [count] at most."""
-    return np.unique(np.linspace(0, samples - 1, count).astype(np.int64))
+    last = samples - 1
+    steps = max(count - 1, 1)
+    return np.unique(np.array([place * last // steps for place in range(count)], np.int64))
 
 
 def class_names(source: BatchSource) -> list[str] | None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ddp_train.data.batch_plan import require_memory_for
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key, order
 from ddp_train.errors import DataError
@@ -68,6 +69,7 @@ def split_for_validation(samples: int, part: float, seed: int) -> tuple[np.ndarr
 
     Raises DataError if one side would have none.
     """
+    require_memory_for(samples)
     count = round(part * samples)
     if not 0 < count < samples:
         problem = (

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
+from ddp_train.data.splits import split_for_validation
+from ddp_train.errors import DataError
 
 
 @settings(max_examples=150, deadline=None)
@@ -88,3 +90,13 @@ def test_a_step_knows_whether_its_batch_is_whole() -> None:
         assert [plan.is_full(step) for step in range(20)] == [
             len(plan.global_batch(step)) == 24 for step in range(20)
         ]
+
+
+def test_an_endless_data_set_is_refused_before_its_order_is_drawn() -> None:
+    for samples in (2**63 - 1, 10**12):
+        with pytest.raises(DataError, match=f"the data set has {samples:,} samples, whose numbers"):
+            BatchPlan(samples, global_batch_size=4, accumulation_steps=1, steps=4, seed=0)
+        with pytest.raises(DataError, match="whose numbers alone take"):
+            evaluation_batches(samples, 4, 0, 1)
+        with pytest.raises(DataError, match="whose numbers alone take"):
+            split_for_validation(samples, 0.1, 0)
