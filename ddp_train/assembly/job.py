@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Forward, Hook, Job
+from ddp_train.engine.non_finite_data import cause_of_non_finite_score
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
 from ddp_train.engine.unfreeze_hook import UnfreezeHook
 from ddp_train.models.put_back import reading_ahead
@@ -210,10 +211,13 @@ class JobBuilder:
         options = replace(loader_options(self.config, task), resident=is_resident(self.config.data))
         loader = Loader(source, micro_batches, self.device, options)
         batch_count = -(-len(source) // batch_size)
+        batches = ReportedBatches(loader, self.status, "evaluation ")
         return Evaluation(
             module=self.module,
             strategy=self.strategy,
-            batches=ReportedBatches(loader, self.status, "evaluation "),
+            batches=batches,
+            # Once: the data stay what they are.
+            explain=cache(partial(cause_of_non_finite_score, batches, self.device)),
             new_scorer=partial(
                 Scorer, batch_count, self.device, task.derive, self.module.further_metrics
             ),

@@ -15,7 +15,7 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.resilience.preemption import StopController
-from ddp_train.tasks.score import Score, Scorer
+from ddp_train.tasks.score import OF_THE_MODEL, Score, Scorer
 from ddp_train.tasks.task import ModelWithTask
 
 Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
@@ -33,6 +33,8 @@ class Evaluation:
     close: Callable[[], None] = lambda: None
     """To be called after the last use: ends what keeps batches coming."""
     stop: StopController = field(default_factory=StopController)
+    explain: Callable[[], str] = lambda: OF_THE_MODEL
+    """Why a loss of these data is not finite. A collective."""
 
 
 @dataclass
@@ -108,4 +110,4 @@ def evaluate(evaluation: Evaluation) -> Score | None:
                 break
             scores = evaluation.module.score(batch.data)
             scorer.add(batch.micro_batch.step, scores, batch.micro_batch.num_real)
-    return scorer.result()
+    return scorer.result(evaluation.explain)

@@ -18,6 +18,7 @@ from ddp_train.tasks.task import BatchScore
 
 log = logging.getLogger(__name__)
 
+OF_THE_MODEL = "outputs of the model are not finite, or too large"
 Layout = list[tuple[str, int]]
 """Metrics in order, and the number of classes of each: 0 for a scalar."""
 
@@ -82,8 +83,11 @@ class Scorer:
             parts += pair
         self.slots[batch] = torch.cat([self._column(part) for part in parts])
 
-    def result(self) -> Score | None:
-        """The score over all processes, or None on all of them if a batch is missing."""
+    def result(self, explain: Callable[[], str] = lambda: OF_THE_MODEL) -> Score | None:
+        """The score over all processes, or None on all of them if a batch is missing.
+
+        explain: why a loss is not finite, for a warning. Called on all processes alike, if it is.
+        """
         if not self._agree_on_layout():
             return None
         samples_of_batches, *columns = total(self.slots).T.tolist()
@@ -103,10 +107,10 @@ class Scorer:
             if name == "loss":
                 has_units = any(weights)
         metrics |= self.derive(metrics)
-        if has_units:
-            _warn_of_non_finite(metrics, "outputs of the model are not finite, or too large")
-        else:
+        if not all(map(math.isfinite, metrics.values())):
             reason = "there is no unit in all of the data: each target is left out"
+            if has_units:
+                reason = OF_THE_MODEL if math.isfinite(metrics["loss"]) else explain()
             _warn_of_non_finite(metrics, reason)
         if self.further_metrics:
             further = self.further_metrics.merged(self.states)
