@@ -56,6 +56,8 @@ class SweepPlan:
     """The keys that the sweep varies."""
     fixed: frozenset[str] = frozenset()
     """The other overrides that distinguish it from another sweep."""
+    tied_to_seed: frozenset[str] = frozenset()
+    """Keys that another seed changes too: its runs differ in more than their seed."""
     objective: str = ""
     """As typed; its name where `auto` can be resolved before a trial."""
     better: str | None = None
@@ -132,6 +134,7 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
         hydra_arguments=(*flags, *arguments, *direction.overrides),
         swept=swept,
         fixed=identifying(tried.fixed, swept),
+        tied_to_seed=tried.tied_to_seed,
         objective=config.objective,
         better=direction.better,
         test_set_rule=by_test(config),

@@ -67,6 +67,8 @@ class SweepState:
             "run_dir": str(run_dir),
             "exit_code": ConfigError.exit_code,
         }
+        if self.plan.tied_to_seed:
+            row["tied_to_seed"] = sorted(self.plan.tied_to_seed)
         if number == self.baseline.number:
             row |= {"at_once": 1, ALONE: self.baseline.row[ALONE]}
         elif self.plan.pool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -26,6 +26,7 @@ from ddp_train.text import dotted, first_line, shown
 
 OF_ALL_TRIALS = ("launcher", "sweeper", "sweep")
 """Parts of `hydra` that Hydra reads once for a sweep."""
+SEED = "seed"
 SHARED = ("run_dir", "objective")
 """Keys of a run that all trials share, beside those of `sweep`."""
 
@@ -71,6 +72,8 @@ class TriedValues:
     resolved: list[Config] = field(default_factory=list)
     """Configs of the trials that can run on this host."""
     problems: list[str] = field(default_factory=list)
+    tied_to_seed: frozenset[str] = frozenset()
+    """Keys that another seed changes too."""
 
     @property
     def config(self) -> Config:
@@ -97,11 +100,13 @@ def try_values(
     tried = TriedValues(fixed, settings)
     tried.problems = [*read.problems, *problems, *_unswept(read, ends)]
     swept = {key: values for key, values in (read.swept | ends).items() if values}
-    for values in _combinations(swept):
+    combinations = [*_combinations(swept)]
+    for values in combinations:
         overrides = [*fixed, *(f"{key}={value}" for key, value in values.items())]
         _try_trial(tried, program, overrides, hardware, elsewhere)
     if not tried.problems:
         tried.problems += _not_shared(tried.configs)
+        tried.tied_to_seed = tied_to_seed(combinations, tried.configs)
     tried.problems = [_with_whole_numbers(problem, ends) for problem in tried.problems]
     return tried
 
@@ -131,6 +136,23 @@ def _not_shared(configs: Sequence[Config]) -> Iterator[str]:
         if config.sweep != first.sweep:
             yield "sweep: is what all trials share, and a value of the sweep changes it; give one"
             return
+
+
+def tied_to_seed(
+    combinations: Sequence[Mapping[str, str]], configs: Sequence[Config]
+) -> frozenset[str]:
+    """The keys that change with the seed, as by `train.epochs='${seed}'`, but for other seeds.
+
+    combinations: the swept values of each config, the first of all keys first.
+    """
+    tied: set[str] = set()
+    before = dotted(asdict(configs[0]))
+    for values, config in zip(combinations, configs, strict=True):
+        changed = [key for key, value in values.items() if value != combinations[0][key]]
+        if changed == [SEED]:
+            now = dotted(asdict(config))
+            tied |= {key for key in now if now[key] != before.get(key) and SEED not in key}
+    return frozenset(tied)
 
 
 def _combinations(swept: dict[str, list[str]]) -> Iterator[dict[str, str]]:

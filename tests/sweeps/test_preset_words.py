@@ -8,9 +8,11 @@ import pytest
 
 from ddp_train.config.program import Program
 from ddp_train.errors import ConfigError
+from ddp_train.options.schema import Config
+from ddp_train.options.sections import TrainConfig
 from ddp_train.sweeps.plan import plan_sweep
 from ddp_train.sweeps.preset_words import with_words_of_presets
-from ddp_train.sweeps.value_checks import last_of_each_key
+from ddp_train.sweeps.value_checks import last_of_each_key, tied_to_seed
 from tests.support.commands import ONE
 from tests.support.configs import own_presets
 
@@ -101,3 +103,17 @@ def test_trials_share_one_folder_of_their_sweep(program: Program, tmp_path: Path
     (of_run / "checkpoints").mkdir(parents=True)
     (problem,) = refused(program, f"run_dir={of_run}", "seed=1,2")
     assert problem.startswith(f"run_dir={of_run}: is the folder of a run")
+
+
+def test_keys_that_follow_the_seed_are_known() -> None:
+    def config(seed: int, epochs: int) -> Config:
+        return Config(seed=seed, train=TrainConfig(epochs=epochs))
+
+    combinations = [
+        {"seed": "1", "name": "a"},
+        {"seed": "2", "name": "a"},
+        {"seed": "1", "name": "b"},
+    ]
+    configs = [config(1, 1), config(2, 2), config(1, 5)]
+    assert tied_to_seed(combinations, configs) == {"train.epochs"}
+    assert tied_to_seed(combinations, [config(1, 1), config(2, 1), config(1, 5)]) == frozenset()

@@ -56,6 +56,13 @@ def test_trial_that_repeats_a_seed_is_no_measure_of_noise() -> None:
     assert SeedGroups(without_seed, "test.loss", "min").findings() == [], "lr=0.1,0.1"
 
 
+def test_seed_that_changes_more_is_no_measure_of_noise() -> None:
+    """As with `train.epochs='${seed}'`."""
+    rows = [row | {"tied_to_seed": ["train.epochs"]} for row in seeded(sgd=[0.5, 0.7])]
+    groups = SeedGroups(rows, "test.loss", "min")
+    assert groups.repeated == [] and len(groups.values) == 2
+
+
 def test_settings_that_ran_once_are_not_said_to_be_worse(tmp_path: Path) -> None:
     rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3], seed=[0, 1, 2])
     assert (

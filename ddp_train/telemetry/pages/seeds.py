@@ -145,9 +145,10 @@ class SeedGroups:
 
 
 def _settings(row: Row) -> str:
-    """The overrides of a trial without its seed."""
+    """The overrides of a trial without its seed, unless that changes other keys too."""
     overrides = overrides_of(row)
-    overrides.pop(SEED, None)
+    if not row.get("tied_to_seed"):
+        overrides.pop(SEED, None)
     return " ".join(f"{key}={value}" for key, value in overrides.items()) or "all"
 
 
