@@ -113,3 +113,18 @@ def unmatched(
     if further > 0:
         problems.append(f"{found.format('...')}: {further:,} more of them match no {what}")
     return problems
+
+
+def by_rank(findings: Iterable[str]) -> str:
+    """What was found on which ranks: `ranks 0 and 2: a float; rank 1: a str`."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, finding in enumerate(findings):
+        ranks_of.setdefault(finding, []).append(str(rank))
+    groups = []
+    for finding, numbers in ranks_of.items():
+        *first, last = numbers
+        if first:
+            groups.append(f"ranks {', '.join(first)} and {last}: {finding}")
+        else:
+            groups.append(f"rank {last}: {finding}")
+    return "; ".join(groups)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from numbers import Integral, Real
@@ -21,6 +21,7 @@ from torch import Tensor
 from ddp_train.distributed.exchange import bytes_of, from_bytes, texts_from_all_ranks
 from ddp_train.distributed.process_group import ranks, total
 from ddp_train.sessions.settings import UsageError, calling_line
+from ddp_train.text import by_rank
 
 NUMBERS_OR_TENSORS = (
     "give it a number, or a tensor of one shape, on every process; begin what adds up over batches"
@@ -233,21 +234,6 @@ def _parts_of_ranks(call: str, described: Part, device: str, line: str | None = 
     if len(set(places)) > 1:
         raise UsageError(f"the processes are in different places: {by_rank(places)}", SAME_CALLS)
     return parts
-
-
-def by_rank(findings: Iterable[str]) -> str:
-    """What was found on which ranks: `ranks 0 and 2: a float; rank 1: a str`."""
-    ranks_of: dict[str, list[str]] = {}
-    for rank, finding in enumerate(findings):
-        ranks_of.setdefault(finding, []).append(str(rank))
-    groups = []
-    for finding, numbers in ranks_of.items():
-        *first, last = numbers
-        if first:
-            groups.append(f"ranks {', '.join(first)} and {last}: {finding}")
-        else:
-            groups.append(f"rank {last}: {finding}")
-    return "; ".join(groups)
 
 
 def _family(dtype: torch.dtype) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -12,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_train.distributed.process_group import from_leader, ranks, total
+from ddp_train.distributed.exchange import texts_from_all_ranks
+from ddp_train.distributed.process_group import ranks, total
+from ddp_train.errors import TaskError
 from ddp_train.tasks.further_metrics import FurtherMetrics
 from ddp_train.tasks.task import BatchScore
+from ddp_train.text import by_rank
 
 log = logging.getLogger(__name__)
 
@@ -76,11 +80,15 @@ class Scorer:
         """Add the score of a batch. batch: its number in the whole set."""
         if self.further_metrics and score.predictions is not None:
             self.further_metrics.update(self.states, batch, score.predictions)
+        layout = [(name, _classes(value)) for name, (value, _) in score.sums.items()]
         if not self.layout:
-            self._lay_out([(name, _classes(value)) for name, (value, _) in score.sums.items()])
+            self._lay_out(layout)
+        elif sorted(layout) != sorted(self.layout):
+            here = _in_words(layout)
+            raise _unlike(f"{_in_words(self.layout)}, and for batch {batch} {here}")
         parts: list[Tensor | float] = [samples]
-        for pair in score.sums.values():
-            parts += pair
+        for name, _ in self.layout:
+            parts += score.sums[name]
         self.slots[batch] = torch.cat([self._column(part) for part in parts])
 
     def result(self, explain: Callable[[], str] = lambda: OF_THE_MODEL) -> Score | None:
@@ -120,18 +128,36 @@ class Scorer:
         return Score(metrics, samples, counts)
 
     def _agree_on_layout(self) -> bool:
-        """Lay out the metrics of rank 0 if this process had no batch. A collective.
+        """Lay out the metrics as on rank 0, also if this process had no batch. A collective.
 
-        Returns False if a process was stopped before its first batch.
+        Returns False if a process was stopped before its first batch. Raises TaskError, on all
+        processes, if they have other metrics.
         """
-        if self.batches >= ranks():
-            is_unknown = torch.tensor(float(not self.layout), device=self.device)
-            return not total(is_unknown).item()
-        # Processes without a batch do not know what the others count.
-        layout = from_leader(self.layout, self.device)
-        if layout and not self.layout:
+        texts = texts_from_all_ranks(json.dumps(self.layout), self.device)
+        layouts: list[Layout] = []
+        for text in texts:
+            layouts.append([(name, classes) for name, classes in json.loads(text)])
+        is_one_stopped = self.batches >= ranks() and not all(layouts)
+        if is_one_stopped or not layouts[0]:
+            return False
+        known = [layout for layout in layouts if layout]
+        if any(sorted(layout) != sorted(known[0]) for layout in known):
+            raise _unlike(by_rank(map(_in_words, layouts)))
+        self._follow(layouts[0])
+        return True
+
+    def _follow(self, layout: Layout) -> None:
+        """Put the metrics into the order of another layout."""
+        if not self.layout:
             self._lay_out(layout)
-        return bool(layout)
+        if self.layout == layout:
+            return
+        widths = [2 * max(classes, 1) for _, classes in self.layout]
+        samples, *of_metrics = self.slots.split([1, *widths], dim=1)
+        names = [name for name, _ in self.layout]
+        by_name = dict(zip(names, of_metrics, strict=True))
+        self.slots = torch.cat([samples, *(by_name[name] for name, _ in layout)], dim=1)
+        self.layout = layout
 
     def _lay_out(self, layout: Layout) -> None:
         self.layout = layout
@@ -140,7 +166,7 @@ class Scorer:
 
     def _column(self, part: Tensor | float) -> Tensor:
         if isinstance(part, Tensor):
-            return part.detach().view(-1).double()
+            return part.detach().reshape(-1).to(self.device, torch.float64)
         return torch.full((1,), part, dtype=torch.float64, device=self.device)
 
 
@@ -151,10 +177,23 @@ def _warn_of_non_finite(metrics: dict[str, float], reason: str) -> None:
 
 
 def _classes(value: Tensor | float) -> int:
-    """The number of classes of a sum; 0 for a scalar."""
-    if isinstance(value, Tensor) and value.ndim:
+    """The number of classes of a sum; 0 for a scalar, [1] included."""
+    if isinstance(value, Tensor) and value.numel() != 1:
         return value.numel()
     return 0
+
+
+def _in_words(layout: Layout) -> str:
+    names = [f"{name} [{classes}]" if classes else str(name) for name, classes in layout]
+    return ", ".join(names) or "no batch"
+
+
+def _unlike(findings: str) -> TaskError:
+    return TaskError(
+        f"score() gives other metrics for other batches: {findings}",
+        "return the same metrics for each batch, with a sum and a weight of 0 where it has nothing"
+        " of one",
+    )
 
 
 def _mean_over_classes(values: list[float], weights: list[float]) -> float:

@@ -17,7 +17,6 @@ from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.values import (
     Kind,
     Part,
-    by_rank,
     gather_over_ranks,
     meet,
     problem_of_rows,
@@ -86,11 +85,6 @@ def test_sums_of_numbers_are_exact() -> None:
     assert sum_of_numbers([float("inf"), 1]) == float("inf")
     assert np.isnan(sum_of_numbers([float("inf"), float("-inf")]))
     assert sum_of_numbers([1e308, 1e308]) == float("inf")
-
-
-def test_ranks_with_one_finding_are_named_together() -> None:
-    assert by_rank(["a", "b", "a"]) == "ranks 0 and 2: a; rank 1: b"
-    assert by_rank(["a"]) == "rank 0: a"
 
 
 def refused(function: Callable[..., Any], *arguments: Any) -> str:
