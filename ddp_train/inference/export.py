@@ -55,7 +55,11 @@ def export_model(
             program = export(model, examples[0], parts / file)
             outputs = [program(example) for example in examples]
             difference = _largest_difference(name, outputs, expected)
-            exports[name] = {"file": str(folder / file), "largest_difference": difference}
+            exports[name] = {
+                "file": str(folder / file),
+                "largest_difference": difference,
+                "takes": _takes(manifest),
+            }
         facts = {name: manifest[name] for name in FACTS if name in manifest}
         (parts / "model.json").write_text(json.dumps(facts) + "\n")
         for part in parts.iterdir():  # ONNX has weights of more than 2 GiB in a file of their own
@@ -67,6 +71,14 @@ def export_model(
     finally:
         shutil.rmtree(parts, ignore_errors=True)
     return exports
+
+
+def _takes(manifest: dict[str, Any]) -> str:
+    """The inputs that an exported model takes: `any number of samples of 1 x 28 x 28`."""
+    shape = " x ".join(map(str, manifest["input_shape"])) or "one number"
+    if not getattr(torch, manifest["input_dtype"]).is_floating_point:
+        return f"any number of samples of exactly {shape} tokens: pad or cut others"
+    return f"any number of samples of {shape}"
 
 
 def _example(manifest: dict[str, Any], model: nn.Module, size: int) -> Tensor:

@@ -105,19 +105,26 @@ def torchvision_weights(arch: str, name: str) -> Weights:
 def load_initial_weights(model: nn.Module, weights: Weights, ignore: Sequence[str] = ()) -> Origin:
     """Copy weights into a model, in the model's number type.
 
-    ignore: globs over names that stay as they are; so does a head for another number of classes, if
-        that of the weights is known.
+    ignore: globs over names, here or as in the file, that stay as they are; so does a head for
+        another number of classes, if that of the weights is known.
 
     Raises ConfigError if a glob matches no name, DataError with all names that do not fit.
     """
     state = model.state_dict()
     own = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     tensors, notes = _with_names_of(own, weights)
-    names = [*own, *tensors]
-    problems = unmatched("model.init_ignore=[{}]", ignore, names, "name")
+    # By each name that a user may see: the model's, and that in the file.
+    here = {name: name for name in (*own, *tensors)}
+    in_file = {theirs: ours for ours, theirs in _names_in_file(tensors, weights).items()}
+    names = {**in_file, **here}
+    problems = unmatched("model.init_ignore=[{}]", ignore, list(names), "name")
     if problems:
         raise ConfigError(problems)
-    ignored = {name for glob in ignore for name in matching(glob, names)}
+    ignored = set()
+    for glob in ignore:
+        # A name of the file may be another one's here.
+        found = matching(glob, here) or matching(glob, in_file)
+        ignored |= {names[name] for name in found}
     ignored |= _heads_for_other_classes(own, tensors, weights.classes)
     comparison = _Comparison(
         weights.source,
@@ -293,6 +300,12 @@ def _with_names_of(
     if prefix_in_file:
         return renamed, [f"prefix {prefix_in_file} taken off"]
     return renamed, [f"prefix {prefix} put before its names"]
+
+
+def _names_in_file(tensors: Mapping[str, Tensor], weights: Weights) -> dict[str, str]:
+    """The name in the file for each tensor that `_with_names_of` may have renamed."""
+    by_tensor = {id(tensor): name for name, tensor in weights.tensors.items()}
+    return {name: by_tensor[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _names_that_fit(

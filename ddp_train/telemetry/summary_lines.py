@@ -73,7 +73,8 @@ def summary_lines(summary: Summary, run_dir: Path, to_resume: str) -> list[str]:
         return [_prediction_line(summary["predictions"])]
     if summary.get("export"):
         return [
-            f"{model['file']}: differs from the model by {model['largest_difference']:.1g} at most"
+            f"{model['file']}: differs from the model by {model['largest_difference']:.1g} at most,"
+            f" takes {model['takes']}"
             for model in summary["export"].values()
         ]
     if summary["status"] == "preempted":

@@ -108,6 +108,19 @@ def test_a_prefix_that_only_the_model_has_is_put_before(tmp_path: Path) -> None:
     assert torch.equal(ours[1][2].weight, theirs[2].weight)
 
 
+def test_names_as_in_the_file_are_ignored_too(tmp_path: Path) -> None:
+    """The model stands behind another layer, so that all names of the file get a prefix."""
+    theirs = {**network().state_dict(), "cls.weight": torch.ones(2)}
+    ours = nn.Sequential(nn.Identity(), network())
+    drawn = ours[1][2].weight.clone()
+    torch.save(theirs, tmp_path / "w.pt")
+    weights = read_weights(tmp_path / "w.pt", "w")
+    origin = load_initial_weights(ours, weights, ["cls.*", "2.*"])
+    assert origin.fresh == ["1.2.weight", "1.2.bias"]
+    assert torch.equal(ours[1][2].weight, drawn)
+    assert torch.equal(ours[1][0].weight, theirs["0.weight"])
+
+
 def test_two_networks_in_one_file_are_not_guessed_at(tmp_path: Path) -> None:
     both = {
         f"{part}.{name}": tensor

@@ -51,3 +51,12 @@ def test_what_cannot_be_exported_is_named(
     with pytest.raises(error, match=message):
         export_model(model, manifest, tmp_path, ["torch"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_export_of_a_text_model_says_its_length(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Flatten(), nn.Linear(12, 5))
+    manifest = {"input_shape": [4], "input_dtype": "int64", "outputs": 5}
+    done = export_model(model, manifest, tmp_path, ["torch"])
+    assert done["torch"]["takes"] == (
+        "any number of samples of exactly 4 tokens: pad or cut others"
+    )

@@ -173,6 +173,7 @@ def test_exports_compute_what_the_model_does(trained: Path, model: Trained, tmp_
     formats = "export.formats=[torch,onnx]"
     done = run("mode=export", f"checkpoint.resume={trained}", formats, f"run_dir={tmp_path}")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("takes any number of samples of 1 x 8 x 8") == 2, done.stdout
     inputs = torch.stack([model.preprocess(image) for image in raw_images()])
     outputs = model(inputs).detach()
 
