@@ -67,6 +67,7 @@ class Rows(Dataset[tuple[Tensor, Tensor, int]]):
         generator = torch.Generator().manual_seed(seed)
         self.rows = torch.randn(samples + 20, 4, generator=generator, dtype=torch.float64)
         self.masks = torch.rand(samples + 20, 4, generator=generator, dtype=torch.float64) < 0.7
+        self.masks[:, 0] = True  # the mean over nothing is no number in torch, 0 in a session
         self.samples = samples
         self.changes = changes
         self.epoch = 0

@@ -145,7 +145,7 @@ VALUES = {
     "model.hidden": ["8", "16"],
     "optimizer.weight_decay": ["0", "0.01"],
 }
-SUBFOLDERS = ("", "", "", "", "seed_${seed}", "t_${hydra.job.num}")
+SUBFOLDERS = (*[""] * 8, "seed_${seed}", "t_${hydra.job.num}")
 
 
 def play_sweep(draw: random.Random, folder: Path, said: list[str]) -> Ended:
@@ -156,7 +156,7 @@ def play_sweep(draw: random.Random, folder: Path, said: list[str]) -> Ended:
     subfolder = draw.choice(SUBFOLDERS)
     if subfolder:
         words.append(f"hydra.sweep.subdir='{subfolder}'")
-    places = [f"run_dir={folder}/sweep"] * 4 + [f"run_dir={folder}/one,{folder}/two"]
+    places = [f"run_dir={folder}/sweep"] * 8 + [f"run_dir={folder}/one,{folder}/two"]
     place = draw.choice(places)
     fixed = ["model=mlp", "data.limit=40", "train.epochs=1", "launch.nproc_per_node=1"]
     words = ["-m", *words, place, *fixed, "launch.page=false"]
