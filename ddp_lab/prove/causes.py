@@ -248,6 +248,19 @@ def hidden_state(names: str) -> Cause:
     return Cause("state", text, remedy)
 
 
+def state_in_buffers(names: list[str]) -> Cause:
+    """State that forward passes change, one after the other, on each process by itself."""
+    text = (
+        f"forward passes change {listed(names)}, and the next one gives another loss by it: it has"
+        " changed more often after several micro-batches, and on each process by its own samples"
+    )
+    remedy = (
+        "change it once in a step, by what all processes have alike (ddp_train.all_gather); or"
+        " compute it from the batch alone"
+    )
+    return Cause("state", text, remedy)
+
+
 # --- of data --------------------------------------------------------------------------------------
 
 

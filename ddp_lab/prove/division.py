@@ -134,6 +134,29 @@ class Division:
                         loss += self._forward_backward(Batch(data, part), True, trace=False).loss
         return loss
 
+    def buffers_that_decide(self, step: int, tolerance: float) -> list[str]:
+        """The buffers that a forward pass changes, if the next one gives another loss by them.
+
+        Of the same samples, with the same draws. Empty if the loss stays what it is.
+        """
+        ((whole,),) = self.micro_batches(step, 1, 1)
+        (batch,) = self.load([whole])
+        losses = []
+        with self._as_rank(0, step):
+            before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            for _ in range(2):
+                StepSeed(self.plan.seed, 0, "cpu")(step)
+                losses.append(self._forward_backward(batch, False, trace=False).loss)
+            changed = [
+                name.removeprefix("model.")
+                for name, buffer in self.module.named_buffers()
+                if not _is_same(buffer, before.get(name))
+            ]
+        first, second = losses
+        if abs(second - first) <= tolerance * abs(first):
+            return []
+        return changed
+
     @contextmanager
     def _as_rank(self, rank: int, step: int) -> Iterator[None]:
         """Inside, generators are as a process has them in a step. Afterwards generators and buffers
@@ -189,3 +212,9 @@ class Division:
                 gradient = parameter.grad
                 gradients[name] = None if gradient is None else gradient.detach().double()
         return gradients
+
+
+def _is_same(buffer: Tensor, before: Tensor | None) -> bool:
+    if before is None or before.shape != buffer.shape:
+        return False
+    return bool(((buffer == before) | (buffer != buffer)).all())

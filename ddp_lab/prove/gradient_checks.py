@@ -142,11 +142,15 @@ class GradientChecks:
 
     def cause(self, step: int, processes: int, accumulation: int) -> Cause:
         """Why the parts of a global batch do not make up the whole."""
+        tolerance = 1e-9 if self.bench.precision == "fp64" else 1e-4
+        buffers = self.division.buffers_that_decide(step, tolerance)
+        if buffers:
+            return causes.state_in_buffers(buffers)
         return causes.Divided(
             module=self.bench.module,
             whole=self.division.compute(step, trace=True),
             parts=self.division.compute(step, processes, accumulation, trace=True),
-            tolerance=1e-9 if self.bench.precision == "fp64" else 1e-4,
+            tolerance=tolerance,
             samples_per_micro_batch=self.bench.samples_per_micro_batch,
             loss_of_cut=partial(self.division.loss_of_cut, step, processes, accumulation),
         ).cause()

@@ -61,6 +61,12 @@ DEFECTS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "(norm) uses the statistics of each process's own",
     ),
     "a count": ({"model": "Counting"}, "state", "state", "model.calls changes in forward passes"),
+    "a count in a buffer": (
+        {"model": "CountingInBuffer"},
+        "state",
+        "gradients",
+        "forward passes change calls, and the next one gives another loss by it",
+    ),
     "a global count": (
         {"model": "Global"},
         "state",

@@ -72,6 +72,19 @@ class Counting(Net):
         return super().hidden(rows) / (1 + 0.1 * self.calls)
 
 
+class CountingInBuffer(Net):
+    """A schedule of its own, in a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def hidden(self, rows: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().hidden(rows) / (1 + 0.1 * self.calls)
+
+
 STEPS = [0]
 
 
