@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from ddp_train.commands.packages import require_packages
 from ddp_train.commands.table import CHECK, OF_FOLDERS, command_of_run, has_flags, load
+from ddp_train.config.hydra_parser import keep_asserts
 from ddp_train.config.program import find_program
 from ddp_train.distributed.agent import (
     end_with_agent,
@@ -41,6 +42,7 @@ def main(script: Path | None, argv: list[str]) -> int:
     except FileNotFoundError:
         problem = "the working directory has been removed; change into one that exists"
         return refuse(None, ConfigError([problem]))
+    keep_asserts()
     first = argv[0] if argv else ""
     world = None
     try:
