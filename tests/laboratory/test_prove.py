@@ -266,3 +266,10 @@ def test_real_processes_are_compared_and_one_run_is_killed(
     assert 0 < rows["gradients, 3 processes"]["numbers"]["found"] < 1e-10
     assert rows["evaluation, 3 processes"]["numbers"]["found"] < 1e-12
     assert Path("here/report.html").is_file() and Path("here/proof/runs.log").is_file()
+
+
+def test_proof_passes_its_lines_on_as_they_come() -> None:
+    told: list[str] = []
+    with pytest.raises(AssertionError, match="must be at least 1"):
+        prove("train.epochs=0", tell=told.append)
+    assert any("train.epochs=0: must be at least 1" in line for line in told)
