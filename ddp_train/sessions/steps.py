@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Loader
 from ddp_train.data.rng import StepSeed, hash_key
+from ddp_train.distributed.empty_batch import step_without_samples
 from ddp_train.distributed.process_group import total
 from ddp_train.distributed.training_step import CURRENT, training_step
 from ddp_train.distributed.world import World
@@ -70,6 +71,8 @@ class Steps:
         """Their processes end with the session."""
         self.micro_batch: MicroBatch | None = None
         """The share of the current step; None between two steps."""
+        self.empty_step = contextlib.ExitStack()
+        """The context of a step whose batch is empty here."""
         self.has_samples = True
         """False in a step whose batch is empty here, and after it if that was left by an error."""
         self.in_epoch = False
@@ -178,7 +181,9 @@ class Steps:
         self.micro_batch = micro_batch
         self.has_samples = micro_batch.num_real > 0
         self.had_backward = False
-        training_step(self.has_samples).__enter__()
+        CURRENT.step = training_step(self.has_samples)
+        if not self.has_samples:
+            self.empty_step = step_without_samples()
         self.seed_step(self.position.step)
         key = hash_key(self.seed_step.key, self.position.step)
         np.random.seed(key & 0xFFFFFFFF)
@@ -209,8 +214,8 @@ class Steps:
 
     def _leave_micro_batch(self) -> None:
         self.micro_batch = None
-        if CURRENT.step:
-            CURRENT.step.__exit__(None, None, None)
+        CURRENT.step = None
+        self.empty_step.close()
 
     def _count_step(self) -> None:
         self._leave_micro_batch()

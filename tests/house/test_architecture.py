@@ -45,7 +45,7 @@ WITH_TORCH = [
         for name in ("all_gather", "connections", "exchange", "flight_record")
     ),
     *(f"ddp_train.distributed.{name}" for name in ("preflight", "process_group", "replicas")),
-    *("ddp_train.distributed.training_step", "ddp_train.resilience.peer_check"),
+    *("ddp_train.distributed.empty_batch", "ddp_train.resilience.peer_check"),
     *(f"ddp_train.telemetry.{name}" for name in ("gpu_sampler", "hardware_monitor")),
     *(f"ddp_train.{room}." for room in ("data", "models", "tasks", "optim", "parallel")),
     *(f"ddp_train.{room}." for room in ("performance", "engine", "recovery", "assembly")),

@@ -1,0 +1,65 @@
+"""What a step whose batch is empty needs: networks take it where torch would not, and errors say
+why it is empty."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+NO_SAMPLE = (
+    "(this process has no sample in this step, and a batch of the length 0, which whatever is"
+    " computed of it must take: x.flatten(1), sums, no x[0], no division by len(x))"
+)
+_RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
+_REFUSE_NO_ROWS = frozenset({torch.pixel_shuffle, torch.pixel_unshuffle, functional.instance_norm})
+"""Functions of images, each by itself, that torch 2.15 does not do for none, or whose backward pass
+it does not."""
+
+
+def step_without_samples() -> contextlib.ExitStack:
+    """A context around forward and backward of an empty batch."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(TakesNoRows())
+        if "torch._dynamo" in sys.modules:  # importing it takes seconds
+            # A graph for a shape that comes once in an epoch is compiled for nothing.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        return stack.pop_all()
+
+
+class TakesNoRows(TorchFunctionMode):
+    """Inside, `x.view(len(x), -1)` works without rows too, and so do some functions of images; in
+    torch they are errors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _RESHAPES and len(args) > 1 and not isinstance(args[1], torch.dtype):
+            tensor, *size = args
+            if isinstance(size[0], list | tuple):
+                size = size[0]
+            args = (tensor, reshaped_size(tuple(tensor.shape), tuple(size)))
+        elif func in _REFUSE_NO_ROWS and kwargs.get("running_mean") is None and not len(args[0]):
+            images, *others = args
+            one_row = torch.cat([images, images.new_zeros(1, *images.shape[1:])])
+            return func(one_row, *others, **kwargs)[:0]
+        return func(*args, **kwargs)
+
+
+def reshaped_size(shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:
+    """The size that `view` or `reshape` is given, with -1 replaced where torch cannot tell it.
+
+    Without rows any number would do. This is the one for a single row.
+
+    shape: of the tensor.
+    """
+    if 0 not in shape or 0 not in size or -1 not in size:
+        return size
+    elements_of_row = math.prod(max(length, 1) for length in shape)
+    known = math.prod(max(length, 1) for length in size if length != -1)
+    return tuple(elements_of_row // known if length == -1 else length for length in size)
