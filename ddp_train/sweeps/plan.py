@@ -124,7 +124,7 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
     if not problems:
         of_hydra = [*arguments, *direction.overrides]
         problems = value_checks.hydra_problems(program, of_hydra, read.swept)
-    problems += _folder_of_run(config)
+    problems += [*_folder_of_run(config), *_working_folder()]
     _raise_if_any(problems)
 
     swept = frozenset({*read.swept, *keys_of_params(arguments), *words.drawn})
@@ -174,6 +174,20 @@ def _folder_of_run(config: Config) -> list[str]:
         return []
     rule = "is the folder of a run, whose page would be lost; name another one"
     return [f"run_dir={folder}: {rule}, {shell_word('run_dir', f'{folder}_sweep')}"]
+
+
+def _working_folder() -> list[str]:
+    """The message for a working folder that Hydra takes for a reference; empty if it does not.
+
+    Hydra keeps its path in its own config, where `${x}` is the value of a key.
+    """
+    folder = Path.cwd()
+    if "${" not in str(folder):
+        return []
+    return [
+        f"-m: the working folder {folder} has ${{ in its name, which Hydra reads as a reference to"
+        " a key; rename it, or start the sweep in another folder"
+    ]
 
 
 def _with_objective(plan: SweepPlan, config: Config) -> SweepPlan:

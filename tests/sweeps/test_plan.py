@@ -196,3 +196,15 @@ def test_sweep_composes_presets_of_the_user(
     program = own_presets(optimizer__mine="name: sgd\nlr: 0.3\n")
     assert plan_sweep(program, ["-m", "optimizer=mine", "optimizer.lr=0.1,0.2"]).total == 2
     assert plan_sweep(program, ["-m", "optimizer=mine,adam"]).total == 2
+
+
+def test_a_folder_that_hydra_takes_for_a_reference_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "${x}"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(
+        ConfigError, match=r"-m: the working folder .*/\$\{x\} has \$\{ in its name"
+    ):
+        plan_sweep(PROGRAM, ["-m", "model=mlp", LR])
