@@ -153,10 +153,11 @@ def _gpus(run: RunFiles) -> Iterator[str]:
 
 
 def _start(run: RunFiles) -> Iterator[str]:
-    """A start and an end that took long, in a run that was not resumed."""
+    """A start and an end that took long, in a run that was neither resumed nor restarted."""
     wall = run.summary.get("wall_seconds")
     training = run.summary.get("seconds")
-    if len(run.commands) != 1 or not wall or not training:
+    is_whole = len(run.commands) == 1 and not run.earlier_failures
+    if not is_whole or not wall or not training:
         return
     rest = wall - training
     if rest >= LEAST_SECONDS and rest > MUCH * wall:

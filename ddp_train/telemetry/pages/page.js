@@ -133,7 +133,20 @@
     );
     const button = extra ? [showMoreButton(grid, extra)] : [];
     const title = element("h2", {}, table.title);
-    return element("section", {}, title, frame, ...button, ...note(table.note));
+    const hint = hintOfWidth(frame, grid);
+    return element("section", {}, title, frame, hint, ...button, ...note(table.note));
+  }
+
+  /** Words under a table that is cut off, as long as it is. */
+  function hintOfWidth(frame, grid) {
+    const hint = element("p", { class: "note" }, "More columns to the right: scroll sideways.");
+    const update = () => {
+      hint.hidden = frame.scrollWidth <= frame.clientWidth + 1;
+    };
+    const observer = new ResizeObserver(update);
+    observer.observe(frame);
+    observer.observe(grid);
+    return hint;
   }
 
   /** A click on the head of a column sorts by it, the next one the other way round. */
