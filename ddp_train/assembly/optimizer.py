@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +89,10 @@ def _custom_optimizer(
     if len(groups) == 1 and not section.groups:
         params = groups[0]["params"]
     optimizer = instantiate("optimizer", section.code, params)
+    if _needs_closure(optimizer):
+        rule = f"{section.target}.step needs a closure, which no step here gives it"
+        remedy = "use another optimizer, or a loop of your own in ddp_train.session"
+        raise ConfigError([f"optimizer._target_={section.target}: {rule}; {remedy}"])
     if captured and not getattr(optimizer, READS_FLAG, False):
         rule = f"{section.target} has no attribute {READS_FLAG}: it may wait for the host"
         remedy = "(docs/optimizers.md); use tuning.cuda_graph=false"
@@ -101,3 +106,14 @@ def _custom_optimizer(
                     [f"optimizer.groups=[{shown(group)}]: {rule}{did_you_mean(name, known)}"]
                 )
     return optimizer
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """True if `step` cannot be called without a closure, as that of LBFGS."""
+    step = inspect.unwrap(type(optimizer).step)
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(
+        parameter.default is inspect.Parameter.empty and parameter.kind in by_place
+        for parameter in parameters
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 
 ACCUMULATES = (
     "train.accumulation_steps: ddp_train.all_gather sees the samples of one micro-batch, so the"
@@ -35,8 +37,20 @@ class Current:
     that class."""
 
     step: TrainingStep | None = None
+    is_shared_out: bool = False
+    """Processes are given batches of their own, of which they have different numbers."""
 
 
 CURRENT = Current()
 training_step = functools.cache(TrainingStep)
 """Returns a shared TrainingStep: making one takes a microsecond of each step."""
+
+
+@contextlib.contextmanager
+def shared_out() -> Iterator[None]:
+    """A context in which processes have different numbers of batches."""
+    CURRENT.is_shared_out = True
+    try:
+        yield
+    finally:
+        CURRENT.is_shared_out = False

@@ -21,6 +21,7 @@ from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.no_samples import batch_without_samples
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
+from ddp_train.distributed.training_step import shared_out
 from ddp_train.distributed.world import World
 from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.models.put_back import leaving_nothing
@@ -239,7 +240,7 @@ class TestLoader:
             averaged = averaged_buffers(steps.model.module, keep_if_alike=True)
         step = steps.position.step
         share = steps.micro_batch
-        with averaged, steps.score_watch.scoring():
+        with averaged, steps.score_watch.scoring(), shared_out():
             for batch in self.batches:
                 yield batch.data
                 if steps.position.step != step or steps.micro_batch is not share:

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_train.distributed.training_step import CURRENT
 from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments
 from ddp_train.parallel.strategy import warm_up_ddp_buckets
-from ddp_train.parallel.sync_batch_norm import synchronised_on
+from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised_on
+from ddp_train.sessions.settings import UsageError
 from ddp_train.tensor_tree import tensors
 
 
@@ -39,6 +41,9 @@ class Wrapped(nn.Module):
         super().__init__()
         if processes > 1 and sync_batch_norm:
             module = synchronised_on(device, module)
+            for layer in module.modules():
+                if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
+                    layer.register_forward_pre_hook(_refuse_shared_out)
         self.module = module.to(device)
         self._hold(None)
         if processes > 1:
@@ -113,3 +118,17 @@ class Wrapped(nn.Module):
 
 def _itself(model: nn.Module) -> nn.Module:
     return model
+
+
+def _refuse_shared_out(layer: nn.Module, _: Any) -> None:
+    """Raise UsageError for a layer that would wait for processes that have no more batches.
+
+    Copies of a model have this hook too: averages of its weights.
+    """
+    if layer.training and CURRENT.is_shared_out:
+        raise UsageError(
+            "batch norm in train mode was given a batch of run.test_loader: processes have"
+            " different numbers of them, and would wait for each other",
+            "model.eval() to score; for update_bn make the average before run.wrap,"
+            " AveragedModel(net), and update_bn(DataLoader(data, 64), average, device=run.device)",
+        )

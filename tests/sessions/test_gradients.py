@@ -17,8 +17,10 @@ from torch.utils.data import TensorDataset
 
 import ddp_train
 from ddp_train.data.batch_plan import epoch_order
+from ddp_train.distributed.training_step import shared_out
 from ddp_train.distributed.world import World
 from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
+from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.wrapped import Wrapped
 from tests.support import zygote
 from tests.support.commands import LIMIT_SECONDS, ROOT, environment
@@ -308,3 +310,23 @@ def copy_on_ranks(world: World) -> list[str]:
 @pytest.mark.slow
 def test_a_model_over_processes_can_be_copied() -> None:
     assert on_ranks(3, copy_on_ranks) == [["Sequential", "Sequential"]] * 3
+
+
+def update_statistics(world: World) -> str:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    before = torch.optim.swa_utils.AveragedModel(plain)
+    wrapped = Wrapped(plain, "cpu", world.size, True, {})
+    after = torch.optim.swa_utils.AveragedModel(wrapped)
+    batches = [torch.ones(3, 2)] * (1 + world.rank)
+    with shared_out():
+        torch.optim.swa_utils.update_bn(batches, before)
+        with pytest.raises(UsageError) as refused:
+            torch.optim.swa_utils.update_bn(batches, after)
+    wrapped.release()
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_statistics_of_test_batches_are_refused() -> None:
+    for message in on_ranks(2, update_statistics):
+        assert "batch norm in train mode was given a batch of run.test_loader" in message
