@@ -537,7 +537,7 @@ def test_figures_are_of_the_gpu_that_computes() -> None:
         measured = hardware_monitor_for(f"cuda:{number}", all_gpus=False)
         first = measured.collect()
         measured.deliver([first])
-        before = measured.interval(1.0)["gpu_memory_gib"][0]
+        before = measured.take_interval(1.0)["gpu_memory_gib"][0]
         held = torch.empty(3 * 2**30, dtype=torch.uint8, device=f"cuda:{number}")
         began = time.perf_counter()
         while time.perf_counter() - began < 3:  # NVML looks back by up to a second
@@ -545,7 +545,7 @@ def test_figures_are_of_the_gpu_that_computes() -> None:
                 square @ square
             torch.cuda.synchronize(number)
         measured.deliver([measured.collect()])
-        line = {name: values[0] for name, values in measured.interval(3.0).items()}
+        line = {name: values[0] for name, values in measured.take_interval(3.0).items()}
         assert before is not None and line["gpu_memory_gib"] - before >= held.nbytes / 2**30
         assert line["torch_memory_gib"] >= 3 and line["gpu_utilisation"] > 30
         assert 50 < line["power_watts"] < 2000 and 10 < line["temperature_celsius"] < 110
