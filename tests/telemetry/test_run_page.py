@@ -137,6 +137,16 @@ def test_directions_of_built_in_metrics_are_those_of_the_tasks() -> None:
     }
 
 
+def test_processes_of_several_hosts_are_not_told_as_all(tmp_path: Path) -> None:
+    folder = leave_run(tmp_path / "r")
+    assert run_page(read_run(folder), {}).numbers["processes"] == "2 x cpu"
+    config = folder / "config.yaml"
+    config.write_text(
+        config.read_text().replace("nproc_per_node: 2", "nproc_per_node: 2, nnodes: 3")
+    )
+    assert run_page(read_run(folder), {}).numbers["processes"] == "2 x cpu on each of 3 hosts"
+
+
 def test_of_equal_accuracies_the_lower_loss_is_the_best(tmp_path: Path) -> None:
     folder = leave_run(tmp_path / "r")
     log = folder / "metrics.jsonl"

@@ -149,7 +149,11 @@ def numbers(run: RunFiles) -> dict[str, str]:
         tiles["training time"] = duration(run.summary["seconds"])
     launch = run.config.get("launch")
     if launch:
-        tiles["processes"] = f"{launch.get('nproc_per_node')} x {run.config.get('device')}"
+        processes = f"{launch.get('nproc_per_node')} x {run.config.get('device')}"
+        hosts = launch.get("nnodes", 1)
+        if hosts != 1:
+            processes += f" on each of {hosts} hosts"
+        tiles["processes"] = processes
     return tiles
 
 
