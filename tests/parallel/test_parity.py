@@ -394,6 +394,7 @@ def test_powersgd_over_gloo_has_all_gradients_in_one_bucket() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(240)  # 25 models are compiled
 def test_only_an_exchange_cuts_a_compiled_model() -> None:
     """One graph for each bucket, which they exchange beside the backward pass; not with
     tuning.buckets=one, nor with buckets that are smaller than the compiler allows."""
@@ -413,6 +414,7 @@ def test_only_an_exchange_cuts_a_compiled_model() -> None:
             {"bucket_cap_mb": None, "buckets": "one"},
             *by_flops,
         ],
+        timeout_seconds=150.0,
     ):
         (many, _), (tiny, _), (single, _), (one, _), (long_steps, _), (short, _), (unknown, _) = (
             rank
