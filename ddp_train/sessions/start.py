@@ -92,10 +92,13 @@ def session(
                 timeout_seconds=timeout_seconds,
                 grace_seconds=grace_seconds,
             )
+            command = None
+            if world is None and (settings.processes > 1 or max_restarts):
+                command = _this_command()
             owned.enter_context(_only_session(world))
             _take_run_dir(settings.run_dir, world, owned)
-            if world is None and (settings.processes > 1 or max_restarts):
-                raise SystemExit(_start(settings))
+            if command:
+                raise SystemExit(_start(settings, *command))
             if world and world.is_leader and launcher_pid() is None:
                 _note_what_torchrun_decides(world, processes, max_restarts)
         except ConfigError as error:
@@ -212,9 +215,11 @@ def _note_what_torchrun_decides(world: World, processes: int | None, max_restart
         print(note, file=sys.stderr)
 
 
-def _start(settings: Settings) -> int:
-    """Run this script again in each process. Returns the exit code of the run."""
-    program, arguments = _this_command()
+def _start(settings: Settings, program: list[str], arguments: list[str]) -> int:
+    """Run this script again in each process. Returns the exit code of the run.
+
+    program, arguments: see `_this_command`.
+    """
     cores = detect_hardware("").cpus
     threads = threads_asked() or max(1, cores // settings.processes)
     launch_config = LaunchConfig(
