@@ -101,4 +101,5 @@ def _sizes(content: Tensor) -> list[int]:
 
 
 def _on_device(content: bytes, device: str) -> Tensor:
-    return torch.tensor(list(content), dtype=torch.uint8, device=device)
+    # Zero more, since frombuffer refuses an empty one.
+    return torch.frombuffer(bytearray(content + b"\0"), dtype=torch.uint8)[:-1].to(device)
