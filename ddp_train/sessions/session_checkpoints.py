@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.layout import read_manifest
@@ -26,12 +27,14 @@ from ddp_train.distributed.process_group import averaged_buffers, same_everywher
 from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
+from ddp_train.models.python_state import changed, state_of
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.text import counted
 
+log = logging.getLogger(__name__)
 PLAIN_DATA = (
     "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a checkpoint is"
     " read"
@@ -86,6 +89,8 @@ class SessionCheckpoints:
         self.saved: Position | None = None
         """The position that was saved last, or resumed from."""
         self.resumed_from: Path | None = None
+        self.state_at_start: dict[str, str] | None = unsaved_state(model.module)
+        """None once it was compared."""
         self.earlier_batches: dict[str, Any] = {}
         """Facts that identify the batches of the checkpoint that the run resumed from."""
 
@@ -196,6 +201,7 @@ class SessionCheckpoints:
         module = self.model.module
         check_same_weights(module)
         gradients = exchanged(module, watch.wanted(module))
+        self._warn_of_unsaved_state()
         with averaged_buffers(module, keep_if_alike=True) as buffers:
             if self.world.is_leader:
                 if self.writer is None:
@@ -209,6 +215,24 @@ class SessionCheckpoints:
                     "groups": self._groups(),
                 }
                 self.writer.submit(partial(self._snapshot, position.step, session, buffers))
+
+    def _warn_of_unsaved_state(self) -> None:
+        """Name once what the model has changed and no checkpoint holds."""
+        before = self.state_at_start
+        if before is None:
+            return
+        self.state_at_start = None
+        names = [
+            path
+            for path in changed(before, unsaved_state(self.model.module))
+            if before.get(path, "None") != "None"  # a cache that was filled
+        ]
+        if names:
+            log.warning(
+                "%s changed in training and is in no checkpoint: a resumed run begins it anew; keep"
+                " it in a buffer (register_buffer), or in what get_extra_state returns",
+                _listed(dict.fromkeys(names)),
+            )
 
     def _snapshot(self, step: int, session: dict[str, Any], buffers: Tensor) -> Snapshot:
         module = self.model.module
@@ -230,6 +254,20 @@ class SessionCheckpoints:
         """Wait until all is written. Raises WriteError if the last one could not be."""
         if self.writer:
             self.writer.finish()
+
+
+def unsaved_state(module: nn.Module) -> dict[str, str]:
+    """Digests of what a model keeps and its state_dict has not, by names."""
+    saved = module.state_dict().keys()
+    beside = {
+        f"model.{name}": buffer for name, buffer in module.named_buffers() if name not in saved
+    }
+    if any(name.endswith("_extra_state") for name in saved):
+        return state_of(beside)  # it may hold the attributes
+    attributes = state_of({"model": module})
+    return state_of(beside) | {
+        path: digest for path, digest in attributes.items() if path.startswith("model")
+    }
 
 
 def _listed(names: Mapping[str, Any]) -> str:

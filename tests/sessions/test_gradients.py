@@ -330,3 +330,35 @@ def update_statistics(world: World) -> str:
 def test_statistics_of_test_batches_are_refused() -> None:
     for message in on_ranks(2, update_statistics):
         assert "batch norm in train mode was given a batch of run.test_loader" in message
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2).double()
+        self.seen = 0
+        self.cache: torch.Tensor | None = None
+        self.register_buffer("unsaved", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.cache = torch.ones(2)
+        self.unsaved += 1
+        return self.layer(inputs)
+
+
+def test_state_that_no_checkpoint_has_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ddp_train.session(tmp_path, processes=1, device="cpu") as run:
+        model = run.wrap(Stateful())
+        optimizer = optimizer_of(model)
+        loader = run.loader(rows(), global_batch_size=8)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(2):
+            for inputs, labels in loader:
+                losses = functional.cross_entropy(model(inputs), labels, reduction="none")
+                run.mean(losses).backward()
+                optimizer.step()
+    error = capfd.readouterr().err
+    assert error.count("model.seen, model.unsaved changed in training and is in no check") == 1
