@@ -53,6 +53,19 @@ def shell_word(key: str, value: object) -> str:
     return shlex.quote(word(key, value))
 
 
+def words_to_resume(run_dir: object, trusted_modules: Sequence[str]) -> str:
+    """The overrides that resume a run, to be pasted. The user's code must be trusted again:
+    SECURITY.md."""
+    return shlex.join([word("run_dir", run_dir), *words_of_trust(trusted_modules)])
+
+
+def words_of_trust(trusted_modules: Sequence[str]) -> list[str]:
+    """The override that trusts packages of the user; none if there are none."""
+    if not trusted_modules:
+        return []
+    return [f"trusted_modules=[{','.join(trusted_modules)}]"]
+
+
 def in_double_quotes(text: str) -> str:
     """A text in Hydra's grammar, whatever it holds."""
     escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + (found[2] and '\\"'), text)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import socket
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import SUMMARY
-from ddp_train.text import did_you_mean, word
+from ddp_train.text import did_you_mean, words_to_resume
 
 RESIZE = "resize"
 
@@ -49,7 +48,7 @@ def resize(argv: list[str]) -> int:
         started_with = f"launch.nproc_per_node={config.process_range}"
         raise ConfigError([f"{command}: the run was started with {started_with}; use {allowed}"])
     try:
-        done, text = _ask(run_dir, owner, count)
+        done, text = _ask(run_dir, config, owner, count)
     except KeyboardInterrupt:
         print(f"{command}: stopped waiting; the change continues", file=sys.stderr)
         raise
@@ -57,7 +56,7 @@ def resize(argv: list[str]) -> int:
     return 0 if done else PeerError.exit_code
 
 
-def _ask(run_dir: Path, owner: dict[str, str], count: int) -> tuple[bool, str]:
+def _ask(run_dir: Path, config: Config, owner: dict[str, str], count: int) -> tuple[bool, str]:
     """Send the request and wait for the answer: whether the change is done, and a text."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -70,7 +69,7 @@ def _ask(run_dir: Path, owner: dict[str, str], count: int) -> tuple[bool, str]:
     except ConnectionRefusedError:
         return False, "the launcher takes no requests at this moment; try again in a second"
     except (OSError, ValueError):
-        resuming = _resuming_command(run_dir)
+        resuming = _resuming_command(run_dir, config)
         return False, f"the launcher ended before the change; `{resuming}` resumes the run"
     return bool(answer.get("done")), str(answer.get("text"))
 
@@ -105,7 +104,7 @@ def _running_run(run_dir: Path, count: int, command: str) -> tuple[Config, dict[
         raise ConfigError([f"{command}: the run is not running; start it with `{start}`"])
     if not config.process_counts:
         fixed = int(config.launch.nproc_per_node)
-        with_range = f"{_resuming_command(run_dir)} launch.nproc_per_node=1:{max(fixed, 2)}"
+        with_range = f"{_resuming_command(run_dir, config)} launch.nproc_per_node=1:{max(fixed, 2)}"
         raise ConfigError(
             [
                 f"{command}: the run was started with launch.nproc_per_node={fixed}, a fixed"
@@ -115,9 +114,9 @@ def _running_run(run_dir: Path, count: int, command: str) -> tuple[Config, dict[
     return config, owner
 
 
-def _resuming_command(run_dir: Path) -> str:
+def _resuming_command(run_dir: Path, config: Config) -> str:
     """The command that resumes a run as it was."""
-    return f"{command_name()} {shlex.quote(word('run_dir', run_dir))}"
+    return f"{command_name()} {words_to_resume(run_dir, config.trusted_modules)}"
 
 
 def _starting_command(run_dir: Path, config: Config, count: int) -> str:
@@ -129,7 +128,7 @@ def _starting_command(run_dir: Path, config: Config, count: int) -> str:
     earlier_range = range_of(config.process_range)
     if earlier_range:
         processes = f"{min(earlier_range.low, count)}:{count}"
-    return f"{_resuming_command(run_dir)} launch.nproc_per_node={processes}"
+    return f"{_resuming_command(run_dir, config)} launch.nproc_per_node={processes}"
 
 
 def _status(run_dir: Path) -> str:

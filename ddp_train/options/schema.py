@@ -9,7 +9,6 @@ annotation are not keys: they hold what is true of options that have no such key
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -32,7 +31,7 @@ from ddp_train.options.sections import (
     TrainConfig,
     TuningConfig,
 )
-from ddp_train.text import did_you_mean, shown, word
+from ddp_train.text import did_you_mean, shown, words_to_resume
 
 LR_POWERS = {"linear": 1.0, "sqrt": 0.5}
 """Exponent of global_batch_size / lr_base_batch. linear: arXiv:1706.02677, for SGD; sqrt:
@@ -622,11 +621,8 @@ class Config:
 
     @property
     def words_to_resume(self) -> str:
-        """The overrides that resume the run. The user's code must be trusted again: SECURITY.md."""
-        words = [word("run_dir", self.run_dir)]
-        if self.trusted_modules:
-            words.append(f"trusted_modules=[{','.join(self.trusted_modules)}]")
-        return shlex.join(words)
+        """The overrides that resume the run."""
+        return words_to_resume(self.run_dir, self.trusted_modules)
 
 
 def built_in_directions() -> dict[str, str]:

@@ -17,6 +17,14 @@ def timed(*ranks: dict[str, float], **summary: Any) -> list[str]:
     return findings(found)
 
 
+def test_finding_trusts_the_code_of_the_run_again() -> None:
+    config = {"trusted_modules": ["my_net"]}
+    stopped = RunFiles(Path("r"), config, summary={"status": "preempted"})
+    assert findings(stopped) == [
+        "Stopped and saved; run_dir=r 'trusted_modules=[my_net]' resumes it."
+    ]
+
+
 def test_findings_say_only_what_the_figures_support() -> None:
     even = {"data": 1.0, "forward": 20.0, "backward": 40.0, "optimizer step": 1.0}
     assert timed(even | {"data": 0.1}, even | {"data": 0.1})[0].startswith("Not input-bound: 0.2%")

@@ -5,12 +5,11 @@ Only what the figures of a run support is said.
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, STOPPED, RunFiles
-from ddp_train.text import counted, word
+from ddp_train.text import counted, words_to_resume
 
 LEAST_SECONDS = 5.0
 """Observed training of a rank below which nothing is said."""
@@ -34,13 +33,13 @@ def findings(run: RunFiles) -> list[str]:
 
 
 def _end(run: RunFiles) -> Iterator[str]:
-    resume = shlex.quote(word("run_dir", run.run_dir))
+    resume = words_to_resume(run.run_dir, run.config.get("trusted_modules") or [])
     if run.state == FAILED and run.failure:
         yield from _failure(run.failure)
     elif run.state == STOPPED:
-        yield f"Stopped and saved; {resume} goes on."
+        yield f"Stopped and saved; {resume} resumes it."
     elif run.state not in (FAILED, RUNNING) and not run.summary:
-        yield f"Its processes were killed, or their host was lost; {resume} goes on."
+        yield f"Its processes were killed, or their host was lost; {resume} resumes it."
 
 
 def _failure(failure: Mapping[str, object]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from ddp_train.telemetry.pages.run_files import (
 from ddp_train.telemetry.pages.run_plots import run_plots
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import column_of, in_column, shown_metric
-from ddp_train.text import shown, word
+from ddp_train.text import shown, word, words_of_trust
 
 
 def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> Report:
@@ -100,9 +100,8 @@ def uses(run: RunFiles) -> list[str]:
         if isinstance(train.get(length), int):
             uses.append([word("run_dir", run_dir), f"train.{length}={2 * train[length]}"])
             break
-    trusted = run.config.get("trusted_modules") or []
-    words = [f"trusted_modules=[{','.join(trusted)}]"] if trusted else []
-    return [shlex.join([*program, *overrides, *words]) for overrides in uses]
+    trust = words_of_trust(run.config.get("trusted_modules") or [])
+    return [shlex.join([*program, *overrides, *trust]) for overrides in uses]
 
 
 def program_of(command: str) -> list[str]:
