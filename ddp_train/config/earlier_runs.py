@@ -73,7 +73,7 @@ class EarlierRun:
         try:
             text = file.read_text()
             values = load_yaml(text)
-            # What we write has its texts in quotes, but for inf and nan
+            # What `freeze` writes has its texts in quotes, but for inf and nan
             numbers = [one for one in ambiguous(text) if not isinstance(one.by_yaml, str)]
         except OSError as error:
             rule = f"{file} cannot be read ({error.strerror})"

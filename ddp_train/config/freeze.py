@@ -15,6 +15,7 @@ import yaml
 
 from ddp_train.config.bind import bind
 from ddp_train.config.run_directory import unwritten
+from ddp_train.config.yaml_files import dump_yaml
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, hardware_description, versions
 from ddp_train.options.key import range_of
@@ -123,7 +124,7 @@ def run_facts(config: Config) -> dict[str, Any]:
 
 def to_text(config: Config) -> str:
     """The config as the YAML that `load_frozen` reads."""
-    return yaml.safe_dump(to_values(config), sort_keys=False)
+    return dump_yaml(to_values(config))
 
 
 def to_values(config: Any) -> dict[str, Any]:

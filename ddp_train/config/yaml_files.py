@@ -23,6 +23,19 @@ PLAIN = re.compile(r"[-+]?(0|[1-9][0-9]*)(\.[0-9]*)?|true|false|null|~|", re.IGN
 NOT_FINITE = re.compile(r"[-+]?(inf|nan)", re.IGNORECASE)
 """A number on a command line, and a text in YAML."""
 
+FLOAT_TAG = "tag:yaml.org,2002:float"
+FIRST_LETTERS = list("-+0123456789.")
+FLOAT = re.compile(
+    r"""[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$
+        |[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)$
+        |[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$
+        |[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*$
+        |[-+]?\.(?:inf|Inf|INF)$
+        |\.(?:nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+"""A number with a point or an exponent, as Hydra's loader reads it."""
+
 DUPLICATE = "found duplicate key "
 """The beginning of an error, as OmegaConf's loader has it."""
 
@@ -50,28 +63,28 @@ _Loader.yaml_implicit_resolvers = {
     letter: [
         (tag, pattern)
         for tag, pattern in resolvers
-        if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")
+        if tag not in ("tag:yaml.org,2002:timestamp", FLOAT_TAG)
     ]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"""[-+]?(?:[0-9][0-9_]*)\.[0-9_]*(?:[eE][-+]?[0-9]+)?$
-            |[-+]?(?:[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)$
-            |[-+]?\.[0-9_]+(?:[eE][-+]?[0-9]+)?$
-            |[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*$
-            |[-+]?\.(?:inf|Inf|INF)$
-            |\.(?:nan|NaN|NAN)$""",
-        re.VERBOSE,
-    ),
-    list("-+0123456789."),
-)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes in quotes what a YAML 1.1 loader or `_Loader` would not read as a text."""
+
+
+_Loader.add_implicit_resolver(FLOAT_TAG, FLOAT, FIRST_LETTERS)
+_Dumper.add_implicit_resolver(FLOAT_TAG, FLOAT, FIRST_LETTERS)
 
 
 def load_yaml(text: str) -> Any:
     """The content of a file. Raises yaml.YAMLError, for a key that stands there twice too."""
     return yaml.load(text, Loader=_Loader)
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """Plain nested values as a file that `load_yaml` and other loaders read alike."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def is_duplicate(error: yaml.YAMLError) -> bool:

@@ -13,7 +13,7 @@ from ddp_train.config.composition import read_config
 from ddp_train.config.earlier_runs import EarlierRun
 from ddp_train.config.keys import kinds_of
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.yaml_files import ambiguous, error_text, load_yaml, read_file
+from ddp_train.config.yaml_files import ambiguous, dump_yaml, error_text, load_yaml, read_file
 from ddp_train.errors import ConfigError
 from tests.support.commands import PROGRAM
 from tests.support.configs import CONF, own_presets
@@ -45,6 +45,12 @@ def test_reading_of_yaml_alone_is_found(text: str) -> None:
     assert not [*ambiguous(f"a: {remedy}")]
     meant = found.by_hydra if isinstance(found.by_yaml, str) else found.by_yaml
     assert load_yaml(remedy) == meant or math.isnan(meant)
+
+
+@pytest.mark.parametrize("text", [*ALIKE, *TEXTS, *YAML_ALONE, "12e4567", ".inf"])
+def test_text_that_is_written_stays_a_text(text: str) -> None:
+    written = dump_yaml({"key": text})
+    assert load_yaml(written) == yaml.safe_load(written) == {"key": text}
 
 
 def test_value_of_an_override_of_a_study_is_read_alike() -> None:
