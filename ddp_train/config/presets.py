@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_train.config.keys import own_keys
 from ddp_train.config.overrides import Overrides
 from ddp_train.config.program import PRESETS, Program
+from ddp_train.config.yaml_files import load_yaml
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.registry import OPTIONS
@@ -117,7 +118,7 @@ def _included_file(program: Program, group: str, content: dict[str, Any]) -> Pat
 def content_of(path: Path) -> dict[str, Any]:
     """The keys and values of a file; none if it cannot be read, which Hydra reports."""
     with contextlib.suppress(yaml.YAMLError, ValueError, OSError):
-        content = yaml.safe_load(path.read_text())
+        content = load_yaml(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):
             return content
     return {}
