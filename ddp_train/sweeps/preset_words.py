@@ -6,7 +6,7 @@ miss keys that are swept there, and the sweeper and the launcher that are chosen
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -42,7 +42,7 @@ class SweepWords:
     words: list[str]
     params_are_words: bool = False
     """Whether `hydra.sweeper.params` is among the words, and must be taken from Hydra."""
-    drawn: frozenset[str] = field(default_factory=frozenset)
+    drawn: frozenset[str] = frozenset()
     """Keys that a sweeper other than ours draws, as presets say."""
 
 
@@ -63,9 +63,15 @@ def with_words_of_presets(program: Program, words: list[str]) -> SweepWords:
     try:
         with composed_sweep(program, asked) as composed:
             pass
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError):
+        of_presets = [*_choices(composed, keys), *_settings(composed, keys)]
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+    ):
         return SweepWords(words)
-    of_presets = [*_choices(composed, keys), *_settings(composed, keys)]
     params = _params(composed)
     sweeper = str(composed.hydra.runtime.choices.get(SWEEPER))
     if params and sweeper not in KNOWN_SWEEPERS:

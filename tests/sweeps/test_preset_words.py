@@ -38,6 +38,11 @@ def program() -> Program:
   - override /hydra/launcher: pool
 hydra: {{launcher: {{processes_at_once: 2}}}}
 """,
+        experiment__circle=f"{RUN}defaults: [circle, _self_]\n",
+        experiment__unset=f"""{RUN}defaults:
+  - override /hydra/launcher: pool
+hydra: {{launcher: {{processes_at_once: "${{oc.env:NOT_SET}}"}}}}
+""",
     )
 
 
@@ -64,6 +69,12 @@ def test_words_of_presets_come_before_typed_ones(program: Program) -> None:
     assert found.words == [*pool, "experiment=pool"]
     typed = ["experiment=pool", "hydra/launcher=basic"]
     assert with_words_of_presets(program, typed).words == typed
+
+
+@pytest.mark.parametrize("preset", ["circle", "unset"])
+def test_mistake_in_a_preset_is_left_to_the_checks(preset: str, program: Program) -> None:
+    words = [f"experiment={preset}", "seed=1,2"]
+    assert with_words_of_presets(program, words).words == words
 
 
 @pytest.mark.slow
