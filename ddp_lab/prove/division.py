@@ -153,9 +153,9 @@ class Division:
                 if not _is_same(buffer, before.get(name))
             ]
         first, second = losses
-        if abs(second - first) <= tolerance * abs(first):
-            return []
-        return changed
+        if abs(second - first) > tolerance * abs(first):
+            return changed
+        return []  # of a loss that is no number too: the buffers need not be its cause
 
     @contextmanager
     def _as_rank(self, rank: int, step: int) -> Iterator[None]:
