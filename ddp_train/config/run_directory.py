@@ -26,12 +26,7 @@ def problems(config: Config) -> Iterator[Problem]:
     if config.mode == "doctor":  # it tries to write, on every host
         return
     if str(config.run_dir).startswith("~"):
-        yield Problem(
-            f"run_dir={config.run_dir}",
-            "nothing expands ~ there",
-            f"use run_dir=$HOME{str(config.run_dir).removeprefix('~')}, or in a preset"
-            f" ${{oc.env:HOME}}{str(config.run_dir).removeprefix('~')}",
-        )
+        yield _unexpanded(str(config.run_dir))
         return
     run_dir = Path(str(config.run_dir)).absolute()
     shared = _shared_folder(run_dir.resolve())
@@ -46,6 +41,17 @@ def problems(config: Config) -> Iterator[Problem]:
         yield unwritable(config.run_dir, f"{existing} is not a folder")
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield unwritable(config.run_dir, f"no permission to write in {existing}")
+
+
+def _unexpanded(run_dir: str) -> Problem:
+    """The problem of a path that begins with ~, alone or before the name of a user."""
+    user, _, inside = run_dir.removeprefix("~").partition("/")
+    if user:
+        remedy = f"write the home folder of {user} out"
+    else:
+        inside = inside or "runs/NAME"
+        remedy = f"use run_dir=$HOME/{inside}, or in a preset ${{oc.env:HOME}}/{inside}"
+    return Problem(f"run_dir={run_dir}", "nothing expands ~ there", remedy)
 
 
 def _shared_folder(run_dir: Path) -> str:

@@ -48,5 +48,16 @@ def test_remedy_with_a_folder_can_be_pasted(
     (problem,) = problems_of("run_dir=.")
     (word,) = shlex.split(problem.partition("name one of its own, ")[2])
     assert read_overrides(PROGRAM, [word]).given == {"run_dir": str(here / "runs/NAME")}
-    (problem,) = problems_of("run_dir='~/x'")
-    assert problem.startswith("run_dir=~/x: nothing expands ~ there; use run_dir=$HOME/x")
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "remedy"),
+    [
+        ("~/x", "use run_dir=$HOME/x, or in a preset ${oc.env:HOME}/x"),
+        ("~", "use run_dir=$HOME/runs/NAME, or in a preset ${oc.env:HOME}/runs/NAME"),
+        ("~ann/x", "write the home folder of ann out"),
+    ],
+)
+def test_home_folder_by_its_sign_is_refused(run_dir: str, remedy: str) -> None:
+    (problem,) = problems_of(f"run_dir='{run_dir}'")
+    assert problem == f"run_dir={run_dir}: nothing expands ~ there; {remedy}"
