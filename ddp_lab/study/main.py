@@ -71,7 +71,7 @@ def study(program: Program, overrides: list[str], world: World | None) -> int:
 
 
 def _terminal() -> Console:
-    """The terminal; a file or a pipe is taken for one, whose lines are read as well."""
+    """The terminal, or one of 100 columns for a file or a pipe: its lines are read as well."""
     console = Console(highlight=False)
     if console.is_terminal:
         return console

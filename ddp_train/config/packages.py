@@ -15,4 +15,4 @@ def is_installed(package: str) -> bool:
 
 def how_to_install(requirement: str) -> str:
     """The remedy for a missing package, or for an extra of ours: `.[onnx]`."""
-    return f"run {sys.executable} -m pip install {shlex.quote(requirement)}"
+    return f"run {shlex.join([sys.executable, '-m', 'pip', 'install', requirement])}"

@@ -180,7 +180,6 @@ def _class_of(program: Program, section: str, option: str) -> str | None:
 def _contradiction(program: Program, choices: dict[str, str], key: str, value: str) -> str:
     """The message about a key of a preset beside an option that was chosen."""
     section, _, name = key.partition(".")
-
     files = []
     for path in _presets(program, choices):
         content = content_of(path).get(section)
@@ -191,7 +190,7 @@ def _contradiction(program: Program, choices: dict[str, str], key: str, value: s
 
 
 def _presets(program: Program, choices: dict[str, str]) -> list[Path]:
-    """The files of whole runs: those that were chosen, then all, which these may include."""
+    """The files of whole runs: the chosen ones, then all, of which these may include some."""
     chosen = [program.file(group, choices.get(group)) for group in PRESETS]
     others = [path for group in PRESETS for path in program.files(group)]
     return [path for path in (*chosen, *others) if path]

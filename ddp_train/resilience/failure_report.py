@@ -27,7 +27,7 @@ EARLIER = "failures.jsonl"
 SUMMARY = "summary.json"
 REPORT_POLL_SECONDS = 0.05
 FRAME = '  File "'
-"""Begin of a line of a stack, as faulthandler writes it."""
+"""The beginning of a line of a stack, as faulthandler writes it."""
 MOST_FRAMES = 8
 """Calls in the user's code that the terminal shows; a recursion has more."""
 log = logging.getLogger(__name__)

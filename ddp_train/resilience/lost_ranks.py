@@ -31,7 +31,7 @@ class Loss:
 
     rank: int
     step: int
-    """The last step that a survivor had completed; that of the dead rank if none survived."""
+    """The last step that a survivor had completed; if none survived, the last of all ranks."""
     at: float
     """When, by `time.monotonic`, which all processes of a host share."""
     kind: str = "died"
