@@ -153,6 +153,10 @@ def test_of_equal_accuracies_the_lower_loss_is_the_best(tmp_path: Path) -> None:
     log.write_text(re.sub(r'"accuracy": [\d.]+', '"accuracy": 0.5', log.read_text()))
     best = read_run(folder).best
     assert best is not None and best["step"] == 40, "the losses fall"
+    config = folder / "config.yaml"
+    config.write_text(config.read_text() + "checkpoint: {best_metric: test.accuracy}\n")
+    best = read_run(folder).best
+    assert best is not None and best["step"] == 10, "a run that was asked for it keeps the first"
 
 
 def test_settings_are_shown_as_they_are_typed(tmp_path: Path) -> None:

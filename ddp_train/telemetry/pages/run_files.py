@@ -127,19 +127,19 @@ class RunFiles:
     def selected_by(self) -> str:
         """The metric by which the run chooses its best evaluation, checkpoint.best_metric."""
         best = self.summary.get("best") or {}
-        asked = (self.config.get("checkpoint") or {}).get("best_metric", AUTO)
-        metric = str(best.get("metric") or asked).rpartition(".")[2]
+        metric = str(best.get("metric") or self._best_metric).rpartition(".")[2]
         if metric != AUTO:
             return metric
         return "accuracy" if "accuracy" in self.scores else "loss"
 
     @property
-    def best(self) -> Line | None:
-        """The evaluation that the run itself takes for its best.
+    def _best_metric(self) -> str:
+        """checkpoint.best_metric as it was asked for."""
+        return str((self.config.get("checkpoint") or {}).get("best_metric", AUTO))
 
-        Of equal accuracies that with the lower loss, where nothing else was asked for: as
-        `engine.selection` says.
-        """
+    @property
+    def best(self) -> Line | None:
+        """The evaluation that the run itself takes for its best."""
         best = self.summary.get("best") or {}
         for line in self.evaluations:
             if line["step"] == best.get("step"):
@@ -149,17 +149,19 @@ class RunFiles:
     def best_by(self, metric: str) -> Line | None:
         """The evaluation with the best value of a metric, the first of equal ones.
 
-        None too if nobody knows which direction is better.
+        Of equal accuracies that with the lower loss, unless the run was asked for a metric: as in
+        `engine.selection`. None too if nobody knows which direction is better.
         """
         direction = self.better(metric)
         sign = -1 if direction == "max" else 1
+        loss_decides = metric == "accuracy" and self._best_metric == AUTO
         known = []
         for line in self.evaluations:
             if direction and is_finite(line.get(metric)):
                 known.append(line)
 
         def rank(line: Line) -> tuple[float, float]:
-            loss = line.get("loss") if metric == "accuracy" else None
+            loss = line.get("loss") if loss_decides else None
             return sign * line[metric], loss if is_finite(loss) else math.inf
 
         return min(known, key=rank, default=None)
