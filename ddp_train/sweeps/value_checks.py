@@ -24,7 +24,7 @@ from ddp_train.sweeps.overrides import is_of_hydra, key_of, last_value, parsed
 from ddp_train.sweeps.sweeper import KNOWN_SWEEPERS, LAUNCHER, OPTUNA, PARAMS, SWEEPER
 from ddp_train.text import dotted, first_line, shown
 
-OF_ALL_TRIALS = ("launcher", "sweeper", "sweep")
+READ_ONCE = ("launcher", "sweeper", "sweep")
 """Parts of `hydra` that Hydra reads once for a sweep."""
 SEED = "seed"
 SHARED = ("run_dir", "objective")
@@ -253,7 +253,7 @@ def _of_swept_presets(
         for option in swept.get(group, ()):
             with composed_sweep(program, [*arguments, f"{group}={option}"]) as with_preset:
                 pass
-            for part in OF_ALL_TRIALS:
+            for part in READ_ONCE:
                 if with_preset.hydra[part] != composed.hydra[part]:
                     rule = f"sets hydra.{part}, which is what all trials share"
                     yield f"{group}={option}: {rule}; give it on the command line"
