@@ -9,7 +9,7 @@ from ddp_train.commands.table import CHECK
 from ddp_train.config.freeze import not_default
 from ddp_train.config.notices import notices
 from ddp_train.config.overrides import read_overrides
-from ddp_train.config.prepare import read_run, resolve_and_check
+from ddp_train.config.prepare import check_owner, read_run, resolve_and_check
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import visible_devices
 from ddp_train.errors import ConfigError
@@ -58,6 +58,8 @@ def check_run(program: Program, overrides: list[str]) -> int:
     resolved, more = resolve_and_check(config, None, hardware)
     if problems or more:
         raise ConfigError(list(dict.fromkeys(problems + more)))
+    if resolved.mode != "doctor":  # it writes nothing into the folder of a run
+        check_owner(resolved)
     for notice in notices(RequestedRun(config, resolved, hardware)):
         print(f"note: {notice}", file=sys.stderr)
     print(

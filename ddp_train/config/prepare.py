@@ -180,11 +180,8 @@ def _chosen_before(earlier: Config, config: Config) -> list[str]:
     ]
 
 
-def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
-    """Lock the run directory for the life of the run.
-
-    Raises ConfigError if it is a sweep's, or if another run works in it, whom the error names.
-    """
+def check_owner(config: Config) -> None:
+    """Raise ConfigError if the run directory is that of a sweep or a script."""
     run_dir = Path(str(config.run_dir))
     if is_of_sweep(run_dir):
         trial = shell_word("run_dir", f"{config.run_dir}/NUMBER")
@@ -202,6 +199,16 @@ def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
                 " that calls save_checkpoint, whose state no config can resume; name another one"
             ]
         )
+
+
+def lock_run_dir(config: Config, world: World | None) -> run_lock.Lock:
+    """Lock the run directory for the life of the run.
+
+    Raises ConfigError if it is a sweep's or a script's, or if another run works in it, which the
+    error names.
+    """
+    check_owner(config)
+    run_dir = Path(str(config.run_dir))
     try:
         return run_lock.acquire(run_dir / run_lock.FILE, _patience_seconds(config, world))
     except run_lock.LockHeldError as error:

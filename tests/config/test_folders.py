@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from ddp_train.checkpoints.layout import MANIFEST, digest_of, place_of
+from ddp_train.commands.check import check
 from ddp_train.config.folders import is_of_run, is_of_script
+from ddp_train.errors import ConfigError
+from tests.support.commands import ONE, PROGRAM
 
 
 def with_checkpoint(folder: Path, step: int, **entries: object) -> None:
@@ -41,3 +44,10 @@ def test_the_folder_of_a_script_is_told_by_its_files(tmp_path: Path, has_checkpo
     else:
         (tmp_path / "summary.json").write_text('{"mode": "session"}')
     assert is_of_script(tmp_path) and not is_of_run(tmp_path)
+
+
+@pytest.mark.usefixtures("folder_without_gpus")
+def test_check_refuses_the_folder_of_a_script(tmp_path: Path) -> None:
+    with_checkpoint(tmp_path, 3)
+    with pytest.raises(ConfigError, match="is the folder of a ddp_train"):
+        check(PROGRAM, ["model=mlp", ONE, f"run_dir={tmp_path}"])
