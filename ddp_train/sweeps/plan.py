@@ -13,7 +13,7 @@ from ddp_train.config.metrics import (
     direction_of,
     objective_name,
 )
-from ddp_train.config.overrides import read_overrides
+from ddp_train.config.overrides import Overrides, read_overrides
 from ddp_train.config.prepare import read_run
 from ddp_train.config.program import Program
 from ddp_train.distributed.environment import new_run_id, visible_devices
@@ -27,6 +27,7 @@ from ddp_train.sweeps.preset_words import NO_PARAMS, with_words_of_presets
 from ddp_train.sweeps.sweeper import (
     LAUNCHER,
     SWEEPER,
+    Direction,
     by_validation,
     direction_for,
     keys_of_params,
@@ -114,18 +115,15 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
     if words.params_are_words:
         arguments.append(NO_PARAMS)
     launcher = last_value(arguments, LAUNCHER)
-    job_launcher = launcher if launcher not in ("", "basic", POOL) else ""
+    job_launcher = ""
+    if launcher not in ("", "basic", POOL):
+        job_launcher = launcher
     hardware = detect_hardware(visible_devices())
     tried = value_checks.try_values(program, read, hardware, elsewhere=bool(job_launcher))
     config = tried.config
     direction = direction_for(arguments, config, direction_of(config.objective, config))
     problems = [*tried.problems, *missing_for_slurm(job_launcher), *direction.problems]
-    problems += optuna_problems(arguments, config)
-    if not problems:
-        of_hydra = [*arguments, *direction.overrides]
-        problems = value_checks.hydra_problems(program, of_hydra, read.swept)
-    problems += [*_folder_of_run(config), *_working_folder()]
-    _raise_if_any(problems)
+    _check_sweep(program, read, config, direction, problems)
 
     swept = frozenset({*read.swept, *keys_of_params(arguments), *words.drawn})
     plan = SweepPlan(
@@ -154,6 +152,17 @@ def plan_sweep(program: Program, argv: list[str]) -> SweepPlan:
         plan = _with_baseline(plan)
     sweep_dir = override_of("hydra.sweep.dir", plan.sweep_dir)
     return replace(plan, hydra_arguments=(*plan.hydra_arguments, sweep_dir))
+
+
+def _check_sweep(
+    program: Program, read: Overrides, config: Config, direction: Direction, problems: list[str]
+) -> None:
+    """Raise ConfigError with these problems, and those of the sweep as a whole."""
+    problems = [*problems, *optuna_problems(read.arguments, config)]
+    if not problems:
+        of_hydra = [*read.arguments, *direction.overrides]
+        problems = value_checks.hydra_problems(program, of_hydra, read.swept)
+    _raise_if_any([*problems, *_folder_of_run(config), *_working_folder()])
 
 
 def _raise_if_any(problems: list[str]) -> None:
