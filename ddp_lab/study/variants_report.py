@@ -166,29 +166,48 @@ def in_short(study: Study, outcomes: Outcomes) -> Table:
         variant.name: median(metric.values(outcomes.get(variant.name, [])))
         for variant in study.variants
     }
-    base = DATA_PARALLEL if medians.get(DATA_PARALLEL) else study.baseline
+    base = study.baseline
+    base_name = base
+    if medians.get(DATA_PARALLEL):
+        base = DATA_PARALLEL
+        base_name = "DataParallel"
+    effect = f"difference from {base_name}"
+    if metric.is_time:
+        effect = f"times {base_name}"
     rows: list[list[Any]] = []
     for variant in study.variants:
-        mine = medians[variant.name]
+        value = medians[variant.name]
         before = medians.get(base)
-        times = metric.gain(before, mine) if before and mine else None
-        mine_first = _first_completed(outcomes, variant.name)
-        other = study.config.agreement.get(variant.name, "")
-        other_first = _first_completed(outcomes, other)
-        difference = None
-        if mine_first and other_first:
-            difference = results.largest_weight_difference(mine_first.run_dir, other_first.run_dir)
-        row = [variant.name, mine, times, difference, other if difference is not None else None]
+        gain = None
+        if value and before:
+            gain = metric.gain(before, value)
+        agreement = _weight_difference(study, outcomes, variant.name)
         result = result_text(variant, outcomes.get(variant.name, []))
-        rows.append([*row, result.partition(":")[0]])
-    named = "DataParallel" if base == DATA_PARALLEL else base
-    effect = f"times {named}" if metric.is_time else f"difference from {named}"
+        rows.append([variant.name, value, gain, *agreement, result.partition(":")[0]])
     columns = ["variant", metric.label, effect, "agreement", "with", "result"]
     note = (
         f"{effect}: by the median; agreement: the largest difference of the weights at the end, 0:"
         " equal bit for bit."
     )
     return Table("In short", columns, rows, note, kept=columns[1:4])
+
+
+def _weight_difference(
+    study: Study, outcomes: Outcomes, name: str
+) -> tuple[float | None, str | None]:
+    """The difference of a variant's weights, and the variant with which they should agree.
+
+    None for both if one of the two has not completed.
+    """
+    other = study.config.agreement.get(name, "")
+    run = _first_completed(outcomes, name)
+    other_run = _first_completed(outcomes, other)
+    if run is None or other_run is None:
+        return None, None
+    difference = results.largest_weight_difference(run.run_dir, other_run.run_dir)
+    if difference is None:
+        return None, None
+    return difference, other
 
 
 def _first_completed(outcomes: Outcomes, name: str) -> Outcome | None:
