@@ -71,7 +71,7 @@ def _repairs(argument: str) -> Iterator[tuple[str, str]]:
         yield rule, f"{plain_key}={value.strip()}"
     without_end = value.strip("=,;")
     if without_end and without_end != value and not may_be_text(key):
-        yield "the value is followed or preceded by what is not of it", f"{key}={without_end}"
+        yield "the value begins or ends with a stray =, comma or semicolon", f"{key}={without_end}"
     if value[0] in CLOSING and not unclosed_bracket(argument):
         yield "the value needs quotes", f"{key}={_in_quotes_inside(value)}"
 
