@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import operator
 import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from functools import _lru_cache_wrapper
 from types import CellType, FunctionType, ModuleType
@@ -228,24 +229,28 @@ class MappingHolder(Holder):
         """is_namespace: names with two underscores are Python's own."""
         self.mapping = mapping
         self.is_namespace = is_namespace
-        self.items = self._now()
+        self.content = self._now()
 
-    def _now(self) -> list[tuple[Any, Any]]:
-        items = list(self.mapping.items())
+    def _now(self) -> dict[Any, Any]:
+        content = dict(self.mapping)
         if self.is_namespace:
-            items = [item for item in items if not item[0].startswith("__")]
-        return items
+            content = {name: item for name, item in content.items() if name[:2] != "__"}
+        return content
 
     def put_back(self, moved: Mapping[int, Any]) -> None:
-        wanted = [(key, moved.get(id(value), value)) for key, value in self.items]
-        now = dict(self._now())
-        for key in now.keys() - dict(wanted).keys():
+        wanted = self.content
+        if moved:
+            wanted = {key: moved.get(id(value), value) for key, value in wanted.items()}
+        now = self._now()
+        if _are_same(now.values(), wanted.values()) and list(now) == list(wanted):
+            return  # at the speed of C: it may be a data set of millions
+        for key in now.keys() - wanted.keys():
             del self.mapping[key]
-        for key, value in wanted:
+        for key, value in wanted.items():
             if now.get(key, _MISSING) is not value:
                 self.mapping[key] = value
         # Names are looked up while this is done, by other threads too, and have no order.
-        if not self.is_namespace and list(self.mapping) != [key for key, _ in wanted]:
+        if not self.is_namespace and list(self.mapping) != list(wanted):
             self.mapping.clear()
             self.mapping.update(wanted)
 
@@ -258,8 +263,10 @@ class SequenceHolder(Holder):
         self.items = list(sequence)
 
     def put_back(self, moved: Mapping[int, Any]) -> None:
-        wanted = [moved.get(id(value), value) for value in self.items]
-        if len(wanted) == len(self.sequence) and all(map(_is, self.sequence, wanted)):
+        wanted = self.items
+        if moved:
+            wanted = [moved.get(id(value), value) for value in wanted]
+        if _are_same(self.sequence, wanted):
             return
         self.sequence.clear()
         self.sequence.extend(wanted)
@@ -366,8 +373,9 @@ def _content(cell: CellType) -> Any:
         return _MISSING
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
+def _are_same(some: Collection[Any], others: Collection[Any]) -> bool:
+    """True if two collections hold the same objects in the same order."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _all_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:

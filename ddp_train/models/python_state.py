@@ -36,6 +36,8 @@ MOST_ITEMS = 64
 """The most items of a list or dict that are inspected one by one."""
 MOST_NUMBERS = 2**20
 """The most numbers of a tensor that are inspected, evenly spread."""
+MOST_MAPPED_BYTES = 2**27
+"""The largest array in a file whose numbers are inspected: each is read from the disk."""
 DEPTH = 5
 """Objects within objects that are inspected."""
 DEPTH_OF_GLOBALS = 3
@@ -297,7 +299,7 @@ def _is_of_every_module(name: str) -> bool:
 
 def _first_items(items: Iterable[Any]) -> list[Any]:
     """A copy of the first items: to inspect one may change the collection."""
-    return list(items)[:MOST_ITEMS]
+    return list(itertools.islice(items, MOST_ITEMS))
 
 
 def _hash_of_plain(items: Iterable[Any]) -> str:
@@ -324,6 +326,8 @@ def _digest(value: Any) -> str | None:
     if isinstance(value, np.ndarray):
         if value.dtype == object:
             return f"{value.size} objects"
+        if isinstance(value, np.memmap) and value.nbytes > MOST_MAPPED_BYTES:
+            return f"{value.shape} in a file"
         flat = value.reshape(-1)
         stride = max(1, len(flat) // MOST_NUMBERS)
         return _hash(flat[::stride].tobytes(), value.shape)
