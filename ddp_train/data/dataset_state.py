@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -67,6 +68,17 @@ class Epochs:
                 "keep its len(), and let set_epoch(epoch) change which sample a number stands for;"
                 " or write a loop of your own (ddp_train.session), whose epochs may differ",
             )
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context around reads after which the data set is put back as it was before them."""
+        if self.current is None:
+            self.enter(None)  # once, and not again in each such context
+        current = self.current
+        try:
+            yield
+        finally:
+            self.current = current
 
     def check_lengths(self, epochs: int) -> None:
         """Try the lengths of the epochs of a run, those that come within TRIAL_SECONDS.

@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from functools import _lru_cache_wrapper
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ddp_train.data.datasets import BatchSource
-from ddp_train.data.user_dataset import parts_of
+from ddp_train.data.user_dataset import UserDataset, parts_of
 from ddp_train.models.python_state import (
     MOST_ITEMS,
     State,
@@ -73,12 +72,19 @@ def leaving_nothing(what: str, roots: Mapping[str, Any], on_copies: bool = False
             )
 
 
-def reading_ahead(source: BatchSource) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def reading_ahead(source: BatchSource) -> Iterator[None]:
     """A context whose reads of a data set leave it as it was, as `leaving_nothing` does."""
-    parts = parts_of(source)
-    if not parts:
-        return contextlib.nullcontext()
-    return leaving_nothing("a sample that is read before training", parts)
+    if not isinstance(source, UserDataset):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        if source.epochs:
+            stack.enter_context(source.epochs.unchanged())
+        stack.enter_context(
+            leaving_nothing("a sample that is read before training", parts_of(source))
+        )
+        yield
 
 
 class Kept:

@@ -214,6 +214,26 @@ def test_samples_that_are_read_ahead_are_not_counted() -> None:
     assert next(reads.rows) == 0
 
 
+class Told(Reads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.level = epoch
+
+    def __getitem__(self, number: int) -> int:
+        return self.level
+
+
+def test_a_data_set_that_is_read_ahead_knows_its_epoch() -> None:
+    source = UserDataset(Told(), 0)
+    for epoch in (None, 0, 3):
+        with reading_ahead(source):
+            source.get_batch(np.array([0]), epoch)
+        assert source.get_batch(np.array([0]), epoch).tolist() == [epoch or 0]
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
