@@ -45,9 +45,26 @@ DEPTH_OF_CLASSES = 1
 PLAIN = (int, float, complex, str, bytes, type(None))
 CODE = (type, ModuleType, FunctionType, classmethod, staticmethod, property, MemberDescriptorType)
 """What a class holds beside state."""
-NOT_OF_A_MODEL = ("ddp_train.", "ddp_lab.", "logging", "threading", "multiprocessing", "_io")
-"""How the modules of classes begin whose objects change beside a forward pass, by other threads
-among others. Modules and tasks of ours are a model's all the same."""
+OUR_PACKAGES = frozenset({"ddp_train", "ddp_lab"})
+SHARED = frozenset(
+    {
+        "_asyncio",
+        "_io",
+        "_queue",
+        "_socket",
+        "_thread",
+        "asyncio",
+        "concurrent",
+        "logging",
+        "multiprocessing",
+        "os",
+        "queue",
+        "socket",
+        "threading",
+    }
+)
+"""Python's modules whose classes other threads, processes or the system share: their objects change
+beside a forward pass, and break if they are put back meanwhile."""
 ATTRIBUTES_OF_TORCH = (
     "_parameters",
     "_buffers",
@@ -271,10 +288,15 @@ class State:
 
 
 def is_beside_models(value: Any) -> bool:
-    """True for objects that change beside a forward pass, see NOT_OF_A_MODEL."""
-    module = type(value).__module__
-    is_of_model = isinstance(value, nn.Module) or module.startswith("ddp_train.tasks.")
-    return module.startswith(NOT_OF_A_MODEL) and not is_of_model
+    """True for objects that change beside a forward pass: ours, and those that are SHARED.
+
+    Modules and tasks of ours are a model's all the same.
+    """
+    kind = type(value)
+    if isinstance(value, nn.Module) or kind.__module__.startswith("ddp_train.tasks."):
+        return False
+    packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
+    return packages[0] in OUR_PACKAGES or not SHARED.isdisjoint(packages)
 
 
 def _key(key: Any) -> str:

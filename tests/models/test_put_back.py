@@ -5,7 +5,9 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import queue
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -232,6 +234,22 @@ def test_a_data_set_that_is_read_ahead_knows_its_epoch() -> None:
         with reading_ahead(source):
             source.get_batch(np.array([0]), epoch)
         assert source.get_batch(np.array([0]), epoch).tolist() == [epoch or 0]
+
+
+class Beside(threading.Thread):
+    def __init__(self) -> None:
+        super().__init__()
+        self.done = 0
+
+
+def test_what_other_threads_share_stays_as_it_is() -> None:
+    net = nn.Linear(2, 2)
+    net.beside = Beside()  # type: ignore[assignment]
+    net.queue = queue.Queue()  # type: ignore[assignment]
+    with leaving_nothing("a trial", {"model": net}):
+        net.beside.done += 1  # type: ignore[operator]
+        net.queue.put(1)  # type: ignore[operator]
+    assert net.beside.done == 1 and net.queue.unfinished_tasks == 1
 
 
 class Counting(nn.Module):
