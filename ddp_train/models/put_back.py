@@ -62,7 +62,7 @@ def leaving_nothing(what: str, roots: Mapping[str, Any], on_copies: bool = False
             yield
     finally:
         kept.put_back()
-        left = changed(before.found, look_through(roots, MOST_ITEMS).found)
+        left = _left_behind(before, look_through(roots, MOST_ITEMS))
         if left:
             log.warning(
                 "%s, which is thrown away, has changed %s, and it cannot be put back: keep it in a"
@@ -85,6 +85,14 @@ def reading_ahead(source: BatchSource) -> Iterator[None]:
             leaving_nothing("a sample that is read before training", parts_of(source))
         )
         yield
+
+
+def _left_behind(before: State, after: State) -> list[str]:
+    """The paths of what has changed, but for what modules hold that were imported meanwhile."""
+    imported = [f"{module}." for module in after.modules - before.modules]
+    imported += [f"{kind.__name__}." for kind in after.classes - before.classes]
+    paths = changed(before.found, after.found)
+    return [path for path in paths if not path.startswith(tuple(imported))]
 
 
 class Kept:
@@ -251,7 +259,9 @@ class MappingHolder(Holder):
         if _are_same(now.values(), wanted.values()) and list(now) == list(wanted):
             return  # at the speed of C: it may be a data set of millions
         for key in now.keys() - wanted.keys():
-            del self.mapping[key]
+            # Python sets a module in its package once, and would not miss it there.
+            if not (self.is_namespace and isinstance(now[key], ModuleType)):
+                del self.mapping[key]
         for key, value in wanted.items():
             if now.get(key, _MISSING) is not value:
                 self.mapping[key] = value

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import itertools
 import queue
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -250,6 +252,21 @@ def test_what_other_threads_share_stays_as_it_is() -> None:
         net.beside.done += 1  # type: ignore[operator]
         net.queue.put(1)  # type: ignore[operator]
     assert net.beside.done == 1 and net.queue.unfinished_tasks == 1
+
+
+def test_a_module_imported_meanwhile_stays_in_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "lazy_net"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("def call():\n    import lazy_net.late\n")
+    (folder / "late.py").write_text("CALLS = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("lazy_net")
+    with leaving_nothing("a trial", {"call": package.call}):
+        package.call()
+    assert package.late.CALLS == 1
+    assert "a trial" not in caplog.text
 
 
 class Counting(nn.Module):
