@@ -19,6 +19,8 @@ from ddp_train.text import first_line
 Transform = Callable[..., Any]
 POSITIONED = ("Mask", "BoundingBoxes", "KeyPoints")
 """torchvision's types whose numbers stand for places in an image."""
+MOST_MEMBERS = 16
+"""Parts of a sample among which images are looked for."""
 
 
 def apply_transform(transform: Transform, sample: Any) -> Any:
@@ -124,11 +126,11 @@ def _mode_in_pil(value: Any) -> str:
 
 
 def _members(sample: Any) -> dict[Any, Any]:
-    """The parts of a sample by name or place; a sample that has none by itself."""
+    """The first parts of a sample by name or place; a sample that has none by itself."""
     if isinstance(sample, dict):
         return sample
     if isinstance(sample, tuple | list):
-        return dict(enumerate(sample))
+        return dict(enumerate(sample[:MOST_MEMBERS]))  # a text has thousands of tokens
     return {0: sample}
 
 
