@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pickle
 import sys
@@ -78,12 +77,7 @@ def _is_of_the_user(code: Any) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:  # a module in C, or a prompt
         return module is sys.modules["__main__"]
-    return not _is_foreign(file)
-
-
-@functools.cache
-def _is_foreign(file: str) -> bool:
-    return is_foreign(file)
+    return not is_foreign(file)
 
 
 def _globals_of(code: Any) -> Iterator[Any]:
