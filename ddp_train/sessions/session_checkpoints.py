@@ -41,6 +41,10 @@ PLAIN_DATA = (
 )
 
 
+MOST_NAMES = 3
+"""The most names of state that a warning lists: a list has one for each item."""
+
+
 class Stateful(Protocol):
     """An object that a session saves: an optimizer, a scheduler, one of the user's own."""
 
@@ -231,7 +235,7 @@ class SessionCheckpoints:
             log.warning(
                 "%s changed in training and is in no checkpoint: a resumed run begins it anew; keep"
                 " it in a buffer (register_buffer), or in what get_extra_state returns",
-                _listed(dict.fromkeys(names)),
+                ", ".join(sorted(names)[:MOST_NAMES]),
             )
 
     def _snapshot(self, step: int, session: dict[str, Any], buffers: Tensor) -> Snapshot:
