@@ -22,8 +22,10 @@ class GradientWatch:
     """
 
     def __init__(self) -> None:
+        self.sees_steps = True
+        """False where the loop updates the weights without an optimizer of torch's."""
         self.are_used = True
-        """The optimizer has stepped since the last loss."""
+        """The optimizer has stepped since the last loss, if its steps are seen."""
         self._looked_at: dict[int, nn.Parameter] = {}
         """By the `id` of an optimizer one of its parameters, which had a gradient at a step."""
         self._stepped: dict[int, Optimizer] = {}
@@ -33,7 +35,7 @@ class GradientWatch:
 
     def see_loss(self) -> None:
         """Called when a loss is made."""
-        self.are_used = False
+        self.are_used = not self.sees_steps
 
     def see_backward(self) -> None:
         """Called when a backward pass begins."""

@@ -156,6 +156,9 @@ class Run:
             steps.settings, steps.world, steps.model, others, steps.status
         )
         steps.optimizers = {id(value) for value in others.values()}
+        steps.gradients.sees_steps = any(
+            isinstance(value, torch.optim.Optimizer) for value in others.values()
+        )
         steps.position = steps.checkpoints.restore(steps.device)
         steps.status.step = steps.position.step
         return steps.position.step

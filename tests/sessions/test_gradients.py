@@ -266,6 +266,25 @@ def test_a_closure_steps_by_the_mean_loss(tmp_path: Path) -> None:
     )
 
 
+def test_a_loop_without_an_optimizer_saves_between_steps(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with ddp_train.session(run_dir, processes=1, device="cpu", keep=9) as run:
+        model = run.wrap(net())
+        loader = run.loader(rows(), global_batch_size=8)
+        run.resume(model=model)
+        for _ in run.epochs(1):
+            for inputs, labels in loader:
+                run.save()
+                losses = functional.cross_entropy(model(inputs), labels, reduction="none")
+                run.mean(losses).backward()
+                with torch.no_grad():
+                    for weight in model.parameters():
+                        assert weight.grad is not None
+                        weight -= 0.1 * weight.grad
+                model.zero_grad()
+    assert len([*(run_dir / "checkpoints").glob("step_*")]) == 4
+
+
 def test_groups_in_another_order_are_refused_on_a_resume(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
