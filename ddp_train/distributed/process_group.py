@@ -37,33 +37,11 @@ def open_store(world: World, timeout_seconds: float) -> Store:
     died. Where ranks were started by hand or by another program, rank 0 serves it. Raises
     PeerError, then at once, or if the store cannot be reached within `timeout_seconds`.
     """
-    timeout = timedelta(seconds=timeout_seconds)
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    listen_fd = os.environ.pop(LISTEN_SOCKET, None)
     check_agent_lives(world)
     try:
-        if listen_fd is not None:
-            store = TCPStore(
-                address,
-                port,
-                is_master=True,
-                timeout=timeout,
-                wait_for_workers=False,
-                master_listen_fd=int(listen_fd),
-            )
-        elif serves_store():
-            store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
-        else:
-            if not world.is_leader:
-                wait_for_leader(world, address, port, timeout_seconds)
-            store = TCPStore(
-                address,
-                port,
-                is_master=world.is_leader,
-                timeout=timeout,
-                wait_for_workers=False,
-            )
+        store = _connected_store(world, address, port, timeout_seconds)
     except (dist.DistError, OSError) as error:
         raise PeerError(
             f"rank {world.rank} cannot reach the store at {address}:{port}: {first_line(error)}",
@@ -83,6 +61,29 @@ def open_store(world: World, timeout_seconds: float) -> Store:
             " `env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE`",
         )
     return store
+
+
+def _connected_store(world: World, address: str, port: int, timeout_seconds: float) -> Store:
+    """The store, of whoever serves it, see `open_store`. Raises DistError or OSError."""
+    timeout = timedelta(seconds=timeout_seconds)
+    listen_fd = os.environ.pop(LISTEN_SOCKET, None)
+    if listen_fd is not None:
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=int(listen_fd),
+        )
+    if serves_store():
+        store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timeout)))
+        return store
+    if not world.is_leader:
+        wait_for_leader(world, address, port, timeout_seconds)
+    return TCPStore(
+        address, port, is_master=world.is_leader, timeout=timeout, wait_for_workers=False
+    )
 
 
 def share_config(store: Store, world: World, text: str | None) -> str:
