@@ -30,9 +30,10 @@ CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
 
 
 def pytest_configure() -> None:
-    """A shell has what it starts in the background ignore Ctrl-C, and so would all commands of the
-    tests."""
+    """A shell has what it starts in the background ignore Ctrl-C, nohup a terminal that closes, and
+    so would all commands of the tests."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(wrapper=True)

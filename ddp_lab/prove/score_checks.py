@@ -8,6 +8,7 @@ from ddp_lab.prove.bench import Bench
 from ddp_lab.prove.tolerances import BY_SIZE_ALLOWED, SCORES_ALLOWED, relative_difference
 from ddp_lab.prove.unseeded import unseeded
 from ddp_train.data.rng import global_states
+from ddp_train.data.user_dataset import parts_of
 from ddp_train.models.python_state import changed, state_of
 
 CHECK = "evaluation"
@@ -81,7 +82,7 @@ class ScoreCheck:
         return self.bench.scores(self.source, self.batch_size, processes)
 
     def _parts(self) -> dict[str, object]:
-        return {**self.bench.parts, "data set": self.source}
+        return {**self.bench.parts, **parts_of(self.source)}
 
 
 def _largest_difference(scores: Scores, others: list[Scores]) -> tuple[float, str]:

@@ -57,7 +57,8 @@ class Net(nn.Module):
             nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(), nn.Linear(8 * 36, 10)
         )
         self.ledger = Path(os.environ["LEDGER"], f"ledger_{os.environ['RANK']}")
-        self.throw_away = 2 * (int(os.environ["WORLD_SIZE"]) > 2)  # see strategy.warm_up_ddp_buckets
+        # Passes of strategy.warm_up_ddp_buckets, which put back what a model itself counts.
+        os.environ["THROW_AWAY"] = str(2 * (int(os.environ["WORLD_SIZE"]) > 2))
         self.was_frozen = False
 
     def train(self, mode=True):
@@ -71,10 +72,11 @@ class Net(nn.Module):
         time.sleep(float(os.environ.get("DELAY", 0)))
         if self.training:
             passes = int(self.layers[1].num_batches_tracked)  # a buffer: a resumed run goes on with it
-            if self.throw_away == 0:
+            throw_away = int(os.environ["THROW_AWAY"])
+            if throw_away == 0:
                 with self.ledger.open("a") as file:
                     file.write(f"{passes} {' '.join(map(str, inputs['number'].tolist()))}\\n")
-            self.throw_away = max(0, self.throw_away - 1)
+            os.environ["THROW_AWAY"] = str(max(0, throw_away - 1))
         return self.layers(inputs["image"])
 
 

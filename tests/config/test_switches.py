@@ -226,7 +226,8 @@ class Table:
 
     def __init__(self, size: int, train: bool) -> None:
         self.size = size
-        self.targets = self.lengths = [1 + number % 2 for number in range(size)]
+        self.targets = [number % 2 for number in range(size)]
+        self.lengths = [1 + number % 2 for number in range(size)]
 
     def __len__(self) -> int:
         return self.size

@@ -628,8 +628,8 @@ def run_past_a_closed_gate(world: World, on_device: bool, skip: bool) -> tuple[A
     model = {
         "_target_": f"{__name__}.Gated",
         "bad_rank": 1,
-        "bad_call": 5,
-    }  # the third step: DDP is warmed up by two passes
+        "bad_call": 3,
+    }
     tuning = {"optimizer": "fused"} if on_device else {}
     source = ArraySource(
         torch.randn(96, 8, generator=torch.Generator().manual_seed(0)), torch.arange(96) % 10

@@ -294,7 +294,7 @@ def test_a_folder_of_another_run_is_left_as_it_is(tmp_path: Path, processes: int
 def test_a_rank_without_its_peers_leaves_no_failure(tmp_path: Path, rank: int) -> None:
     variables = {
         **{"RANK": str(rank), "WORLD_SIZE": "2"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29519"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29519 + rank)},
     }
     done = command(tmp_path, "run", "hang", env=variables, processes=None)
     assert done.returncode == 69
