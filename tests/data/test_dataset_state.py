@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, epoch_order
 from ddp_train.data.dataset_content import content_of
@@ -184,6 +184,21 @@ def test_a_change_while_loader_processes_read_ahead_is_refused() -> None:
         with pytest.raises(DataError, match="`level` of Plain was changed while copies") as caught:
             next(batches)
         assert "set_epoch(epoch)" in caught.value.remedy
+    finally:
+        loader.close()
+
+
+def test_a_change_in_one_of_many_parts_is_refused_in_its_pass() -> None:
+    parts = [Plain() for _ in range(100)]
+    source = UserDataset(ConcatDataset(parts), 0, outputs=1)
+    shares = [MicroBatch(None, step, np.arange(4), 4, 1.0, True) for step in range(4)]
+    loader = Loader(source, shares, "cpu", LoaderOptions(num_workers=1))
+    try:
+        batches = iter(loader)
+        next(batches)
+        parts[7].level = 1
+        with pytest.raises(DataError, match=r"`dataset\[7\]\.level` of ConcatDataset was changed"):
+            list(batches)
     finally:
         loader.close()
 

@@ -69,7 +69,7 @@ class WorkerStream:
         for batch in self.processes.iterate(self.data_loader):
             self.in_flight.popleft()
             if watch:
-                watch.check()
+                watch.check(is_last=not self.in_flight)
             if isinstance(batch, LaunchError):
                 try:
                     raise batch
