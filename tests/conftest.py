@@ -47,6 +47,11 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Triton calls what is frozen at the end a leak, in fifty lines for each process."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share a module's fixture run in one process (`--dist loadgroup`); they come first,
