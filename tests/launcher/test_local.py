@@ -104,7 +104,7 @@ def test_a_worker_whose_torchrun_has_died_already_ends_too(tmp_path: Path, rank:
 def test_a_rank_by_hand_waits_as_long_as_it_is_told(tmp_path: Path, rank: int) -> None:
     by_hand = {
         **{"RANK": str(rank), "WORLD_SIZE": "2"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29521"},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29521 + rank)},
     }
     words = (*SMALL, f"run_dir={tmp_path / 'run'}", "launch.join_timeout_seconds=1")
     done = run(*words, env=by_hand)
