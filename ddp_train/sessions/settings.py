@@ -39,7 +39,8 @@ _REPLACEMENTS = (
         "change it before the loop over the batches, or use",
     ),
     (r"data\._target_: ", ""),
-    (r"\b(?:launch|train|tuning)\.(\w+)", r"\1"),
+    # A key, and not the name of a script, train.py.
+    (r"\b(?:launch|train|tuning)\.(?!py\b)(\w+)", r"\1"),
 )
 
 

@@ -1,0 +1,9 @@
+"""Words of a session: messages of a run without the keys of a config."""
+
+from ddp_train.sessions.settings import in_words
+
+
+def test_keys_become_arguments_and_scripts_keep_their_names() -> None:
+    assert in_words("train.max_restarts=1: too few") == "max_restarts=1: too few"
+    for script in ("train.py:13", "launch.py:7"):
+        assert in_words(f"{script}: run.resume") == f"{script}: run.resume"
