@@ -129,7 +129,7 @@ def unmatched(
 
 
 def by_rank(findings: Iterable[str]) -> str:
-    """What was found on which ranks: `ranks 0 and 2: a float; rank 1: a str`."""
+    """Findings grouped by rank: `ranks 0 and 2: a float; rank 1: a str`."""
     ranks_of: dict[str, list[str]] = {}
     for rank, finding in enumerate(findings):
         ranks_of.setdefault(finding, []).append(str(rank))

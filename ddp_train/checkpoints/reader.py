@@ -220,7 +220,7 @@ def load_checkpoint(
 
 
 def extra_state_of(path: Path) -> dict[str, Any]:
-    """What the model's state_dict had beside tensors when a checkpoint was saved."""
+    """The values beside tensors that a saved model's state_dict had."""
     return load_training(path).get(EXTRA_STATE, {})
 
 

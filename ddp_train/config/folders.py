@@ -1,4 +1,4 @@
-"""Whose folder is this: of a run with a config, of a script, or of a sweep? Torch-free."""
+"""Owners of run folders: a run with a config, a script, or a sweep. Torch-free."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class FixedKey:
 
     key: str
     values: tuple[Any, ...]
-    """What it may say."""
+    """The values that are allowed."""
     rule: str
     remedy: str
     """A `{}` stands for the value that was given."""
@@ -30,7 +30,7 @@ class FixedKey:
     """Whether a preset with it is wrong for a run without -m too."""
 
     def problem(self, value: Any) -> Problem:
-        """What is wrong with a value."""
+        """The problem of a value."""
         folder = value
         if isinstance(value, list) and len(value) == 1:
             folder = str(value[0]).removeprefix("file://")
@@ -76,7 +76,7 @@ SEARCH_PATH = FixedKey(
 
 
 def problem_of_word(key: str, value: Any) -> Problem | None:
-    """What is wrong with a key of Hydra on a command line; None if it may be given in a sweep."""
+    """The problem of a key of Hydra on a command line; None if it may be given in a sweep."""
     if isinstance(value, dict):
         for name, item in value.items():
             problem = problem_of_word(f"{key}.{name}", item)

@@ -38,7 +38,7 @@ def parsed(argument: str) -> Override | None:
 
 
 def why_unreadable(program: Program, argument: str, is_first: bool) -> str:
-    """What is wrong with an argument that Hydra cannot read, and what to type instead.
+    """The problem of an argument that Hydra cannot read, with what to type instead.
 
     is_first: of the command line, where a command may stand.
     """

@@ -19,7 +19,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.text import shown
 
 PLAIN = re.compile(r"[-+]?(0|[1-9][0-9]*)(\.[0-9]*)?|true|false|null|~|", re.IGNORECASE)
-"""What YAML and Hydra read alike, or Hydra refuses."""
+"""Values that YAML and Hydra read alike, or Hydra refuses."""
 NOT_FINITE = re.compile(r"[-+]?(inf|nan)", re.IGNORECASE)
 """A number on a command line, and a text in YAML."""
 

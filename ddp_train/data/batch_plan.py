@@ -19,7 +19,7 @@ from ddp_train.data.weighted_draws import WeightedDraws
 from ddp_train.errors import DataError
 
 BYTES_OF_A_NUMBER = 32
-"""Of a sample, while the order of an epoch is drawn."""
+"""Memory for the number of a sample while the order of an epoch is drawn."""
 
 
 @dataclass(frozen=True, slots=True)

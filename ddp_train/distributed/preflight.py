@@ -72,11 +72,7 @@ def agree(
             store.set(f"{CLOCK}/{world.rank}", str(time.time()))
             verdict = json.loads(store.get(VERDICT))
     except DistError as error:
-        raise PeerError(
-            f"rank {world.rank} lost the connection to the store before step 0:"
-            f" {first_line(error)}",
-            "see the output of rank 0",
-        ) from error
+        raise _lost_connection(world, error) from error
     acknowledge(store, world, wait=bool(verdict))
     if not verdict:
         return
@@ -102,16 +98,19 @@ def meet(store: Store, world: World, timeout_seconds: float) -> None:
             missing = json.loads(store.get(VERDICT))
         acknowledge(store, world, wait=bool(missing), absent=len(missing))
     except DistError as error:
-        raise PeerError(
-            f"rank {world.rank} lost the connection to the store before step 0:"
-            f" {first_line(error)}",
-            "see the output of rank 0",
-        ) from error
+        raise _lost_connection(world, error) from error
     if missing:
         raise PeerError(
             f"{named_ranks(missing)} of {world.size} did not respond within {timeout_seconds:g} s",
             "start them too, or see their output; timeout_seconds is the limit",
         )
+
+
+def _lost_connection(world: World, error: DistError) -> PeerError:
+    return PeerError(
+        f"rank {world.rank} lost the connection to the store before step 0: {first_line(error)}",
+        "see the output of rank 0",
+    )
 
 
 def acknowledge(store: Store, world: World, wait: bool, absent: int = 0) -> None:

@@ -14,6 +14,7 @@ import operator
 import random
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import _lru_cache_wrapper
@@ -96,7 +97,7 @@ def _left_behind(before: State, after: State) -> list[str]:
 
 
 class Kept:
-    """What objects held at one moment."""
+    """The contents of objects at one moment."""
 
     def __init__(self, state: State, roots: Iterable[Any], on_copies: bool = False) -> None:
         """state: has met the objects.
@@ -228,12 +229,15 @@ class Kept:
             self.holders.append(SlotsHolder(value, in_slots))
 
 
-class Holder:
+class Holder(ABC):
     """Names or places of other objects, which are put back if they are others."""
 
+    @abstractmethod
     def put_back(self, moved: Mapping[int, Any]) -> None:
-        """moved: by the `id` of an iterator that has moved a copy that has not."""
-        raise NotImplementedError
+        """Let all names lead to their objects again.
+
+        moved: by the `id` of an iterator that has moved a copy that has not.
+        """
 
 
 class MappingHolder(Holder):

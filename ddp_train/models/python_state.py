@@ -44,7 +44,7 @@ DEPTH_OF_GLOBALS = 3
 DEPTH_OF_CLASSES = 1
 PLAIN = (int, float, complex, str, bytes, type(None))
 CODE = (type, ModuleType, FunctionType, classmethod, staticmethod, property, MemberDescriptorType)
-"""What a class holds beside state."""
+"""Attributes of a class that are no state."""
 OUR_PACKAGES = frozenset({"ddp_train", "ddp_lab"})
 SHARED = frozenset(
     {

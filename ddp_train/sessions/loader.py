@@ -192,7 +192,7 @@ class EpochShares:
     """This process's share of each global batch that is left of the current epoch."""
 
     plan: BatchPlan
-    """Of the data set in this epoch."""
+    """The global batches of the data set as it is in this epoch."""
     steps: Steps
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -1,4 +1,4 @@
-"""What the processes bring into `run.sum` and `run.gather`: agreed on before it is put together.
+"""Values that the processes bring into `run.sum` and `run.gather`, compared before they are joined.
 
 Each describes its value and the line that it calls from. All processes read all descriptions, so
 that what does not fit together is refused on all of them at once, and nobody waits.
@@ -38,7 +38,7 @@ SAME_CALLS = (
 
 
 class Kind(StrEnum):
-    """What a value is."""
+    """Kinds of values."""
 
     INTEGER = "int"
     FLOAT = "float"
@@ -57,9 +57,9 @@ class Part:
     """The call with its line: `run.sum (train.py:31)`."""
     kind: Kind
     number: float = 0
-    """Of an INTEGER, in which no digit is lost, or a FLOAT."""
+    """The value itself, of an INTEGER with all its digits or a FLOAT."""
     dtype: str = ""
-    """Of a TENSOR, without `torch.`."""
+    """Name of the type of a TENSOR, without `torch.`."""
     shape: tuple[int, ...] = ()
     found: str = ""
     """The type of what is UNFIT."""
