@@ -54,8 +54,9 @@ def for_proof(config: Config, run_dir: Path) -> Config:
         accumulation_steps=1,
         max_steps=config.prove.steps,
         max_minutes=None,
-        epochs=max(config.prove.steps, config.train.epochs),
+        epochs=None,
         evaluate_every_epochs=NEVER,
+        evaluate_every_steps=None,
         on_non_finite="stop",
         early_stopping=replace(config.train.early_stopping, patience=None),
     )

@@ -38,6 +38,7 @@ NO_PAGE = "launch.page=false"
 """A study has one page, and its times are those of training."""
 TRAIN_ONLY = (
     f"train.evaluate_every_epochs={NEVER}",
+    "train.evaluate_every_steps=null",
     f"checkpoint.every_steps={NEVER}",
     f"train.epochs={NEVER}",
 )

@@ -68,7 +68,7 @@ def _method(study: Study) -> str:
             " highest run"
         )
     text += ". s/epoch: the median epoch"
-    if study.first.train.epochs > 1:
+    if study.first.train.most_epochs != 1:
         text += ", the first left out"
     return f"{text}, without evaluation. {_meaning_of_verdicts(study)}"
 

@@ -106,9 +106,10 @@ class JobBuilder:
         lengths = None
         if config.data.batch_by == "tokens":
             lengths = lengths_of(source, config.train.global_batch_size)
+        plan = build_plan(config, self.world, len(source), splits.weights, lengths, units)
         if isinstance(source, UserDataset):
-            source.check_lengths(config.train.epochs)
-        return build_plan(config, self.world, len(source), splits.weights, lengths, units)
+            source.check_lengths(-(-plan.steps // plan.steps_per_epoch))
+        return plan
 
     def build_mix(self, source: BatchSource) -> Mix | None:
         """Mixup and CutMix; None if the config asks for neither."""

@@ -43,10 +43,12 @@ def build_plan(
         lengths=None if lengths is None else LengthBatches(lengths, train.global_batch_size),
         units_per_sample=units_per_sample,
     )
-    steps = train.epochs * plan.steps_per_epoch
+    ends = []
+    if train.most_epochs:
+        ends.append(train.most_epochs * plan.steps_per_epoch)
     if train.max_steps:
-        steps = min(steps, train.max_steps)
-    return replace(plan, steps=steps)
+        ends.append(train.max_steps)
+    return replace(plan, steps=min(ends))
 
 
 def warmup_steps(schedule: Any, plan: BatchPlan) -> int:

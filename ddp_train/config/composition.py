@@ -32,6 +32,14 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config
 from ddp_train.text import first_line, shown
 
+IN_PLACE_OF = (
+    ("schedule.warmup_steps", "schedule.warmup_epochs", None),
+    ("schedule.warmup_epochs", "schedule.warmup_steps", 0),
+    ("train.evaluate_every_steps", "train.evaluate_every_epochs", None),
+    ("train.evaluate_every_epochs", "train.evaluate_every_steps", None),
+)
+"""Keys each of which replaces another one, with the value of that where it is not given."""
+
 
 @dataclass(frozen=True)
 class Composition:
@@ -80,7 +88,7 @@ def read_config(
     for section in (*overrides.choices, *overrides.given):
         from_elsewhere.pop(section, None)
     _adopt(values, from_elsewhere, overrides)
-    _keep_one_warm_up(values, overrides)
+    _keep_the_given(values, overrides)
     config, unbound = bind(values)
     trusted = [*config.trusted_modules, *_own_packages(config, from_elsewhere)]
     config.trusted_modules = list(dict.fromkeys(trusted))
@@ -183,17 +191,14 @@ def _set_adopted(section: str, content: dict[str, Any], name: str, value: Any) -
     content[parts[-1]] = value
 
 
-def _keep_one_warm_up(values: dict[str, Any], overrides: Overrides) -> None:
-    """Replace the warm-up of a preset, in steps or epochs, by the one that is given."""
-    schedule = values.get("schedule")
-    if not isinstance(schedule, dict):
-        return
-    has_steps = "schedule.warmup_steps" in overrides.given
-    has_epochs = "schedule.warmup_epochs" in overrides.given
-    if has_steps and not has_epochs:
-        schedule["warmup_epochs"] = None
-    if has_epochs and not has_steps:
-        schedule["warmup_steps"] = 0
+def _keep_the_given(values: dict[str, Any], overrides: Overrides) -> None:
+    """Replace a number of a preset, in steps or epochs, by the one that is given."""
+    for given, other, absent in IN_PLACE_OF:
+        section, _, name = other.partition(".")
+        content = values.get(section)
+        is_replaced = given in overrides.given and other not in overrides.given
+        if is_replaced and isinstance(content, dict):
+            content[name] = absent
 
 
 def _own_packages(config: Config, from_elsewhere: Collection[str]) -> list[str]:

@@ -117,7 +117,7 @@ def run_facts(config: Config) -> dict[str, Any]:
         "device": config.device,
         "backend": config.launch.backend if config.strategy.has_process_group else "none",
         "global_batch_size": config.train.global_batch_size,
-        "epochs": config.train.epochs,
+        "epochs": config.train.most_epochs,
         "seed": config.seed,
     }
 

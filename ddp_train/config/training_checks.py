@@ -8,6 +8,7 @@ from ddp_train.config.packages import how_to_install, is_installed
 from ddp_train.options.key import range_of
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
+from ddp_train.options.sections import TrainConfig
 from ddp_train.text import counted, shown
 
 
@@ -16,6 +17,7 @@ def problems(run: RequestedRun) -> Iterator[Problem]:
     trains_by_samples = not config.uses_trained and config.data.batch_by == "samples"
     if trains_by_samples:  # by tokens, samples are dealt out one by one
         yield from _batch(run)
+    yield from _evaluations(config.train)
     if config.train.ema_warmup and config.train.ema_decay is None:
         yield Problem(
             "train.ema_warmup=true",
@@ -26,6 +28,17 @@ def problems(run: RequestedRun) -> Iterator[Problem]:
         yield from _parquet()
     if config.mode == "export":
         yield from _export(config)
+
+
+def _evaluations(train: TrainConfig) -> Iterator[Problem]:
+    by_steps = train.evaluate_every_steps
+    by_epochs = train.evaluate_every_epochs
+    if by_steps is not None and by_epochs is not None:
+        yield Problem(
+            f"train.evaluate_every_steps={by_steps}",
+            f"contradicts train.evaluate_every_epochs={by_epochs}",
+            "give one of them",
+        )
 
 
 def _batch(run: RequestedRun) -> Iterator[Problem]:

@@ -14,8 +14,7 @@ from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.rates import Rates, in_words
-from ddp_train.telemetry.summary_lines import epoch_line, epoch_title
-from ddp_train.text import counted
+from ddp_train.telemetry.summary_lines import epoch_title
 
 RESIZE = "resize"
 """The kind of a line of metrics.jsonl: from here on another number of processes computes."""
@@ -23,16 +22,35 @@ RESIZE = "resize"
 
 @dataclass(frozen=True)
 class Intervals:
-    """When a run logs its loss and scores its model."""
+    """When a run logs its loss and scores its model, beside its last step."""
 
-    epochs: int
-    """Number of epochs of the run."""
+    epochs: int | None
+    """Number of epochs of the run; None: its steps end it."""
     log_every_steps: int
-    evaluate_every_epochs: int
+    evaluate_every_epochs: int | None = None
+    """None: each epoch."""
+    evaluate_every_steps: int | None = None
+    """None: at ends of epochs."""
+
+    def next_evaluation(self, job: Job) -> int:
+        """The next step after which the model may be scored."""
+        if self.evaluate_every_steps:
+            return next_multiple(self.evaluate_every_steps, job.step)
+        return job.plan.epoch_end(job.step)
+
+    def include_evaluation(self, job: Job) -> bool:
+        """Tell whether the model is scored after `job.step`."""
+        if job.step == job.plan.steps:
+            return True
+        if self.evaluate_every_steps:
+            return job.step % self.evaluate_every_steps == 0
+        every = self.evaluate_every_epochs or 1
+        return job.plan.ends_epoch(job.step) and epoch_of(job) % every == 0
 
 
 class MetricsHook:
-    """Loss and speed at each logging interval, a score at each evaluation."""
+    """Loss and speed at each logging interval, and before an evaluation; a score at each
+    evaluation."""
 
     def __init__(
         self,
@@ -58,6 +76,8 @@ class MetricsHook:
         """Loss since the last line of metrics, as far as it is in a checkpoint."""
         self.units = 0.0
         """Units (samples, tokens, pixels) since the start of the run."""
+        self.last_interval: dict[str, Any] = {}
+        """Loss and speeds of the last logging interval of this process."""
         self.last_epoch_loss: float | None = None
         """The mean over the last epoch that was completed, or cut short by the end of the run."""
         self.seconds_before = 0.0
@@ -120,56 +140,43 @@ class MetricsHook:
         self.owes_score = state["owes_score"]
 
     def due(self, job: Job) -> int:
-        period = self.intervals.log_every_steps
-        return min(next_multiple(period, job.step), job.plan.epoch_end(job.step))
+        next_log = next_multiple(self.intervals.log_every_steps, job.step)
+        next_evaluation = self.intervals.next_evaluation(job)
+        return min(next_log, next_evaluation, job.plan.epoch_end(job.step))
 
     def act(self, job: Job) -> None:
         job.score = None
         if self.owes_score:
             self._evaluate(job)
-            self._show_epoch(job)
             return
-        ends_epoch = job.plan.ends_epoch(job.step)
+        evaluates = self.intervals.include_evaluation(job)
         is_multiple = job.step % self.intervals.log_every_steps == 0
         is_stopped = job.step >= job.stop.last_step and not job.stop.goes_on
-        if ends_epoch or is_multiple or is_stopped:
+        if evaluates or is_multiple or is_stopped or job.plan.ends_epoch(job.step):
             self._log_interval(job)
-        if ends_epoch:
-            self._end_epoch(job)
-
-    def _end_epoch(self, job: Job) -> None:
-        self.epoch_seconds.append(self._seconds_of_this_epoch)
-        self.last_epoch_loss = self.epoch_loss.value
-        is_multiple = epoch_of(job) % self.intervals.evaluate_every_epochs == 0
-        if is_multiple or job.step == job.plan.steps:
+        if evaluates:
             self._evaluate(job)
-        self._show_epoch(job)
-        self.epoch_loss = Mean()
-        self.epoch_seconds_before = 0.0
-        self.epoch_began = self.interval_began = time.perf_counter()
 
     def _evaluate(self, job: Job) -> None:
         """Score this step. If a stop cuts that off, training ends here: later weights differ."""
+        began = time.perf_counter()
         job.score = score_with_average(job.evaluation, job.stepper.average)
         self.owes_score = job.score is None
         if job.score:
             self.write_score(job, self.split, job.score)
         else:
             job.stop.end_at(job.step)
+        # Speeds are those of training.
+        self.epoch_began += time.perf_counter() - began
+        self.interval_began = time.perf_counter()
 
-    def _show_epoch(self, job: Job) -> None:
-        """Show the epoch that has just ended."""
-        steps_per_epoch = job.plan.steps_per_epoch
-        epoch = epoch_of(job)
-        steps_before = (epoch - 1) * steps_per_epoch
-        steps = job.step - steps_before
-        samples = job.plan.samples_seen(job.step) - job.plan.samples_seen(steps_before)
-        title = epoch_title(epoch, self.intervals.epochs)
-        if steps < steps_per_epoch:
-            title += f"  cut to {steps} of {counted(steps_per_epoch, 'step')}"
-        score = job.score and (self.split, job.score.as_dict())
-        line = epoch_line(title, self.last_epoch_loss, score, self.epoch_seconds[-1], samples)
-        self.display.line("  ".join(filter(None, [line, self.hardware.gpu_text()])))
+    def end_epoch(self) -> None:
+        """Close an epoch that has ended, or was cut short by the end of the run."""
+        self.epoch_seconds.append(self._seconds_of_this_epoch)
+        self.last_epoch_loss = self.epoch_loss.value
+        self.epoch_loss = Mean()
+        self.epoch_seconds_before = 0.0
+        self.epoch_began = self.interval_began = time.perf_counter()
 
     def catch_up(self, job: Job) -> None:
         """Take the losses since the last line before a checkpoint: they belong to the epoch that it
@@ -217,7 +224,8 @@ class MetricsHook:
             samples_seen=samples_seen,
             figures=self.hardware.take_interval(seconds),
         )
-        place = f"epoch {epoch_of(job)}/{self.intervals.epochs}  loss {loss.value:.4f}"
+        self.last_interval = {"loss": loss.value, **speeds}
+        place = f"{epoch_title(epoch_of(job), self.intervals.epochs)}  loss {loss.value:.4f}"
         self.display.interval(job.step, f"{place}  {in_words(speeds)}  {self.hardware.bar_text()}")
         self.interval_loss = Mean()
         self.units_before = 0.0

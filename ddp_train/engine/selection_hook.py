@@ -19,8 +19,8 @@ class TimeLimit:
     """Whether the minutes for training are over, by the clock of rank 0.
 
     It is looked at after the first step, then after half of the steps that seem to fit, and after
-    each epoch, whose evaluation may have taken long: every look waits for the device and for the
-    other ranks, and so there are few.
+    each epoch and each evaluation, which may have taken long: every look waits for the device and
+    for the other ranks, and so there are few.
     """
 
     def __init__(self, minutes: float, metrics_hook: MetricsHook) -> None:
@@ -44,7 +44,7 @@ class TimeLimit:
 
     def is_over(self, job: Job) -> bool:
         """The same on all ranks. A collective, if it is time for a look."""
-        is_time = job.step >= self.next_look or job.plan.ends_epoch(job.step)
+        is_time = job.step >= self.next_look or job.plan.ends_epoch(job.step) or bool(job.score)
         if self.last_look is None or not is_time:
             return False
         device = job.stepper.device

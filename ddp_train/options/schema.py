@@ -201,11 +201,9 @@ class ModelConfig:
                 f"model.init_from={self.init_from} has no effect:"
                 f" the weights are those of checkpoint.resume={resume}"
             )
-        if self.freeze_epochs is not None and self.freeze_epochs >= config.train.epochs:
-            yield (
-                f"model.freeze_epochs={self.freeze_epochs} changes nothing:"
-                f" train.epochs={config.train.epochs}"
-            )
+        epochs = config.train.most_epochs
+        if self.freeze_epochs is not None and epochs and self.freeze_epochs >= epochs:
+            yield f"model.freeze_epochs={self.freeze_epochs} changes nothing: train.epochs={epochs}"
         if config.strategy.sync_bn and self.has_batch_norm() is False:
             yield f"strategy.sync_bn=true has no effect: model={self.name} has no batch norm here"
         if run.asked.tuning.channels_last is True and self.takes_images is False:
@@ -523,11 +521,12 @@ class ScheduleConfig:
         if self.warmup_at_most is not None:
             return  # a warm-up that is too long is cut
         by_epochs = None if self.warmup_steps else self.warmup_epochs
-        if by_epochs is not None and by_epochs >= train.epochs:
+        epochs = train.most_epochs
+        if by_epochs is not None and epochs and by_epochs >= epochs:
             yield Problem(
                 f"schedule.warmup_epochs={by_epochs:g}",
-                f"must end before the run, which has train.epochs={train.epochs}",
-                f"use less than {train.epochs}",
+                f"must end before the run, which has train.epochs={epochs}",
+                f"use less than {epochs}",
             )
         if train.max_steps is not None and self.warmup_steps >= train.max_steps:
             yield Problem(

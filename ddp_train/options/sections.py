@@ -7,6 +7,8 @@ from typing import Any, Union
 
 from ddp_train.options.key import AUTO, key
 
+DEFAULT_EPOCHS = 30
+
 
 @dataclass
 class LaunchConfig:
@@ -85,8 +87,16 @@ class TrainConfig:
         at_least=1,
     )
     accumulation_steps: int = key(1, "micro-batches per optimizer step on each process", at_least=1)
-    epochs: int = key(30, "passes over the training set", at_least=1)
-    max_steps: int | None = key(None, "stop after this many optimizer steps", at_least=1)
+    epochs: int | None = key(
+        None,
+        "passes over the training set; null: 30, or with train.max_steps as many as these take",
+        at_least=1,
+    )
+    max_steps: int | None = key(
+        None,
+        "stop after this many optimizer steps; beside train.epochs: after what comes first",
+        at_least=1,
+    )
     max_minutes: float | None = key(
         None,
         "end after so many minutes of training, as at the end of all epochs; no two such runs are"
@@ -98,8 +108,14 @@ class TrainConfig:
         "stop", "at a NaN or infinite loss: stop, or skip that step", choices=("stop", "skip")
     )
     log_every_steps: int = key(50, "optimizer steps between two lines of metrics.jsonl", at_least=1)
-    evaluate_every_epochs: int = key(
-        1, "epochs between evaluations; the last epoch is always evaluated", at_least=1
+    evaluate_every_epochs: int | None = key(
+        None,
+        "epochs between evaluations; null: 1, or none with evaluate_every_steps; the last"
+        " step is always evaluated",
+        at_least=1,
+    )
+    evaluate_every_steps: int | None = key(
+        None, "optimizer steps between evaluations, in place of evaluate_every_epochs", at_least=1
     )
     evaluate_batch_size: int = key(
         200, "samples per forward pass of an evaluation, on each process", at_least=1
@@ -121,11 +137,21 @@ class TrainConfig:
     )
     early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
 
+    @property
+    def most_epochs(self) -> int | None:
+        """The passes over the training set after which the run ends; None: its steps end it."""
+        if self.epochs is None and self.max_steps is None:
+            return DEFAULT_EPOCHS
+        return self.epochs
+
 
 @dataclass
 class CheckpointConfig:
     every_steps: int | None = key(
-        None, "optimizer steps between two checkpoints; null: one per epoch", at_least=1
+        None,
+        "optimizer steps between two checkpoints; null: one per epoch, or in a run by steps after"
+        " each evaluation",
+        at_least=1,
     )
     every_minutes: float | None = key(
         None, "also save after this many minutes, at the end of a logging interval", above=0

@@ -177,10 +177,18 @@ def _global_batch_row(plan: BatchPlan, processes: int) -> str:
 
 
 def _steps_row(train: TrainConfig, plan: BatchPlan, first_step: int) -> str:
-    whole = plan.steps_per_epoch * train.epochs
-    text = f"{whole:,} = {counted(train.epochs, 'epoch')} x {plan.steps_per_epoch:,}"
-    if plan.steps < whole:
-        text += f", cut to {plan.steps:,} by train.max_steps"
+    epochs = train.most_epochs
+    if epochs is None:
+        text = f"{plan.steps:,}, of which {plan.steps_per_epoch:,} go once through the data"
+    else:
+        whole = plan.steps_per_epoch * epochs
+        text = f"{whole:,} = {counted(epochs, 'epoch')} x {plan.steps_per_epoch:,}"
+        if plan.steps < whole:
+            text += f", cut to {plan.steps:,} by train.max_steps"
+        elif train.max_steps and train.max_steps > whole:
+            text += f", before train.max_steps={train.max_steps:,}"
+    if train.evaluate_every_steps:
+        text += f", scored every {train.evaluate_every_steps:,}"
     if first_step:
         text += f", from step {first_step:,}"
     if train.max_minutes:

@@ -46,6 +46,7 @@ from ddp_train.distributed.agent import hosts_follow
 from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
+from ddp_train.engine.epoch_hook import EpochHook
 from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Evaluation, Hook, Job, fit
 from ddp_train.engine.metrics_hook import Intervals, MetricsHook
@@ -358,9 +359,10 @@ def build_metrics_hook(
         MetricsFile(run.run_dir, run.world.is_leader, first_step),
         hardware_monitor_for(run.device, all_gpus=config.strategy.spreads_over_gpus),
         Intervals(
-            config.train.epochs,
+            config.train.most_epochs,
             config.train.log_every_steps,
             config.train.evaluate_every_epochs,
+            config.train.evaluate_every_steps,
         ),
         split=splits.scored.name,
         rates=display_facts.build_rates(config, run.world, run.device, job, splits.train),
@@ -407,6 +409,8 @@ def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
         ReportedHook(training.metrics_hook, status, "record"),
         # Needs the score, and may end the plan: the others then act as at the end of a run.
         ReportedHook(training.selection_hook, status, "record"),
+        # Closes an epoch that has ended, or that the selection has cut short.
+        ReportedHook(EpochHook(training.metrics_hook), status, "record"),
         # Before their state is saved.
         *user_hooks,
         # Saves all of the above.
@@ -453,6 +457,9 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
         remedy = "keep tensors, numbers and texts, in dicts and lists"
         raise ConfigError([f"model: {problem}; {remedy}"])
     digests_then = training.start.manifest.get("scored_digests", {})
+    every_steps = section.every_steps
+    if every_steps is None and config.train.most_epochs is None:
+        every_steps = config.train.evaluate_every_steps
     manifest = {
         "config": to_values(config),
         "world_size": run.world.size,
@@ -468,7 +475,7 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
         writer,
         training.metrics_hook,
         manifest,
-        SaveTimes(section.every_steps, section.every_minutes, section.best),
+        SaveTimes(every_steps, section.every_minutes, section.best),
         {SELECTION: selection_hook, USER_HOOKS: training.user_hooks},
     )
 

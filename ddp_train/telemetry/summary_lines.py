@@ -13,38 +13,48 @@ from ddp_train.text import counted
 
 Summary = Mapping[str, Any]
 """The content of summary.json."""
+Scores = Mapping[str, Mapping[str, Any]]
+"""`Score.as_dict` by the name of the set that was evaluated."""
 WHICH = {"best": ", the best of its run by {metric}", "last": ", the last of its run"}
 
 
-def epoch_title(epoch: int, epochs: int) -> str:
-    """`epoch  3/20`."""
+def epoch_title(epoch: int, epochs: int | None) -> str:
+    """`epoch  3/20`; `epoch 3` in a run that counts steps."""
+    if epochs is None:
+        return f"epoch {epoch}"
     return f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
 
 
-def epoch_line(
-    title: str,
-    loss: float | None,
-    score: tuple[str, dict[str, Any]] | None,
-    seconds: float,
-    samples: int,
-) -> str:
+def step_title(step: int, steps: int) -> str:
+    """`step   500/10,000`."""
+    last = f"{steps:,}"
+    return f"step {step:>{len(last)},}/{last}"
+
+
+def epoch_line(title: str, loss: float | None, scores: Scores, seconds: float, samples: int) -> str:
     """`epoch  3/20  loss 0.1234  test 97.50 %  1.2 s  1,234 samples/s`.
 
     title: see `epoch_title`.
     loss: mean over the epoch.
-    score: name of the split that was evaluated, and `Score.as_dict`.
     seconds: of training.
     samples: number that was trained in these seconds.
+    """
+    line = evaluation_line(title, loss, scores)
+    return f"{line}  {seconds:.1f} s  {samples / seconds:,.0f} samples/s"
+
+
+def evaluation_line(title: str, loss: float | None, scores: Scores, speeds: str = "") -> str:
+    """`step   500/10,000  loss 0.1234  test 97.50 %  1,234 samples/s`.
+
+    title: see `step_title`.
+    loss: mean over the last logging interval.
     """
     parts = [title]
     if loss is not None:
         parts.append(f"loss {loss:.4f}")
-    if score:
-        split, metrics = score
+    for split, metrics in scores.items():
         parts.append(f"{split} {headline(metrics)}")
-    parts.append(f"{seconds:.1f} s")
-    parts.append(f"{samples / seconds:,.0f} samples/s")
-    return "  ".join(parts)
+    return "  ".join(filter(None, [*parts, speeds]))
 
 
 def checkpoint_line(checkpoint: Mapping[str, Any]) -> str:

@@ -196,6 +196,16 @@ def test_what_hydra_takes_in_a_preset_is_taken(text: str) -> None:
     assert read_config(program, read_overrides(program, ["experiment=mine"]))[1] == []
 
 
+def test_a_typed_number_replaces_its_twin_of_a_preset() -> None:
+    preset = "# @package _global_\ntrain: {evaluate_every_epochs: 3}\n"
+    program = own_presets(experiment__mine=preset)
+    words = ["experiment=mine", "train.evaluate_every_steps=7"]
+    config, problems = read_config(program, read_overrides(program, words))
+    assert not problems
+    assert config.train.evaluate_every_steps == 7
+    assert config.train.evaluate_every_epochs is None
+
+
 def test_what_is_no_key_is_no_traceback() -> None:
     program = own_presets(experiment__mine="# @package _global_\ntrain: {1: a, '1': b}\n")
     _, problems = read_config(program, read_overrides(program, ["experiment=mine"]))

@@ -1050,6 +1050,7 @@ ROWS: dict[str, Row] = {
     ),
     "train.log_every_steps": Row("train.log_every_steps=1", run, SMALL),
     "train.evaluate_every_epochs": Row("train.evaluate_every_epochs=2", run, SMALL),
+    "train.evaluate_every_steps": Row("train.evaluate_every_steps=1", run, SMALL),
     "train.ema_decay": Row("train.ema_decay=0.9", run, SMALL),
     "train.ema_warmup": Row("train.ema_warmup=true", run, f"{SMALL} train.ema_decay=0.9"),
     "train.profile_steps": Row("train.profile_steps=2:3", steps_traced, SMALL),

@@ -136,7 +136,7 @@ BAD: dict[str, list[str]] = {
     "train.epochs=1.5": ["must be a whole number"],
     "train.epochs=true": ["must be a whole number"],
     "train.epochs=[1,2]": ["must be a whole number"],
-    "train.epochs=null": ["must be a whole number"],
+    "train.log_every_steps=null": ["must be a whole number"],
     "train.max_steps=1.5": ["must be a whole number or null"],
     "launch.nproc_per_node=1.5": ["must be a whole number or auto"],
     "launch.nproc_per_node=many": ["must be a whole number or auto"],
@@ -253,6 +253,9 @@ BAD: dict[str, list[str]] = {
     ],
     "schedule.warmup_steps=9 schedule.warmup_epochs=1": [
         "contradicts schedule.warmup_steps=9; give one of them"
+    ],
+    "train.evaluate_every_epochs=2 train.evaluate_every_steps=9": [
+        "contradicts train.evaluate_every_epochs=2; give one of them"
     ],
     "optimizer.lr_base_batch=512": ["only with optimizer.lr_scaling=linear or sqrt"],
     "optimizer=adadelta tuning.optimizer=fused": [

@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 
 from ddp_train.distributed.world import World
+from ddp_train.engine.epoch_hook import EpochHook
 from ddp_train.engine.loop import Job, fit
 from ddp_train.engine.metrics_hook import Intervals, MetricsHook
 from ddp_train.launcher import local
@@ -293,18 +294,18 @@ class CutOff:
 
 
 def recorded(
-    job: Job, run_dir: Path, display: mock.Mock, state: dict[str, Any] | None = None
+    job: Job,
+    run_dir: Path,
+    display: mock.Mock,
+    state: dict[str, Any] | None = None,
+    every_steps: int | None = None,
 ) -> MetricsHook:
     log = MetricsFile(run_dir, True, job.step)
-    record = MetricsHook(
-        display,
-        log,
-        HardwareMonitor(),
-        Intervals(epochs=2, log_every_steps=100, evaluate_every_epochs=1),
-    )
+    intervals = Intervals(epochs=2, log_every_steps=100, evaluate_every_steps=every_steps)
+    record = MetricsHook(display, log, HardwareMonitor(), intervals)
     if state:
         record.load_state(state)
-    job.hooks = [record]
+    job.hooks = [record, EpochHook(record)]
     job.evaluation.stop = job.stop
     return record
 
@@ -325,7 +326,8 @@ def test_a_resumed_run_makes_up_for_its_evaluation(
     again = job_of(config, World(), (table(24), table(12)), first_step=3)
     record = recorded(again, tmp_path, display, record.state())
     assert record.owes_score
-    record.act(again)
+    for hook in again.hooks:
+        hook.act(again)
     assert not record.owes_score and again.score
     assert [(line["kind"], line["step"]) for line in metrics(tmp_path)] == [
         ("train", 3),
@@ -337,6 +339,45 @@ def test_a_resumed_run_makes_up_for_its_evaluation(
         ("test", 6),
     ]
     assert len(record.epoch_seconds) == 2
+
+
+def test_a_cut_off_evaluation_within_an_epoch_is_made_up_for(tmp_path: Path) -> None:
+    options = {"global_batch_size": 8, "epochs": 2, "evaluate_batch_size": 4}
+    config = config_of(World(), strategy={"name": "single"}, model={"name": "mlp"}, train=options)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "cut").mkdir()
+    whole = job_of(config, World(), (table(24), table(12)))
+    record = recorded(whole, tmp_path / "whole", mock.Mock(), every_steps=2)
+    fit(whole)
+    job = job_of(config, World(), (table(24), table(12)))
+    cut = recorded(job, tmp_path / "cut", mock.Mock(), every_steps=2)
+    job.evaluation.batches = CutOff(job)
+    fit(job)
+    assert (job.step, job.stop.last_step, cut.owes_score) == (2, 2, True)
+    weights = job.module.model.state_dict()
+    momenta = job.stepper.optimizer.state_dict()
+    again = job_of(config, World(), (table(24), table(12)), first_step=2)
+    again.module.model.load_state_dict(weights)
+    again.stepper.optimizer.load_state_dict(momenta)
+    again.stepper.continue_from(2)
+    resumed = recorded(again, tmp_path / "cut", mock.Mock(), cut.state(), every_steps=2)
+    for hook in again.hooks:
+        hook.act(again)
+    fit(again)
+    lines, expected = (timeless(metrics(tmp_path / name)) for name in ("cut", "whole"))
+    assert [(line["kind"], line["step"]) for line in expected] == [
+        *(("train", 2), ("test", 2), ("train", 3), ("train", 4), ("test", 4)),
+        *(("train", 6), ("test", 6)),
+    ]
+    assert lines == expected
+    assert resumed.last_epoch_loss == record.last_epoch_loss
+    assert len(resumed.epoch_seconds) == len(record.epoch_seconds) == 2
+
+
+def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without what a clock has measured."""
+    measured = ("time", "figures", "samples_per_second")
+    return [{name: line[name] for name in line if name not in measured} for line in lines]
 
 
 # --- the real thing -------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ def _phases(run: RunFiles) -> Iterator[str]:
     evaluation = _seconds(ranks, "evaluation") / total
     if evaluation > MUCH:
         helps = "train.evaluate_every_epochs, train.evaluate_batch_size"
+        if (run.config.get("train") or {}).get("evaluate_every_steps"):
+            helps = "train.evaluate_every_steps, train.evaluate_batch_size"
         yield f"Evaluation took {evaluation:.0%} of the time: {helps}."
     if len(ranks) > 1 and run.config.get("strategy", {}).get("name") in ("ddp", "ordered"):
         backward = _seconds(ranks, "backward") / step

@@ -96,9 +96,10 @@ def uses(run: RunFiles) -> list[str]:
     resume = word("checkpoint.resume", run_dir)
     uses = [["mode=evaluate", resume], ["mode=predict", resume]]
     train = run.config.get("train") or {}
-    for length in ("max_steps", "epochs"):
-        if isinstance(train.get(length), int):
-            uses.append([word("run_dir", run_dir), f"train.{length}={2 * train[length]}"])
+    lengths = {"max_steps": train.get("max_steps"), "epochs": run.summary.get("epochs")}
+    for name, length in lengths.items():
+        if isinstance(length, int):
+            uses.append([word("run_dir", run_dir), f"train.{name}={2 * length}"])
             break
     trust = words_of_trust(run.config.get("trusted_modules") or [])
     return [shlex.join([*program, *overrides, *trust]) for overrides in uses]
