@@ -14,7 +14,7 @@ MODULES = {
     "ddp_train.errors": "errors that a user sees, each with an exit code and a remedy",
     "ddp_train.hardware": "GPUs, cores and versions of this host",
     "ddp_train.linux": "processes that end with their parent",
-    "ddp_train.tensor_tree": "tensors in nested dicts and lists",
+    "ddp_train.tensor_tree": "tensors in dicts, lists and objects",
     "ddp_train.testing": "mode=prove as an assertion, which the pytest fixture offers",
     "ddp_train.text": "counts, first lines and proposals in messages",
     # processes

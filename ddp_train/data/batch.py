@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.tensor_tree import map_tensors
+from ddp_train.tensor_tree import ChangeObject, map_tensors, with_changed_parts
 
 
 @dataclass(slots=True)
@@ -17,8 +17,7 @@ class Batch:
     """The samples of one micro-batch."""
 
     data: Any
-    """(inputs, targets), tensors [n, ...]. From your own data sets whatever they return: nested
-    dicts, lists and tuples."""
+    """(inputs, targets), tensors [n, ...]. From your own data sets whatever they return."""
     micro_batch: MicroBatch
 
     @property
@@ -31,10 +30,22 @@ class Batch:
         """The second of (inputs, targets)."""
         return self.data[1]
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The same batch with `change(tensor)` for each tensor."""
-        return Batch(map_tensors(change, self.data), self.micro_batch)
+    def map(
+        self,
+        change: Callable[[Tensor], Tensor],
+        change_object: ChangeObject = with_changed_parts,
+    ) -> Batch:
+        """The same batch with `change(tensor)` for each tensor; see `map_tensors`."""
+        return Batch(map_tensors(change, self.data, change_object), self.micro_batch)
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory. The DataLoader's thread calls this."""
-        return self.map(Tensor.pin_memory)
+        return self.map(Tensor.pin_memory, _pinned)
+
+
+def _pinned(value: Any, pin: Callable[[Any], Any]) -> Any:
+    """An object in page-locked memory, by its own method if it has one."""
+    own = getattr(value, "pin_memory", None)
+    if callable(own):
+        return own()
+    return with_changed_parts(value, pin)

@@ -3,8 +3,12 @@ of 0."""
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import copy
+import weakref
+from collections import UserDict
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -13,6 +17,17 @@ from torch import Tensor
 
 from ddp_train.data.datasets import BatchSource
 from ddp_train.errors import DataError
+from ddp_train.tensor_tree import (
+    LEAVES,
+    SEQUENCES,
+    attributes_of,
+    set_attribute,
+    with_items,
+    with_members,
+)
+
+SAME = (type(None), str, bytes, bool, np.generic, Enum, weakref.ref)
+"""What a batch of no samples has as one of one sample has it."""
 
 
 def batch_without_samples(source: BatchSource, number: int, epoch: int | None) -> Any:
@@ -31,36 +46,63 @@ def without_samples(one: Any, two: Any) -> Any:
 
     The dimension in which tensors differ is that of the samples: it gets the length 0. So do lists.
     What has the same shape in both goes on in a straight line: a count of samples becomes 0, and
-    what is equal stays.
+    what is equal stays. Containers and objects of any type keep theirs.
 
-    Raises DataError for an object that is none of tensors, arrays, numbers and texts, dicts, lists,
-    tuples and dataclasses of them.
+    Raises DataError for an object that differs without a tensor, number or text that does.
     """
-    if isinstance(one, Tensor | np.ndarray):
-        return _array_without_samples(one, two)
-    if isinstance(one, Mapping):
-        cut = {name: without_samples(value, two[name]) for name, value in one.items()}
-        return cut if type(one) is dict else type(one)(cut)  # type: ignore[call-arg]
-    if isinstance(one, tuple) and hasattr(one, "_fields"):
-        return type(one)(*map(without_samples, one, two))
-    if isinstance(one, list | tuple):
-        if len(one) != len(two):
-            return type(one)()
-        return type(one)(map(without_samples, one, two))
-    if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        names = [field.name for field in dataclasses.fields(one) if field.init]
-        cut = {name: without_samples(getattr(one, name), getattr(two, name)) for name in names}
-        return dataclasses.replace(one, **cut)
-    if isinstance(one, int | float) and not isinstance(one, bool):
-        return 2 * one - two
-    if one is None or isinstance(one, str | bytes | bool | np.generic):
-        return one
-    raise DataError(
-        f"a batch has a {type(one).__name__}, of which nobody knows what it is without samples, as"
-        " the batch of a process is where there are fewer samples than processes",
-        "let collate_fn return tensors, in dicts, lists, tuples or dataclasses, or choose a"
-        " global_batch_size that leaves each process a sample in the last batch",
-    )
+    return _Cut()(one, two)
+
+
+class _Cut:
+    """One walk of `without_samples`, in which an object that comes twice is cut once."""
+
+    def __init__(self) -> None:
+        self.done: dict[int, Any] = {}
+        """What objects become, by their ids."""
+
+    def __call__(self, one: Any, two: Any) -> Any:
+        if isinstance(one, Tensor | np.ndarray):
+            return _array_without_samples(one, two)
+        if isinstance(one, int | float) and not isinstance(one, bool | Enum):
+            return 2 * one - two
+        if one is two or isinstance(one, SAME):
+            return one
+        if id(one) in self.done:
+            return self.done[id(one)]
+        if isinstance(one, Mapping):
+            items = {name: self(value, two[name]) for name, value in one.items()}
+            return self._with_attributes(one, with_items(one, items), two)
+        if isinstance(one, SEQUENCES):
+            members = []
+            if len(one) == len(two):
+                members = list(map(self, one, two))
+            return self._with_attributes(one, with_members(one, members), two)
+        if not isinstance(one, LEAVES) and attributes_of(one):
+            return self._with_attributes(one, copy.copy(one), two)
+        if _are_equal(one, two):
+            return one
+        raise DataError(
+            f"a batch has a {type(one).__name__}, of which nobody knows what it is without"
+            " samples, as the batch of a process is where there are fewer samples than processes",
+            "let collate_fn return tensors, in dicts, lists, tuples or dataclasses, or choose a"
+            " global_batch_size that leaves each process a sample in the last batch",
+        )
+
+    def _with_attributes(self, one: Any, clone: Any, two: Any) -> Any:
+        """A copy of an object of one sample whose attributes become those of none."""
+        self.done[id(one)] = clone  # it may lead to itself
+        of_two = attributes_of(two)
+        for name, part in attributes_of(clone).items():
+            is_storage = isinstance(clone, UserDict) and name == "data"
+            if name in of_two and not is_storage:
+                set_attribute(clone, name, self(part, of_two[name]))
+        return clone
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    with contextlib.suppress(Exception):  # any object may refuse to be compared
+        return bool(one == two)
+    return False
 
 
 def _array_without_samples(one: Any, two: Any) -> Any:
@@ -72,14 +114,22 @@ def _array_without_samples(one: Any, two: Any) -> Any:
     ]
     # A sample that is of another size each time it is read differs in further dimensions.
     doubled = [place for place in differing if two.shape[place] == 2 * one.shape[place]]
-    dimensions = doubled or differing
-    if dimensions:
-        index = [slice(None)] * one.ndim
-        for place in dimensions:
-            index[place] = slice(0, 0)
-        return one[tuple(index)]
+    for place in doubled or differing:
+        # Where samples begin, with the end behind them, has the lengths 2, 3 and, for none, 1.
+        is_with_end = two.shape[place] == one.shape[place] + 1
+        length = one.shape[place] - 1 if is_with_end and not doubled else 0
+        one = _first(one, place, length)
+    if differing:
+        return one
     if isinstance(one, Tensor):
         is_same = one.dtype == torch.bool or torch.equal(one, two)
     else:
         is_same = one.dtype.kind not in "iuf" or np.array_equal(one, two)
     return one if is_same else 2 * one - two
+
+
+def _first(array: Any, dimension: int, length: int) -> Any:
+    """The first of an array or tensor in one of its dimensions."""
+    if isinstance(array, Tensor):
+        return array.narrow(dimension, 0, length)
+    return array[(*[slice(None)] * dimension, slice(0, length))]

@@ -237,7 +237,7 @@ class UserDataset:
         """The batch that the data set itself makes. Raises DataError if a row is missing."""
         self._enter_epoch(epoch)
         batch = self.dataset.get_batch(to_device(torch.from_numpy(numbers), self.device), epoch)
-        for tensor in tensors(batch):
+        for tensor in tensors(batch, in_objects=False):  # a graph's edges are no rows
             if tensor.ndim and len(tensor) != len(numbers):
                 rows = counted(len(tensor), "row")
                 raise DataError(

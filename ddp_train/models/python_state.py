@@ -30,6 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_train.tensor_tree import attributes_of
+
 CHECKOUT = Path(__file__).resolve().parents[2]
 OURS = tuple(f"{CHECKOUT / name}/" for name in ("ddp_train", "ddp_lab"))
 MOST_ITEMS = 64
@@ -302,16 +304,6 @@ def is_beside_models(value: Any) -> bool:
 def _key(key: Any) -> str:
     """A key of a dict, for a path."""
     return repr(key) if isinstance(key, (*PLAIN, tuple)) else type(key).__name__
-
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an object, those in slots too."""
-    attributes = dict(getattr(value, "__dict__", {}))
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        names = [slots] if isinstance(slots, str) else slots
-        attributes |= {name: getattr(value, name) for name in names if hasattr(value, name)}
-    return attributes
 
 
 def _is_of_every_module(name: str) -> bool:

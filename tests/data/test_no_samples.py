@@ -16,6 +16,9 @@ from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.no_samples import without_samples
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import DataError
+from ddp_train.tensor_tree import named_tensors
+from tests.support.batch_types import Forgetful
+from tests.support.batch_types import batch_of as of_any_type
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
@@ -116,3 +119,26 @@ def test_a_plan_knows_whether_a_process_may_have_none(
         ).micro_batches()
     ]
     assert (0 in parts) is expected
+
+
+def test_objects_of_any_type_are_cut() -> None:
+    none = without_samples(of_any_type(1), of_any_type(2))
+    rows = {path: list(tensor.shape) for path, tensor in named_tensors(none)}
+    of_time = {path: shape for path, shape in rows.items() if 0 not in shape}
+    assert of_time == {
+        "['graphs'].store.items['first']": [1],  # where graphs begin, and the end
+        "['packed'][1]": [3],  # the lengths at each of three times
+    }
+    assert none["packed"].batch_sizes.tolist() == [0, 0, 0]
+    assert (none["graphs"].count, none["dataclass"].count, none["dataclass"].longest) == (0, 0, 6)
+    assert (none["encoding"].words, none["names"], none["boxes"]) == ([], [], [])
+    assert [type(part) for part in none.values()] == [
+        type(part) for part in of_any_type(1).values()
+    ]
+
+
+def test_an_object_that_leads_to_itself_is_cut() -> None:
+    one, two = Forgetful(torch.ones(1), torch.ones(1)), Forgetful(torch.ones(2), torch.ones(2))
+    one.me, two.me = one, two  # type: ignore[attr-defined]
+    none = without_samples(one, two)
+    assert none.me is none and len(none.x) == 0 and len(one.x) == 1

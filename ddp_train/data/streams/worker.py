@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ddp_train.data.dataset_state import AttributeWatch
 from ddp_train.data.streams.batch_stream import BatchReader
 from ddp_train.data.streams.loader_processes import LoaderProcesses
 from ddp_train.data.streams.placement import BatchPlacement
-from ddp_train.errors import LaunchError
+from ddp_train.errors import DataError, LaunchError
+from ddp_train.tensor_tree import map_tensors
+from ddp_train.text import first_line
 
 
 class WorkerStream:
@@ -105,13 +108,34 @@ class _MicroBatchDataset(Dataset):
 
     def __init__(self, reader: BatchReader) -> None:
         self.reader = reader
+        self.was_sent = False
+        """A batch of this process was seen to be one that can be sent."""
 
     def __getitem__(self, micro_batch: MicroBatch) -> Batch | LaunchError:
         try:
-            return self.reader.read(micro_batch)
+            batch = self.reader.read(micro_batch)
+            if not self.was_sent:
+                check_can_be_sent(batch.data)
+                self.was_sent = True
+            return batch
         except LaunchError as error:
             # As a value: the DataLoader would wrap it into text and drop its remedy.
             return error
+
+
+def check_can_be_sent(data: Any) -> None:
+    """Raise DataError for a batch that a loader process cannot send.
+
+    The thread that sends it would print the reason, and whoever waits for it would wait for ever.
+    """
+    try:
+        ForkingPickler.dumps(map_tensors(lambda _: None, data))
+    except Exception as error:
+        raise DataError(
+            f"a batch cannot be sent from a loader process: {first_line(error)}",
+            "define its class, and what it holds, at the top level of a module; or use no loader"
+            " processes: num_workers=0",
+        ) from error
 
 
 class _HandedOut:

@@ -8,15 +8,24 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.data.batch import Batch
+from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.streams.batch_stream import BatchReader
 from ddp_train.data.streams.in_process import InProcessStream
 from ddp_train.data.streams.placement import BATCHES_AHEAD, CopyStream, Placement
+from ddp_train.errors import DataError
+from ddp_train.tensor_tree import named_tensors, tensors
+from tests.support.batch_types import Forgetful, Unknown, batch_of
 from tests.support.jobs import table
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+SHARE = MicroBatch(0, 0, np.arange(2), 2, 1.0, True)
 
 events: list[str] = []
 
@@ -97,3 +106,50 @@ def test_batch_is_copied_while_earlier_ones_are_computed(training: Stream) -> No
             expected.append(f"host waits for event {number - BATCHES_AHEAD}")
         expected += [*copied, f"compute {number}"]
     assert events == expected
+
+
+def placed(data: Any, device: torch.device = META, dtype: torch.dtype | None = None) -> Any:
+    return Placement(device, dtype)(Batch(data, SHARE)).data
+
+
+def test_batches_of_any_type_are_moved() -> None:
+    batch = batch_of(2)
+    moved = placed(batch)
+    left = [path for path, tensor in named_tensors(moved) if tensor.device != META]
+    assert left == ["['packed'][1]"], "its lengths, which torch wants on the host"
+    assert [type(part) for part in moved.values()] == [type(part) for part in batch.values()]
+    assert {tensor.device for tensor in tensors(batch)} == {CPU}, "the host's batch is as it was"
+    assert moved["attributes"].x is moved["attributes"]["x"]
+    assert moved["graphs"].store.owner() is moved["graphs"]
+    assert moved["encoding"].words is batch["encoding"].words
+    assert (moved["names"], moved["array"]) == (["a", "a"], batch["array"])
+
+
+def test_batches_of_any_type_get_the_number_type() -> None:
+    moved = placed(batch_of(2), CPU, torch.float64)
+    assert {tensor.dtype for tensor in tensors(moved)} == {torch.float64, torch.int64}
+
+
+def test_an_object_that_nobody_can_move_is_refused_on_the_cpu() -> None:
+    with pytest.raises(DataError, match=r"has a Unknown, whose tensors \(`Unknown.parts\['x'\]"):
+        placed({"a": [Unknown(torch.ones(2))]}, CPU)
+
+
+def test_what_an_object_leaves_on_the_host_is_named_once(caplog: Any) -> None:
+    for device in (CPU, META):
+        caplog.clear()
+        placement = Placement(device)
+        for _ in range(2):
+            placement(Batch(Forgetful(torch.ones(2), torch.ones(2)), SHARE))
+        assert caplog.text.count("leaves `Forgetful.y` on the host") == 1
+    caplog.clear()
+    placed(batch_of(2), CPU)
+    assert not caplog.text
+
+
+def test_batches_of_any_type_are_pinned() -> None:
+    pinned: list[Tensor] = []
+    with mock.patch.object(Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor):
+        batch = Batch(batch_of(2), SHARE).pin_memory()
+    left = set(map(id, tensors(batch.data))) - set(map(id, pinned))
+    assert left == {id(batch.data["packed"].batch_sizes)}, "torch keeps it as it is"

@@ -1,0 +1,42 @@
+"""Sessions on the processes of `on_ranks`: no command, no launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddp_train.distributed.world import World
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions.run import Run
+from ddp_train.sessions.settings import Settings
+from ddp_train.sessions.steps import Steps
+
+
+@contextlib.contextmanager
+def session_on(world: World, folder: str | None = None) -> Iterator[Run]:
+    """The run of one process of a session.
+
+    folder: that of all processes; None: nothing is read from it, and one of its own is written.
+    """
+    with tempfile.TemporaryDirectory() as own:
+        settings = Settings(
+            run_dir=Path(folder or own),
+            processes=world.size,
+            device="cpu",
+            seed=0,
+            keep=2,
+            max_restarts=0,
+            timeout_seconds=60.0,
+            grace_seconds=10.0,
+        )
+        steps = Steps(settings, world, "cpu", RankStatus(), StopController())
+        try:
+            yield Run(steps)
+            steps.end()
+            if steps.checkpoints:
+                steps.checkpoints.finish()
+        finally:
+            steps.close()
