@@ -3,10 +3,11 @@ docs/architecture.md.
 
 `run` trains with the words of the command line, and `load` gives the model of a run. For code of
 your own: `Task` documents the parts that a task may have; `all_gather` gives the rows of all
-processes to losses that compare samples. `session` makes a training loop of your own right on any
-number of processes, docs/own_loop.md. Single parts of it, docs/pieces.md: `ExactSampler`,
-`synchronised` batch norm, `Lars`, `Lamb`, `Muon`, `save_checkpoint` and `load_checkpoint`. All are
-imported when they are first asked for: `import ddp_train` does not import torch.
+processes to losses that compare samples; `log` takes numbers of your own, for files, pages and
+trackers. `session` makes a training loop of your own right on any number of processes,
+docs/own_loop.md. Single parts of it, docs/pieces.md: `ExactSampler`, `synchronised` batch norm,
+`Lars`, `Lamb`, `Muon`, `save_checkpoint` and `load_checkpoint`. All are imported when they are
+first asked for: `import ddp_train` does not import torch.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ddp_train.parallel.sync_batch_norm import synchronised
     from ddp_train.runs.from_python import Result, RunFailedError, run
     from ddp_train.sessions.start import session
+    from ddp_train.tasks.logged_numbers import log
     from ddp_train.tasks.task import Task
     from ddp_train.telemetry.trackers.tracker import Tracker
 
@@ -41,6 +43,7 @@ __all__ = [
     "all_gather",
     "load",
     "load_checkpoint",
+    "log",
     "run",
     "save_checkpoint",
     "session",
@@ -52,6 +55,7 @@ _PLACES = {
     "Tracker": "ddp_train.telemetry.trackers.tracker",
     "all_gather": "ddp_train.distributed.all_gather",
     "load": "ddp_train.inference.trained_model",
+    "log": "ddp_train.tasks.logged_numbers",
     "session": "ddp_train.sessions.start",
     "ExactSampler": "ddp_train.data.exact_sampler",
     "synchronised": "ddp_train.parallel.sync_batch_norm",

@@ -77,6 +77,12 @@ class TaskError(DataError):
     kind = "task"
 
 
+class LogError(DataError):
+    """A number of the user's was logged as it must not be."""
+
+    kind = "log"
+
+
 class ModelError(DataError):
     """A model does not do what DDP needs."""
 

@@ -17,10 +17,22 @@ from rich.text import Text
 from ddp_train.commands.compare import find_runs
 from ddp_train.config.program import command_name
 from ddp_train.errors import ConfigError
-from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, RunFiles, glance, main_metric
+from ddp_train.telemetry.pages.run_files import (
+    FAILED,
+    RUNNING,
+    OwnNumber,
+    RunFiles,
+    glance,
+    main_metric,
+)
 from ddp_train.telemetry.pages.run_page import duration
 from ddp_train.telemetry.pages.tables import Table, fitted, show, width_of, without
-from ddp_train.telemetry.score_lines import column_of, in_column
+from ddp_train.telemetry.score_lines import (
+    USER_METRICS,
+    column_of,
+    in_column,
+    users_metrics,
+)
 from ddp_train.text import counted
 
 WATCH = "watch"
@@ -30,6 +42,8 @@ LONGEST_REASON = 70
 SHORTEST_REASON = 36
 """Letters of a reason for which other columns are left out."""
 LEAST_NAME_WIDTH = 20
+MOST_OWN = 8
+"""Most columns of numbers that the user's code logged."""
 
 
 def watch(arguments: list[str]) -> int:
@@ -114,17 +128,34 @@ def _beginning_of(text: str, letters: int) -> str:
 
 def table_of(folder: Path, runs: list[RunFiles]) -> Table:
     """A row for each run, the newest last, beside the prompt."""
-    metric = main_metric({name for run in runs for name in run.scores})
-    splits = [*dict.fromkeys(run.split for run in runs if metric in run.scores)]
-    scores = [column_of(f"{split}.{metric}") for split in splits]
-    columns = ["run", "state", "step", "epoch", "training loss", *scores]
-    columns += ["samples/s", "last line", "what"]
-    rows = [_row(folder, run, splits, metric) for run in runs]
-    return Table(str(folder), columns, rows, kept=("state", "what", *scores))
+    scores = _scores_of(runs)
+    names = [column_of(f"{split}.{metric}") for split, metric in scores]
+    own = [*dict.fromkeys(number for run in runs for number in run.own_numbers)][:MOST_OWN]
+    columns = ["run", "state", "step", "epoch", "training loss", *names]
+    columns += ["samples/s", "last line", *map(str, own), "what"]
+    rows = [_row(folder, run, scores, own) for run in runs]
+    return Table(str(folder), columns, rows, kept=("state", "what", *names))
 
 
-def _row(folder: Path, run: RunFiles, splits: list[str], metric: str) -> list[object]:
-    """The row of a run; the score of a set that it is not scored on is None."""
+def _scores_of(runs: list[RunFiles]) -> list[tuple[str, str]]:
+    """Set and name of each metric that is shown: that of most interest, and the user's."""
+    known = dict.fromkeys(name for run in runs for name in run.scores)
+    metrics = dict.fromkeys([main_metric(known), *users_metrics(known)[-USER_METRICS:]])
+    scores = {}
+    for metric in metrics:
+        for run in runs:
+            if metric in run.scores:
+                scores[run.split, metric] = None
+    return list(scores)
+
+
+def _row(
+    folder: Path, run: RunFiles, scores: list[tuple[str, str]], own: list[OwnNumber]
+) -> list[object]:
+    """The row of a run; the score of a set that it is not scored on is None.
+
+    own: numbers that the user's code logged.
+    """
     name = run.run_dir.name
     if run.run_dir != folder:
         name = str(run.run_dir.relative_to(folder))
@@ -142,9 +173,10 @@ def _row(folder: Path, run: RunFiles, splits: list[str], metric: str) -> list[ob
         last.get("step"),
         last.get("epoch"),
         interval.get("loss"),
-        *(in_column(metric, _last(run.lines(split)).get(metric)) for split in splits),
+        *(in_column(metric, _last(run.lines(split)).get(metric)) for split, metric in scores),
         interval.get("samples_per_second"),
         age,
+        *map(run.last_own, own),
         _beginning_of(" ".join(reason.split()), LONGEST_REASON),
     ]
 

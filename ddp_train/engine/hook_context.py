@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_train.data.batch import Batch
@@ -15,8 +15,10 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Forward, Job
 from ddp_train.optim.stepper import StepObserver, Stepper
+from ddp_train.tasks.logged_numbers import HOOK_LOG, LogCall, Moment
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
+from ddp_train.telemetry.own_numbers import HOOK
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,29 @@ class HookContext:
         """End training after this step; all processes must call it. The run can be resumed."""
         log.info("a hook stops the run after step %d: %s", self.step, reason)
         self._job.stop.end_at(self.step)
+
+    def log(
+        self,
+        name: str,
+        values: Tensor | float,
+        *,
+        over: Tensor | float | None = None,
+        how: str = "mean",
+    ) -> None:
+        """Log a number of your own after this step, for a line of its own in metrics.jsonl.
+
+        The line is written at the next logging interval, or checkpoint, on whichever processes it
+        was logged: nothing is exchanged here.
+
+        values: as for `ddp_train.log`; with how="mean" also one number of this process, whose mean
+            over the processes is written.
+
+        Raises LogError as `ddp_train.log` does.
+        """
+        logged = self._job.stepper.logged
+        call = LogCall.of(HOOK_LOG, name, values, over, how, may_stand_alone=True)
+        logged.check(HOOK_LOG, name, call.rule)
+        logged.add_at(Moment(HOOK, self.step), call.entry())
 
     def observe(self, observer: StepObserver) -> None:
         """Have an observer called around each backward pass and each update from now on."""

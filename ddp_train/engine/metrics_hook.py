@@ -91,6 +91,8 @@ class MetricsHook:
         """Each restart after a rank was lost, for summary.json."""
         self.resizes = [line for line in metrics.kept if line["kind"] == RESIZE]
         """Each change of the number of processes, for summary.json."""
+        self.hooks_log = False
+        """Whether hooks of the user's may log numbers, after this hook has acted."""
         self.owes_score = False
         """Whether a stop has cut off the evaluation of the step that was done last. The run that
         resumes there makes up for it: best checkpoint and early stopping depend on it."""
@@ -181,8 +183,9 @@ class MetricsHook:
     def catch_up(self, job: Job) -> None:
         """Take the losses since the last line before a checkpoint: they belong to the epoch that it
         is in. A collective."""
-        if job.step > self.interval_first_step:
-            self._add(job.stepper.mean_loss())
+        if job.step > self.interval_first_step or self.hooks_log:
+            self._add(job.stepper.mean_loss(job.stepper.logged))
+            self._write_moments(job)
 
     def _add(self, loss: Mean) -> None:
         self.interval_loss += loss
@@ -199,9 +202,19 @@ class MetricsHook:
             kind=kind, step=job.step, epoch=epoch_of(job), time=time.time(), **numbers
         )
 
+    def _write_moments(self, job: Job) -> None:
+        """Write a line for each step after which hooks logged numbers."""
+        for moment, numbers in job.stepper.logged.take_moments():
+            step = moment.step
+            epoch = max(1, -(-step // job.plan.steps_per_epoch))
+            self.metrics.write(
+                kind=moment.kind, step=step, epoch=epoch, time=time.time(), **numbers
+            )
+
     def _log_interval(self, job: Job) -> None:
         stepper = job.stepper
-        self._add(stepper.mean_loss(self.hardware))  # waits for the device
+        self._add(stepper.mean_loss(self.hardware, stepper.logged))  # waits for the device
+        self._write_moments(job)  # of earlier steps than this one
         gradient_norm = stepper.last_gradient_norm
         now = time.perf_counter()
         seconds = now - self.interval_began
@@ -223,6 +236,7 @@ class MetricsHook:
             **speeds,
             samples_seen=samples_seen,
             figures=self.hardware.take_interval(seconds),
+            **stepper.logged.take(),
         )
         self.last_interval = {"loss": loss.value, **speeds}
         place = f"{epoch_title(epoch_of(job), self.intervals.epochs)}  loss {loss.value:.4f}"

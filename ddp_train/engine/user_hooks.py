@@ -11,6 +11,8 @@ from torch import Tensor
 from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Job
 from ddp_train.errors import ConfigError
+from ddp_train.tasks.logged_numbers import Moment, logging_at
+from ddp_train.telemetry.own_numbers import HOOK
 
 PLAIN = (type(None), bool, int, float, str, Tensor)
 
@@ -39,7 +41,8 @@ class UserHook:
         if self.next_step is None:  # owed by the processes before this one
             self.next_step = self._step_after(self.context.one_step_earlier())
         if job.step == self.next_step:
-            self.hook.act(self.context)
+            with logging_at(Moment(HOOK, job.step)):
+                self.hook.act(self.context)
 
     def _step_after(self, context: HookContext) -> int:
         if not hasattr(self.hook, "due"):

@@ -15,6 +15,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.optim.schedules.factors import Factor
+from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tasks.mean_loss import ExtraPayload, Mean, RunningLoss
 
 
@@ -83,6 +84,8 @@ class Stepper:
         self.base_lrs = [group.setdefault("initial_lr", group["lr"]) for group in groups]
         self.device = str(self.parameters[0].device)
         self.losses = RunningLoss()
+        self.logged = LoggedNumbers(self.device)
+        """Numbers that the user's code logs."""
         self.scaled = scaler.is_enabled()
         self.check_finite = self._build_check()
         self.constants: dict[float, Tensor] = {}
@@ -123,6 +126,7 @@ class Stepper:
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "gradient_norm": self.norm,
+            "logged": self.logged.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -137,6 +141,7 @@ class Stepper:
                     like = torch.empty_like(parameter, dtype=moment.dtype, device=moment.device)
                     moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
+        self.logged.load_state(state.get("logged", ()))
         self.norm = state["gradient_norm"]
         if self.norm is not None:
             self.norm = self.norm.to(self.device)
@@ -150,6 +155,8 @@ class Stepper:
         """
         for observer in self.observers:
             observer.before_backward(loss, units, micro_batch)
+        if self.logged.pending:
+            self.logged.count_pass(micro_batch.step, counts=micro_batch.num_real > 0)
         self._backward(loss, units, micro_batch)
         for observer in self.observers:
             observer.after_backward(micro_batch)
@@ -239,6 +246,8 @@ class Stepper:
             self.optimizer.step()
             if self.average:
                 self.average.update()
+        else:
+            self.logged.forget(self.steps_done)
         # As optimizer.zero_grad(), which takes 20 us for four parameters, and this 1.
         for parameter in self.parameters:
             parameter.grad = None
@@ -257,16 +266,19 @@ class Stepper:
             factor = factor * (limit / (self.norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factor.to(dtype))  # pyright: ignore[reportPrivateImportUsage]
 
-    def mean_loss(self, extra: ExtraPayload | None = None) -> Mean:
+    def mean_loss(self, *further: ExtraPayload) -> Mean:
         """The mean loss since the last call, over all units of all processes; without units if all
         steps were skipped. Waits for the device.
 
-        extra: sent along with the losses.
+        further: sent along with the losses.
 
         Raises NonFiniteLossError if a loss was not finite.
         """
-        extras = [self.check_finite.to_exchange(self.steps_done), extra]
-        return self.losses.mean(self.device, [payload for payload in extras if payload is not None])
+        extras = [*further]
+        check = self.check_finite.to_exchange(self.steps_done)
+        if check is not None:
+            extras.insert(0, check)  # it may raise: the others then keep what they have
+        return self.losses.mean(self.device, extras)
 
     def check(self) -> None:
         """Raise NonFiniteLossError if a loss was not finite, or a weight is not: before a

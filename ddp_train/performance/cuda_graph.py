@@ -131,7 +131,11 @@ class GraphedStepper(Stepper):
         elif is_full and self.warm_up_left == 1 and self.trial.if_it_pays:
             self.trial.begin()
         with watched, on_stream(self.stream):
-            return self.wrapped(data)
+            outputs = self.wrapped(data)
+        if self.logged.pending and not self.trial.in_python:
+            name = self.logged.pending[0].name
+            self.trial.in_python = f"the forward pass logs {name!r}"
+        return outputs
 
     def _backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
         if self.graph is None or loss is not self.loss:
@@ -214,6 +218,7 @@ class GraphedStepper(Stepper):
         self.steps_done = steps_done
         self.norm = None
         self.losses.__init__()
+        self.logged.pending.clear()
 
     def _moments(self) -> list[Tensor]:
         return list(tensors(list(self.optimizer.state.values())))

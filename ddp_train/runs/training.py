@@ -199,6 +199,7 @@ class Training:
     def attach_hooks(self, tracking: Tracking) -> None:
         """Build the checkpoint hook, start the trackers, and give the job all of its hooks."""
         self.checkpoint_hook = build_checkpoint_hook(self)
+        self.metrics_hook.hooks_log = bool(self.user_hooks.acting)
         start_trackers(self.run, tracking, self.metrics_hook.metrics, self.start.step)
         self.job.hooks = hooks_of(self, tracking)
 
@@ -283,6 +284,7 @@ class Training:
         patience = run.config.launch.grace_seconds / 2
         with (
             self.job.stop.listening(run.status, run.world, connection, patience, worker.leave),
+            self.job.stepper.logged.open(),
             self.user_hooks.entered(),
         ):
             with self._recovery():

@@ -14,7 +14,7 @@ from ddp_train.options.schema import Config
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED
-from ddp_train.telemetry.score_lines import shown_metric
+from ddp_train.telemetry.score_lines import shown_metric, users_metrics
 from ddp_train.text import did_you_mean, first_line
 from hydra_plugins.ddp_train_pool import Pruned
 
@@ -54,6 +54,9 @@ def completed_outcome(config: Config) -> dict[str, Any]:
         "seconds": summary["seconds"],
         "samples_per_second": summary.get("samples_per_second"),
     }
+    own = users_metrics(summary["test"])
+    if own:
+        fields["metrics"] = {name: summary["test"][name] for name in own}
     if summary.get("validation"):
         fields["validation"] = summary["validation"]
     return fields

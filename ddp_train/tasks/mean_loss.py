@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -165,9 +166,11 @@ def _as_tensor(numbers: Sequence[Number], device: str) -> Tensor:
     if not any(isinstance(number, Tensor) for number in numbers):
         return _on_device(numbers, device)
     parts = []
-    for number in numbers:
-        is_tensor = isinstance(number, Tensor)
-        parts.append(number.view(-1) if is_tensor else _on_device([number], device))
+    for are_tensors, group in itertools.groupby(numbers, lambda one: isinstance(one, Tensor)):
+        if are_tensors:
+            parts += [cast(Tensor, tensor).view(-1) for tensor in group]
+        else:
+            parts.append(_on_device([*group], device))
     return torch.cat(parts).to(device, torch.float64)
 
 

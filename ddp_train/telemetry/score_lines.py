@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddp_train.text import OF_AVERAGE
@@ -34,12 +34,13 @@ def headline(score: Mapping[str, Any]) -> str:
     of_average = score.get(OF_AVERAGE + name)
     if of_average is not None:
         text += f" (ema {shown_metric(name, of_average)})"
-    users = [
-        f"{name} {shown_metric(name, value)}"
-        for name, value in score.items()
-        if name not in BUILT_IN and not name.startswith(OF_AVERAGE)
-    ]
+    users = [f"{name} {shown_metric(name, score[name])}" for name in users_metrics(score)]
     return "  ".join([text, *users[-USER_METRICS:]])
+
+
+def users_metrics(names: Iterable[str]) -> list[str]:
+    """Those of some metrics that are the user's, not of the averaged weights."""
+    return [name for name in names if name not in BUILT_IN and not name.startswith(OF_AVERAGE)]
 
 
 def score_line(score: Mapping[str, Any]) -> str:

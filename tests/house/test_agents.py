@@ -58,7 +58,7 @@ def test_tables_have_the_keys_that_sweeps_and_runs_write(tmp_path: Path) -> None
     sweep = tmp_path / "s"
     rows = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
     assert [row["status"] for row in rows] == ["failed", "completed"]
-    others = {"at_once", "alone", "evaluations", "last_value"}
+    others = {"at_once", "alone", "evaluations", "last_value", "metrics"}
     assert {key for row in rows for key in row} | others == told("results.jsonl")
     assert [row["run_dir"] for row in rows] == [str(sweep / "0"), str(sweep / "1")]
     assert read(sweep / "1", "summary.json").keys() == told("summary.json")

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ddp_train.telemetry.metrics_log import Line
 from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.report import Report
 from ddp_train.telemetry.pages.run_files import (
@@ -18,13 +19,14 @@ from ddp_train.telemetry.pages.run_files import (
     main_metric,
 )
 from ddp_train.telemetry.pages.run_page import duration
-from ddp_train.telemetry.pages.run_plots import score_plots
+from ddp_train.telemetry.pages.run_plots import own_plots, score_plots
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import (
     column_of,
     in_column,
     is_percent,
     shown_metric,
+    users_metrics,
 )
 from ddp_train.text import counted, shown
 
@@ -36,6 +38,8 @@ NOT_SET = "(not set)"
 UNKNOWN = "unknown"
 SIGMAS = 2.0
 """Standard errors of a difference that another test set of that size would make by chance."""
+MOST_OWN = 12
+"""Most columns of numbers that the user's code logged."""
 Runs = dict[str, RunFiles]
 """Runs by the names that tell them apart."""
 
@@ -55,7 +59,7 @@ def compare_page(runs: Sequence[RunFiles], command: str) -> Report:
     unfinished = [name for name, run in named.items() if run.state != COMPLETED]
     if unfinished:
         findings.append(f"Not completed: {', '.join(unfinished)}.")
-    sections = [scores(named), *score_plots(named), unequal]
+    sections = [scores(named), *score_plots(named), *own_plots(named), unequal]
     return Report("Comparison", "", sections, commands=[command], findings=findings)
 
 
@@ -134,21 +138,36 @@ def scores(runs: Runs) -> Table:
     Each set has columns of its own: one number of the test set and one of the validation set do
     not compare.
     """
-    metrics = [_shared_metric(runs.values())]
-    if metrics != ["loss"] and any("loss" in run.scores for run in runs.values()):
-        metrics.append("loss")
     columns = ["run"]
     rows: list[list[Any]] = [[name] for name in runs]
-    for metric in metrics:
+    for metric in _tabled_metrics(runs):
         for split in SPLITS:
             _add_scores(split, metric, runs, columns, rows)
+    own = list(dict.fromkeys(number for run in runs.values() for number in run.own_numbers))
+    for number in own[:MOST_OWN]:
+        columns.append(f"{number}, last")
+        for run, row in zip(runs.values(), rows, strict=True):
+            row.append(run.last_own(number))
     columns += ["steps", "samples/s", "training time", "state"]
     for run, row in zip(runs.values(), rows, strict=True):
         seconds = run.summary.get("seconds")
         row += [run.summary.get("steps"), run.summary.get("samples_per_second")]
         row += [seconds and duration(seconds), run.state]
     note = "last: at the end. best: of all evaluations of that set, by that metric."
+    if len(own) > MOST_OWN:
+        note += f" Of {len(own)} numbers that were logged the first {MOST_OWN} are here."
     return Table("Runs", columns, rows, note)
+
+
+def _tabled_metrics(runs: Runs) -> list[str]:
+    """The metrics of the table: that of most interest, the loss, then those of the user."""
+    names = dict.fromkeys([_shared_metric(runs.values())])
+    for run in runs.values():
+        if "loss" in run.scores:
+            names["loss"] = None
+    for run in runs.values():
+        names |= dict.fromkeys(users_metrics(run.scores))
+    return list(names)
 
 
 def _add_scores(
@@ -164,11 +183,14 @@ def _add_scores(
         row.append(in_column(metric, end))
     if not any(run.split == split for run in runs.values()):
         return  # scored at the end only
+    bests: list[Line] = []
+    for run in runs.values():
+        best = run.best_by(metric) if run.split == split else None
+        bests.append(best or {})
+    if not any(bests):
+        return  # nobody knows which direction is better
     columns += [f"{name}, best", f"best {split}.{metric} at step"]
-    for run, row in zip(runs.values(), rows, strict=True):
-        best = {}
-        if run.split == split:
-            best = run.best_by(metric) or {}
+    for best, row in zip(bests, rows, strict=True):
         row += [in_column(metric, best.get(metric)), best.get("step")]
 
 
@@ -189,8 +211,13 @@ def _shared_split(runs: Collection[RunFiles], metric: str) -> str | None:
 
 
 def _shared_metric(runs: Collection[RunFiles]) -> str:
-    """The metric of most interest that all runs have."""
-    return main_metric(set.intersection(*(set(run.scores) for run in runs)))
+    """The metric of most interest that all runs have, or that of the user that all select by."""
+    shared = set.intersection(*(set(run.scores) for run in runs))
+    selected = {run.selected_by for run in runs}
+    for name in users_metrics(shared):
+        if selected == {name}:
+            return name
+    return main_metric(shared)
 
 
 # --- sentences ------------------------------------------------------------------------------------

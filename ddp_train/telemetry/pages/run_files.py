@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
@@ -18,6 +18,7 @@ from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.telemetry.json_files import read_object, read_objects
 from ddp_train.telemetry.metrics_log import METRICS, Line, read_metrics
+from ddp_train.telemetry.own_numbers import HOOK, own_names
 from ddp_train.telemetry.pages.timeline import FILE as TIMELINE
 from ddp_train.telemetry.score_lines import built_in_direction
 from ddp_train.text import OF_AVERAGE, dotted
@@ -39,6 +40,17 @@ FAILED = "failed"
 STOPPED = "stopped"
 ENDED = "ended"
 """States of a run. Stopped: and saved. Ended: killed, and nothing more is known."""
+
+
+class OwnNumber(NamedTuple):
+    """A number that code of the user's logged."""
+
+    kind: str
+    """Of the lines of metrics.jsonl that have it: train, or hook."""
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}.{self.name}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +96,21 @@ class RunFiles:
     def intervals(self) -> list[Line]:
         """The logging intervals of training."""
         return self.lines(TRAIN)
+
+    @functools.cached_property
+    def own_numbers(self) -> list[OwnNumber]:
+        """The numbers that code of the user's logged."""
+        return [
+            OwnNumber(kind, name) for kind in (TRAIN, HOOK) for name in own_names(self.lines(kind))
+        ]
+
+    def last_own(self, number: OwnNumber) -> float | None:
+        """The last value of such a number; None without one."""
+        for line in reversed(self.lines(number.kind)):
+            value = line.get(number.name)
+            if is_finite(value):
+                return value
+        return None
 
     @property
     def split(self) -> str:

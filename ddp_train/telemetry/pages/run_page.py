@@ -23,7 +23,13 @@ from ddp_train.telemetry.pages.run_files import (
 )
 from ddp_train.telemetry.pages.run_plots import run_plots
 from ddp_train.telemetry.pages.tables import Table
-from ddp_train.telemetry.score_lines import column_of, in_column, shown_metric
+from ddp_train.telemetry.score_lines import (
+    USER_METRICS,
+    column_of,
+    in_column,
+    shown_metric,
+    users_metrics,
+)
 from ddp_train.text import shown, word, words_of_trust
 
 
@@ -137,8 +143,10 @@ def numbers(run: RunFiles) -> dict[str, str]:
     """Numbers that a reader looks for first, by their names."""
     tiles = _score_numbers(run)
     test = run.summary.get("test") or {}
-    if run.split != "test" and "accuracy" in test:
-        tiles["test accuracy"] = shown_metric("accuracy", test["accuracy"])
+    if run.split != "test":
+        for name in _shown_metrics(run):
+            if name != "loss" and is_finite(test.get(name)):
+                tiles[f"test {name}"] = shown_metric(name, test[name])
     last = run.intervals[-1] if run.intervals else {}
     if last.get("loss") is not None:
         tiles["training loss"] = f"{last['loss']:.4f}"
@@ -158,13 +166,13 @@ def numbers(run: RunFiles) -> dict[str, str]:
 
 
 def _score_numbers(run: RunFiles) -> dict[str, str]:
-    """The metric of most interest at the end, and the one that selects at its best."""
+    """The metrics of most interest at the end, and the one that selects at its best."""
     if not run.evaluations:
         return {}
     tiles = {}
     selected_by = run.selected_by
     last = run.evaluations[-1]
-    for name in dict.fromkeys((main_metric(run.scores), selected_by)):
+    for name in _shown_metrics(run):
         if is_finite(last.get(name)):
             tiles[f"{run.split} {name}, last"] = shown_metric(name, last[name])
     best = run.best
@@ -172,6 +180,12 @@ def _score_numbers(run: RunFiles) -> dict[str, str]:
         heading = f"best {selected_by}, step {best['step']:,}"
         tiles[heading] = shown_metric(selected_by, best[selected_by])
     return tiles
+
+
+def _shown_metrics(run: RunFiles) -> list[str]:
+    """The metric of most interest, that which selects, and the last ones of the user."""
+    users = users_metrics(run.scores)[-USER_METRICS:]
+    return [*dict.fromkeys((main_metric(run.scores), run.selected_by, *users))]
 
 
 def duration(seconds: float) -> str:

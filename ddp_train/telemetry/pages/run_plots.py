@@ -9,7 +9,7 @@ from ddp_train.telemetry.metrics_log import Line
 from ddp_train.telemetry.pages.charts import Axis, Curve, Mark, curves
 from ddp_train.telemetry.pages.report import Plot
 from ddp_train.telemetry.pages.run_events import RESUMED, START, Event
-from ddp_train.telemetry.pages.run_files import RunFiles
+from ddp_train.telemetry.pages.run_files import OwnNumber, RunFiles
 from ddp_train.telemetry.score_lines import is_percent
 from ddp_train.text import OF_AVERAGE
 
@@ -25,7 +25,8 @@ FIGURES = {
 PROCESS_FIGURES = ("cpu_cores", "resident_gib")
 MOST_CURVES = 16
 """Most curves of one figure, one for each GPU or process. Of more, mean, lowest and highest."""
-MOST_METRICS = 6
+MOST_METRICS = 24
+MOST_OWN_PLOTS = 24
 TITLES = {
     "top5": "Top-5 accuracy",
     "mean_iou": "Mean IoU",
@@ -50,6 +51,7 @@ def run_plots(run: RunFiles, events: Sequence[Event]) -> list[Plot]:
         *score_plots({"": run}, marks),
         Plot("Learning rate", curves(_learning_rates(run), STEP, Axis("learning rate"), marks)),
         Plot("Gradient norm", curves(norm, STEP, Axis("norm before clipping"), marks)),
+        *own_plots({"": run}, marks),
         *_plots_over_time(run, events),
     ]
 
@@ -68,6 +70,27 @@ def score_plots(runs: dict[str, RunFiles], marks: Sequence[Mark] = ()) -> list[P
     for metric in metrics[:MOST_METRICS]:
         axis = Axis(metric, percent=is_percent(metric))
         plots.append(Plot(title(metric), curves(_score_curves(metric, runs), STEP, axis, marks)))
+    return plots
+
+
+def own_plots(runs: dict[str, RunFiles], marks: Sequence[Mark] = ()) -> list[Plot]:
+    """The numbers that code of the user's logged: a plot for each group of names.
+
+    runs: by their names; the name of a single run is empty.
+    """
+    groups: dict[str, dict[OwnNumber, None]] = {}
+    for run in runs.values():
+        for number in run.own_numbers:
+            groups.setdefault(number.name.partition("/")[0], {})[number] = None
+    plots = []
+    for group, numbers in [*groups.items()][:MOST_OWN_PLOTS]:
+        drawn = []
+        for number in [*numbers][:MOST_CURVES]:
+            for place, (run_name, run) in enumerate(runs.items()):
+                label = f"{run_name} {number.name}".strip()
+                colour = place if run_name and len(numbers) == 1 else None
+                drawn.append(_curve(label, run.lines(number.kind), number.name, colour=colour))
+        plots.append(Plot(group, curves(drawn, STEP, Axis(group), marks)))
     return plots
 
 

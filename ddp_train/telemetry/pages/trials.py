@@ -77,7 +77,8 @@ def trials_table(
     for row in rows:
         texts = overrides_of(row)
         values = [_rounded(texts[key], digits) if key in texts else None for key in keys]
-        measured = [in_column(name, row.get(name)) for name in others]
+        own = row.get("metrics") or {}
+        measured = [in_column(name, row.get(name, own.get(name))) for name in others]
         score = in_column(objective, row.get("objective"))
         lines.append([row["trial"], score, *values, _status(row), *measured])
     title = "trials"
@@ -91,12 +92,19 @@ def trials_table(
 
 
 def _other_columns(rows: Sequence[Row], objective: str) -> dict[str, str]:
-    """The further columns that have a value, without the objective."""
+    """The further columns that have a value, those of the user's metrics last.
+
+    The objective is not among them.
+    """
     columns = {}
     for name, label in OTHER_COLUMNS.items():
         is_known = any(row.get(name) is not None for row in rows)
         if is_known and objective not in (name, f"test.{name}"):
             columns[name] = label
+    for row in rows:
+        for name in row.get("metrics") or {}:
+            if objective != f"test.{name}":
+                columns[name] = f"test.{name}"
     return columns
 
 

@@ -1,0 +1,489 @@
+"""Numbers that code of the user's logs: exact over all processes, without an exchange of their own.
+
+They are added up where they are logged, and travel with the losses, once in a logging interval.
+Processes need not log the same names: each new name is made known to all in the interval in which
+it comes first, by one exchange more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from numbers import Real
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_train.distributed.exchange import texts_from_all_ranks
+from ddp_train.distributed.training_step import CURRENT
+from ddp_train.errors import LogError
+from ddp_train.tasks.mean_loss import Number
+from ddp_train.telemetry.own_numbers import MOST_NAMES, OF_TRAINING, problem_of_name
+
+LOG = "ddp_train.log"
+HOOK_LOG = "job.log"
+"""The calls, for messages."""
+ONE_RULE = "give each name one rule"
+
+
+class Rule(StrEnum):
+    """How the numbers of a name become one, over processes and over the steps of an interval."""
+
+    MEAN = "mean"
+    SUM = "sum"
+    LAST = "last"
+    """The mean of those of the last step in which there are some."""
+
+
+RULES = {str(rule): rule for rule in Rule}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What one call has logged."""
+
+    name: str
+    rule: Rule
+    total: Number
+    """A sum."""
+    count: Number
+    """What it is a sum over."""
+
+
+@dataclass(slots=True)
+class Series:
+    """The numbers of one name since the last line of metrics, added up."""
+
+    rule: Rule
+    step: int = -1
+    """The last step that has some."""
+    total: Number = 0.0
+    count: Number = 0.0
+
+    @classmethod
+    def of(cls, entries: Sequence[tuple[int, Entry]]) -> Series:
+        """The sum of entries of one name and rule, with their steps. Never waits for the device."""
+        rule = entries[0][1].rule
+        last = max(step for step, _ in entries)
+        counted = [entry for step, entry in entries if rule is not Rule.LAST or step == last]
+        totals = [entry.total for entry in counted]
+        counts = [entry.count for entry in counted]
+        return cls(rule, last, _sum(totals), _sum(counts))
+
+    def add(self, other: Series) -> None:
+        """Add a later one."""
+        if self.rule is Rule.LAST and other.step > self.step:
+            self.total = 0.0
+            self.count = 0.0
+        self.step = other.step
+        self.total = _sum([self.total, other.total])
+        self.count = _sum([self.count, other.count])
+
+    @property
+    def value(self) -> float:
+        """The number that is reported; NaN if one that is part of it is."""
+        if self.rule is Rule.SUM:
+            return float(self.total)
+        return float(self.total) / float(self.count)
+
+    def plain(self) -> list[float]:
+        """Step, count and total. Waits for the device."""
+        return [self.step, float(self.count), float(self.total)]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A step between whose end and the next one numbers were logged: a line of its own."""
+
+    kind: str
+    """Of the line of metrics.jsonl."""
+    step: int
+
+
+NOTHING = Series(Rule.SUM)
+Key = tuple[str, Moment | None]
+"""A name, and the moment that its numbers are of; None for those of training steps."""
+
+
+@dataclass
+class LoggedNumbers:
+    """The numbers of this process, and what all processes together logged.
+
+    A payload of an exchange, see `tasks.mean_loss.ExtraPayload`. Logging adds to a list and does
+    not wait for the device.
+    """
+
+    device: str
+    taken: Sequence[str] = OF_TRAINING
+    """Names that are not the user's."""
+    pending: list[Entry] = field(default_factory=list)
+    """Those of the current forward pass."""
+    _rules: dict[str, Rule] = field(default_factory=dict)
+    """Of each name that this process has logged."""
+    _here: list[tuple[int, Moment | None, Entry]] = field(default_factory=list)
+    """Those of this process since the last exchange, with their steps."""
+    _agreed: list[str] = field(default_factory=list)
+    """The names of training steps that all processes know, in one order."""
+    _unknown: dict[Key, Series] = field(default_factory=dict)
+    """What the last `collect` found that not all processes know of."""
+    _all: dict[Key, Series] = field(default_factory=dict)
+    """What all processes have logged and no line has yet."""
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[None]:
+        """A context in which `log` adds to these numbers."""
+        before = OPEN.numbers
+        OPEN.numbers = self
+        try:
+            yield
+        finally:
+            OPEN.numbers = before
+
+    # --- one process ------------------------------------------------------------------------------
+
+    def check(self, call: str, name: str, rule: Rule) -> None:
+        """Raise LogError for a name that cannot be, or that was logged by another rule."""
+        known = self._rules.get(name)
+        if known is rule:
+            return
+        problem = problem_of_name(name, self.taken)
+        if problem:
+            detail, _, remedy = problem.partition("; ")
+            raise LogError(f"{call}({name!r}): {detail}", remedy)
+        if known:
+            raise LogError(
+                f"{call}({name!r}): logged with how={known} before, and with how={rule} now",
+                ONE_RULE,
+            )
+        if len(self._rules) == MOST_NAMES:
+            raise LogError(
+                f"{call}({name!r}): {MOST_NAMES} names were logged before",
+                "leave steps, samples and the like out of names; the step is in each line",
+            )
+        self._rules[name] = rule
+
+    def add_at(self, moment: Moment, entry: Entry | None) -> None:
+        """Add numbers of a moment; None adds nothing."""
+        if entry:
+            self._here.append((moment.step, moment, entry))
+
+    def count_pass(self, step: int, counts: bool) -> None:
+        """Take the numbers of a forward pass.
+
+        step: the optimizer steps before it.
+        counts: False for samples that stand in for none.
+        """
+        if counts:
+            self._here += [(step, None, entry) for entry in self.pending]
+        self.pending.clear()
+
+    def forget(self, step: int) -> None:
+        """Drop the numbers of a step that was skipped."""
+        self._here = [one for one in self._here if one[0] != step or one[1] is not None]
+
+    # --- all processes ----------------------------------------------------------------------------
+
+    def collect(self) -> list[Number]:
+        """Whether some are not known to all, then steps, counts and totals of the agreed names."""
+        entries: dict[Key, list[tuple[int, Entry]]] = {}
+        for step, moment, entry in self._here:
+            entries.setdefault((entry.name, moment), []).append((step, entry))
+        self._here = []
+        here = {key: Series.of(of_key) for key, of_key in entries.items()}
+        agreed = [here.pop((name, None), NOTHING) for name in self._agreed]
+        self._unknown = here
+        return [
+            float(bool(here)),
+            *(float(series.step) for series in agreed),
+            *(series.count for series in agreed),
+            *(series.total for series in agreed),
+        ]
+
+    def deliver(self, of_ranks: list[list[float]]) -> None:
+        """Take what all ranks have collected. A collective if one of them has something new.
+
+        Raises LogError on all ranks if they log a name by different rules.
+        """
+        names = self._agreed
+        count = len(names)
+        for place, name in enumerate(names, start=1):
+            rule = self._rules[name]
+            parts = [
+                Series(rule, int(row[place]), row[place + 2 * count], row[place + count])
+                for row in of_ranks
+            ]
+            self._take((name, None), parts)
+        if any(row[0] for row in of_ranks):
+            self._make_known()
+
+    def _make_known(self) -> None:
+        """Exchange what not all processes know of."""
+        mine = []
+        for (name, moment), series in self._unknown.items():
+            place = moment and [moment.kind, moment.step]
+            mine.append([name, place, series.rule, series.plain()])
+        texts = texts_from_all_ranks(json.dumps(mine), self.device)
+        news: dict[Key, dict[int, Series]] = {}
+        for rank, text in enumerate(texts):
+            for name, place, rule, (step, count, total) in json.loads(text):
+                key = name, Moment(*place) if place else None
+                news.setdefault(key, {})[rank] = Series(Rule(rule), step, total, count)
+        for (name, moment), of_ranks in news.items():
+            self._rules[name] = _same_rule(name, of_ranks)
+            self._take((name, moment), list(of_ranks.values()))
+            if moment is None:
+                self._agreed.append(name)
+        self._agreed.sort()
+
+    def _take(self, key: Key, parts: Sequence[Series]) -> None:
+        """Add what the ranks have of one name."""
+        parts = [part for part in parts if part.count]
+        if not parts:
+            return
+        entries = []
+        for part in parts:
+            entries.append((part.step, Entry(key[0], part.rule, part.total, part.count)))
+        of_all = Series.of(entries)
+        before = self._all.get(key)
+        if before is None or before.rule is not of_all.rule:  # of other code, before a resume
+            self._all[key] = of_all
+        else:
+            before.add(of_all)
+
+    # --- lines ------------------------------------------------------------------------------------
+
+    def take(self) -> dict[str, float]:
+        """The numbers of training steps since the last line."""
+        taken = [key for key in self._all if key[1] is None]
+        return {name: self._all.pop((name, moment)).value for name, moment in sorted(taken)}
+
+    def take_moments(self) -> list[tuple[Moment, dict[str, float]]]:
+        """The numbers of each moment, in their order."""
+        lines: dict[Moment, dict[str, float]] = {}
+        for name, moment in sorted(self._all, key=lambda key: key[0]):
+            if moment:
+                lines.setdefault(moment, {})[name] = self._all.pop((name, moment)).value
+        return sorted(lines.items(), key=lambda line: line[0].step)
+
+    def state(self) -> list[list[Any]]:
+        """What is in no line yet, for a checkpoint."""
+        return [
+            [name, str(series.rule), *series.plain()]
+            for (name, moment), series in self._all.items()
+            if moment is None
+        ]
+
+    def load_state(self, state: Sequence[Sequence[Any]]) -> None:
+        self._all = {
+            (name, None): Series(Rule(rule), step, total, count)
+            for name, rule, step, count, total in state
+        }
+
+
+def _same_rule(name: str, of_ranks: Mapping[int, Series]) -> Rule:
+    """The rule of a name. Raises LogError if the ranks have different ones."""
+    rules = {series.rule for series in of_ranks.values()}
+    if len(rules) > 1:
+        found = ", ".join(f"how={series.rule} on rank {rank}" for rank, series in of_ranks.items())
+        raise LogError(f"log({name!r}): {found}", ONE_RULE)
+    (rule,) = rules
+    return rule
+
+
+def _sum(numbers: Sequence[Number]) -> Number:
+    """The sum; exact before it is rounded, unless some are on a device."""
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    others = [number for number in numbers if not isinstance(number, Tensor)]
+    try:
+        total = math.fsum(others)
+    except (OverflowError, ValueError):  # too large; infinite on both sides
+        total = float(sum(others))
+    if not tensors:
+        return total
+    device = tensors[0].device  # replicas are on several
+    return torch.stack([tensor.to(device) for tensor in tensors]).sum() + total
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Open:
+    """The numbers that `log` adds to; None where nothing is trained."""
+
+    numbers: LoggedNumbers | None = None
+    moment: Moment | None = None
+    """Set while a hook acts: what is logged meanwhile is of this moment."""
+
+
+OPEN = Open()
+
+
+@contextlib.contextmanager
+def logging_at(moment: Moment) -> Iterator[None]:
+    """A context in which `log` adds numbers of a moment between two steps."""
+    OPEN.moment = moment
+    try:
+        yield
+    finally:
+        OPEN.moment = None
+
+
+def log(
+    name: str,
+    values: Tensor | float,
+    *,
+    over: Tensor | float | None = None,
+    how: str = "mean",
+) -> None:
+    """Log a number of your own, from a task's loss, from a model in it, or from a hook.
+
+    It stands in the lines of metrics.jsonl, on the page of the run, in trackers, and in
+    `ddp-train compare` and `watch`: at each logging interval one number, over all samples of all
+    processes since the last one. Nothing is exchanged in a step, and nothing waits for the device.
+    Evaluations log nothing: what they find is what `score` returns.
+
+    name: a slash groups names, vae/kl.
+    values: with how="mean" a number for each sample, token or what else it is a mean of, [n, ...];
+        with `over` a sum.
+    over: what a sum is taken over, for a mean: a number of tokens, a mask.
+    how: mean, sum, or last: one number, the same on all processes, as a temperature is.
+
+    Raises LogError for a name of the house's, for a number by itself of which nobody knows what it
+    is a mean of, and where a step is being captured as a CUDA graph.
+    """
+    _log(name, values, over, how)
+
+
+def _note(name: str, values: Any, over: Any, how: str) -> None:
+    numbers = OPEN.numbers
+    moment = OPEN.moment
+    call = LogCall.of(LOG, name, values, over, how, may_stand_alone=moment is not None)
+    (numbers or LoggedNumbers("cpu")).check(LOG, name, call.rule)
+    if numbers is None or _in_backward():
+        return
+    if CURRENT.step is not None:
+        entry = call.entry()
+        if entry:
+            numbers.pending.append(entry)
+    elif moment and torch.is_grad_enabled():  # not of an evaluation that the hook makes
+        numbers.add_at(moment, call.entry())
+
+
+_log = cast("Callable[..., None]", torch.compiler.disable(_note))
+"""In a compiled model it is called between two graphs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogCall:
+    """A call that logs a number, checked."""
+
+    name: str
+    values: Tensor | float
+    over: Tensor | float | None
+    rule: Rule
+
+    @classmethod
+    def of(
+        cls, call: str, name: str, values: Any, over: Any, how: str, may_stand_alone: bool
+    ) -> LogCall:
+        """Take the arguments of a call. Raises LogError if they do not fit together.
+
+        call: its name, for messages.
+        may_stand_alone: a number without its count counts once: there are no samples.
+        """
+        rule = RULES.get(how)
+        if rule is None:
+            raise LogError(
+                f"{call}({name!r}): how={how!r} is none of {', '.join(RULES)}", "use how='mean'"
+            )
+        if over is not None:
+            over = _number(call, name, over)
+        made = cls(name, _number(call, name, values), over, rule)
+        made._check(call, may_stand_alone)
+        return made
+
+    def _check(self, call: str, may_stand_alone: bool) -> None:
+        values = self.values
+        rule = self.rule
+        is_one = not isinstance(values, Tensor) or values.ndim == 0
+        if rule is Rule.MEAN and is_one and self.over is None and not may_stand_alone:
+            raise LogError(
+                f"{call}({self.name!r}): it was given one number, and not of how many samples that"
+                " is the mean: processes have different numbers of them",
+                f"give it a number for each sample, [n]: {call}({self.name!r}, losses); or a sum"
+                f" with what it is taken over: {call}({self.name!r}, total, over=count); or"
+                " how='sum'; or how='last', if it is the same on all processes",
+            )
+        if rule is not Rule.MEAN and self.over is not None:
+            raise LogError(
+                f"{call}({self.name!r}): over= is what a mean is taken over, and how={rule}",
+                "leave one of them out",
+            )
+        if rule is Rule.LAST and isinstance(values, Tensor) and values.numel() != 1:
+            raise LogError(
+                f"{call}({self.name!r}): how=last with {values.numel()} numbers",
+                "give it one, or use how=mean",
+            )
+
+    def entry(self) -> Entry | None:
+        """What is logged; None if it is taken over nothing. Never waits for a GPU.
+
+        Raises LogError where a CUDA graph is being captured.
+        """
+        total = _total(self.name, self.values)
+        count: Number = 1.0
+        if self.over is not None:
+            count = _total(self.name, self.over)
+        elif self.rule is Rule.MEAN and isinstance(self.values, Tensor):
+            count = float(self.values.numel())
+        if isinstance(count, Tensor):
+            if not isinstance(total, Tensor):
+                total = torch.full_like(count, total)
+            total = torch.where(count == 0, 0.0, total)
+        elif not count:
+            return None
+        return Entry(self.name, self.rule, total, count)
+
+
+def _number(call: str, name: str, value: Any) -> Tensor | float:
+    """A number, or a tensor of numbers without gradients. Raises LogError for anything else."""
+    if isinstance(value, Tensor) and not value.is_complex():
+        return value.detach()
+    if type(value) in (float, int):  # `Real` takes longer
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        return torch.as_tensor(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise LogError(
+        f"{call}({name!r}): it was given a {type(value).__name__}",
+        "give it a number, or a tensor of real numbers",
+    )
+
+
+def _total(name: str, values: Tensor | float) -> Number:
+    """The sum of some numbers: a float of those on the CPU, else a float64 on the device."""
+    if not isinstance(values, Tensor):
+        return float(values)
+    if values.is_cpu:
+        return values.sum(dtype=torch.float64).item()
+    if values.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise LogError(
+            f"log({name!r}): in a step that is captured as a CUDA graph, whose replays run no"
+            " Python",
+            "use tuning.cuda_graph=false; of a graph of your own log its static tensor after each"
+            " replay",
+        )
+    return values.sum(dtype=torch.float64)
+
+
+def _in_backward() -> bool:
+    """Whether a forward pass is repeated in a backward pass (activation checkpointing)."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
