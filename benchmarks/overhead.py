@@ -73,6 +73,7 @@ from ddp_train.engine.metrics_hook import Intervals, MetricsHook
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches, ReportedHook
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules.factors import build_schedule
+from ddp_train.optim.schedules.schedule import FactorSchedule
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import DistributedDataParallel as Ddp
 from ddp_train.parallel.strategy import Single
@@ -210,7 +211,8 @@ def time_ours(
     optimizer = build_optimizer(
         module.parameters(), torch.optim.SGD, implementation="foreach", **arguments
     )
-    schedule = build_schedule("cosine", plan.steps, final_factor=0.0)
+    factor = build_schedule("cosine", plan.steps, final_factor=0.0)
+    schedule = FactorSchedule(factor, optimizer)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     evaluation = Evaluation(
         module=module,

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_train.assembly.arguments import arguments_of
 from ddp_train.assembly.batches import first_batch, is_resident, loader_options
+from ddp_train.assembly.metrics import directions
 from ddp_train.assembly.optimizer import optimizer_of, trained_parameters
-from ddp_train.assembly.plan import build_plan, warmup_steps
+from ddp_train.assembly.plan import build_plan
+from ddp_train.assembly.schedule import schedule_of
 from ddp_train.config.switches import CAPTURED_IF_IT_PAYS
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
 from ddp_train.data.datasets import BatchSource
@@ -30,7 +31,6 @@ from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
 from ddp_train.engine.unfreeze_hook import UnfreezeHook
 from ddp_train.models.put_back import reading_ahead
 from ddp_train.optim.ema import WeightAverage
-from ddp_train.optim.schedules.factors import Factor, build_schedule
 from ddp_train.optim.stepper import Stepper, UpdateRules
 from ddp_train.options.schema import Config
 from ddp_train.parallel.strategy import Strategy
@@ -60,7 +60,6 @@ class JobBuilder:
         config = self.config
         module = self.module
         plan = self.build_plan(splits)
-        factor = self.build_schedule(plan)
         mix = self.build_mix(splits.train)
         stream = None
         if config.tuning.cuda_graph and config.device == "cuda":
@@ -73,7 +72,7 @@ class JobBuilder:
         trained = trained_parameters(config, module)
         wrap = partial(self.wrap, splits.train, plan, mix, stream)
         wrapped = wrap()
-        stepper = self.build_stepper(wrapped, plan, factor, trained, stream)
+        stepper = self.build_stepper(wrapped, plan, trained, stream)
         forward: Forward = wrapped
         if isinstance(stepper, GraphedStepper):
             forward = stepper.forward
@@ -117,12 +116,6 @@ class JobBuilder:
         classifies = isinstance(self.module.task, Classification)
         return mix_of(source, self.config.seed, data.mixup, data.cutmix, classifies)
 
-    def build_schedule(self, plan: BatchPlan) -> Factor:
-        """The learning-rate schedule. Raises ConfigError if the warm-up is longer than the run."""
-        schedule = self.config.schedule
-        shape = arguments_of(schedule, "warmup_steps", "warmup_epochs", "warmup_at_most")
-        return build_schedule(schedule.name, plan.steps, warmup_steps(schedule, plan), **shape)
-
     def wrap(
         self,
         source: BatchSource,
@@ -148,7 +141,6 @@ class JobBuilder:
         self,
         wrapped: nn.Module,
         plan: BatchPlan,
-        factor: Factor,
         trained: dict[str, nn.Parameter],
         stream: torch.cuda.Stream | None,
     ) -> Stepper:
@@ -157,6 +149,8 @@ class JobBuilder:
         train = config.train
         strategy = self.strategy
         optimizer = optimizer_of(config, self.module, trained, captured=stream is not None)
+        better = directions(self.module)
+        schedule = schedule_of(config.schedule, plan, optimizer, better, stream is not None)
         is_fp16 = config.tuning.precision == "fp16"
         scaler = torch.amp.GradScaler(torch.device(self.device).type, enabled=is_fp16)
         average = None
@@ -181,7 +175,7 @@ class JobBuilder:
                 GraphedStepper, wrapped, stream, plan.is_full, trial=self.build_capture_trial()
             )
         observers = [PhaseReports(self.status)]
-        return make_stepper(optimizer, factor, scaler, rules, average, observers)
+        return make_stepper(optimizer, schedule, scaler, rules, average, observers)
 
     def build_capture_trial(self) -> CaptureTrial:
         """Decides after some steps whether they are captured."""

@@ -29,6 +29,7 @@ from ddp_train.text import first_line
 STEPPER = "stepper"
 METRICS = "metrics"
 SELECTION = "selection"
+SCHEDULE = "schedule"
 USER_HOOKS = "user_hooks"
 
 
@@ -64,8 +65,9 @@ class TrainingState:
 
     objects: dict[str, Any]
     """State of each object, by its name. A configured run has STEPPER (optimizer, loss scaler, last
-    gradient norm) and three hooks: METRICS, SELECTION, USER_HOOKS. A session has those that
-    `run.resume` got, by the names that the user gave them."""
+    gradient norm) and three hooks: METRICS, SELECTION, USER_HOOKS, and SCHEDULE if it follows the
+    evaluations. A session has those that `run.resume` got, by the names that the user gave
+    them."""
     buffers: Tensor
     """Floating-point buffers of each rank: [ranks, n], float64. The model's file has their mean."""
     average: AverageState | None = None
@@ -126,7 +128,10 @@ class TrainingState:
         self.apply_weights(path, job.module.model, job.module, rank)
         job.stepper.load_state(self.objects[STEPPER])
         for name, hook in hooks.items():
-            notes += hook.load_state(self.objects[name]) or []
+            if name in self.objects:
+                notes += hook.load_state(self.objects[name]) or []
+            else:
+                notes.append(f"note: {path.name} has no state of the {name}, which begins anew")
         return notes
 
     def apply_weights(self, path: Path, model: nn.Module, module: nn.Module, rank: int) -> None:

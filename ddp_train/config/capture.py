@@ -40,6 +40,8 @@ def _blockers_of_training(config: Config) -> Iterator[tuple[str, str]]:
         yield "train.on_non_finite", "stop (the host decides whether to skip)"
     if strategy.has_process_group and config.launch.backend == "gloo":
         yield "launch.backend", "nccl (gloo copies gradients to the host)"
+    if config.schedule.cycles_momentum:
+        yield "schedule.cycle_momentum", "false (a captured step keeps its momentum)"
     # The worker asks a class of your own.
     is_asked_later = config.optimizer.is_custom and config.tuning.cuda_graph is True
     if not config.optimizer.can_be_captured and not is_asked_later:

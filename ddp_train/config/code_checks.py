@@ -128,9 +128,11 @@ def problems_of_paths(
 
 def _own_options(config: Config) -> dict[str, CustomOption]:
     """The options that are code of your own, by their groups."""
-    options = {"model": config.model}
+    options: dict[str, Any] = {"model": config.model}
     if config.mode != "export":  # it builds nothing but the model
         options |= {"task": config.task, "data": config.data, "optimizer": config.optimizer}
+    if not config.uses_trained:
+        options["schedule"] = config.schedule
     return {group: option for group, option in options.items() if isinstance(option, CustomOption)}
 
 

@@ -126,6 +126,7 @@ def metric_keys(config: Config) -> Iterator[MetricKey]:
         OBJECTIVE: config.objective,
         "checkpoint.best_metric": config.checkpoint.best_metric,
         "train.early_stopping.metric": config.train.early_stopping.metric,
+        "schedule.metric": config.schedule.metric,
     }
     for key, value in values.items():
         is_measured = key == OBJECTIVE and value in MEASURED

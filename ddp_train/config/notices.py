@@ -32,6 +32,7 @@ def notices(run: RequestedRun) -> list[str]:
         *config.strategy.notices(run),
         *config.model.notices(run),
         *config.optimizer.notices(run),
+        *config.schedule.notices(run),
         *_of_tuning(run),
         *_of_training(run),
         *_of_checkpoints(run),

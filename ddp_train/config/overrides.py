@@ -17,7 +17,7 @@ from ddp_train.config.hydra_keys import problem_of_word
 from ddp_train.config.keys import list_rule
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.config.unreadable import may_be_text, parsed, why_unreadable
-from ddp_train.config.user_code import torch_optimizers
+from ddp_train.config.user_code import torch_classes
 from ddp_train.config.values import in_grammar, leaves
 from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.custom import tracker_key
@@ -184,7 +184,7 @@ class _Reader:
         elif override.is_choice_sweep() or override.is_range_sweep():
             values = list(override.sweep_string_iterator())
         self.overrides.swept[name] = values
-        targets = _torch_optimizers(name, values, options)
+        targets = torch_classes(name, values, options)
         if isinstance(value, Glob) and not is_group:
             rule = f"glob() chooses options of a group, and {name} is none; name the values"
             self._refuse(argument, rule)
@@ -224,7 +224,7 @@ class _Reader:
             self.overrides.arguments.append(argument)
             self.overrides.choices[group] = str(option)
             return
-        targets = _torch_optimizers(group, unknown, options)
+        targets = torch_classes(group, unknown, options)
         if isinstance(option, dict) and option and "_target_" not in option:
             key, value = next(leaves(option))
             self._refuse(argument, f"set one key: {group}.{key}={shown(value)}")
@@ -279,13 +279,6 @@ def _as_one(argument: str) -> str:
 
 def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
-
-
-def _torch_optimizers(name: str, values: list[str], options: list[str]) -> list[str]:
-    """The classes of torch.optim that are named as options of a key."""
-    if name != "optimizer":
-        return []
-    return torch_optimizers(values, options)
 
 
 def shorten(text: str) -> str:

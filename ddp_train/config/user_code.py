@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,15 @@ from ddp_train.config.code_checks import (
 from ddp_train.config.packages import how_to_install, is_installed
 from ddp_train.config.values import from_environment
 from ddp_train.errors import ConfigError
-from ddp_train.options.custom import Code, code_of, hooks_of, tracker_key, trackers_of
+from ddp_train.options.custom import (
+    FUNCTIONS_OF_SCHEDULERS,
+    TORCH_SCHEDULERS,
+    Code,
+    code_of,
+    hooks_of,
+    tracker_key,
+    trackers_of,
+)
 from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.text import did_you_mean
 
@@ -58,6 +67,7 @@ def _called(
         # The one that Python names, too.
         unknown = next((key for key in arguments if key not in free), "")
         guess = did_you_mean(unknown, free)
+        written = written or "no arguments"
         raise ConfigError([f"{found}: cannot be called with {written}: {error}{guess}"]) from error
     except ValueError:  # written in C, without a signature: the call itself fails
         pass
@@ -131,6 +141,45 @@ def _typed(key: str, value: Any) -> Any:
         dtype = getattr(torch, value.removeprefix("torch."), None)
         return dtype if isinstance(dtype, torch.dtype) else value
     return value
+
+
+def takes_optimizer(section: str, code: Code) -> bool:
+    """Tell whether `code.target` makes a scheduler for an optimizer; else it is a function."""
+    target = _target_of(section, code)
+    return isinstance(target, type) or "optimizer" in _parameters(target)
+
+
+def build_scheduler(key: str, code: Code, optimizer: Any) -> Any:
+    """A scheduler that `schedule` names, on an optimizer, with those that its arguments name.
+
+    Exceptions of torch about arguments are passed on.
+    """
+    arguments = {
+        name: _of_scheduler(f"{key}.{name}", name, value, optimizer)
+        for name, value in code.arguments.items()
+    }
+    # ChainedScheduler and its like have it from the schedulers that they are given.
+    first = next(iter(_parameters(_target_of(key, code))), "optimizer")
+    if first == "schedulers":
+        return instantiate(key, Code(code.target, arguments))
+    return instantiate(key, Code(code.target, arguments), optimizer)
+
+
+def _of_scheduler(key: str, name: str, value: Any, optimizer: Any) -> Any:
+    """An argument of a scheduler: a scheduler within it, a function, or the value."""
+    if isinstance(value, list):
+        return [
+            _of_scheduler(f"{key}[{place}]", name, item, optimizer)
+            for place, item in enumerate(value)
+        ]
+    if name in FUNCTIONS_OF_SCHEDULERS and isinstance(value, str):
+        return named_function(key, value)
+    if not isinstance(value, dict) or "_target_" not in value:
+        return value
+    code = code_of(value)
+    if takes_optimizer(key, code):
+        return build_scheduler(key, code, optimizer)
+    return partial(_target_of(key, code), **code.arguments)
 
 
 def named_function(key: str, path: str) -> Callable[..., Any]:
@@ -246,17 +295,28 @@ def _is_harmless(target: Any, trusted: tuple[str, ...]) -> bool:
     return callable(target) and f"{made_in}.".startswith("torchvision.models.")
 
 
-def torch_optimizers(names: Iterable[str], options: Iterable[str]) -> list[str]:
-    """The classes of torch.optim with these names, in letters of either case, that are not options.
+TORCH_CLASSES = {
+    "optimizer": ("torch.optim", "Optimizer", "*.py"),
+    "schedule": (TORCH_SCHEDULERS, "LRScheduler", "lr_scheduler.py"),
+}
+"""Module of torch's own classes of a group, the class that they derive from, and the files."""
+
+
+def torch_classes(group: str, names: Iterable[str], options: Iterable[str]) -> list[str]:
+    """Paths of torch's own optimizers or schedulers with these names, in letters of either case,
+    that are not options of the group.
 
     torch, whose import takes seconds, is not imported. LBFGS needs a closure, which no step here
     has.
     """
+    if group not in TORCH_CLASSES:
+        return []
     wanted = {name.lower() for name in names} - {*options, "lbfgs"}
     spec = importlib.util.find_spec("torch") if wanted else None
     if spec is None:
         return []
+    module, base, files = TORCH_CLASSES[group]
     classes: list[str] = []
-    for file in sorted((Path(spec.origin or "").parent / "optim").glob("*.py")):
-        classes += re.findall(r"^class (\w+)\(Optimizer\)", file.read_text(), re.M)
-    return [f"torch.optim.{name}" for name in classes if name.lower() in wanted]
+    for file in sorted((Path(spec.origin or "").parent / "optim").glob(files)):
+        classes += re.findall(rf"^class (\w+)\({base}\)", file.read_text(), re.M)
+    return [f"{module}.{name}" for name in classes if name.lower() in wanted]

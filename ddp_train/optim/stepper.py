@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.errors import ConfigError
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
-from ddp_train.optim.schedules.factors import Factor
+from ddp_train.optim.schedules.schedule import Schedule
 from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tasks.mean_loss import ExtraPayload, Mean, RunningLoss
 
@@ -61,7 +62,7 @@ class Stepper:
     def __init__(
         self,
         optimizer: Optimizer,
-        factor: Factor,
+        schedule: Schedule,
         scaler: torch.amp.GradScaler,
         rules: UpdateRules = UpdateRules(),
         average: WeightAverage | None = None,
@@ -69,12 +70,12 @@ class Stepper:
     ) -> None:
         """Take over an optimizer.
 
-        factor: learning-rate schedule.
+        schedule: of this optimizer.
         average: average of the weights that is updated in each step.
         observers: called in this order.
         """
         self.optimizer = optimizer
-        self.factor = factor
+        self.schedule = schedule
         self.scaler = scaler
         self.rules = rules
         self.average = average
@@ -93,6 +94,8 @@ class Stepper:
         self.divisor: Callable[[], Tensor] | None = None
         self.norm: Tensor | None = None
         self.steps_done = 0
+        self.values = schedule.values(0)
+        self.rates_set = self.rates_now()
         self.continue_from(0)
 
     def _build_check(self) -> NonFiniteCheck:
@@ -115,10 +118,8 @@ class Stepper:
         """Set the number of optimizer steps that are done; after `load_state`, if that is
         called."""
         self.steps_done = step
-        groups = self.optimizer.param_groups
-        self.groups_and_base_lrs = list(zip(groups, self.base_lrs, strict=True))
         if step:  # a checkpoint of this very step has the learning rates of the last one
-            self.set_lr(self.factor(step - 1))
+            self.set_values(step - 1)
 
     def state(self) -> dict[str, Any]:
         """The state that a checkpoint must hold beside the weights."""
@@ -214,14 +215,48 @@ class Stepper:
             observer.after_update(self.steps_done)
 
     def _step(self) -> None:
-        self.set_lr(self.factor(self.steps_done))
+        self.follow_schedule()
         self.update()
         self.steps_done += 1
 
-    def set_lr(self, factor: float) -> None:
-        """Set the learning rate of every group to its base learning rate times `factor`."""
-        for group, base_lr in self.groups_and_base_lrs:
-            group["lr"] = base_lr * factor
+    def follow_schedule(self) -> None:
+        """Set the learning rates of the step that comes next.
+
+        Raises ConfigError if somebody else has changed them.
+        """
+        if self.rates_now() != self.rates_set:
+            raise ConfigError([self._change_of_rates()])
+        self.set_values(self.steps_done)
+
+    def set_values(self, step: int) -> None:
+        """Set every group of the optimizer to what the schedule says of a step."""
+        self.values = self.schedule.values(step)
+        for group, values in zip(self.optimizer.param_groups, self.values, strict=True):
+            group.update(values)
+        self.rates_set = self.rates_now()
+
+    def rates_now(self) -> list[Any]:
+        """The learning rate of each group, or what tells that it was changed."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def _change_of_rates(self) -> str:
+        groups = self.optimizer.param_groups
+        if len(groups) != len(self.values):
+            return (
+                f"optimizer.param_groups: {len(groups)} groups before step {self.steps_done + 1},"
+                f" and {len(self.values)} when training began: the schedule knows no rate of the"
+                " others; freeze what trains later: model.freeze=[head.*] model.freeze_epochs=1"
+            )
+        pairs = zip(self.rates_now(), self.rates_set, strict=True)
+        place = next(place for place, (now, then) in enumerate(pairs) if now != then)
+        return (
+            f"optimizer.param_groups[{place}]['lr']: {float(groups[place]['lr']):g} before step"
+            f" {self.steps_done + 1}, for which the schedule had set"
+            f" {self.values[place]['lr']:g}: it sets the learning rate in each step, and would undo"
+            " what a hook, or a scheduler on job.optimizer, has changed; use"
+            " schedule._target_=package.function, of (step, steps), or one of torch's schedulers"
+            " (docs/optimizers.md)"
+        )
 
     def update(self) -> None:
         """Make new weights from the gradients, and drop those: check, clip, step."""
@@ -297,8 +332,7 @@ class Stepper:
     @property
     def last_learning_rates(self) -> list[float]:
         """Learning rate of the last step, in each group."""
-        factor = self.factor(self.steps_done - 1)
-        return [base_lr * factor for base_lr in self.base_lrs]
+        return [values["lr"] for values in self.values]
 
     @property
     def last_gradient_norm(self) -> float | None:

@@ -14,6 +14,7 @@ from ddp_train.options.schema import (
     ModelConfig,
     OptimizerConfig,
     RequestedRun,
+    ScheduleConfig,
     TaskConfig,
 )
 from ddp_train.text import did_you_mean, shown
@@ -23,6 +24,9 @@ NAME = "custom"
 NOT_TELLING = ("download", "augment", "transform", "transforms", "target_transform")
 """Arguments of data sets that do not say which samples they have."""
 SPLITS = ("train", "validation", "test")
+TORCH_SCHEDULERS = "torch.optim.lr_scheduler"
+FUNCTIONS_OF_SCHEDULERS = ("lr_lambda", "scale_fn")
+"""Arguments of torch's schedulers that are functions: their dotted paths stand there."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,70 @@ class CustomOptimizerConfig(CustomOption, OptimizerConfig):
                 "needs optimizer.lr, which it multiplies",
                 "add it",
             )
+
+
+@dataclass
+class CustomScheduleConfig(CustomOption, ScheduleConfig):
+    """Your own schedule: `_target_=package.Name`, and its arguments beside it.
+
+    A scheduler of torch.optim.lr_scheduler, or a function of (step, steps) that returns a factor.
+    """
+
+    interval: str = key(
+        "step",
+        "when it makes a step: after each optimizer step, or each epoch; one by a metric makes one"
+        " after each evaluation",
+        choices=("step", "epoch"),
+    )
+    metric: str = key(
+        "auto",
+        "what ReduceLROnPlateau looks at, validation.NAME or test.NAME; auto: the loss of the set"
+        " that is scored",
+    )
+
+    def paths(self) -> Iterator[tuple[str, str]]:
+        yield from super().paths()
+        yield from paths_in_scheduler(self.arguments)
+
+    def values(self) -> dict[str, Any]:
+        return {}  # schedulers may stand within schedulers: `paths` has all of their code
+
+    def all_values(self) -> dict[str, Any]:
+        return self.arguments
+
+    def notices(self, run: RequestedRun) -> Iterator[str]:
+        module, _, name = self.target.rpartition(".")
+        looks_at_metric = name == "ReduceLROnPlateau"
+        if looks_at_metric and self.interval != "step":
+            yield (
+                f"schedule.interval={self.interval} has no effect: {name} makes a step after each"
+                " evaluation"
+            )
+        if module == TORCH_SCHEDULERS and not looks_at_metric and self.metric != "auto":
+            yield f"schedule.metric={self.metric} has no effect: {name} looks at no metric"
+
+    @property
+    def cycles_momentum(self) -> bool:
+        """Whether it is one of torch's that change the momentum beside the learning rate."""
+        names = {path.rpartition(".")[2] for _, path in self.paths()}
+        keeps = self.arguments.get("cycle_momentum") is False
+        return bool(names & {"OneCycleLR", "CyclicLR"}) and not keeps
+
+
+def paths_in_scheduler(arguments: Any, place: str = "") -> Iterator[tuple[str, str]]:
+    """The dotted paths among the arguments of a scheduler, those of schedulers within it too, each
+    after its place."""
+    if isinstance(arguments, list):
+        for number, item in enumerate(arguments):
+            yield from paths_in_scheduler(item, f"{place}[{number}]")
+    elif isinstance(arguments, dict):
+        for name, value in arguments.items():
+            where = f"{place}.{name}".lstrip(".")
+            is_path = name == "_target_" or name in FUNCTIONS_OF_SCHEDULERS
+            paths = [value] if isinstance(value, str) else value
+            if is_path and isinstance(paths, list):
+                yield from ((where, path) for path in paths if isinstance(path, str))
+            yield from paths_in_scheduler(value, where)
 
 
 @dataclass

@@ -97,6 +97,8 @@ OPTIONS: dict[str, OptionGroup] = {
             "cosine": "ddp_train.optim.schedules.config:CosineConfig",
             "polynomial": "ddp_train.optim.schedules.config:PolynomialConfig",
             "one_cycle": "ddp_train.optim.schedules.config:OneCycleConfig",
+            "wsd": "ddp_train.optim.schedules.config:WsdConfig",
+            "custom": "ddp_train.options.custom:CustomScheduleConfig",
         }
     ),
 }

@@ -492,6 +492,10 @@ class ScheduleConfig:
     """Learning rates as functions of the optimizer step, which is the same on all ranks."""
 
     name: str = "constant"
+    is_custom: ClassVar[bool] = False
+    """Whether it is a class or function of your own, or one of torch's schedulers."""
+    cycles_momentum = False
+    metric = "auto"
     warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)
     warmup_epochs: float | None = key(
         None, "length of the warm-up in epochs, in place of warmup_steps", above=0
@@ -534,6 +538,10 @@ class ScheduleConfig:
                 f"must end before the run, which has train.max_steps={train.max_steps}",
                 f"use less than {train.max_steps}",
             )
+
+    def notices(self, run: RequestedRun) -> Iterator[str]:
+        """Keys that have no effect here."""
+        return iter(())
 
 
 @dataclass

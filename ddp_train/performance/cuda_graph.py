@@ -93,16 +93,25 @@ class GraphedStepper(Stepper):
                 group["capturable"] = True
 
     def continue_from(self, step: int) -> None:
-        super().continue_from(step)
-        for group, _ in self.groups_and_base_lrs:
+        for group in self.optimizer.param_groups:
             # A graph reads its learning rate where it was captured.
             group["lr"] = torch.zeros((), device=self.device)
         self.filled_with: dict[Tensor, float] = {}
         """The constants that the graph reads, and their last values."""
+        super().continue_from(step)
+        self.rates_set = self.rates_now()
 
-    def set_lr(self, factor: float) -> None:
-        for group, base_lr in self.groups_and_base_lrs:
-            self._fill(group["lr"], base_lr * factor)
+    def set_values(self, step: int) -> None:
+        self.values = self.schedule.values(step)
+        for group, values in zip(self.optimizer.param_groups, self.values, strict=True):
+            self._fill(group["lr"], values["lr"])
+        self.rates_set = self.rates_now()
+
+    def rates_now(self) -> list[Any]:
+        """The tensor of each group's learning rate, and how often it was written; not its value,
+        for which the host would wait."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return [(id(rate), getattr(rate, "_version", None)) for rate in rates]
 
     def forward(self, data: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of a batch, a scalar, and its number of units. In a captured step their values
@@ -143,7 +152,7 @@ class GraphedStepper(Stepper):
                 super()._backward(loss, units, micro_batch)
             return
         self._fill(self.scale, micro_batch.scale)
-        self.set_lr(self.factor(self.steps_done))
+        self.follow_schedule()
         self.graph.replay()
         self.losses.add(loss.clone(), self.units_seen(units, micro_batch), micro_batch)
         self.replayed = True

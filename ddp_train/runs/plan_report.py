@@ -11,6 +11,7 @@ from ddp_train.config import metrics
 from ddp_train.config.metrics import further_metrics
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.optim.config import BuiltInOptimizerConfig
+from ddp_train.options.custom import CustomScheduleConfig
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import TrainConfig, TuningConfig
 from ddp_train.tasks.task import Task
@@ -32,6 +33,8 @@ class PlanFacts:
     trained_parameters: int | None = None
     """How many of them train now; None for all."""
     warmup_steps: int = 0
+    schedule_metric: str | None = None
+    """The metric that the schedule follows; None if it follows the steps."""
     first_step: int = 0
     """The step at which training starts or resumes."""
     validation_samples: int | None = None
@@ -205,11 +208,21 @@ def _optimizer_row(facts: PlanFacts) -> str:
         groups.append(f"layer decay {section.layer_decay:g}")
     if groups:
         text += f", but {', '.join(groups)}"
-    text += f", {facts.config.schedule.name} schedule, warm-up {_warmup(facts)}"
+    text += f", {_schedule(facts)}, warm-up {_warmup(facts)}"
     if train.ema_decay:
         text += f", average of weights {train.ema_decay:g}"
         if train.ema_warmup:
             text += " with warm-up"
+    return text
+
+
+def _schedule(facts: PlanFacts) -> str:
+    section = facts.config.schedule
+    text = f"{_name_of(section)} schedule"
+    if facts.schedule_metric:
+        return f"{text} by the {facts.schedule_metric} of each evaluation"
+    if isinstance(section, CustomScheduleConfig):
+        return f"{text} by {section.interval}"
     return text
 
 

@@ -22,6 +22,7 @@ from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_task
 from ddp_train.assembly.optimizer import trained_parameters
 from ddp_train.assembly.plan import warmup_steps
+from ddp_train.assembly.schedule import metric_of
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, SaveTimes
@@ -29,11 +30,13 @@ from ddp_train.checkpoints.mirror import Mirror
 from ddp_train.checkpoints.mirroring import Mirroring
 from ddp_train.checkpoints.training_state import (
     METRICS,
+    SCHEDULE,
     SELECTION,
     USER_HOOKS,
     StatefulHook,
     TrainingState,
     problem_of_extra_state,
+    problem_of_state,
 )
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
@@ -51,6 +54,7 @@ from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Evaluation, Hook, Job, fit
 from ddp_train.engine.metrics_hook import Intervals, MetricsHook
 from ddp_train.engine.noise_hook import NoiseHook
+from ddp_train.engine.plateau_hook import PlateauHook
 from ddp_train.engine.profile_hook import profile_hooks
 from ddp_train.engine.rehearsal import rehearse
 from ddp_train.engine.resize_hook import ResizeHook, changes_of_hosts
@@ -61,7 +65,9 @@ from ddp_train.engine.user_hooks import UserHooks
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import parameter_counts
 from ddp_train.models.initial_weights import Origin, describe_origin
+from ddp_train.optim.schedules.torch_schedules import PlateauSchedule
 from ddp_train.options.custom import hooks_of as hooks_named_by
+from ddp_train.options.schema import Config
 from ddp_train.parallel.sync_batch_norm import own_statistics
 from ddp_train.recovery.just_in_time import RecoveryHook
 from ddp_train.recovery.lost_host import saver_of
@@ -118,6 +124,8 @@ class Training:
     """Scores the test set; that of `job` scores the validation set if there is one."""
     metrics_hook: MetricsHook
     selection_hook: SelectionHook
+    plateau_hook: PlateauHook | None
+    """None for a schedule that does not follow the evaluations."""
     user_hooks: UserHooks
     origin: Origin | None
     """The weights that training begins with; None for drawn or resumed ones."""
@@ -160,6 +168,7 @@ class Training:
             test_evaluation=test_evaluation,
             metrics_hook=metrics_hook,
             selection_hook=selection_hook,
+            plateau_hook=build_plateau_hook(config, job),
             user_hooks=build_user_hooks(run, job),
             origin=origin,
             data_digests=data_digests,
@@ -192,6 +201,8 @@ class Training:
         # Another run's may be of other data, and its checkpoints are not here.
         if is_of_this_run:
             hooks[SELECTION] = self.selection_hook
+        if self.plateau_hook:
+            hooks[SCHEDULE] = self.plateau_hook
         state = TrainingState.load(path)
         for note in state.apply(path, job, hooks, run.world.rank):
             run.display.line(note)
@@ -237,6 +248,7 @@ class Training:
             trained_parameters=counts["trained"],
             base_lr=optimizer.defaults.get("lr", job.stepper.base_lrs[0]),
             warmup_steps=warmup_steps(self.run.config.schedule, job.plan),
+            schedule_metric=self.plateau_hook.metric if self.plateau_hook else None,
             first_step=job.step,
             validation_samples=None if validation is None else len(validation),
             rates=self.metrics_hook.rates,
@@ -371,6 +383,22 @@ def build_metrics_hook(
     )
 
 
+def build_plateau_hook(config: Config, job: Job) -> PlateauHook | None:
+    """The hook of a schedule that follows the evaluations.
+
+    Raises ConfigError if no checkpoint could be read with its state.
+    """
+    schedule = job.stepper.schedule
+    if not isinstance(schedule, PlateauSchedule):
+        return None
+    problem = problem_of_state(schedule.state())
+    if problem:
+        found = f"schedule: the state_dict of {type(schedule.scheduler).__name__}"
+        rule = f"is not plain data: {problem}; keep numbers and texts in it"
+        raise ConfigError([f"{found} {rule}"])
+    return PlateauHook(schedule, metric_of(config.schedule))
+
+
 def build_user_hooks(run: RunContext, job: Job) -> UserHooks:
     """The hooks that the config names."""
     items = run.config.hooks
@@ -413,6 +441,8 @@ def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
         ReportedHook(training.selection_hook, status, "record"),
         # Closes an epoch that has ended, or that the selection has cut short.
         ReportedHook(EpochHook(training.metrics_hook), status, "record"),
+        # Needs the score, and sets the rates of the steps that follow.
+        training.plateau_hook and ReportedHook(training.plateau_hook, status, "record"),
         # Before their state is saved.
         *user_hooks,
         # Saves all of the above.
@@ -458,6 +488,12 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
     if problem:
         remedy = "keep tensors, numbers and texts, in dicts and lists"
         raise ConfigError([f"model: {problem}; {remedy}"])
+    further_hooks: dict[str, StatefulHook] = {
+        SELECTION: selection_hook,
+        USER_HOOKS: training.user_hooks,
+    }
+    if training.plateau_hook:
+        further_hooks[SCHEDULE] = training.plateau_hook
     digests_then = training.start.manifest.get("scored_digests", {})
     every_steps = section.every_steps
     if every_steps is None and config.train.most_epochs is None:
@@ -478,7 +514,7 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
         training.metrics_hook,
         manifest,
         SaveTimes(every_steps, section.every_minutes, section.best),
-        {SELECTION: selection_hook, USER_HOOKS: training.user_hooks},
+        further_hooks,
     )
 
 

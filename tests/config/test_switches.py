@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
@@ -44,6 +45,7 @@ from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.metrics import build_selection
 from ddp_train.assembly.model import build_module, build_task
 from ddp_train.assembly.plan import build_plan
+from ddp_train.assembly.schedule import metric_of, schedule_of
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints import reader
 from ddp_train.config.auto import resolve
@@ -89,7 +91,7 @@ from ddp_train.sweeps.trial_numbers import TrialNumbers
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.trackers import tracking
 from tests.support.commands import PROGRAM
-from tests.support.jobs import job_of, loader_of, module_of, optimizer_of, schedule_of
+from tests.support.jobs import job_of, learning_rates, loader_of, module_of, optimizer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "ddp_train/conf"
@@ -115,6 +117,9 @@ ALSO = {
         " model=mlp"
     ),
     "optimizer=custom": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
+    "schedule=custom": (
+        "schedule._target_=torch.optim.lr_scheduler.StepLR schedule.step_size=3 schedule.gamma=0.5"
+    ),
     "task=custom": (
         f"task._target_={__name__}.OneTask task.factor=1"
         f" trusted_modules=[{__name__.partition('.')[0]}]"
@@ -326,15 +331,26 @@ def evaluation_of(case: Case, train: BatchSource, test: BatchSource) -> Evaluati
 
 
 def schedule(case: Case) -> Any:
-    factor = schedule_of(case.config.schedule, 20, 10)
-    return [factor(step) for step in range(20)]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    plan: Any = SimpleNamespace(steps=20, steps_per_epoch=10)
+    made = schedule_of(case.config.schedule, plan, optimizer, {})
+    return [made.values(step) for step in range(20)]
 
 
-def learning_rates(case: Case) -> Any:
+def falling(step: int, steps: int, **_: Any) -> float:
+    """A schedule of the user's."""
+    return 1 - step / steps
+
+
+def followed_metric(case: Case) -> Any:
+    return metric_of(case.config.schedule)
+
+
+def first_rates(case: Case) -> Any:
     """Of the first steps, as the run will have them."""
     sources = open_datasets(case.config)
     job = job_of(alone(case), World(), sources)
-    return [job.stepper.base_lrs[0] * job.stepper.factor(step) for step in range(4)]
+    return learning_rates(job, 4)
 
 
 def wrapped(case: Case) -> Any:
@@ -1211,9 +1227,9 @@ ROWS: dict[str, Row] = {
     "optimizer.lr": Row("optimizer.lr=0.3", optimizer),
     "optimizer.weight_decay": Row("optimizer.weight_decay=0.3", optimizer),
     "optimizer.decay_norm_and_bias": Row("optimizer.decay_norm_and_bias=FLIPPED", optimizer),
-    "optimizer.lr_scaling": Row("optimizer.lr_scaling=linear", learning_rates, SMALL),
+    "optimizer.lr_scaling": Row("optimizer.lr_scaling=linear", first_rates, SMALL),
     "optimizer.lr_base_batch": Row(
-        "optimizer.lr_base_batch=48", learning_rates, f"{SMALL} optimizer.lr_scaling=sqrt"
+        "optimizer.lr_base_batch=48", first_rates, f"{SMALL} optimizer.lr_scaling=sqrt"
     ),
     "optimizer.groups": Row("optimizer.groups=[{match:*bias,lr:0.3}]", groups_of_a_job),
     "optimizer.layer_decay": Row("optimizer.layer_decay=0.5", groups_of_a_job, "model=mlp"),
@@ -1233,10 +1249,16 @@ ROWS: dict[str, Row] = {
     "optimizer.target": Row("optimizer._target_=torch.optim.Adam", optimizer),
     "optimizer.arguments": Row("optimizer.lr=0.2", optimizer),
     "schedule.warmup_steps": Row("schedule.warmup_steps=4", schedule),
-    "schedule.warmup_epochs": Row("schedule.warmup_epochs=1", learning_rates, SMALL),
+    "schedule.warmup_epochs": Row("schedule.warmup_epochs=1", first_rates, SMALL),
     "schedule.warmup_at_most": Row(
-        "schedule.warmup_at_most=0.3", learning_rates, f"{SMALL} schedule.warmup_steps=2"
+        "schedule.warmup_at_most=0.3", first_rates, f"{SMALL} schedule.warmup_steps=2"
     ),
+    "schedule.interval": Row("schedule.interval=epoch", schedule),
+    "schedule.metric": Row("schedule.metric=test.accuracy", followed_metric),
+    "schedule.target": Row(f"schedule._target_={__name__}.falling", schedule),
+    "schedule.arguments": Row("schedule.step_size=4", schedule),
+    "schedule.decay_part": Row("schedule.decay_part=0.5", schedule),
+    "schedule.decay": Row("schedule.decay=cosine", schedule),
     "schedule.step_size": Row("schedule.step_size=4", schedule),
     "schedule.gamma": Row("schedule.gamma=0.3", schedule, "schedule.step_size=4"),
     "schedule.final_factor": Row("schedule.final_factor=0.3", schedule),

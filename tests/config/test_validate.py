@@ -82,7 +82,9 @@ BAD: dict[str, list[str]] = {
     "model=custom model.target=a.b": ["the key is model._target_; use model._target_=a.b"],
     "hydra.verbose=false": ["Hydra's own keys act on sweeps only; add -m, or leave it out"],
     "hydra/sweeper=optuna": ["Hydra's own keys act on sweeps only; add -m, or leave it out"],
-    "schedule._target_=a.b": ["schedule._target_=a.b", "no such key"],
+    "strategy._target_=a.b": ["strategy._target_=a.b", "no such key"],
+    "schedule=StepLR schedule.interval=epochs": ["must be one of step, epoch", "did you mean"],
+    "schedule=ReduceLROnPlateau schedule.metric=val_loss": ["test.NAME", "did you mean"],
     "train._target_=a.b": ["train._target_=a.b", "no such key"],
     # options that do not exist
     "optimizer=AdamW": [REFUSED, "did you mean adamw?"],

@@ -35,7 +35,7 @@ from ddp_train.runs.training_run import TrainingRun
 from ddp_train.runs.worker_process import WorkerProcess
 from ddp_train.telemetry.console import Display
 from ddp_train.telemetry.score_lines import headline
-from tests.support.jobs import config_of, job_of, largest_difference, table
+from tests.support.jobs import config_of, constant, job_of, largest_difference, table
 from tests.support.ranks import on_ranks
 
 DECAY = 0.8
@@ -117,7 +117,9 @@ def test_a_skipped_step_does_not_count(scaled: bool) -> None:
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=4.0)
     average = WeightAverage(model, DECAY, may_skip=scaled)
-    stepper = Stepper(optimizer, lambda _: 1.0, scaler, UpdateRules(skip_non_finite=True), average)
+    stepper = Stepper(
+        optimizer, constant(optimizer), scaler, UpdateRules(skip_non_finite=True), average
+    )
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     for step, bad in enumerate((True, False, False, True, False)):
         inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))

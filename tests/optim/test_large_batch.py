@@ -27,7 +27,15 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import OptimizerConfig
 from ddp_train.runs.plan_report import PlanFacts, plan_rows
 from ddp_train.tasks.mean_loss import RunningLoss
-from tests.support.jobs import config_of, job_of, largest_difference, optimizer_of, table, trained
+from tests.support.jobs import (
+    config_of,
+    job_of,
+    largest_difference,
+    learning_rates,
+    optimizer_of,
+    table,
+    trained,
+)
 from tests.support.ranks import on_ranks
 
 CALLS = {"lars": 30, "lamb": 55}
@@ -418,8 +426,9 @@ def test_a_warm_up_in_epochs_is_counted_in_optimizer_steps(
     )
     job = job_of(config, World(), (table(100), table(12)))
     rising = [(step + 1) / (steps + 1) for step in range(steps)]
-    assert [job.stepper.factor(step) for step in range(10)] == pytest.approx(
-        [*rising, *[1.0] * (10 - steps)]
+    base_lr = job.stepper.base_lrs[0]
+    assert learning_rates(job, 10) == pytest.approx(
+        [base_lr * factor for factor in (*rising, *[1.0] * (10 - steps))]
     )
     assert warmup_steps(config.schedule, job.plan) == steps
     assert plan_rows(PlanFacts(config, job.plan, job.module.task, 1.0, warmup_steps=steps))[

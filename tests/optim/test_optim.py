@@ -39,7 +39,7 @@ from ddp_train.optim.stepper import Stepper
 from ddp_train.tasks import mean_loss
 from ddp_train.tasks.mean_loss import Mean, RunningLoss
 from tests.optim.test_large_batch import Calls
-from tests.support.jobs import config_of, job_of, optimizer_of, schedule_of, table
+from tests.support.jobs import config_of, constant, factor_of, job_of, optimizer_of, table
 from tests.support.ranks import on_ranks
 
 STEPS = 60
@@ -68,7 +68,7 @@ STEPS = 60
 def test_a_schedule_is_torchs_own(config: Any, theirs: Callable[[Any], Any]) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = theirs(optimizer)
-    ours = schedule_of(config, STEPS, 10)
+    ours = factor_of(config, STEPS, 10)
     for step in range(STEPS):
         assert ours(step) == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-9), step
         optimizer.step()
@@ -83,11 +83,11 @@ def test_a_schedule_is_torchs_own(config: Any, theirs: Callable[[Any], Any]) -> 
     ],
 )
 def test_warm_up_is_linear_and_the_schedule_runs_after_it(config: Any) -> None:
-    ours = schedule_of(config, STEPS, 10)
+    ours = factor_of(config, STEPS, 10)
     assert [ours(step) for step in range(10)] == pytest.approx(
         [(step + 1) / 11 for step in range(10)]
     )
-    without = schedule_of(type(config)(), STEPS - 10, 10)
+    without = factor_of(type(config)(), STEPS - 10, 10)
     assert [ours(step) for step in range(10, STEPS)] == [
         without(step) for step in range(STEPS - 10)
     ]
@@ -99,7 +99,7 @@ def test_warm_up_is_linear_and_the_schedule_runs_after_it(config: Any) -> None:
 )
 def test_steps_behind_the_end_have_a_rate_too(config: Any) -> None:
     """A rehearsal of captured steps may be longer than what is left of the plan."""
-    ours = schedule_of(config, STEPS, 10)
+    ours = factor_of(config, STEPS, 10)
     assert all(
         isinstance(ours(STEPS + more), float) and ours(STEPS + more) >= 0 for more in range(1, 12)
     )
@@ -164,7 +164,9 @@ def test_moments_of_another_memory_format_are_taken_over(config: Any) -> None:
         torch.manual_seed(0)
         layer = nn.Conv2d(3, 8, 3).to(memory_format=layout)  # pyright: ignore[reportCallIssue]
         optimizer = optimizer_of(layer.parameters(), config, "foreach")
-        steppers.append(Stepper(optimizer, lambda _: 1.0, torch.amp.GradScaler(enabled=False)))
+        steppers.append(
+            Stepper(optimizer, constant(optimizer), torch.amp.GradScaler(enabled=False))
+        )
 
     def step(stepper: Stepper, seed: int) -> None:
         for parameter in stepper.parameters:
@@ -196,7 +198,9 @@ def test_resumed_stepper_has_the_moments_of_the_checkpoint_alone() -> None:
     for config in (SgdConfig(lr=0.1, weight_decay=0.5), SgdConfig(lr=0.2, weight_decay=0.01)):
         parameter = nn.Parameter(torch.ones(3))
         optimizer = optimizer_of([parameter], config, "foreach")
-        steppers.append(Stepper(optimizer, lambda _: 1.0, torch.amp.GradScaler(enabled=False)))
+        steppers.append(
+            Stepper(optimizer, constant(optimizer), torch.amp.GradScaler(enabled=False))
+        )
     saved, resumed = steppers
     saved.parameters[0].grad = torch.ones(3)
     saved.step()

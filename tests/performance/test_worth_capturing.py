@@ -22,6 +22,7 @@ from ddp_train.errors import LaunchError
 from ddp_train.optim.stepper import Stepper
 from ddp_train.performance.cuda_graph import WARM_UP_STEPS, GraphedStepper
 from ddp_train.performance.worth_capturing import CaptureTrial, places_that_wait, reason_against
+from tests.support.jobs import constant
 from tests.support.ranks import on_ranks
 
 
@@ -76,12 +77,12 @@ def test_a_whole_batch_is_tried_once(epoch: int) -> None:
     def graphed(wrapped: Any, optimizer: torch.optim.Optimizer) -> Any:
         whole = lambda step: sizes[step] == 8  # noqa: E731
         return GraphedStepper(
-            wrapped, None, whole, optimizer, lambda step: 1.0, scaler, trial=trial
+            wrapped, None, whole, optimizer, constant(optimizer), scaler, trial=trial
         ), trial  # pyright: ignore
 
     found = trained(graphed, sizes)
     expected = trained(
-        lambda _, optimizer: (Stepper(optimizer, lambda step: 1.0, scaler), None), sizes
+        lambda _, optimizer: (Stepper(optimizer, constant(optimizer), scaler), None), sizes
     )
     assert torch.equal(found, expected)
     assert trial.calls == ["begin", "end", "why not"] and trial.sizes == [8]

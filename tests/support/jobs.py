@@ -31,6 +31,7 @@ from ddp_train.engine.loop import Job, fit
 from ddp_train.hardware import Hardware
 from ddp_train.optim.optimizers import build_optimizer
 from ddp_train.optim.schedules.factors import Factor, build_schedule
+from ddp_train.optim.schedules.schedule import FactorSchedule
 from ddp_train.options.registry import implementation_of
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import TuningConfig
@@ -82,8 +83,13 @@ def optimizer_of(
     )
 
 
-def schedule_of(section: Any, total_steps: int, steps_per_epoch: int) -> Factor:
-    """The schedule that a schedule section of the config names."""
+def constant(optimizer: Optimizer) -> FactorSchedule:
+    """The schedule that changes nothing."""
+    return FactorSchedule(lambda step: 1.0, optimizer)
+
+
+def factor_of(section: Any, total_steps: int, steps_per_epoch: int) -> Factor:
+    """The factors of the schedule that a section of the config names, one of the house."""
     warmup = section.warmup_steps
     epochs = section.warmup_epochs
     warmup = warmup if epochs is None else round(epochs * steps_per_epoch)
@@ -124,6 +130,11 @@ def job_of(
     builder = JobBuilder(config, world, device, module, strategy, RankStatus())
     splits = sources if isinstance(sources, Splits) else Splits(*sources)
     return builder.build_job(splits, first_step)
+
+
+def learning_rates(job: Job, steps: int) -> list[float]:
+    """Those of the first group in the first steps, as the schedule of a job has them."""
+    return [job.stepper.schedule.values(step)[0]["lr"] for step in range(steps)]
 
 
 def trained(

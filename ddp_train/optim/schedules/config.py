@@ -48,3 +48,24 @@ class OneCycleConfig(ScheduleConfig):
     )
     div_factor: float = key(25.0, "lr divided by the first learning rate", at_least=1)
     final_div_factor: float = key(1e4, "first learning rate divided by the last", at_least=1)
+
+
+@dataclass
+class WsdConfig(ScheduleConfig):
+    """Warm-up, stable, decay (arXiv:2404.06395): lr until the last part of the run, then down."""
+
+    name: str = "wsd"
+    decay_part: float = key(
+        0.2,
+        "part of the steps after the warm-up, the last one, in which the learning rate falls",
+        above=0,
+        at_most=1,
+    )
+    decay: str = key(
+        "linear",
+        "how it falls; sqrt: 1 - sqrt(progress), arXiv:2405.18392",
+        choices=("linear", "cosine", "sqrt"),
+    )
+    final_factor: float = key(
+        0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1
+    )

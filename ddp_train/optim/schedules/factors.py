@@ -62,10 +62,32 @@ def _one_cycle(steps: int, pct_start: float, div_factor: float, final_div_factor
     return factor
 
 
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+}
+"""What is left of a rate, by how much of its decay is over."""
+
+
+def _wsd(steps: int, decay_part: float, decay: str, final_factor: float) -> Factor:
+    """Warm-up, stable, decay (arXiv:2404.06395); `sqrt` is the decay of arXiv:2405.18392. It
+    reaches final_factor one step after the last."""
+    decay_steps = max(1, round(decay_part * steps))
+    first = steps - decay_steps
+
+    def factor(step: int) -> float:
+        progress = min(max(step - first, 0) / decay_steps, 1.0)
+        return final_factor + (1 - final_factor) * _DECAYS[decay](progress)
+
+    return factor
+
+
 _SCHEDULES: dict[str, Callable[..., Factor]] = {
     "constant": _constant,
     "step": _step,
     "cosine": _cosine,
     "polynomial": _polynomial,
     "one_cycle": _one_cycle,
+    "wsd": _wsd,
 }

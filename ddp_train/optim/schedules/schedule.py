@@ -1,0 +1,64 @@
+"""What a schedule is: it says what each group of an optimizer is set to, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
+
+from ddp_train.optim.schedules.factors import Factor
+
+GroupValues = dict[str, Any]
+"""Arguments of one group of parameters: `lr`, and what else a schedule changes."""
+
+
+class Schedule(Protocol):
+    """The learning rates of the groups of an optimizer, as a function of the step."""
+
+    def values(self, step: int) -> list[GroupValues]:
+        """The arguments of each group in optimizer step 0, 1, ..., the same on all processes."""
+        ...
+
+
+class FactorSchedule:
+    """The base learning rate of each group times a factor, so that groups keep their ratio."""
+
+    def __init__(self, factor: Factor, optimizer: Optimizer) -> None:
+        self.factor = factor
+        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
+
+    def values(self, step: int) -> list[GroupValues]:
+        factor = self.factor(step)
+        return [{"lr": base_lr * factor} for base_lr in self.base_lrs]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """When a schedule makes its steps: after each optimizer step, or each epoch, of a run."""
+
+    steps: int
+    """Optimizer steps of the run."""
+    warmup_steps: int = 0
+    period: int = 1
+    """Optimizer steps between two steps of the schedule."""
+
+    @property
+    def length(self) -> int:
+        """Number of places in the schedule, from which the warm-up is left out."""
+        places = -(-self.steps // self.period)
+        return max(1, places - self.warmup_steps // self.period)
+
+    def place(self, step: int) -> int:
+        """Steps that the schedule has made before an optimizer step; none in the warm-up.
+
+        Behind the end of the run, where a rehearsal may lead, the last place.
+        """
+        steps_made = step // self.period - self.warmup_steps // self.period
+        return min(max(steps_made, 0), self.length - 1)
+
+    def warmup(self, step: int) -> float:
+        """The factor of the linear warm-up; 1 after it."""
+        if step >= self.warmup_steps:
+            return 1.0
+        return (step + 1) / (self.warmup_steps + 1)
