@@ -56,9 +56,10 @@ def single_batch(
     micro_batch: MicroBatch,
     device: str,
     mix: Mix | None = None,
+    has_empty_batches: bool = False,
 ) -> Batch:
-    """One batch; no loader process is started for it."""
+    """One batch; no loader process is started for it. has_empty_batches: see `Loader`."""
     options = replace(loader_options(config), num_workers=0)
     with reading_ahead(source):
-        loader = Loader(source, [micro_batch], device, options, mix)
+        loader = Loader(source, [micro_batch], device, options, mix, has_empty_batches)
         return next(iter(loader))

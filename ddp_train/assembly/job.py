@@ -12,6 +12,7 @@ from torch import nn
 
 from ddp_train.assembly.batches import first_batch, is_resident, loader_options
 from ddp_train.assembly.metrics import directions
+from ddp_train.assembly.model import all_take_empty_batch, may_count_samples
 from ddp_train.assembly.optimizer import optimizer_of, trained_parameters
 from ddp_train.assembly.plan import build_plan
 from ddp_train.assembly.schedule import schedule_of
@@ -91,6 +92,7 @@ class JobBuilder:
             seed_step=StepSeed(config.seed, self.world.rank, self.device),
             hooks=hooks,
             step=first_step,
+            stand_ins_count=self.stand_ins_may_count(plan) and not loader.has_empty_batches,
         )
 
     def build_plan(self, splits: Splits) -> BatchPlan:
@@ -194,7 +196,15 @@ class JobBuilder:
             persistent_workers=False,
             resident=is_resident(self.config.data),
         )
-        return Loader(source, plan.from_step(first_step), self.device, options, mix)
+        has_empty_batches = self.stand_ins_may_count(plan) and all_take_empty_batch(
+            self.config, self.module, source, self.device
+        )
+        micro_batches = plan.from_step(first_step)
+        return Loader(source, micro_batches, self.device, options, mix, has_empty_batches)
+
+    def stand_ins_may_count(self, plan: BatchPlan) -> bool:
+        """True if some process has no sample in some micro-batch, and it matters what it has."""
+        return plan.has_empty_parts and may_count_samples(self.config, self.module)
 
     def build_evaluation(self, source: BatchSource) -> Evaluation:
         """The evaluation of a data set, with its loader and scorer."""

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key
 from ddp_train.data.sample_facts import spread, told_labels
 from ddp_train.data.user_dataset import UserDataset
+from ddp_train.distributed.process_group import ranks, total
 from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import Frozen
 from ddp_train.models.put_back import reading_ahead
@@ -33,7 +35,7 @@ from ddp_train.performance import switches
 from ddp_train.tasks.catalog import SAMPLED_TARGETS, check_labels, check_numbers, choose
 from ddp_train.tasks.supervised import BuiltIn
 from ddp_train.tasks.task import ModelWithTask, Task
-from ddp_train.tasks.trial import check_loss, check_scores
+from ddp_train.tasks.trial import check_loss, check_scores, takes_empty_batch
 from ddp_train.tasks.user_task import complete
 
 LABELS_READ = 4
@@ -156,13 +158,43 @@ def try_user_task(config: Config, module: ModelWithTask, source: BatchSource, de
         return
 
     def batch_of(numbers: np.ndarray) -> Any:
-        micro_batch = MicroBatch(
-            epoch=None, step=0, indices=numbers, num_real=len(numbers), scale=1.0, is_last=True
-        )
-        return single_batch(config, source, micro_batch, device).data
+        return trial_batch(config, source, numbers, device)
 
     for check in (check_loss, check_scores):
         check(module, batch_of, len(source), f"task._target_={config.task.target}")
+
+
+def trial_batch(config: Config, source: BatchSource, numbers: np.ndarray, device: str) -> Any:
+    """The batch of some samples, as the model gets it; of none, one of the length 0.
+
+    numbers: of the samples, int64 [n].
+    """
+    indices = numbers if len(numbers) else np.zeros(1, np.int64)
+    micro_batch = MicroBatch(
+        epoch=None, step=0, indices=indices, num_real=len(numbers), scale=1.0, is_last=True
+    )
+    batch = single_batch(config, source, micro_batch, device, has_empty_batches=True)
+    return batch.data
+
+
+def may_count_samples(config: Config, module: ModelWithTask) -> bool:
+    """True if something beside the loss may count the rows of a batch.
+
+    Code of the user's own may, and torch's SyncBatchNorm does.
+    """
+    return (
+        isinstance(config.model, CustomOption)
+        or isinstance(config.task, CustomOption)
+        or any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
+    )
+
+
+def all_take_empty_batch(
+    config: Config, module: ModelWithTask, source: BatchSource, device: str
+) -> bool:
+    """True if the model with its task takes a batch of the length 0 everywhere. A collective."""
+    takes_it = takes_empty_batch(module, partial(trial_batch, config, source, device=device))
+    return bool(total(torch.tensor(int(takes_it), device=device)) == ranks())
 
 
 def inputs_of(sample: Any) -> Any:

@@ -16,18 +16,25 @@ class TrainingStep:
     """A context around forward and backward of a micro-batch."""
 
     def __init__(self, counts: bool = True, is_last: bool = True, refused: str = "") -> None:
-        """counts: whether the rows of this process count; False for a stand-in, see
-            `data.batch_plan.MicroBatch`.
+        """counts: whether the rows of this process count; False for an empty batch, or a stand-in,
+            see `data.batch_plan.MicroBatch`.
         is_last: whether the micro-batch is the last of its optimizer step.
         refused: why rows cannot be gathered here, with the remedy.
         """
         self.counts = counts
         self.refused = refused or ("" if is_last else ACCUMULATES)
+        self._without_samples = contextlib.ExitStack()
 
     def __enter__(self) -> None:
         CURRENT.step = self
+        if not self.counts:
+            from ddp_train.distributed.empty_batch import step_without_samples  # imports torch
+
+            self._without_samples = step_without_samples()
 
     def __exit__(self, *_: object) -> None:
+        if not self.counts:
+            self._without_samples.close()
         CURRENT.step = None
 
 

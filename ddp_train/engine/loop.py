@@ -55,6 +55,9 @@ class Job:
     step: int = 0
     score: Score | None = None
     """The score of `step`, if it was evaluated."""
+    stand_ins_count: bool = False
+    """A process without a sample in a micro-batch gets another's, which has no weight in the loss,
+    and what the model or the task counts beside it has one sample too many."""
 
 
 class Hook(Protocol):

@@ -46,6 +46,8 @@ class PlanFacts:
     """Number of batch norms that each process computes of its own samples."""
     origin: str | None = None
     """The weights that training begins with; None for drawn or resumed ones."""
+    stand_ins_count: bool = False
+    """See `Job`."""
 
 
 def plan_rows(facts: PlanFacts) -> dict[str, str]:
@@ -66,6 +68,12 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
             " processes; strategy.sync_bn=true takes all samples"
         )
     rows["global batch"] = _global_batch_row(plan, config.process_count)
+    if facts.stand_ins_count:
+        rows["stand-ins"] = (
+            "the model or the task cannot take a batch of the length 0 (why is in the log), so a"
+            " process without a sample in a small batch computes another's, with weight 0: the"
+            " loss is exact, a count of samples of your own is not"
+        )
     rows["steps"] = _steps_row(config.train, plan, facts.first_step)
     rows["optimizer"] = _optimizer_row(facts)
     if facts.rates.flops_per_sample:

@@ -255,6 +255,7 @@ class Training:
             optimizer=optimizer,
             own_statistics=own_statistics(job.module.model),
             origin=describe_origin(self.origin) if self.origin else None,
+            stand_ins_count=job.stand_ins_count,
         )
 
     def fit(self) -> Scores | None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_train.distributed.empty_batch import step_without_samples
 from ddp_train.distributed.process_group import buffer_places
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.models.put_back import leaving_nothing
@@ -185,6 +186,33 @@ def _problem_of_score(name: str, whole: Sum, parts: Sequence[Sum]) -> str:
 def _warn_of_failure(method: str, key: str, error: Exception) -> None:
     cause = f"{type(error).__name__}: {first_line(error)}"
     log.warning("%s: its %s could not be tried in eval mode: %s", key, method, cause)
+
+
+def takes_empty_batch(module: ModelWithTask, batch_of: BatchOf) -> bool:
+    """True if a batch of the length 0 has the loss 0, of no units, and gradients where others do.
+
+    It is tried in eval mode, in which no layer waits for other processes.
+    """
+    try:
+        with undisturbed(module, "the trial of an empty batch"):
+            loss, _ = module.loss_of(batch_of(np.zeros(2, np.int64)))
+            reached = _has_gradients(module, loss)
+            with step_without_samples():
+                loss, units = module.loss_of(batch_of(np.zeros(0, np.int64)))
+                is_nothing = loss.item() == float(units) == 0
+                return is_nothing and _has_gradients(module, loss) == reached
+    except LaunchError:
+        raise
+    except Exception as error:  # noqa: BLE001  code of the user's may raise anything
+        log.info("no batch of the length 0: %s: %s", type(error).__name__, first_line(error))
+        return False
+
+
+def _has_gradients(module: ModelWithTask, loss: Tensor) -> list[bool]:
+    """Whether a loss has a gradient, for each parameter that wants one. None is accumulated."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [gradient is not None for gradient in gradients]
 
 
 @contextlib.contextmanager
