@@ -20,6 +20,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, hardware_description, versions
 from ddp_train.options.key import range_of
 from ddp_train.options.schema import Config, schema_of
+from ddp_train.plain_yaml import load_plain_yaml
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import write_text
@@ -179,7 +180,7 @@ def _differing(prefix: str, values: dict[str, Any], known: dict[str, Any]) -> di
 def load_frozen(text: str) -> Config:
     """Load what `freeze` wrote. Raises ConfigError if it is corrupt."""
     try:
-        values = yaml.safe_load(text)
+        values = load_plain_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError([f"{FILE}: not plain YAML: {' '.join(str(error).split())}"]) from None
     if not isinstance(values, dict):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import yaml
 
+from ddp_train.plain_yaml import load_plain_yaml
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import EARLIER as EARLIER_FAILURES
 from ddp_train.resilience.failure_report import FILE as FAILURE
@@ -271,7 +272,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        values = yaml.safe_load(path.read_text())
+        values = load_plain_yaml(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError):
         return {}
     return values if isinstance(values, dict) else {}
