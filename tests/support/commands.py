@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.program import Program
 from ddp_train.linux import children_of, signal_main_thread
 from ddp_train.resilience.stacks import stack_file
 from tests.support import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = [sys.executable, str(ROOT / "launch.py")]
-PROGRAM = Program("python launch.py", ROOT / "launch.py", ROOT)
+PROGRAM = zygote.PROGRAM
 ONE = "launch.nproc_per_node=1"
 THREE = "launch.nproc_per_node=3"
 SMALL = ("model=mlp", "data.limit=200", "schedule=constant")
