@@ -13,6 +13,7 @@ import pytest
 from ddp_lab.prove.answer import Examined
 from ddp_lab.prove.configs import for_proof
 from ddp_lab.prove.examine import examine
+from ddp_train import testing
 from ddp_train.distributed.world import World
 from ddp_train.testing import prove
 from tests.support import commands
@@ -235,6 +236,7 @@ class Decay:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_trials")
 def test_real_processes_are_compared_and_one_run_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +245,8 @@ def test_real_processes_are_compared_and_one_run_is_killed(
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(commands.ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(testing, "find_program", lambda _, words: (commands.PROGRAM, words))
     words = [
         f"model._target_={HERE}.WithDropout",
         f"task._target_={HERE}.Weighted",
