@@ -1,5 +1,5 @@
-"""Twenty cases of tests/campaigns/fuzz.py, of all kinds of faults; `make fuzz` runs hundreds. And
-its judge, which must see."""
+"""Ten cases of tests/campaigns/fuzz.py, of all kinds of faults, and further ones at night; `make
+fuzz` runs hundreds. And its judge, which must see."""
 
 from __future__ import annotations
 
@@ -27,49 +27,58 @@ from tests.campaigns.fuzz_scripts import OddError, check_refusal, drawn_loop, is
 
 CASES = {
     1000: (  # mlp with a validation set, two ranks, no restarts, three checkpoints
-        *(
-            "SIGKILL: launcher",
-            "SIGTERM: launcher",
-            "after: newest checkpoint damaged",
-            "disk full",
-        ),
+        "SIGKILL: launcher",
+        "SIGTERM: launcher",
+        "after: newest checkpoint damaged",
+        "disk full",
         "SIGTERM, then SIGKILL: rank",
     ),
     # batch norm and dropout, three ranks with a loader process each, one restart, an average of the
     # weights
     1040: (
-        *(
-            "SIGKILL: rank",
-            "SIGKILL: loader",
-            "own code: sample raises",
-            "paused: rank",
-            "own code: nan",
-        ),
+        "SIGKILL: rank",
+        "SIGKILL: loader",
+        "own code: sample raises",
+        "paused: rank",
+        "own code: nan",
     ),
     1020: (  # a language model, four ranks, no checkpoint before the end, the best one kept
-        *(
-            "SIGKILL: rank, then another",
-            "SIGSTOP: rank",
-            "SIGINT: launcher",
-            "removed meanwhile: checkpoints",
-        ),
+        "SIGKILL: rank, then another",
+        "SIGSTOP: rank",
+        "SIGINT: launcher",
+        "own code: raises",
         "after: NaN in the newest checkpoint",
     ),
     1010: (  # a table, one process, one restart
-        *(
-            "own code: raises",
-            "after: checkpoints removed",
-            "removed meanwhile: lock.json",
-            "disk read-only",
-        ),
+        "removed meanwhile: checkpoints",
+        "after: checkpoints removed",
+        "removed meanwhile: lock.json",
+        "disk read-only",
         "SIGKILL: fork server",
     ),
 }
 """Faults by the seed of the first case: five cases share a command, whose undisturbed run is made
 once."""
+NIGHTLY = {
+    "after: newest checkpoint damaged",
+    "SIGTERM: launcher",
+    "SIGKILL: rank",
+    "own code: sample raises",
+    "own code: nan",
+    *CASES[1020],
+}
+"""Faults that have tests of their own: docs/test_map.md."""
 
 
-@pytest.fixture(scope="module", params=CASES)
+def cases() -> list[Any]:
+    return [
+        pytest.param(first, number, marks=[pytest.mark.nightly] * (name in NIGHTLY))
+        for first, names in CASES.items()
+        for number, name in enumerate(names)
+    ]
+
+
+@pytest.fixture(scope="module")
 def fuzzer(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[int, Fuzzer]]:
@@ -79,7 +88,7 @@ def fuzzer(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize(("fuzzer", "number"), cases(), indirect=["fuzzer"])
 def test_a_fault_changes_nothing_or_is_named(number: int, fuzzer: tuple[int, Fuzzer]) -> None:
     first, made = fuzzer
     name = CASES[first][number]
