@@ -15,7 +15,7 @@ from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Forward, Job
 from ddp_train.optim.stepper import StepObserver, Stepper
-from ddp_train.tasks.logged_numbers import HOOK_LOG, LogCall, Moment
+from ddp_train.tasks.logged_numbers import HOOK_LOG, LogCall, Moment, Rule
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.own_numbers import HOOK
@@ -99,7 +99,7 @@ class HookContext:
         Raises LogError as `ddp_train.log` does.
         """
         logged = self._job.stepper.logged
-        call = LogCall.of(HOOK_LOG, name, values, over, how, may_stand_alone=True)
+        call = LogCall.of(HOOK_LOG, name, values, over, how, alone=Rule.MEAN)
         logged.check(HOOK_LOG, name, call.rule)
         logged.add_at(Moment(HOOK, self.step), call.entry())
 

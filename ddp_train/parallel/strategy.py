@@ -26,6 +26,7 @@ from ddp_train.parallel.naming_ddp import (
     with_bucket_size,
 )
 from ddp_train.parallel.sync_batch_norm import synchronised_on
+from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.tasks.task import ModelWithTask
 
 NO_GATHER = (
@@ -295,6 +296,6 @@ def warm_up_ddp_buckets(roots: Mapping[str, Any], loss: Callable[[], Tensor]) ->
     roots: the objects that are called, by their names.
     loss: makes a scalar of one forward pass of the wrapped model.
     """
-    with leaving_nothing("the warm-up of DDP", roots):
+    with leaving_nothing("the warm-up of DDP", roots), no_numbers():
         for _ in range(2):
             loss().backward()

@@ -27,6 +27,7 @@ from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.models.put_back import leaving_nothing
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
+from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.text import counted
 
 Collate = Callable[[list[Any]], Any]
@@ -240,7 +241,7 @@ class TestLoader:
             averaged = averaged_buffers(steps.model.module, keep_if_alike=True)
         step = steps.position.step
         share = steps.micro_batch
-        with averaged, steps.score_watch.scoring(), shared_out():
+        with averaged, steps.score_watch.scoring(), shared_out(), no_numbers():
             for batch in self.batches:
                 yield batch.data
                 if steps.position.step != step or steps.micro_batch is not share:

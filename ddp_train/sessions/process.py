@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ddp_train.distributed.empty_batch import NO_SAMPLE
-from ddp_train.distributed.environment import threads_asked
+from ddp_train.distributed.environment import launcher_pid, threads_asked
 from ddp_train.distributed.preflight import meet
 from ddp_train.distributed.process_group import Store, open_store
 from ddp_train.distributed.world import World
@@ -43,6 +43,7 @@ from ddp_train.sessions.run import Run
 from ddp_train.sessions.settings import Settings, in_words, is_interactive
 from ddp_train.sessions.steps import Steps, StoppedError
 from ddp_train.telemetry.log_files import log_handlers, redirect_streams
+from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.text import counted
 
 
@@ -173,7 +174,8 @@ class SessionProcess:
                 ),
             ):
                 try:
-                    yield Run(steps)
+                    with steps.numbers.logged.open():
+                        yield Run(steps)
                     steps.end()
                 except StoppedError:
                     self.is_stopped = True
@@ -194,6 +196,8 @@ class SessionProcess:
             "epochs": position.epoch,
         }
         write_json(self.settings.run_dir / failure_report.SUMMARY, summary)
+        if launcher_pid() is None:
+            LivePage(self.settings.run_dir, {}).write()
         if not self.is_stopped:
             return
         place = f"epoch {position.epoch}"

@@ -160,6 +160,7 @@ class Run:
             isinstance(value, torch.optim.Optimizer) for value in others.values()
         )
         steps.position = steps.checkpoints.restore(steps.device)
+        steps.numbers.resume(steps.position.step, steps.checkpoints.numbers)
         steps.status.step = steps.position.step
         return steps.position.step
 
@@ -198,6 +199,34 @@ class Run:
             divided by the sum of `over` over all processes, which takes an exchange.
         """
         return self._open_steps("run.mean").mean(losses, over)
+
+    def log(
+        self,
+        name: str,
+        values: Tensor | float,
+        over: Tensor | float | None = None,
+        *,
+        how: str = "mean",
+    ) -> None:
+        """Log a number of your own: a loss, a score, a learning rate.
+
+        It stands in metrics.jsonl, a line every `log_every_steps` steps and at the end of each
+        epoch, over all samples of all processes since the last one; on the page of the run, and in
+        `ddp-train compare` and `watch`. Nothing is exchanged here, and nothing waits for the
+        device; processes need not log the same.
+
+        name: a slash groups names, vae/kl. Those of `test/` and `validation/` are scores, in a line
+            of that kind for this step: test/accuracy.
+        values: with how="mean" a number for each sample of this process, [n], as `run.mean` gets;
+            with `over` a sum of this process. Between two steps also a number by itself, the same
+            on all processes, as `run.sum` returns it.
+        over: what a sum is taken over here: a number of samples or tokens, a mask.
+        how: mean, sum, or last: one number, the same on all processes, as a learning rate is.
+
+        Raises UsageError for a name that lines have already, and for a number by itself of which
+        nobody knows what it is a mean of.
+        """
+        self._open_steps("run.log").log(name, values, over, how)
 
     @overload
     def sum(self, value: Tensor) -> Tensor: ...

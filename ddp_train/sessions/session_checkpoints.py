@@ -92,6 +92,8 @@ class SessionCheckpoints:
         self.writer: Writer | None = None
         self.saved: Position | None = None
         """The position that was saved last, or resumed from."""
+        self.numbers: dict[str, Any] = {}
+        """State of the numbers that were logged, of the checkpoint that the run resumed from."""
         self.resumed_from: Path | None = None
         self.state_at_start: dict[str, str] | None = unsaved_state(model.module)
         """None once it was compared."""
@@ -145,6 +147,7 @@ class SessionCheckpoints:
         put_back(module, state.session.get("gradients", {}))
         position = Position(**state.session["position"])
         self.saved = replace(position)
+        self.numbers = state.session.get("numbers", {})
         self.resumed_from = path
         self.earlier_batches = state.session["batches"]
         print(f"resumed from step {position.step} ({position}): {path}", file=sys.stderr)
@@ -193,13 +196,20 @@ class SessionCheckpoints:
                 " over in another run_dir",
             )
 
-    def save(self, position: Position, batches: dict[str, Any], watch: GradientWatch) -> None:
+    def save(
+        self,
+        position: Position,
+        batches: dict[str, Any],
+        watch: GradientWatch,
+        numbers: dict[str, Any],
+    ) -> None:
         """Save the state after this step. A collective: every process must call it.
 
         Training continues while rank 0 writes.
 
         batches: facts that identify them.
         watch: knows which gradients the next step needs.
+        numbers: state of those that were logged.
         """
         self.saved = replace(position)
         module = self.model.module
@@ -216,6 +226,7 @@ class SessionCheckpoints:
                     "position": asdict(position),
                     "batches": batches,
                     "gradients": gradients,
+                    "numbers": numbers,
                     "groups": self._groups(),
                 }
                 self.writer.submit(partial(self._snapshot, position.step, session, buffers))

@@ -125,6 +125,7 @@ class Settings:
     max_restarts: int
     timeout_seconds: float
     grace_seconds: float
+    log_every_steps: int = 50
 
     def __post_init__(self) -> None:
         least_values = {
@@ -133,6 +134,7 @@ class Settings:
             "max_restarts": 0,
             "timeout_seconds": 0.001,
             "grace_seconds": 0,
+            "log_every_steps": 1,
         }
         for name, least in least_values.items():
             value = getattr(self, name)

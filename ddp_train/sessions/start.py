@@ -35,6 +35,7 @@ from ddp_train.linux import keep_exit_codes
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig
 from ddp_train.sessions.settings import Settings, UsageError, in_words, is_interactive, lock_run_dir
+from ddp_train.telemetry.pages.live import LivePage
 
 if TYPE_CHECKING:
     from ddp_train.sessions.run import Run
@@ -55,6 +56,7 @@ def session(
     max_restarts: int = 0,
     timeout_seconds: float = 600.0,
     grace_seconds: float = 30.0,
+    log_every_steps: int = 50,
 ) -> Iterator[Run]:
     """One run of a training loop of your own, on any number of processes.
 
@@ -63,8 +65,8 @@ def session(
     where the `with` begins, with the exit code of the run: what stands before the `with` runs here
     too, what follows it in the processes alone.
 
-    run_dir: the folder of this run: checkpoints, logs, failure.json, summary.json; given again, the
-        run is resumed.
+    run_dir: the folder of this run: checkpoints, logs, metrics.jsonl, report.html, failure.json,
+        summary.json; given again, the run is resumed.
     processes: None for the number in DDP_TRAIN_PROCESSES, else one per visible GPU, or two on the
         CPU; 1, without restarts: all happens in this process, without a process group.
     device: auto, cuda or cpu.
@@ -74,6 +76,7 @@ def session(
         checkpoint.
     timeout_seconds: a process without progress for so long is a hang.
     grace_seconds: from a request to stop until the processes are killed.
+    log_every_steps: steps between two lines of metrics.jsonl, with what `run.log` got.
 
     Ends the process with the exit codes of docs/failures.md, after one line that says why. In a
     notebook it raises instead.
@@ -91,6 +94,7 @@ def session(
                 max_restarts=max_restarts,
                 timeout_seconds=timeout_seconds,
                 grace_seconds=grace_seconds,
+                log_every_steps=log_every_steps,
             )
             command = None
             if world is None and (settings.processes > 1 or max_restarts):
@@ -236,6 +240,7 @@ def _start(settings: Settings, program: list[str], arguments: list[str]) -> int:
         arguments=lambda run_dir, rank: arguments,
         facts=lambda config: settings.facts(settings.processes),
         translate=in_words,
+        page=LivePage(settings.run_dir, {}),
     )
     keep_exit_codes()
     server = ForkServer(None) if can_fork(program) else None

@@ -25,6 +25,7 @@ from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
+from ddp_train.sessions.numbers import SessionNumbers
 from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.values import meet
@@ -83,6 +84,7 @@ class Steps:
         self.had_backward = False
         """The mean loss of this step has gone backward."""
         self.score_watch = ScoreWatch()
+        self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
         self.seed_step = StepSeed(settings.seed, world.rank, device)
         self.is_over = False
         self._handle = register_optimizer_step_pre_hook(self._before_optimizer_step)
@@ -120,6 +122,7 @@ class Steps:
             self.first_batch = 0
             self.has_samples = True
             meet("the end of an epoch", self.device)
+            self.numbers.flush(position.step, position.epoch + 1)
             position.end_epoch()
             is_last = position.epoch == count
             if position.epoch % save_every == 0 or is_last or self.is_save_due:
@@ -138,6 +141,7 @@ class Steps:
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`."""
         meet("the end of the session", self.device)
+        self.numbers.flush(self.position.step, self.position.epoch + self.in_epoch)
         if self.in_epoch and self.checkpoints:
             if self.position.batch == self.epoch_facts.get("steps_of_epoch"):
                 self.position.end_epoch()
@@ -158,7 +162,9 @@ class Steps:
         phase = self.status.phase
         self.status.phase = "checkpoint"
         batches = self.loader_facts | self.epoch_facts
-        self.checkpoints.save(self.position, batches, self.gradients)
+        self.numbers.catch_up(self.position.step, self.position.epoch + self.in_epoch)
+        numbers = self.numbers.state()
+        self.checkpoints.save(self.position, batches, self.gradients, numbers)
         self.status.phase = phase
 
     def begin_batches(self, samples: int, steps_of_epoch: int) -> None:
@@ -197,6 +203,8 @@ class Steps:
         """
         self._count_step()
         self.has_samples = True
+        if not is_last and self.position.step % self.numbers.every_steps == 0:
+            self.numbers.line(self.position.step, self.position.epoch + 1)
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
         # is right about when the next one is due.
         if is_last or not self.gradients.are_used:
@@ -218,10 +226,19 @@ class Steps:
         self.empty_step.close()
 
     def _count_step(self) -> None:
+        samples = self.micro_batch.num_real if self.micro_batch else 0
+        self.numbers.end_step(self.position.step, samples)
         self._leave_micro_batch()
         self.position.batch += 1
         self.position.step += 1
         self.status.step = self.position.step
+
+    def log(self, name: str, values: Any, over: Any, how: str) -> None:
+        """See Run.log."""
+        in_step = self.micro_batch is not None and not self.score_watch.is_scoring
+        is_updated = in_step and self.gradients.are_used and self.had_backward
+        step = self.position.step + is_updated
+        self.numbers.log(step, name, values, over, how, in_step)
 
     def mean(self, losses: Tensor, over: float | Tensor | None) -> Tensor:
         """See Run.mean."""

@@ -30,6 +30,8 @@ LOG = "ddp_train.log"
 HOOK_LOG = "job.log"
 """The calls, for messages."""
 ONE_RULE = "give each name one rule"
+ROUNDING = 1e-5
+"""Relative difference of numbers that count as the same."""
 
 
 class Rule(StrEnum):
@@ -38,7 +40,7 @@ class Rule(StrEnum):
     MEAN = "mean"
     SUM = "sum"
     LAST = "last"
-    """The mean of those of the last step in which there are some."""
+    """Of the last step in which there are some; on all processes the same number."""
 
 
 RULES = {str(rule): rule for rule in Rule}
@@ -54,6 +56,9 @@ class Entry:
     """A sum."""
     count: Number
     """What it is a sum over."""
+
+    def renamed(self, name: str) -> Entry:
+        return Entry(name, self.rule, self.total, self.count)
 
 
 @dataclass(slots=True)
@@ -71,7 +76,9 @@ class Series:
         """The sum of entries of one name and rule, with their steps. Never waits for the device."""
         rule = entries[0][1].rule
         last = max(step for step, _ in entries)
-        counted = [entry for step, entry in entries if rule is not Rule.LAST or step == last]
+        counted = [entry for _, entry in entries]
+        if rule is Rule.LAST:  # one of them: a mean would round what is the same
+            counted = [entry for step, entry in entries if step == last][:1]
         totals = [entry.total for entry in counted]
         counts = [entry.count for entry in counted]
         return cls(rule, last, _sum(totals), _sum(counts))
@@ -168,6 +175,10 @@ class LoggedNumbers:
             )
         self._rules[name] = rule
 
+    def add(self, step: int, entry: Entry) -> None:
+        """Add numbers of a training step."""
+        self._here.append((step, None, entry))
+
     def add_at(self, moment: Moment, entry: Entry | None) -> None:
         """Add numbers of a moment; None adds nothing."""
         if entry:
@@ -235,9 +246,10 @@ class LoggedNumbers:
                 key = name, Moment(*place) if place else None
                 news.setdefault(key, {})[rank] = Series(Rule(rule), step, total, count)
         for (name, moment), of_ranks in news.items():
-            self._rules[name] = _same_rule(name, of_ranks)
+            rule = _same_rule(name, of_ranks)
             self._take((name, moment), list(of_ranks.values()))
             if moment is None:
+                self._rules[name] = rule
                 self._agreed.append(name)
         self._agreed.sort()
 
@@ -250,6 +262,8 @@ class LoggedNumbers:
         for part in parts:
             entries.append((part.step, Entry(key[0], part.rule, part.total, part.count)))
         of_all = Series.of(entries)
+        if of_all.rule is Rule.LAST:
+            _check_same(key[0], [part.value for part in parts if part.step == of_all.step])
         before = self._all.get(key)
         if before is None or before.rule is not of_all.rule:  # of other code, before a resume
             self._all[key] = of_all
@@ -257,6 +271,11 @@ class LoggedNumbers:
             before.add(of_all)
 
     # --- lines ------------------------------------------------------------------------------------
+
+    @property
+    def has_some(self) -> bool:
+        """Whether training steps have logged numbers that are in no line yet."""
+        return any(moment is None for _, moment in self._all)
 
     def take(self) -> dict[str, float]:
         """The numbers of training steps since the last line."""
@@ -296,6 +315,19 @@ def _same_rule(name: str, of_ranks: Mapping[int, Series]) -> Rule:
     return rule
 
 
+def _check_same(name: str, values: Sequence[float]) -> None:
+    """Raise LogError if the numbers of the ranks differ by more than rounding."""
+    low = min(values)
+    high = max(values)
+    if high - low > ROUNDING * max(abs(low), abs(high)):
+        raise LogError(
+            f"log({name!r}): a number by itself, from {low:.6g} on one process to {high:.6g} on"
+            " another: how=last is for one that is the same on all",
+            f"give it a number for each sample, [n]: log({name!r}, numbers); or a sum with what it"
+            f" is taken over: log({name!r}, total, over=count); or how='sum'",
+        )
+
+
 def _sum(numbers: Sequence[Number]) -> Number:
     """The sum; exact before it is rounded, unless some are on a device."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
@@ -323,6 +355,17 @@ class Open:
 
 
 OPEN = Open()
+
+
+@contextlib.contextmanager
+def no_numbers() -> Iterator[None]:
+    """A context in which `log` adds nothing: batches are scored, or a pass is thrown away."""
+    before = OPEN.numbers
+    OPEN.numbers = None
+    try:
+        yield
+    finally:
+        OPEN.numbers = before
 
 
 @contextlib.contextmanager
@@ -364,7 +407,7 @@ def log(
 def _note(name: str, values: Any, over: Any, how: str) -> None:
     numbers = OPEN.numbers
     moment = OPEN.moment
-    call = LogCall.of(LOG, name, values, over, how, may_stand_alone=moment is not None)
+    call = LogCall.of(LOG, name, values, over, how, Rule.MEAN if moment else None)
     (numbers or LoggedNumbers("cpu")).check(LOG, name, call.rule)
     if numbers is None or _in_backward():
         return
@@ -391,12 +434,13 @@ class LogCall:
 
     @classmethod
     def of(
-        cls, call: str, name: str, values: Any, over: Any, how: str, may_stand_alone: bool
+        cls, call: str, name: str, values: Any, over: Any, how: str, alone: Rule | None
     ) -> LogCall:
         """Take the arguments of a call. Raises LogError if they do not fit together.
 
         call: its name, for messages.
-        may_stand_alone: a number without its count counts once: there are no samples.
+        alone: the rule of a number without its count, which is no mean over samples; None refuses
+            it.
         """
         rule = RULES.get(how)
         if rule is None:
@@ -405,15 +449,19 @@ class LogCall:
             )
         if over is not None:
             over = _number(call, name, over)
-        made = cls(name, _number(call, name, values), over, rule)
-        made._check(call, may_stand_alone)
+        values = _number(call, name, values)
+        is_one = not isinstance(values, Tensor) or values.ndim == 0
+        is_alone = rule is Rule.MEAN and is_one and over is None
+        if is_alone and alone:
+            rule = alone
+        made = cls(name, values, over, rule)
+        made._check(call, is_alone and alone is None)
         return made
 
-    def _check(self, call: str, may_stand_alone: bool) -> None:
+    def _check(self, call: str, is_alone: bool) -> None:
         values = self.values
         rule = self.rule
-        is_one = not isinstance(values, Tensor) or values.ndim == 0
-        if rule is Rule.MEAN and is_one and self.over is None and not may_stand_alone:
+        if is_alone:
             raise LogError(
                 f"{call}({self.name!r}): it was given one number, and not of how many samples that"
                 " is the mean: processes have different numbers of them",

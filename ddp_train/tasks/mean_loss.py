@@ -141,7 +141,7 @@ def _exchange(columns: list[Sequence[Number]], device: str) -> list[list[list[fl
     kinds = set(map(type, chain.from_iterable(columns)))
     if ranks() == 1 and kinds <= {int, float}:
         return [[cast("list[float]", column)] for column in columns]
-    tensors = [_as_tensor(column, device) for column in columns]
+    tensors = [as_tensor(column, device) for column in columns]
     rows = from_all_ranks(torch.cat(tensors)).cpu()
     widths = [len(tensor) for tensor in tensors]  # replicas have a number each
     return [part.tolist() for part in rows.split(widths, dim=1)]
@@ -157,7 +157,7 @@ def _zero_like(loss: Number) -> Number:
     return 0.0
 
 
-def _as_tensor(numbers: Sequence[Number], device: str) -> Tensor:
+def as_tensor(numbers: Sequence[Number], device: str) -> Tensor:
     """Numbers and tensors as one tensor on the device, float64 [n].
 
     Tensors are converted together: a kernel for each loss of an epoch takes a small model a third

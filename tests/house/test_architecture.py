@@ -54,7 +54,15 @@ WITH_TORCH = [
     *(f"ddp_train.checkpoints.{name}" for name in ("mirror", "reader", "training_state", "writer")),
     *(
         f"ddp_train.sessions.{name}"
-        for name in ("gradients", "loader", "process", "run", "session_checkpoints", "steps")
+        for name in (
+            "gradients",
+            "loader",
+            "numbers",
+            "process",
+            "run",
+            "session_checkpoints",
+            "steps",
+        )
     ),
     *("ddp_train.sessions.values", "ddp_train.sessions.wrapped"),
     *(

@@ -29,11 +29,15 @@ Phases = Mapping[str, float]
 
 def findings(run: RunFiles) -> list[str]:
     """Sentences, the end of the run first."""
+    if run.is_session:  # the keys that help are those of a config
+        return [*_end(run), *_recoveries(run)]
     return [*_end(run), *_recoveries(run), *_phases(run), *_gpus(run), *_start(run)]
 
 
 def _end(run: RunFiles) -> Iterator[str]:
     resume = words_to_resume(run.run_dir, run.config.get("trusted_modules") or [])
+    if run.is_session:
+        resume = "the same command"
     if run.state == FAILED and run.failure:
         yield from _failure(run.failure)
     elif run.state == STOPPED:

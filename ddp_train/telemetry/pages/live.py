@@ -28,7 +28,7 @@ REPORT = "report.html"
 
 
 class NoPage:
-    """A run without a page: a trial of a sweep or a study, or a session."""
+    """A run without a page: a trial of a sweep or a study."""
 
     def look(self, phases: Sequence[str]) -> None: ...
 

@@ -82,6 +82,11 @@ class RunFiles:
             return STOPPED
         return ENDED
 
+    @property
+    def is_session(self) -> bool:
+        """A loop of the user's own: without a config, and without commands of ours."""
+        return not self.config
+
     def lines(self, kind: str) -> list[Line]:
         """The lines of metrics.jsonl of one kind."""
         return self._lines_by_kind.get(kind, [])
@@ -252,7 +257,8 @@ def is_run(path: Path) -> bool:
     """Tell whether a folder has the config of a run, or the files that a session leaves."""
     if (path / CONFIG).is_file():
         return True
-    return (path / SUMMARY).is_file() and (path / "logs").is_dir()
+    is_begun = (path / SUMMARY).is_file() or (path / METRICS).is_file()
+    return is_begun and (path / "logs").is_dir()
 
 
 def runs_in(folder: Path, depth: int = 4) -> list[Path]:

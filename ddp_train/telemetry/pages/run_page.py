@@ -49,7 +49,7 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
         sections.append(_failure_table(run.earlier_failures))
     sections += _texts(run, typed)
     return Report(
-        f"{run.config.get('name', 'run')}: {run.run_dir.name}",
+        f"{run.config.get('name', 'session' if run.is_session else 'run')}: {run.run_dir.name}",
         "",
         sections,
         _facts(run),
@@ -69,7 +69,7 @@ def _texts(run: RunFiles, typed: dict[str, Any]) -> list[Lines]:
         Lines("Config, all of it", config, folded=True),
         Lines("Commands", commands),
     ]
-    if run.state == COMPLETED:
+    if run.state == COMPLETED and not run.is_session:
         sections.append(Lines("What to do with it", uses(run)))
     return [section for section in sections if section.lines]
 
