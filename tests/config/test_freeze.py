@@ -40,6 +40,7 @@ CUSTOM = {
     "task": "task._target_=my_package.Contrastive task.temperature=0.1",
     "data": "data._target_=torchvision.datasets.FakeData data.size=8 data.image_size=[3,8,8]",
     "optimizer": "optimizer._target_=torch.optim.SGD optimizer.lr=0.1",
+    "schedule": "schedule._target_=torch.optim.lr_scheduler.ExponentialLR schedule.gamma=0.9",
 }
 EVERY_OPTION = {
     section: [
