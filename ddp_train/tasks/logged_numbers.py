@@ -209,12 +209,18 @@ class LoggedNumbers:
         here = {key: Series.of(of_key) for key, of_key in entries.items()}
         agreed = [here.pop((name, None), NOTHING) for name in self._agreed]
         self._unknown = here
+        sums = [*(series.count for series in agreed), *(series.total for series in agreed)]
         return [
             float(bool(here)),
             *(float(series.step) for series in agreed),
-            *(series.count for series in agreed),
-            *(series.total for series in agreed),
+            *(self._at_home(number) for number in sums),
         ]
+
+    def _at_home(self, number: Number) -> Number:
+        """A number on the device of this process: a replica may have logged it on another GPU."""
+        if isinstance(number, Tensor):
+            return number.to(self.device)
+        return number
 
     def deliver(self, of_ranks: list[list[float]]) -> None:
         """Take what all ranks have collected. A collective if one of them has something new.
