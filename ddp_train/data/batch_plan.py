@@ -18,6 +18,9 @@ from ddp_train.data.rng import hash_key, order
 from ddp_train.data.weighted_draws import WeightedDraws
 from ddp_train.errors import DataError
 
+NUMBERS = 1 << 40
+"""More than there are samples. What is above, in an index, is the place of a draw: the random draws
+of a sample that comes several times in an epoch are others each time."""
 BYTES_OF_A_NUMBER = 32
 """Memory for the number of a sample while the order of an epoch is drawn."""
 
@@ -31,7 +34,8 @@ class MicroBatch:
     step: int
     """Optimizer steps completed before this micro-batch; in evaluation the index of the batch."""
     indices: np.ndarray
-    """Sample numbers, int64 [n]. Never empty: see `num_real`."""
+    """Sample numbers, int64 [n]; of a sampler's draws with their places, see NUMBERS. Never empty:
+    see `num_real`."""
     num_real: int
     """How many of `indices` count: all; 0 if they only stand in for an empty micro-batch."""
     scale: float
@@ -49,6 +53,11 @@ class MicroBatch:
     sample_before: int = -1
     """The sample before the first of these in the global batch, or its last one: with it a part
     knows the predecessors of all its samples, see data/mix.py. In evaluation there is none."""
+
+    @property
+    def sample_numbers(self) -> np.ndarray:
+        """The `indices` without the places of draws: int64 [n]."""
+        return self.indices % NUMBERS
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,6 +43,8 @@ class LoaderOptions:
     """A batch must have a target for each of its samples."""
     channels_last: bool = False
     num_workers: int = 0
+    worker_init_fn: Callable[[int], Any] | None = None
+    """Called with the number of each loader process, where it begins."""
     prefetch_factor: int = 2
     persistent_workers: bool = False
     pin_memory: bool = False
@@ -143,6 +146,7 @@ def stream_of(
         micro_batches,
         finished,
         options.num_workers,
+        options.worker_init_fn,
         prefetch_factor=options.prefetch_factor,
         persistent_workers=options.persistent_workers,
         pin_memory=pin_memory,

@@ -77,15 +77,47 @@ def keyed_generators() -> Iterator[Callable[[int], None]]:
 
     At the end they are as before, so that training's own draws do not move.
     """
-    torch_state = torch.get_rng_state()
-    numpy_state = np.random.get_state()
-    python_state = random.getstate()
+    before = _States()
     try:
         yield _seed_global_generators
     finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        before.restore()
+
+
+class _States:
+    """The states of the global generators at the moment when it is made."""
+
+    def __init__(self) -> None:
+        self.torch = torch.get_rng_state()
+        self.numpy = np.random.get_state()
+        self.python = random.getstate()
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+class InterruptedDraws:
+    """Keyed global generators for code that draws now and then, while others draw in between."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.states: _States | None = None
+        """Where its draws go on; None before the first one."""
+
+    @contextlib.contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, the global generators go on where this was left."""
+        with keyed_generators() as seed_generators:
+            if self.states is None:
+                seed_generators(self.key)
+            else:
+                self.states.restore()
+            try:
+                yield
+            finally:
+                self.states = _States()
 
 
 def _seed_global_generators(key: int) -> None:

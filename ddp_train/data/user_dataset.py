@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from ddp_train.data.batch_plan import NUMBERS
 from ddp_train.data.dataset_state import READS, Epochs
 from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import global_states, hash_key, keyed_generators
@@ -181,7 +182,7 @@ class UserDataset:
     def get_batch(self, indices: np.ndarray, epoch: int | None) -> Any:
         numbers = self._numbers_in_data_set(indices)
         if self.can_make_batches and not self.transforms:
-            return self._batch_of_data_set(numbers, epoch)
+            return self._batch_of_data_set(numbers % NUMBERS, epoch)
         return self._batch_of_samples(numbers.tolist(), epoch)
 
     def check_lengths(self, epochs: int) -> None:
@@ -276,7 +277,7 @@ class UserDataset:
                 sample = apply_transform(transform, sample)
         except StopIteration as error:  # a reader of the batches would take it for their end
             raise DataError(
-                f"data._target_: {self.name} raised StopIteration for sample {number}",
+                f"data._target_: {self.name} raised StopIteration for sample {number % NUMBERS}",
                 "give every sample below its len(); call next(iterator, default) in __getitem__ and"
                 " transforms",
             ) from error
@@ -292,9 +293,9 @@ class UserDataset:
         self._enter_epoch(epoch)
         seed_generators(self._key(epoch, number))
         try:
-            sample = self.dataset[number]
+            sample = self.dataset[number % NUMBERS]
         except Exception as error:
-            error.add_note(f"(sample {number} of {self.name})")
+            error.add_note(f"(sample {number % NUMBERS} of {self.name})")
             raise
         if not self.fields:
             return sample

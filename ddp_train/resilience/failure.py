@@ -208,7 +208,7 @@ def _cause_of_dead_loader(error: BaseException, status: RankStatus) -> _Cause:
     first = message.splitlines()[0] if message else type(error).__name__
     detail = f"a loader process died: {first}"
     if status.fetching:
-        samples = status.fetching[0].indices.tolist()
+        samples = status.fetching[0].sample_numbers.tolist()
         detail += f"; the next batch was samples {samples[:SHOWN_SAMPLES]}"
     remedy = "with tuning.num_workers=0 an error of the data set is raised in the rank itself"
     if "signal: Killed" in message:

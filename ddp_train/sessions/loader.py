@@ -13,18 +13,27 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batch
+from ddp_train.data.batch_plan import MicroBatch, evaluation_batch
 from ddp_train.data.datasets import digests
+from ddp_train.data.global_batches import (
+    GlobalBatches,
+    OrderedBatches,
+    ShuffledBatches,
+    number_of_batches,
+)
 from ddp_train.data.loader import Loader, LoaderOptions
-from ddp_train.data.no_samples import batch_without_samples
+from ddp_train.data.rng import hash_key
+from ddp_train.data.sampled_batches import SampledBatches
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
 from ddp_train.distributed.training_step import shared_out
 from ddp_train.distributed.world import World
 from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.models.put_back import leaving_nothing
+from ddp_train.sessions.data_arguments import DataArguments, known_length
+from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 from ddp_train.tasks.logged_numbers import no_numbers
@@ -36,7 +45,6 @@ SAME_DATA = (
     "give random_split, and whatever shuffles before the `with`, a generator with a seed, or make"
     " the data set inside of the `with`, where all processes draw the same"
 )
-SAME_LENGTH = "change a data set alike on all processes, by the number of the epoch for instance"
 
 
 class Rows:
@@ -61,11 +69,6 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> 
     Raises UsageError for a data set whose samples have no numbers.
     """
     name = type(dataset).__name__
-    if isinstance(dataset, DataLoader):
-        raise UsageError(
-            f"{method}: it was given a DataLoader",
-            f"give it the data set itself: {method}(loader.dataset)",
-        )
     is_iterable = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
     if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
@@ -102,106 +105,78 @@ def common_digests(source: Any, device: str, method: str) -> dict[str, str]:
     return first
 
 
-class TrainingLoader:
-    """The batches of each epoch, or what is left of them: `for inputs, targets in loader`."""
+def numbered_feed(steps: Steps, arguments: DataArguments) -> NumberedFeed:
+    """The batches of a map-style data set, in order, shuffled or by a sampler.
 
-    def __init__(
-        self,
-        steps: Steps,
-        source: Any,
-        global_batch_size: int,
-        shuffle: bool,
-        options: LoaderOptions,
-    ) -> None:
-        seed = steps.settings.seed
-        world = steps.world
-        kind = BatchPlan if shuffle else OrderedPlan
-        plan = kind(len(source), global_batch_size, 1, 0, seed, world.rank, world.size)
-        self.steps = steps
-        self.source = source
-        self.facts = {
-            "samples": len(source),
-            "global_batch_size": global_batch_size,
-            "shuffle": shuffle,
-            "seed": seed,
-            "steps_per_epoch": plan.steps_per_epoch,
-        }
-        self.epoch_used = -1
-        if plan.has_empty_parts:
-            with leaving_nothing("run.loader: a look at a batch", {"the data set": source.dataset}):
-                batch_without_samples(source, 0, 0)  # raises where nobody knows what it is
-            if world.is_leader:
-                print(note_of_empty_batches(plan), file=sys.stderr)
-        self.shares = EpochShares(plan, steps)
-        self.batches = reported_batches(steps, source, self.shares, options)
-
-    def __len__(self) -> int:
-        """Batches of an epoch of the data set as it is now, as many on all processes; inside of a
-        resumed one, those left."""
-        return self._plan_of_data().steps_per_epoch - self.steps.first_batch
-
-    def __iter__(self) -> Iterator[Any]:
-        steps = self.steps
-        epoch = steps.open_epoch("the loader of run.loader")
-        if self.epoch_used == epoch:
-            raise UsageError(
-                f"the loader was used twice in epoch {epoch}",
-                "use it once in each epoch; score with run.test_loader",
-            )
-        self.epoch_used = epoch
-        plan = self._plan_of_data()
-        what = "run.loader: the number of samples"
-        same_everywhere(plan.samples, steps.device, what, SAME_LENGTH)
-        self.shares.plan = plan
-        steps.begin_batches(plan.samples, plan.steps_per_epoch)
-        for batch in self.batches:
-            steps.begin_step(batch.micro_batch)
-            try:
-                yield batch.data
-            except GeneratorExit:
-                steps.leave_step()
-                raise
-            steps.end_step(is_last=steps.position.batch + 1 == plan.steps_per_epoch)
-        steps.status.phase = "hook"
-
-    def _plan_of_data(self) -> BatchPlan:
-        """The plan of an epoch: the user's loop may have changed the number of samples."""
-        return dataclasses.replace(self.shares.plan, samples=len(self.source))
-
-
-def note_of_empty_batches(plan: BatchPlan) -> str:
-    """A note that some process has no sample in some step."""
-    full = min(plan.samples, plan.global_batch_size)
-    smallest = plan.samples % plan.global_batch_size or full
-    return (
-        f"note: run.loader: the smallest global batch has {counted(smallest, 'sample')} for"
-        f" {plan.world_size} processes: those without one get a batch of the length 0, and must"
-        " take part with it"
+    Raises UsageError if there are none, and PeerError if the data are not the same everywhere.
+    """
+    settings = steps.settings
+    method = "run.loader"
+    arguments.check(method)
+    source = source_of(arguments.dataset, settings.seed, arguments.collate_fn, method)
+    data = common_digests(source, steps.device, method)
+    batches = _global_batches(steps, source, arguments)
+    facts = {
+        "samples": len(source),
+        "global_batch_size": arguments.batch_size,
+        "shuffle": arguments.is_shuffled,
+        "drop_last": arguments.drop_last,
+        "seed": settings.seed,
+        "sampler": "none",
+        "data": data,
+    }
+    if isinstance(batches, SampledBatches):
+        facts["sampler"] = batches.name
+    if arguments.batch_size:
+        drawn = source if arguments.sampler is None else arguments.sampler
+        _look_at_batches(steps, source, known_length(drawn), arguments)
+    options = options_of(steps.device, arguments.num_workers)
+    options = dataclasses.replace(
+        options,
+        worker_init_fn=arguments.worker_init_fn,
+        prefetch_factor=arguments.prefetch_factor,
     )
+    return NumberedFeed(steps, source, batches, options, facts)
 
 
-class OrderedPlan(BatchPlan):
-    """The samples in the order of the data set, in every epoch."""
+def _look_at_batches(
+    steps: Steps, source: Any, samples: int | None, arguments: DataArguments
+) -> None:
+    """Raise UsageError if there are no batches, and say if one has too few samples.
 
-    def global_batch(self, step: int) -> np.ndarray:
-        start = step % self.steps_per_epoch * self.global_batch_size
-        return np.arange(start, min(start + self.global_batch_size, self.samples))
+    samples: of an epoch; None if nobody knows.
+    """
+    size = arguments.batch_size
+    assert size, "without it the batches are those of a batch sampler"
+    if samples is None:
+        return
+    count = number_of_batches(samples, size, arguments.drop_last)
+    if not count:
+        raise UsageError(
+            f"run.loader: drop_last leaves no batch of {size} of {counted(samples, 'sample')}",
+            f"use global_batch_size={max(samples, 1)}, or drop_last=False",
+        )
+    smallest = min(samples - (count - 1) * size, size)
+    look_at_empty_batch(source, smallest, steps.world)
 
 
-@dataclasses.dataclass
-class EpochShares:
-    """This process's share of each global batch that is left of the current epoch."""
-
-    plan: BatchPlan
-    """The global batches of the data set as it is in this epoch."""
-    steps: Steps
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        position = self.steps.position
-        steps_per_epoch = self.plan.steps_per_epoch
-        first_of_epoch = position.epoch * steps_per_epoch
-        plan = dataclasses.replace(self.plan, steps=first_of_epoch + steps_per_epoch)
-        return plan.micro_batches(first_of_epoch + position.batch)
+def _global_batches(steps: Steps, source: Any, arguments: DataArguments) -> GlobalBatches:
+    seed = steps.settings.seed
+    batch_sampler = arguments.any_batch_sampler()
+    if batch_sampler is not None:
+        number = len(steps.training_loaders)
+        return SampledBatches(
+            batch_sampler,
+            source,
+            hash_key(seed, "loader", number),
+            steps.device,
+            keyed_by_place=not isinstance(source, Rows),
+            loader_generator=arguments.generator,
+        )
+    assert arguments.batch_size, "check has seen to it"
+    if arguments.is_shuffled:
+        return ShuffledBatches(source, arguments.batch_size, arguments.drop_last, seed)
+    return OrderedBatches(source, arguments.batch_size, arguments.drop_last)
 
 
 class TestLoader:

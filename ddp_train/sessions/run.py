@@ -7,18 +7,27 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from ddp_train.sessions.data_arguments import (
+    TEST_BATCH_SIZE,
+    DataArguments,
+    checked_batch_size,
+    scored_samples,
+    whole_arguments,
+)
 from ddp_train.sessions.loader import (
     Collate,
     TestLoader,
-    TrainingLoader,
     common_digests,
+    numbered_feed,
     options_of,
     source_of,
 )
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints, check_objects
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
+from ddp_train.sessions.training_loader import TrainingLoader
 from ddp_train.sessions.values import gather_over_ranks, sum_over_ranks
 from ddp_train.sessions.wrapped import Wrapped
 
@@ -77,50 +86,54 @@ class Run:
         dataset: Any,
         *,
         global_batch_size: int | None = None,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        drop_last: bool = False,
+        repeat: bool = False,
         num_workers: int = 0,
         collate_fn: Collate | None = None,
     ) -> TrainingLoader:
         """The batches to train on, in place of DataLoader and DistributedSampler.
 
-        Each epoch has each sample once, in an order of its own. The global batches are the same for
-        any number of processes, which share each as evenly as possible; nothing is padded or left
-        out. Iterate it inside of `epochs`, once in each. What samples draw at random (torch's,
-        numpy's and Python's global generators) depends on seed, epoch and sample alone. Tensors
-        come on `run.device`.
+        Each epoch has each sample once, in an order of its own, or what a sampler gives. The global
+        batches are the same for any number of processes, which share each as evenly as possible;
+        nothing is padded. Iterate it inside of `epochs`; several may give their batches to one step
+        (`zip(labelled, unlabelled)`). What samples draw at random (torch's, numpy's and Python's
+        global generators) depends on seed, epoch and sample alone. Tensors come on `run.device`.
 
-        dataset: map-style.
+        dataset: map-style; or a DataLoader, whose batch_size, sampler, collate_fn and so on are
+            taken over, its batch size as the global one.
         global_batch_size: samples of a step over all processes.
+        shuffle: False: the order of the data set.
+        sampler: gives the numbers of the samples of an epoch, over all processes.
+        batch_sampler: gives the global batches of an epoch, lists of numbers of samples.
+        drop_last: leave out the last batch of an epoch if it is short.
+        repeat: begin anew after the last batch, without an end.
         num_workers: processes that prepare batches, for each rank; 0: none.
         collate_fn: as torch's.
 
         Raises UsageError for other data, and PeerError if they are not the same for all processes.
         """
         steps = self._open_steps("run.loader")
-        if steps.loader_facts:
-            raise UsageError(
-                "run.loader was called twice: a session trains on one loader",
-                "score with run.test_loader",
-            )
-        if not isinstance(global_batch_size, int) or global_batch_size < 1:
-            value = "missing" if global_batch_size is None else global_batch_size
-            raise UsageError(
-                f"run.loader: global_batch_size is {value}",
-                "run.loader(dataset, global_batch_size=64): the samples of a step, over all"
-                " processes together",
-            )
-        source = source_of(dataset, steps.settings.seed, collate_fn, "run.loader")
-        data = common_digests(source, steps.device, "run.loader")
-        options = options_of(steps.device, num_workers)
-        loader = TrainingLoader(steps, source, global_batch_size, shuffle, options)
-        steps.loader_facts = {**loader.facts, "data": data}
-        return loader
+        arguments = DataArguments(
+            dataset,
+            batch_size=global_batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=drop_last,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+        )
+        arguments = whole_arguments(arguments, "run.loader")
+        return TrainingLoader(steps, numbered_feed(steps, arguments), repeat)
 
     def test_loader(
         self,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         num_workers: int = 0,
         collate_fn: Collate | None = None,
     ) -> TestLoader:
@@ -128,12 +141,23 @@ class Run:
 
         Add up over processes with `sum`, or take rows together with `gather`.
 
+        dataset: map-style; or a DataLoader, which says the rest.
         batch_size: samples of a batch on one process.
         """
-        steps = self._open_steps("run.test_loader")
-        source = source_of(dataset, steps.settings.seed, collate_fn, "run.test_loader")
-        common_digests(source, steps.device, "run.test_loader")
-        return TestLoader(steps, source, batch_size, options_of(steps.device, num_workers))
+        method = "run.test_loader"
+        steps = self._open_steps(method)
+        seed = steps.settings.seed
+        arguments = DataArguments(
+            dataset, batch_size=batch_size, num_workers=num_workers, collate_fn=collate_fn
+        )
+        if isinstance(dataset, DataLoader):
+            arguments = whole_arguments(arguments, method)
+            dataset = scored_samples(arguments, seed)
+        size = checked_batch_size(arguments.batch_size, "batch_size", TEST_BATCH_SIZE, method)
+        source = source_of(dataset, seed, arguments.collate_fn, method)
+        common_digests(source, steps.device, method)
+        options = options_of(steps.device, arguments.num_workers)
+        return TestLoader(steps, source, size, options)
 
     def resume(self, **objects: Any) -> int:
         """Name what a checkpoint consists of, and load the newest one of the run directory.
@@ -186,7 +210,13 @@ class Run:
         steps.open_epoch("run.save")
         steps.is_save_due = True
 
-    def mean(self, losses: Tensor, over: float | Tensor | None = None) -> Tensor:
+    def mean(
+        self,
+        losses: Tensor,
+        over: float | Tensor | None = None,
+        *,
+        of: TrainingLoader | None = None,
+    ) -> Tensor:
         """The mean loss over the global batch, for `backward()`.
 
         A scalar whose gradients are exact however unevenly the batch is shared. A step of the
@@ -197,8 +227,9 @@ class Run:
             `over` any shape.
         over: number of units here that count (tokens, pixels, weights): the sum of the losses is
             divided by the sum of `over` over all processes, which takes an exchange.
+        of: where several loaders gave a batch in this step, the one whose samples they are of.
         """
-        return self._open_steps("run.mean").mean(losses, over)
+        return self._open_steps("run.mean").mean(losses, over, of)
 
     def log(
         self,

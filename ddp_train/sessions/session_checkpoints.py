@@ -99,26 +99,29 @@ class SessionCheckpoints:
         """None once it was compared."""
         self.earlier_batches: dict[str, Any] = {}
         """Facts that identify the batches of the checkpoint that the run resumed from."""
+        self.saved_loaders: list[dict[str, Any]] = []
+        """States of the training loaders in that checkpoint, in the order in which they were
+        made."""
 
-    def check_batches(self, batches: dict[str, Any], position: Position) -> None:
-        """Refuse other batches inside an epoch; at its beginning others may follow.
+    def check_batches(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """Refuse other batches inside of a pass; at its beginning others may follow.
 
-        batches: facts that identify them.
+        before, now: facts that identify them, in the checkpoint and here.
 
         Raises DataError if they differ.
         """
-        if self.resumed_from is None or not position.batch:
-            return
-        before = self.earlier_batches
-        for name, value in batches.items():
-            if before.get(name, value) == value:
+        for name, value in now.items():
+            earlier = before.get(name, value)
+            if earlier == value:
                 continue
-            changed = f"{name} was {before.get(name)} and is {value}"
-            if name == "data":
+            changed = f"{name} was {earlier} and is {value}"
+            if name.startswith("data"):
                 changed = "its samples are others"
+            elif name.startswith("drawn"):
+                changed = "its samples come in another order than before"
             raise DataError(
-                f"{self.resumed_from} lies inside of epoch {position.epoch}, and run.loader changed"
-                f" since: {changed}",
+                f"{self.resumed_from} lies inside of an epoch, and run.loader changed since:"
+                f" {changed}",
                 "finish the epoch with what it began with, or start over in another run_dir",
             )
 
@@ -150,6 +153,7 @@ class SessionCheckpoints:
         self.numbers = state.session.get("numbers", {})
         self.resumed_from = path
         self.earlier_batches = state.session["batches"]
+        self.saved_loaders = state.session["loaders"]
         print(f"resumed from step {position.step} ({position}): {path}", file=sys.stderr)
         return position
 
@@ -199,7 +203,7 @@ class SessionCheckpoints:
     def save(
         self,
         position: Position,
-        batches: dict[str, Any],
+        loading: dict[str, Any],
         watch: GradientWatch,
         numbers: dict[str, Any],
     ) -> None:
@@ -207,7 +211,7 @@ class SessionCheckpoints:
 
         Training continues while rank 0 writes.
 
-        batches: facts that identify them.
+        loading: `batches`, facts that identify them, and `loaders`, the states of the loaders.
         watch: knows which gradients the next step needs.
         numbers: state of those that were logged.
         """
@@ -224,7 +228,7 @@ class SessionCheckpoints:
                     self.writer = Writer(self.settings.run_dir, keep, on_saving=on_saving)
                 session = {
                     "position": asdict(position),
-                    "batches": batches,
+                    **loading,
                     "gradients": gradients,
                     "numbers": numbers,
                     "groups": self._groups(),

@@ -7,8 +7,9 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
+from ddp_train.text import counted
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,57 @@ class StoppedError(BaseException):
 
     No `except Exception` may keep it.
     """
+
+
+@dataclass
+class Place:
+    """Where a training loader is: `batch` batches of a pass are done."""
+
+    epoch: int
+    """The epoch in which the pass began."""
+    repetition: int = 0
+    """Passes of the loader that began in this epoch before."""
+    batch: int = 0
+    is_over: bool = False
+    step: int = 0
+    """Steps that were done after the last one with a batch of it."""
+    left_at: int = -1
+    """Steps that were done when a `break` ended the pass."""
+    first: int = 0
+    """Batches of the pass that were done before it was resumed here."""
+
+    def next(self, epoch: int) -> Place:
+        """The beginning of a new pass."""
+        if self.epoch == epoch:
+            return Place(epoch, self.repetition + 1)
+        return Place(epoch)
+
+    def leave(self, step: int) -> None:
+        """End the pass by `break`. step: steps that are done."""
+        self.is_over = True
+        self.left_at = step
+
+    def reopen(self, step: int) -> None:
+        """Take back a `break` with which the whole training ended: a resumed run goes on there."""
+        if self.left_at == step:
+            self.is_over = False
+
+    def was_done_before(self, position: Position) -> bool:
+        """True if the loop over the loader was done in this epoch, and steps of others followed."""
+        return self.is_over and self.epoch == position.epoch and self.step < position.step
+
+
+class StatefulLoader(Protocol):
+    """A loader that is trained on."""
+
+    place: Place
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+    def begin_epoch(self, epoch: int) -> None: ...
+
+    def state(self) -> dict[str, Any]: ...
 
 
 class Steps:
@@ -60,10 +113,12 @@ class Steps:
         self.position = Position()
         self.model: Wrapped | None = None
         self.checkpoints: SessionCheckpoints | None = None
-        self.loader_facts: dict[str, Any] = {}
-        """Those of the whole session; `samples` when it began."""
-        self.epoch_facts: dict[str, int] = {}
-        """Samples and batches of the current epoch, once its loader is used."""
+        self.training_loaders: list[StatefulLoader] = []
+        """Those that there are in the current epoch."""
+        self.lasting_loaders = 0
+        """How many of them were made before the first epoch: the others end with theirs."""
+        self.saved_loaders: dict[int, dict[str, Any]] = {}
+        """By number the states in the checkpoint, until the loader goes on from there."""
         self.optimizers: set[int] = set()
         """The `id` of each optimizer that run.resume got."""
         self.foreign_optimizers: set[int] = set()
@@ -71,7 +126,11 @@ class Steps:
         self.loaders: list[Loader] = []
         """Their processes end with the session."""
         self.micro_batch: MicroBatch | None = None
-        """The share of the current step; None between two steps."""
+        """The share of the current step, in the batch that began it; None between two steps."""
+        self.shares: dict[int, MicroBatch] = {}
+        """By the `id` of each loader that gave a batch in the current step this process's share."""
+        self.places: list[Place] = []
+        """Those of the loaders, once for each batch that they gave in the current step."""
         self.empty_step = contextlib.ExitStack()
         """The context of a step whose batch is empty here."""
         self.has_samples = True
@@ -79,6 +138,8 @@ class Steps:
         self.in_epoch = False
         self.first_batch = 0
         """Batches of the current epoch that were done before it began here: it was resumed."""
+        self.is_epoch_complete = False
+        """The loader that began the last step of the epoch has no more batches."""
         self.is_save_due = False
         self.gradients = GradientWatch()
         self.had_backward = False
@@ -111,13 +172,13 @@ class Steps:
                 " state_dict",
             )
         position = self.position
-        self.checkpoints.check_batches(self.loader_facts, position)
+        self._go_on_with_loaders()
         if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
         while position.epoch < count:
-            self.in_epoch = True
-            self.first_batch = position.batch
+            self._begin_epoch()
             yield position.epoch
+            self._end_open_step()
             self.in_epoch = False
             self.first_batch = 0
             self.has_samples = True
@@ -130,6 +191,53 @@ class Steps:
             if not is_last:
                 self._stop_if_agreed()
 
+    def _go_on_with_loaders(self) -> None:
+        """Give the loaders what the checkpoint has of them.
+
+        Raises DataError if they have other data, and it lies inside of a pass.
+        """
+        self.lasting_loaders = len(self.training_loaders)
+        if self.checkpoints is None or self.checkpoints.resumed_from is None:
+            return
+        states = self.checkpoints.saved_loaders
+        self.saved_loaders = dict(enumerate(states))
+        is_inside = any(not state["place"]["is_over"] for state in states)
+        if is_inside or self.position.batch:
+            self.check_batches(self.checkpoints.earlier_batches, self.facts_of_loaders())
+
+    def check_batches(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        """See SessionCheckpoints."""
+        assert self.checkpoints, "epochs() has seen to it"
+        self.checkpoints.check_batches(before, now)
+
+    def add_loader(self, loader: StatefulLoader) -> int:
+        """Add a loader that is trained on. Returns its number."""
+        self.training_loaders.append(loader)
+        if self.in_epoch:
+            loader.begin_epoch(self.position.epoch)
+            if self.first_batch and self.checkpoints:
+                self.check_batches(self.checkpoints.earlier_batches, self.facts_of_loaders())
+        return len(self.training_loaders) - 1
+
+    def facts_of_loaders(self) -> dict[str, Any]:
+        """Facts that identify the batches of all loaders."""
+        facts = {}
+        for number, loader in enumerate(self.training_loaders):
+            suffix = f" of loader {number + 1}" if number else ""
+            for name, value in loader.facts.items():
+                facts[name + suffix] = value
+        return facts
+
+    def _begin_epoch(self) -> None:
+        self.in_epoch = True
+        self.is_epoch_complete = False
+        self.first_batch = self.position.batch
+        for number in range(self.lasting_loaders, len(self.training_loaders)):
+            self.saved_loaders.pop(number, None)
+        del self.training_loaders[self.lasting_loaders :]
+        for loader in self.training_loaders:
+            loader.begin_epoch(self.position.epoch)
+
     def open_epoch(self, method: str) -> int:
         """The number of the current epoch. Raises UsageError if `method` is used outside of one."""
         if not self.in_epoch:
@@ -141,9 +249,12 @@ class Steps:
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`."""
         meet("the end of the session", self.device)
+        self._end_open_step()
         self.numbers.flush(self.position.step, self.position.epoch + self.in_epoch)
         if self.in_epoch and self.checkpoints:
-            if self.position.batch == self.epoch_facts.get("steps_of_epoch"):
+            for loader in self.training_loaders:
+                loader.place.reopen(self.position.step)
+            if self.is_epoch_complete:
                 self.position.end_epoch()
             if self.position != self.checkpoints.saved:
                 self.save_now()
@@ -161,46 +272,56 @@ class Steps:
         self.is_save_due = False
         phase = self.status.phase
         self.status.phase = "checkpoint"
-        batches = self.loader_facts | self.epoch_facts
+        states = [loader.state() for loader in self.training_loaders]
+        loading = {"batches": self.facts_of_loaders(), "loaders": states}
         self.numbers.catch_up(self.position.step, self.position.epoch + self.in_epoch)
         numbers = self.numbers.state()
-        self.checkpoints.save(self.position, batches, self.gradients, numbers)
+        self.checkpoints.save(self.position, loading, self.gradients, numbers)
         self.status.phase = phase
-
-    def begin_batches(self, samples: int, steps_of_epoch: int) -> None:
-        """Begin what is left of the batches of the current epoch.
-
-        Raises DataError if a checkpoint lies inside of the epoch, and the data set had another
-        length then.
-        """
-        self.epoch_facts = {"samples_of_epoch": samples, "steps_of_epoch": steps_of_epoch}
-        if self.checkpoints:
-            self.checkpoints.check_batches(self.epoch_facts, self.position)
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def begin_step(self, micro_batch: MicroBatch) -> None:
-        """Begin a step, before its batch is handed out.
+    def hand_out(self, loader: StatefulLoader, place: Place, share: MicroBatch) -> bool:
+        """Take note of a batch before it is handed out; between two steps it begins one.
 
-        Its draws depend on seed, rank and step alone.
+        loader, place: what gives it.
+        share: of this process.
+
+        Returns True if a step begins.
         """
-        self.micro_batch = micro_batch
-        self.has_samples = micro_batch.num_real > 0
-        self.had_backward = False
-        CURRENT.step = training_step(self.has_samples)
-        if not self.has_samples:
+        begins = self.micro_batch is None
+        if begins:
+            self._begin_step(share)
+        elif share.num_real:
+            CURRENT.step = training_step(True)
+        if not share.num_real and self.has_samples:
+            self.has_samples = False
             self.empty_step = step_without_samples()
+        self.shares[id(loader)] = share
+        self.places.append(place)
+        return begins
+
+    def _begin_step(self, share: MicroBatch) -> None:
+        """Begin a step. Its draws depend on seed, rank and step alone."""
+        self.micro_batch = share
+        self.has_samples = True
+        self.is_epoch_complete = False
+        self.had_backward = False
+        CURRENT.step = training_step(share.num_real > 0)
         self.seed_step(self.position.step)
         key = hash_key(self.seed_step.key, self.position.step)
         np.random.seed(key & 0xFFFFFFFF)
         random.seed(key)
 
-    def end_step(self, is_last: bool) -> None:
+    def end_step(self, begun: MicroBatch, is_last: bool) -> None:
         """End a step, after the user's code is done with its batch.
 
+        begun: the share that it began with.
         is_last: the batch is the last one of its epoch, whose end is not reached yet: what follows
             the loop over batches belongs to it.
         """
+        if self.micro_batch is not begun:
+            return  # it ended with its epoch
         self._count_step()
         self.has_samples = True
         if not is_last and self.position.step % self.numbers.every_steps == 0:
@@ -214,23 +335,38 @@ class Steps:
         if self.position.step >= self.stop.limit:
             self._stop_if_agreed()
 
-    def leave_step(self) -> None:
-        """End the last step of a loop that was left by `break`: it counts if it went backward."""
+    def leave_step(self, begun: MicroBatch) -> None:
+        """End the last step of a loop that was left by `break`: it counts if it went backward.
+
+        begun: the share that it began with.
+        """
+        if self.micro_batch is not begun:
+            return
         if self.had_backward:
             self._count_step()
         self._leave_micro_batch()
 
+    def _end_open_step(self) -> None:
+        """End the step of an iterator that goes on in the next epoch."""
+        if self.micro_batch is not None:
+            self._count_step()
+
     def _leave_micro_batch(self) -> None:
         self.micro_batch = None
+        self.shares.clear()
+        self.places.clear()
         CURRENT.step = None
         self.empty_step.close()
 
     def _count_step(self) -> None:
         samples = self.micro_batch.num_real if self.micro_batch else 0
         self.numbers.end_step(self.position.step, samples)
-        self._leave_micro_batch()
         self.position.batch += 1
         self.position.step += 1
+        for place in self.places:
+            place.batch += 1
+            place.step = self.position.step
+        self._leave_micro_batch()
         self.status.step = self.position.step
 
     def log(self, name: str, values: Any, over: Any, how: str) -> None:
@@ -240,14 +376,11 @@ class Steps:
         step = self.position.step + is_updated
         self.numbers.log(step, name, values, over, how, in_step)
 
-    def mean(self, losses: Tensor, over: float | Tensor | None) -> Tensor:
+    def mean(
+        self, losses: Tensor, over: float | Tensor | None, of: StatefulLoader | None
+    ) -> Tensor:
         """See Run.mean."""
-        share = self.micro_batch
-        if share is None:
-            raise UsageError(
-                "run.mean was called outside of a step",
-                "call it inside of: for batch in loader, of loader = run.loader(...)",
-            )
+        share = self._share(of)
         if over is not None:
             loss = losses.sum() * self._part_of_units(over, share).to(losses.dtype)
         elif losses.shape == (share.num_real,):
@@ -263,6 +396,30 @@ class Steps:
             self.gradients.see_loss()
             loss.register_hook(self._in_backward)
         return loss
+
+    def _share(self, of: StatefulLoader | None) -> MicroBatch:
+        """This process's share of the batch that losses are of. of: the loader that gave it."""
+        if self.micro_batch is None:
+            raise UsageError(
+                "run.mean was called outside of a step",
+                "call it inside of: for batch in loader, of loader = run.loader(...)",
+            )
+        if of is None:
+            if len(self.shares) == 1:
+                return next(iter(self.shares.values()))
+            raise UsageError(
+                f"run.mean: {counted(len(self.shares), 'loader')} gave batches in this step, and"
+                " processes share each in another way",
+                "say whose samples the losses are of: run.mean(losses, of=loader)",
+            )
+        share = self.shares.get(id(of))
+        if share is None:
+            raise UsageError(
+                "run.mean: the loader of `of` gave no batch in this step",
+                "take a batch of it in each step: run.loader(..., repeat=True) begins anew by"
+                " itself, where itertools.cycle gives copies of earlier batches",
+            )
+        return share
 
     def _part_of_units(self, over: float | Tensor, share: MicroBatch) -> Tensor:
         """The factor on the sum of losses here whose mean over the processes is the mean loss."""

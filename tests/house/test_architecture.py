@@ -64,7 +64,8 @@ WITH_TORCH = [
             "steps",
         )
     ),
-    *("ddp_train.sessions.values", "ddp_train.sessions.wrapped"),
+    *("ddp_train.sessions.values", "ddp_train.sessions.wrapped", "ddp_train.sessions.feed"),
+    *("ddp_train.sessions.data_arguments", "ddp_train.sessions.training_loader"),
     *(
         "ddp_lab.doctor.collective_test",
         "ddp_lab.doctor.all_hosts",

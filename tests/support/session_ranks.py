@@ -15,6 +15,10 @@ from ddp_train.sessions.settings import Settings
 from ddp_train.sessions.steps import Steps
 
 
+class Interrupted(Exception):
+    """What a loop raises in place of a kill: all that was saved before is on the disk."""
+
+
 @contextlib.contextmanager
 def session_on(world: World, folder: str | None = None) -> Iterator[Run]:
     """The run of one process of a session.
@@ -34,8 +38,9 @@ def session_on(world: World, folder: str | None = None) -> Iterator[Run]:
         )
         steps = Steps(settings, world, "cpu", RankStatus(), StopController())
         try:
-            yield Run(steps)
-            steps.end()
+            with contextlib.suppress(Interrupted):
+                yield Run(steps)
+                steps.end()
             if steps.checkpoints:
                 steps.checkpoints.finish()
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -29,8 +29,10 @@ class LoaderProcesses:
     which a thread of C++ holds while it enters Python (cpython#112275; docs/benchmarks/fuzz.md).
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, init: Callable[[int], Any] | None = None) -> None:
+        """init: the user's own, called with the number of each process."""
         self.count = count
+        self.init = init
         self.awake: mmap.mmap | None = None
         """A byte for each process, 1 if it runs Python. None where processes are not forked, since
         it cannot be sent to one."""
@@ -41,6 +43,8 @@ class LoaderProcesses:
         ignore_signals()
         if self.awake is not None:
             self.awake[worker] = 1
+        if self.init is not None:
+            self.init(worker)
 
     def iterate(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """The batches of a DataLoader from the first one on.

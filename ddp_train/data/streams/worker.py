@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -35,11 +35,13 @@ class WorkerStream:
         micro_batches: Iterable[MicroBatch],
         placement: BatchPlacement,
         num_workers: int,
+        worker_init_fn: Callable[[int], Any] | None = None,
         **data_loader_options: Any,
     ) -> None:
         """Starts no process yet.
 
         num_workers: loader processes, at least one.
+        worker_init_fn: called with the number of each, where it begins.
         data_loader_options: further arguments of the DataLoader.
         """
         self.dataset = getattr(reader.source, "dataset", None)
@@ -48,7 +50,7 @@ class WorkerStream:
         """A digest of the data set as living loader processes copied it; "" if unknown."""
         self.placement = placement
         self.in_flight: deque[MicroBatch] = deque()
-        self.processes = LoaderProcesses(num_workers)
+        self.processes = LoaderProcesses(num_workers, worker_init_fn)
         self.data_loader: DataLoader[Any] = DataLoader(
             _MicroBatchDataset(reader),
             batch_size=None,  # an item is a batch already

@@ -1,0 +1,205 @@
+"""The arguments of `run.loader`, which may be those of a DataLoader of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
+
+from ddp_train.checkpoints.training_state import problem_of_state
+from ddp_train.data.rng import hash_key, keyed_generators
+from ddp_train.sessions.settings import UsageError
+
+BATCH_SIZE = (
+    "run.loader(dataset, global_batch_size=64): the samples of a step, over all processes together"
+)
+
+TEST_BATCH_SIZE = "run.test_loader(dataset, batch_size=256): the samples of a batch"
+
+
+@dataclass(frozen=True)
+class DataArguments:
+    """What to make batches of, and how, by the names of torch's DataLoader."""
+
+    dataset: Any
+    batch_size: int | None = None
+    """Samples of a global batch; None with a batch sampler of the user's own."""
+    shuffle: bool | None = None
+    """None: only without a sampler."""
+    sampler: Any = None
+    batch_sampler: Any = None
+    drop_last: bool = False
+    num_workers: int = 0
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    generator: torch.Generator | None = None
+    """Of a DataLoader."""
+    worker_init_fn: Callable[[int], Any] | None = None
+    prefetch_factor: int = 2
+
+    @property
+    def is_shuffled(self) -> bool:
+        return self.shuffle is not False
+
+    def any_batch_sampler(self) -> Any:
+        """What gives the batches, as lists of sample numbers; None without a sampler."""
+        if self.batch_sampler is not None:
+            return self.batch_sampler
+        if self.sampler is None:
+            return None
+        assert self.batch_size, "check has seen to it"
+        return BatchSampler(self.sampler, self.batch_size, self.drop_last)
+
+    def check(self, method: str) -> None:
+        """Raise UsageError if they contradict each other. method: that was called."""
+        contradictions = {
+            "sampler and batch_sampler": self.sampler is not None
+            and self.batch_sampler is not None,
+            "shuffle and a sampler": bool(self.shuffle)
+            and (self.sampler is not None or self.batch_sampler is not None),
+            "batch_sampler and global_batch_size, or drop_last": self.batch_sampler is not None
+            and (self.batch_size is not None or self.drop_last),
+        }
+        for both, is_so in contradictions.items():
+            if is_so:
+                raise UsageError(
+                    f"{method} was given {both}: they contradict each other",
+                    "give sampler= with global_batch_size=, or batch_sampler= alone, whose batches"
+                    " are those of all processes together",
+                )
+        if self.batch_sampler is None:
+            checked_batch_size(self.batch_size, "global_batch_size", BATCH_SIZE, method)
+        for name in ("sampler", "batch_sampler"):
+            sampler = getattr(self, name)
+            if sampler is not None:
+                _check_sampler(name, sampler, method)
+
+
+def checked_batch_size(size: Any, name: str, remedy: str, method: str) -> int:
+    """The size. Raises UsageError for what is no number of samples. name: of the argument."""
+    if not isinstance(size, int) or size < 1:
+        value = "missing" if size is None else size
+        raise UsageError(f"{method}: {name} is {value}", remedy)
+    return size
+
+
+def _check_sampler(name: str, sampler: Any, method: str) -> None:
+    if isinstance(sampler, type) or not hasattr(sampler, "__iter__"):
+        raise UsageError(
+            f"{method}: {name} is a {type(sampler).__name__}, which cannot be iterated",
+            "give it an object, not its class, whose __iter__ gives the numbers of an epoch",
+        )
+    if isinstance(sampler, Iterator):
+        raise UsageError(
+            f"{method}: {name} is an iterator ({type(sampler).__name__}), used up after one epoch",
+            "give it an object whose __iter__ begins a new epoch each time it is called",
+        )
+    inner = getattr(sampler, "sampler", None)
+    for one in [sampler] if inner is None else [sampler, inner]:
+        if isinstance(one, DistributedSampler):
+            raise UsageError(
+                f"{method}: {name} is a DistributedSampler, which gives each process a part;"
+                " run.loader shares out global batches itself",
+                "leave it out, or give the sampler that it was made of",
+            )
+        if hasattr(one, "state_dict") and hasattr(one, "load_state_dict"):
+            problem = problem_of_state(one.state_dict())
+            if problem:
+                raise UsageError(
+                    f"{method}: the state_dict of {name} is not plain data: {problem}",
+                    "keep tensors, numbers and texts in it, in dicts and lists",
+                )
+
+
+def known_length(samples: Any) -> int | None:
+    """The length of a data set or a sampler; None if it has none."""
+    try:
+        return len(samples)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None
+
+
+def whole_arguments(given: DataArguments, method: str) -> DataArguments:
+    """The arguments, or those of the DataLoader that was given as data set.
+
+    Raises UsageError if both say something.
+    """
+    loader = given.dataset
+    if not isinstance(loader, DataLoader):
+        return given
+    if given != DataArguments(loader):
+        raise UsageError(
+            f"{method}: it was given a DataLoader, and arguments beside it",
+            "give the DataLoader alone, which has them, or its data set with the arguments",
+        )
+    return taken_apart(loader, method)
+
+
+def taken_apart(loader: DataLoader[Any], method: str) -> DataArguments:
+    """The arguments that a DataLoader was made with. Raises UsageError if it makes no batches."""
+    if loader.batch_sampler is None:
+        raise UsageError(
+            f"{method}: its DataLoader has batch_size=None, so that its data set makes batches",
+            "give the DataLoader a batch_size, or a batch_sampler",
+        )
+    collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
+    arguments = DataArguments(
+        loader.dataset,
+        collate_fn=collate_fn,
+        num_workers=loader.num_workers,
+        generator=loader.generator,
+        worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor or 2,
+    )
+    if type(loader.batch_sampler) is not BatchSampler:
+        return replace(arguments, batch_sampler=loader.batch_sampler)
+    arguments = replace(arguments, batch_size=loader.batch_size, drop_last=loader.drop_last)
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return replace(arguments, shuffle=False)
+    if is_plain_shuffle(sampler):
+        return replace(arguments, shuffle=True)
+    return replace(arguments, sampler=sampler)
+
+
+def is_plain_shuffle(sampler: Any) -> bool:
+    """True for what `shuffle=True` of a DataLoader makes: each sample once, by no own generator."""
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler._num_samples is None
+        and sampler.generator is None
+    )
+
+
+def scored_samples(arguments: DataArguments, seed: int) -> Any:
+    """The data set of a DataLoader that is scored, of those samples that its sampler gives.
+
+    Raises UsageError for a batch sampler of the user's own.
+    """
+    if arguments.batch_sampler is not None:
+        raise UsageError(
+            "run.test_loader: its DataLoader has a batch_sampler of its own",
+            "give it the data set: run.test_loader(dataset, batch_size=256)",
+        )
+    assert arguments.batch_size, "check has seen to it"
+    numbers: list[int] | range = range(len(arguments.dataset))
+    if arguments.sampler is not None and not isinstance(arguments.sampler, RandomSampler):
+        with keyed_generators() as seed_generators:
+            seed_generators(hash_key(seed, "test sampler"))
+            numbers = [int(number) for number in arguments.sampler]
+    if arguments.drop_last:
+        numbers = numbers[: len(numbers) // arguments.batch_size * arguments.batch_size]
+    if isinstance(numbers, range) and len(numbers) == len(arguments.dataset):
+        return arguments.dataset
+    return Subset(arguments.dataset, numbers)  # type: ignore[arg-type]

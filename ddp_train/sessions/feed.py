@@ -1,0 +1,156 @@
+"""What the loaders of a session take their batches from."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from ddp_train.data.batch import Batch
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.global_batches import GlobalBatches, Pass, share_of
+from ddp_train.data.loader import Loader, LoaderOptions
+from ddp_train.data.no_samples import batch_without_samples
+from ddp_train.data.sampled_batches import SampledBatches
+from ddp_train.distributed.process_group import same_everywhere
+from ddp_train.distributed.world import World
+from ddp_train.engine.step_observers import ReportedBatches
+from ddp_train.models.put_back import leaving_nothing
+from ddp_train.sessions.data_arguments import known_length
+from ddp_train.sessions.steps import Steps
+from ddp_train.text import counted
+
+SAME_LENGTH = "change a data set alike on all processes, by the number of the epoch for instance"
+
+
+class Feed(Protocol):
+    """This process's share of the global batches of each pass over some data."""
+
+    facts: dict[str, Any]
+    """Those that identify the batches; inside of a pass they must not change."""
+
+    def __len__(self) -> int:
+        """Batches of a pass, of the data as they are now. Raises TypeError if nobody knows."""
+        ...
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called where an epoch begins, before the user's loop has it."""
+        ...
+
+    def begin(self, begun: Pass, first: int) -> None:
+        """Begin a pass at its batch `first`. A collective: every process must call it."""
+        ...
+
+    def pass_facts(self) -> dict[str, Any]:
+        """Facts that identify the batches of the pass that has begun."""
+        ...
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the pass that has begun, on the device."""
+        ...
+
+    def is_last(self, number: int) -> bool:
+        """True if the batch with this number is known to be the last one of its pass."""
+        ...
+
+    def state(self, in_pass: bool) -> dict[str, Any]:
+        """What `restore` needs, plain data. in_pass: inside of the current pass."""
+        ...
+
+    def restore(self, state: dict[str, Any], in_pass: bool) -> None:
+        """Called before the first pass of a resumed run."""
+        ...
+
+
+class NumberedFeed:
+    """Batches of a map-style data set."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        source: Any,
+        batches: GlobalBatches,
+        options: LoaderOptions,
+        facts: dict[str, Any],
+    ) -> None:
+        self.device = steps.device
+        self.source = source
+        self.batches = batches
+        self.facts = facts
+        self.shares = PassShares(batches, steps.world)
+        loader = Loader(source, self.shares, steps.device, options, has_empty_batches=True)
+        steps.loaders.append(loader)
+        self.reported = ReportedBatches(loader, steps.status)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        if isinstance(self.batches, SampledBatches):
+            self.batches.set_epoch(epoch)
+
+    def begin(self, begun: Pass, first: int) -> None:
+        what = "run.loader: the number of samples"
+        same_everywhere(len(self.source), self.device, what, SAME_LENGTH)
+        self.batches.begin(begun)
+        self.shares.begin(begun, first)
+
+    def pass_facts(self) -> dict[str, Any]:
+        facts = {"samples_of_epoch": len(self.source)}
+        if isinstance(self.batches, SampledBatches):
+            facts["drawn"] = self.batches.digest
+        return facts
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.reported)
+
+    def is_last(self, number: int) -> bool:
+        return number + 1 == known_length(self.batches)
+
+    def state(self, in_pass: bool) -> dict[str, Any]:
+        if isinstance(self.batches, SampledBatches):
+            return self.batches.state(in_pass)
+        return {}
+
+    def restore(self, state: dict[str, Any], in_pass: bool) -> None:
+        if isinstance(self.batches, SampledBatches):
+            self.batches.restore(state, in_pass)
+
+
+class PassShares:
+    """This process's share of each global batch that is left of a pass."""
+
+    def __init__(self, batches: GlobalBatches, world: World) -> None:
+        self.batches = batches
+        self.world = world
+        self.begun = Pass(0)
+        self.first = 0
+
+    def begin(self, begun: Pass, first: int) -> None:
+        self.begun = begun
+        self.first = first
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        world = self.world
+        for number, indices in enumerate(self.batches.batches(self.first), self.first):
+            yield share_of(indices, self.begun.key, number, world.rank, world.size)
+
+
+def look_at_empty_batch(source: Any, smallest: int, world: World) -> None:
+    """Say that some process will have no sample in some step, if so.
+
+    smallest: samples of the smallest global batch.
+
+    Raises DataError if nobody knows what a batch without samples is.
+    """
+    if smallest >= world.size:
+        return
+    with leaving_nothing("run.loader: a look at a batch", {"the data set": source.dataset}):
+        batch_without_samples(source, 0, 0)
+    if world.is_leader:
+        print(
+            f"note: run.loader: the smallest global batch has {counted(smallest, 'sample')} for"
+            f" {world.size} processes: those without one get a batch of the length 0, and must"
+            " take part with it",
+            file=sys.stderr,
+        )

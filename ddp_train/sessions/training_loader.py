@@ -1,0 +1,123 @@
+"""The loaders that a session trains on: each step takes a batch of one, or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ddp_train.data.global_batches import Pass
+from ddp_train.sessions.feed import Feed
+from ddp_train.sessions.settings import UsageError
+from ddp_train.sessions.steps import Place, Steps
+
+
+class TrainingLoader:
+    """The batches of each pass, or what is left of them: `for inputs, targets in loader`.
+
+    A batch that is asked for between two steps begins one; its loader ends the step, when it is
+    asked for the next batch. What other loaders give meanwhile belongs to the same step.
+    """
+
+    def __init__(self, steps: Steps, feed: Feed, repeat: bool = False) -> None:
+        """repeat: after a pass the next one follows, without an end."""
+        self.steps = steps
+        self.feed = feed
+        self.repeat = repeat
+        self.place = Place(epoch=-1, is_over=True)
+        self.number = steps.add_loader(self)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Those that identify the batches."""
+        return self.feed.facts
+
+    def __len__(self) -> int:
+        """Batches of a pass over the data as they are now, as many on all processes; inside of a
+        resumed epoch, those left."""
+        batches = len(self.feed)
+        if not self.steps.first_batch:
+            return batches
+        saved = self.steps.saved_loaders.get(self.number)
+        place = Place(**saved["place"]) if saved else self.place
+        if place.is_over:
+            return batches
+        return batches - (place.batch if saved else place.first)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._one_pass()
+        while self.repeat and self.place.batch:
+            yield from self._one_pass()
+
+    def _one_pass(self) -> Iterator[Any]:
+        steps = self.steps
+        steps.open_epoch("the loader of run.loader")
+        place = self._begin()
+        if place is None:
+            return
+        leads = True
+        for batch in self.feed:
+            number = batch.micro_batch.step
+            leads = steps.hand_out(self, place, batch.micro_batch)
+            try:
+                yield batch.data
+            except GeneratorExit:
+                if leads:
+                    steps.leave_step(batch.micro_batch)
+                place.leave(steps.position.step)
+                raise
+            if place is not self.place:
+                raise UsageError(
+                    "a loader of run.loader was begun anew, and is still used from before",
+                    "go on with one iterator of it at a time; for two orders make two loaders",
+                )
+            if leads:
+                is_last = self.feed.is_last(number) and not self.repeat
+                steps.end_step(batch.micro_batch, is_last)
+        place.is_over = True
+        if leads:
+            steps.is_epoch_complete = True
+        steps.status.phase = "hook"
+
+    def _begin(self) -> Place | None:
+        """Begin the next pass, or go on in that of the checkpoint.
+
+        None if the loop over it was done when that was saved, and others of the epoch had begun.
+        """
+        steps = self.steps
+        saved = steps.saved_loaders.pop(self.number, None)
+        if saved is None:
+            place = self.place.next(steps.position.epoch)
+            self._begin_feed(place)
+            return place
+        self.place = place = Place(**saved["place"])
+        self.feed.restore(saved["feed"], not place.is_over)
+        if place.was_done_before(steps.position):
+            return None
+        if place.is_over:
+            place = place.next(steps.position.epoch)
+            self._begin_feed(place)
+            return place
+        place.first = place.batch
+        self._begin_feed(place)
+        steps.check_batches(saved["pass"], self.feed.pass_facts())
+        return place
+
+    def _begin_feed(self, place: Place) -> None:
+        self.feed.begin(Pass(place.epoch, place.repetition), place.batch)
+        self.place = place
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Called where an epoch begins, before the user's loop has it."""
+        self.feed.set_epoch(epoch)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, plain data."""
+        saved = self.steps.saved_loaders.get(self.number)
+        if saved:
+            return saved  # nothing was taken since
+        in_pass = not self.place.is_over
+        return {
+            "place": dict(vars(self.place)),
+            "feed": self.feed.state(in_pass),
+            "pass": self.feed.pass_facts() if in_pass else {},
+        }
