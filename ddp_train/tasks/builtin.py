@@ -72,6 +72,8 @@ class Classification(Supervised):
         # A GPU would only say that an assertion failed.
         if outputs.shape[-1] < self.classes:
             refuse(outputs, f"the data have {self.classes} classes")
+        if outputs.ndim > 2:
+            refuse(outputs, "[n, classes] is needed: squeeze or average what is more")
         try:
             wide = at_least_float32(outputs)
             return functional.cross_entropy(
@@ -195,6 +197,19 @@ class Multilabel(Supervised):
         return {"prediction": outputs > 0, "probability": at_least_float32(outputs).sigmoid()}
 
 
+def _have_same_rows(outputs: Tensor, targets: Tensor) -> bool:
+    """True if both are as many numbers for each sample: [n, k] and [k, n] are not."""
+    if outputs.shape == targets.shape:
+        return True
+    if outputs.numel() != targets.numel():
+        return False
+    if outputs.shape[:1] == targets.shape[:1]:
+        return True
+    return [size for size in outputs.shape if size > 1] == [
+        size for size in targets.shape if size > 1
+    ]
+
+
 class Regression(Supervised):
     """Numbers: float targets [n] or [n, k].
 
@@ -217,9 +232,9 @@ class Regression(Supervised):
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         outputs, targets = super().outputs_and_targets(model, batch)
-        if outputs.numel() != targets.numel():
+        if not _have_same_rows(outputs, targets):
             refuse(outputs, f"the targets are of shape {list(targets.shape)}")
-        return outputs.view_as(targets), targets
+        return outputs.reshape(targets.shape), targets
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         total = REGRESSION_LOSSES[self.loss_name](outputs, targets, reduction="sum")
