@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_train.distributed.process_group import from_all_ranks, ranks, total
+from ddp_train.sessions.windows import Windows
 
 Gradients = dict[str, Tensor]
 """By the names of the model's parameters; one that has none is not there."""
@@ -26,6 +27,9 @@ class GradientWatch:
         """False where the loop updates the weights without an optimizer of torch's."""
         self.are_used = True
         """The optimizer has stepped since the last loss, if its steps are seen."""
+        self.windows = Windows()
+        self.updates = 0
+        """Steps of optimizers of the model."""
         self._looked_at: dict[int, nn.Parameter] = {}
         """By the `id` of an optimizer one of its parameters, which had a gradient at a step."""
         self._stepped: dict[int, Optimizer] = {}
@@ -52,6 +56,8 @@ class GradientWatch:
     def see_step(self, optimizer: Optimizer) -> None:
         """Called before a step of an optimizer of the model."""
         self.are_used = True
+        self.updates += 1
+        self.windows.see_step(optimizer)
         key = id(optimizer)
         self._stepped[key] = optimizer
         if key in self._looked_at:

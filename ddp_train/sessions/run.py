@@ -7,6 +7,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ddp_train.sessions.data_arguments import (
@@ -183,7 +184,8 @@ class Run:
         steps.gradients.sees_steps = any(
             isinstance(value, torch.optim.Optimizer) for value in others.values()
         )
-        steps.position = steps.checkpoints.restore(steps.device)
+        steps.gradients.windows.see_objects(others.values())
+        steps.position = steps.checkpoints.restore(steps.device, steps.gradients)
         steps.numbers.resume(steps.position.step, steps.checkpoints.numbers)
         steps.status.step = steps.position.step
         return steps.position.step
@@ -216,6 +218,7 @@ class Run:
         over: float | Tensor | None = None,
         *,
         of: TrainingLoader | None = None,
+        accumulate: Optimizer | None = None,
     ) -> Tensor:
         """The mean loss over the global batch, for `backward()`.
 
@@ -228,8 +231,11 @@ class Run:
         over: number of units here that count (tokens, pixels, weights): the sum of the losses is
             divided by the sum of `over` over all processes, which takes an exchange.
         of: where several loaders gave a batch in this step, the one whose samples they are of.
+        accumulate: an optimizer that steps every few batches. The gradients that add up are, after
+            each of them, those of the mean over all batches since its last step, by their samples
+            or by `over`.
         """
-        return self._open_steps("run.mean").mean(losses, over, of)
+        return self._open_steps("run.mean").mean(losses, over, of, accumulate)
 
     def log(
         self,

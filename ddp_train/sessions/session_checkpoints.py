@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +29,13 @@ from ddp_train.errors import DataError
 from ddp_train.models.python_state import changed, state_of
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
+from ddp_train.sessions.parameter_groups import (
+    Groups,
+    has_rates_by_place,
+    places_of_groups,
+    problem_of,
+    reordered,
+)
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.text import counted
@@ -125,8 +131,10 @@ class SessionCheckpoints:
                 "finish the epoch with what it began with, or start over in another run_dir",
             )
 
-    def restore(self, device: str) -> Position:
+    def restore(self, device: str, watch: GradientWatch) -> Position:
         """Load the newest checkpoint that is whole, and return its position.
+
+        watch: gets what is known of the gradients in it.
 
         Without one, the beginning. Raises DataError if it is of other objects.
         """
@@ -142,12 +150,13 @@ class SessionCheckpoints:
                 "name another run_dir",
             )
         self._check_names(path, state.objects)
-        self._check_groups(path, state.session.get("groups", {}))
+        states = self._in_order(path, state.objects, state.session.get("groups", {}))
         module = self.model.module
         state.apply_weights(path, module, module, self.world.rank)
         for name, holder in self.objects.items():
-            holder.load_state_dict(state.objects[name])
+            holder.load_state_dict(states[name])
         put_back(module, state.session.get("gradients", {}))
+        watch.windows.put_back(self.objects, state.session.get("windows", {}), device)
         position = Position(**state.session["position"])
         self.saved = replace(position)
         self.numbers = state.session.get("numbers", {})
@@ -166,7 +175,7 @@ class SessionCheckpoints:
                 "give run.resume what it got when that was saved, or start over in another run_dir",
             )
 
-    def _groups(self) -> dict[str, list[list[str]]]:
+    def _groups(self) -> dict[str, Groups]:
         """The names of the parameters in each group of each optimizer, by the optimizer's name."""
         names = {id(weight): name for name, weight in self.model.module.named_parameters()}
         return {
@@ -178,27 +187,32 @@ class SessionCheckpoints:
             if isinstance(holder, torch.optim.Optimizer)
         }
 
-    def _check_groups(self, path: Path, saved: dict[str, list[list[str]]]) -> None:
-        """Raise DataError for an optimizer of other parameters, or of the same in another order.
+    def _in_order(
+        self, path: Path, objects: dict[str, Any], saved: dict[str, Groups]
+    ) -> dict[str, Any]:
+        """The saved states of the objects, those of optimizers in the order of their groups now.
 
-        torch takes moments by place: they would be those of other parameters.
+        Raises DataError for an optimizer of other parameters, or with groups divided in another
+        way; and if a schedule knows the groups by their places, and these have changed.
         """
+        states = dict(objects)
         for name, groups in self._groups().items():
             before = saved.get(name, groups)
             if before == groups:
                 continue
-            flat_before = [parameter for group in before for parameter in group]
-            flat = [parameter for group in groups for parameter in group]
-            pairs = zip_longest(flat_before, flat, fillvalue="nothing")
-            changed = [pair for pair in pairs if pair[0] != pair[1]]
-            what = "its groups are divided in another way"
-            if changed:
-                what = f"it had {changed[0][0]} where {changed[0][1]} is now"
-            raise DataError(
-                f"{path}: the parameters of {name} are others, or in another order: {what}",
-                "build it with the groups and the order that it had when that was saved, or start"
-                " over in another run_dir",
-            )
+            what = problem_of(before, groups)
+            if not what and places_of_groups(before, groups) != list(range(len(groups))):
+                rated = [other for other in states if has_rates_by_place(states[other])]
+                if rated:
+                    what = f"its groups come in another order, and {rated[0]} has rates by place"
+            if what:
+                raise DataError(
+                    f"{path}: the parameters of {name} are others, or in another order: {what}",
+                    "build it with the groups and the order that it had when that was saved, or"
+                    " start over in another run_dir",
+                )
+            states[name] = reordered(states[name], before, groups)
+        return states
 
     def save(
         self,
@@ -231,6 +245,7 @@ class SessionCheckpoints:
                     **loading,
                     "gradients": gradients,
                     "numbers": numbers,
+                    "windows": watch.windows.state(self.objects),
                     "groups": self._groups(),
                 }
                 self.writer.submit(partial(self._snapshot, position.step, session, buffers))

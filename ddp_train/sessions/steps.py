@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.loader import Loader
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.empty_batch import step_without_samples
-from ddp_train.distributed.process_group import total
+from ddp_train.distributed.process_group import same_everywhere, total
 from ddp_train.distributed.training_step import CURRENT, training_step
 from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
@@ -33,6 +33,10 @@ from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.text import counted
 
+SAME_UPDATES = (
+    "each process has its own part of a loss: decide for all of them by a sum,"
+    " if math.isfinite(run.sum(loss.item())): optimizer.step()"
+)
 log = logging.getLogger(__name__)
 
 
@@ -183,6 +187,7 @@ class Steps:
             self.first_batch = 0
             self.has_samples = True
             meet("the end of an epoch", self.device)
+            self._check_updates()
             self.numbers.flush(position.step, position.epoch + 1)
             position.end_epoch()
             is_last = position.epoch == count
@@ -237,6 +242,11 @@ class Steps:
         del self.training_loaders[self.lasting_loaders :]
         for loader in self.training_loaders:
             loader.begin_epoch(self.position.epoch)
+
+    def _check_updates(self) -> None:
+        """Raise PeerError if the processes have updated the weights differently often."""
+        what = "the number of steps of the optimizers"
+        same_everywhere(self.gradients.updates, self.device, what, SAME_UPDATES)
 
     def open_epoch(self, method: str) -> int:
         """The number of the current epoch. Raises UsageError if `method` is used outside of one."""
@@ -377,21 +387,23 @@ class Steps:
         self.numbers.log(step, name, values, over, how, in_step)
 
     def mean(
-        self, losses: Tensor, over: float | Tensor | None, of: StatefulLoader | None
+        self,
+        losses: Tensor,
+        over: float | Tensor | None,
+        of: StatefulLoader | None,
+        accumulate: Optimizer | None,
     ) -> Tensor:
         """See Run.mean."""
         share = self._share(of)
-        if over is not None:
-            loss = losses.sum() * self._part_of_units(over, share).to(losses.dtype)
-        elif losses.shape == (share.num_real,):
+        if over is None:
+            check_one_for_each_sample(losses, share)
+        if accumulate is not None:
+            return self._mean_of_window(losses, over, share, accumulate)
+        if over is None:
             loss = losses.sum() * share.scale
         else:
-            raise UsageError(
-                f"run.mean: the losses have the shape {list(losses.shape)}, and the batch"
-                f" {share.num_real} samples",
-                "give it one loss for each sample, with reduction='none'; of several numbers per"
-                " sample their mean, or say with over=NUMBER how many they are",
-            )
+            units = self._units_of_all(over, share)
+            loss = losses.sum() * self._part_of_mean(units, share).to(losses.dtype)
         if loss.requires_grad:
             self.gradients.see_loss()
             loss.register_hook(self._in_backward)
@@ -421,13 +433,37 @@ class Steps:
             )
         return share
 
-    def _part_of_units(self, over: float | Tensor, share: MicroBatch) -> Tensor:
-        """The factor on the sum of losses here whose mean over the processes is the mean loss."""
+    def _mean_of_window(
+        self, losses: Tensor, over: float | Tensor | None, share: MicroBatch, optimizer: Optimizer
+    ) -> Tensor:
+        """The loss of a batch whose gradients are to add up to those of a mean over a window."""
+        if id(optimizer) not in self.optimizers:
+            raise UsageError(
+                f"run.mean: accumulate is a {type(optimizer).__name__} that run.resume did not get",
+                "run.resume(model=model, optimizer=optimizer) and"
+                " run.mean(losses, accumulate=optimizer)",
+            )
+        units = self._units_of_all(share.num_real if over is None else over, share)
+        window = self.gradients.windows.of(optimizer)
+        after = window.begin(units)
+        before = window.units
+        loss = losses.sum() * self._part_of_mean(after, share).to(losses.dtype)
+        if loss.requires_grad:
+            self.gradients.see_loss()
+            loss.register_hook(lambda _: window.see_backward(before, after))
+            loss.register_hook(self._in_backward)
+        return loss
+
+    def _units_of_all(self, over: float | Tensor, share: MicroBatch) -> Tensor:
+        """The number of units of all processes, a scalar, float64. A collective."""
         counts = share.num_real > 0  # also where `over` does not follow from the batch
         units = torch.as_tensor(over, dtype=torch.float64, device=self.device).detach().sum()
-        all_units = total(units * counts)
-        factor = self.world.size * counts / all_units
-        return torch.where(all_units == 0, 0.0, factor)
+        return total(units * counts)
+
+    def _part_of_mean(self, units: Tensor, share: MicroBatch) -> Tensor:
+        """The factor on the sum of losses here whose mean over the processes is the mean loss."""
+        factor = self.world.size * (share.num_real > 0) / units
+        return torch.where(units == 0, 0.0, factor)
 
     def see_forward(self, *_: object) -> None:
         """Called before each forward pass of the wrapped model."""
@@ -440,7 +476,7 @@ class Steps:
         self.status.phase = "backward"
 
     def _before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
+        self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Called before each step of any optimizer in this process.
 
@@ -489,6 +525,22 @@ class Steps:
         if not isinstance(loss, Tensor):
             return loss
         return total(loss.detach().clone()) / self.world.size
+
+
+def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
+    """Raise UsageError unless there is one loss for each sample: [n], or [n, 1]."""
+    samples = share.num_real
+    if losses.shape == (samples,) or (losses.ndim and len(losses) == losses.numel() == samples):
+        return
+    cause = ""
+    if samples > 1 and losses.shape[:2] == (samples, samples):
+        cause = ", one loss for each pair of them: outputs [n, 1] were compared with targets [n]"
+    raise UsageError(
+        f"run.mean: the losses have the shape {list(losses.shape)}, and the batch"
+        f" {samples} samples{cause}",
+        "give it one loss for each sample, with reduction='none'; of several numbers per"
+        " sample their mean, or say with over=NUMBER how many they are",
+    )
 
 
 class ScoreWatch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -283,29 +282,6 @@ def test_a_loop_without_an_optimizer_saves_between_steps(tmp_path: Path) -> None
                         weight -= 0.1 * weight.grad
                 model.zero_grad()
     assert len([*(run_dir / "checkpoints").glob("step_*")]) == 4
-
-
-def test_groups_in_another_order_are_refused_on_a_resume(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for is_reversed in (False, True):
-        with (
-            pytest.raises(SystemExit) if is_reversed else nullcontext(),
-            ddp_train.session(tmp_path, processes=1, device="cpu") as run,
-        ):
-            model = run.wrap(net())
-            weights = list(model.parameters())
-            if is_reversed:
-                weights.reverse()
-            optimizer = torch.optim.SGD(weights, lr=0.1, momentum=0.9)
-            loader = run.loader(rows(), global_batch_size=8)
-            run.resume(model=model, optimizer=optimizer)
-            for _ in run.epochs(1):
-                for inputs, labels in loader:
-                    losses = functional.cross_entropy(model(inputs), labels, reduction="none")
-                    run.mean(losses).backward()
-                    optimizer.step()
-    assert "it had 0.weight where 2.bias is now" in capfd.readouterr().err
 
 
 def test_averages_of_weights_copy_the_model_alone() -> None:
