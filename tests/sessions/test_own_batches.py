@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def texts() -> TensorDataset:
     return TensorDataset(ids, ids.sum(1) % 2)
 
 
-def encoded(samples: list[tuple[Tensor, Tensor]]) -> Encoding:
+def encoded(samples: Sequence[tuple[Tensor, ...]]) -> Encoding:
     ids, labels = map(torch.stack, zip(*samples, strict=True))
     parts = {"input_ids": ids, "attention_mask": (ids > 2).double(), "labels": labels}
     return Encoding(parts, [object() for _ in samples])
