@@ -17,6 +17,21 @@ from tests.support.commands import ROOT
 NOTEBOOK = ROOT / "notebooks/quickstart.ipynb"
 SMALL = ["data.limit=100", "train.epochs=2"]
 
+FORKED = f"""
+import subprocess, sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.support import zygote
+
+class Forked(zygote.Command):
+    def __init__(self, words, **options):
+        whole = [zygote.SCRIPT if word == "launch.py" else word for word in words]
+        super().__init__(whole, **options)
+
+zygote.start()
+subprocess.Popen = Forked
+"""
+"""The commands of the notebook, and their runs, are forked; the kernel itself is a real one."""
+
 
 def test_the_notebook_is_kept_without_outputs() -> None:
     cells = nbformat.read(NOTEBOOK, as_version=4).cells
@@ -43,7 +58,7 @@ def test_the_notebook_runs_from_top_to_bottom(
     small = (
         f"RUNS, JOB, STUDY = {str(tmp_path)!r}, {[*SMALL, 'launch.nproc_per_node=1']!r}, {study!r}"
     )
-    notebook.cells.insert(tagged[0] + 1, new_code_cell(small))
+    notebook.cells[tagged[0] + 1 : tagged[0] + 1] = [new_code_cell(small), new_code_cell(FORKED)]
     nbclient.NotebookClient(
         notebook, timeout=250, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
     ).execute()
