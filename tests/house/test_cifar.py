@@ -309,6 +309,7 @@ def test_cifar_trains_alike_on_one_and_three_ranks(
         *BATCH,
         f"optimizer.compiled={compiled}",
         "tuning.precision=fp64",
+        "launch.threads_per_process=1",
         "checkpoint.every_steps=3",
     )
     three = ("strategy=ddp", "strategy.sync_bn=true", "launch.nproc_per_node=3")
