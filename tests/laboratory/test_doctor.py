@@ -60,7 +60,7 @@ def test_one_host_that_is_well(tmp_path: Path) -> None:
     """In a folder where a run has been: what that left is not touched."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run/summary.json").write_text("{}")
-    done = run(*DOCTOR, f"run_dir={tmp_path}/run", "launch.nproc_per_node=3")
+    done = run(*DOCTOR, f"run_dir={tmp_path}/run", "launch.nproc_per_node=2")
     assert done.returncode == 0, done.stdout + done.stderr
     said = read(tmp_path / "run", "doctor.json")
     status = {finding["check"]: finding["status"] for finding in said["findings"]}
