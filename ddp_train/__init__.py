@@ -3,7 +3,8 @@ docs/architecture.md.
 
 `run` trains with the words of the command line, and `load` gives the model of a run. For code of
 your own: `Task` documents the parts that a task may have; `all_gather` gives the rows of all
-processes to losses that compare samples; `log` takes numbers of your own, for files, pages and
+processes to losses that compare samples; `noise_like`, `rand_like`, `randint_like` and `dropout`
+draw alike on any number of processes; `log` takes numbers of your own, for files, pages and
 trackers. `session` makes a training loop of your own right on any number of processes,
 docs/own_loop.md. Single parts of it, docs/pieces.md: `ExactSampler`, `synchronised` batch norm,
 `Lars`, `Lamb`, `Muon`, `save_checkpoint` and `load_checkpoint`. All are imported when they are
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ddp_train.checkpoints.reader import load_checkpoint
     from ddp_train.checkpoints.writer import save_checkpoint
     from ddp_train.data.exact_sampler import ExactSampler
+    from ddp_train.data.keyed_noise import dropout, noise_like, rand_like, randint_like
     from ddp_train.distributed.all_gather import all_gather
     from ddp_train.inference.trained_model import load
     from ddp_train.optim.lars_lamb.optimizers import Lamb, Lars
@@ -41,9 +43,13 @@ __all__ = [
     "Task",
     "Tracker",
     "all_gather",
+    "dropout",
     "load",
     "load_checkpoint",
     "log",
+    "noise_like",
+    "rand_like",
+    "randint_like",
     "run",
     "save_checkpoint",
     "session",
@@ -54,6 +60,9 @@ _PLACES = {
     "Task": "ddp_train.tasks.task",
     "Tracker": "ddp_train.telemetry.trackers.tracker",
     "all_gather": "ddp_train.distributed.all_gather",
+    **dict.fromkeys(
+        ("noise_like", "rand_like", "randint_like", "dropout"), "ddp_train.data.keyed_noise"
+    ),
     "load": "ddp_train.inference.trained_model",
     "log": "ddp_train.tasks.logged_numbers",
     "session": "ddp_train.sessions.start",

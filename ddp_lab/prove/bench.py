@@ -19,6 +19,7 @@ from ddp_train.data.batch_plan import BatchPlan, MicroBatch
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.loader import Loader
 from ddp_train.data.user_dataset import parts_of
+from ddp_train.distributed.training_step import scored
 from ddp_train.distributed.world import World
 from ddp_train.models.python_state import state_of
 from ddp_train.options.schema import Config
@@ -85,7 +86,8 @@ class Bench:
                 scorer = scorer or evaluation.new_scorer()
                 for batch in evaluation.batches:
                     micro_batch = batch.micro_batch
-                    score = self.module.score(batch.data)
+                    with scored(micro_batch):
+                        score = self.module.score(batch.data)
                     scorer.add(micro_batch.step, score, micro_batch.num_real)
                 evaluation.close()
             total = scorer.result() if scorer else None

@@ -16,8 +16,8 @@ from ddp_lab.prove.fixed_draws import fixed_draws
 from ddp_lab.prove.layer_trace import Trace, recording
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch
-from ddp_train.data.rng import StepSeed
-from ddp_train.distributed.training_step import TrainingStep
+from ddp_train.data.rng import StepSeed, moved_by_marks_alone
+from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tensor_tree import map_tensors, tensors
@@ -186,20 +186,19 @@ class Division:
         forward = Trace()
         refusal = GATHERS if is_divided else ""
         generator = torch.get_rng_state()
-        try:
-            with (
-                fixed_draws(model) as draws,
-                TrainingStep(True, True, refusal),
-                recording(model, forward, keeps_calls=trace),
-            ):
-                loss, units = self.module(batch.data)
-        except ConfigError as error:
-            if GATHERS in str(error):
-                raise GathersError from None
-            raise
-        self.met |= draws.met
-        self.unfixed |= not torch.equal(generator, torch.get_rng_state())
-        torch.autograd.backward((loss,), (torch.full_like(loss, micro_batch.scale),))
+        marks = CURRENT.marks
+        with TrainingStep(True, True, refusal, micro_batch):
+            try:
+                with fixed_draws(model) as draws, recording(model, forward, keeps_calls=trace):
+                    loss, units = self.module(batch.data)
+            except ConfigError as error:
+                if GATHERS in str(error):
+                    raise GathersError from None
+                raise
+            self.met |= draws.met
+            after = torch.get_rng_state()
+            self.unfixed |= not moved_by_marks_alone(generator, after, CURRENT.marks - marks)
+            torch.autograd.backward((loss,), (torch.full_like(loss, micro_batch.scale),))
         forward.loss = float(loss.detach())
         forward.units = float(micro_batch.num_real if units is None else units)
         return forward

@@ -14,6 +14,7 @@ from ddp_train.config.metrics import FurtherMetric
 from ddp_train.config.user_code import instantiate
 from ddp_train.data.batch import Batch
 from ddp_train.data.splits import Splits
+from ddp_train.distributed.training_step import scored
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.scoring import names_with_average
 from ddp_train.engine.selection import AUTO, Best, Selection
@@ -72,7 +73,7 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
     Raises ConfigError if a further metric does not fit.
     """
     for batch in batches:
-        with undisturbed(module, "the trial of score()") as effects:
+        with undisturbed(module, "the trial of score()") as effects, scored(batch.micro_batch):
             score = module.score(batch.data)
         if effects:
             log.warning("%s", DEPENDS.format(" and ".join(effects[:2])))

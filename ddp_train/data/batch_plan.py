@@ -53,6 +53,8 @@ class MicroBatch:
     sample_before: int = -1
     """The sample before the first of these in the global batch, or its last one: with it a part
     knows the predecessors of all its samples, see data/mix.py. In evaluation there is none."""
+    seed: int = 0
+    """The seed of the run, for what its steps draw, see data/keyed_noise.py. In evaluation 0."""
 
     @property
     def sample_numbers(self) -> np.ndarray:
@@ -206,6 +208,7 @@ class BatchPlan:
                 is_last=number == numbers[-1],
                 shard_index=number,
                 sample_before=int(indices[start - 1]),
+                seed=self.seed,
             )
 
     def _parts(self, size: int) -> int:

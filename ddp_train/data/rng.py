@@ -39,9 +39,19 @@ def hash_key(*parts: int | str) -> int:
 def hash_bits(key: int, counters: Tensor) -> Tensor:
     """A random non-negative int64 for each counter (int64, any shape), on their device."""
     state = counters * _signed(_GAMMA) + _signed(hash_key(key))
-    state = (state ^ _shift(state, 30)) * _signed(_MIX_1)
-    state = (state ^ _shift(state, 27)) * _signed(_MIX_2)
-    return (state ^ _shift(state, 31)) & (1 << 63) - 1
+    return _mix_(state).bitwise_and_((1 << 63) - 1)
+
+
+def random_bits(keys: Tensor, draws: int) -> Tensor:
+    """64 random bits for each draw of each key: int64 [n, draws], on the device of the keys.
+
+    Row i is SplitMix64 with the state keys[i]: as few operations as its quality takes, in place.
+
+    keys: int64 [n], hashed already.
+    draws: numbers for each key.
+    """
+    places = torch.arange(1, draws + 1, device=keys.device).mul_(_signed(_GAMMA))
+    return _mix_(keys[:, None] + places)
 
 
 def uniform(key: int, counters: Tensor, draws: int) -> Tensor:
@@ -51,7 +61,7 @@ def uniform(key: int, counters: Tensor, draws: int) -> Tensor:
     draws: numbers for each counter.
     """
     counters_of_draws = counters[:, None] * draws + torch.arange(draws, device=counters.device)
-    bits = _shift(hash_bits(key, counters_of_draws), 10)
+    bits = shift(hash_bits(key, counters_of_draws), 10)
     return bits.double() * 2.0**-53
 
 
@@ -64,9 +74,16 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def _shift(state: Tensor, count: int) -> Tensor:
-    """Logical right shift: torch's is arithmetic."""
-    return state >> count & (1 << 64 - count) - 1
+def _mix_(state: Tensor) -> Tensor:
+    """SplitMix64's output function of 64 bits of state, which are overwritten."""
+    state.bitwise_xor_(shift(state, 30)).mul_(_signed(_MIX_1))
+    state.bitwise_xor_(shift(state, 27)).mul_(_signed(_MIX_2))
+    return state.bitwise_xor_(shift(state, 31))
+
+
+def shift(bits: Tensor, count: int) -> Tensor:
+    """The bits shifted to the right, with zeros from the left: torch's `>>` keeps the sign."""
+    return (bits >> count).bitwise_and_((1 << 64 - count) - 1)
 
 
 @contextlib.contextmanager
@@ -138,6 +155,32 @@ def global_states() -> tuple[bytes, ...]:
     return torch_state, numpy_state, python_state
 
 
+def draw_mark(generator: torch.Generator | None = None) -> int:
+    """A number that torch's generator on the host gives again only if it has the same state again.
+
+    Activation checkpointing restores that state before it computes a part of a model once more.
+    """
+    return int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
+
+
+def moved_by_marks_alone(before: Tensor, after: Tensor, marks: int) -> bool:
+    """Tell whether a generator came from one state to another by `draw_mark` alone, or not at all.
+
+    marks: how often that was called, at most.
+    """
+    if torch.equal(before, after):
+        return True
+    if len(before) != len(torch.default_generator.get_state()):
+        return False  # of a GPU
+    generator = torch.Generator()
+    generator.set_state(before)
+    for _ in range(marks):
+        draw_mark(generator)
+        if torch.equal(generator.get_state(), after):
+            return True
+    return False
+
+
 class StepSeed:
     """Seeds torch's default generators, which dropout uses, before each step.
 
@@ -157,12 +200,15 @@ class StepSeed:
         for generator in self.generators:
             generator.manual_seed(key)
 
-    def has_moved(self, step: int) -> bool:
-        """Tell whether something has drawn since this step was seeded."""
+    def has_moved(self, step: int, marks: int = 0) -> bool:
+        """Tell whether something but `draw_mark` has drawn since this step was seeded.
+
+        marks: how often that was called, at most.
+        """
         key = self._key_of(step)
         for generator in self.generators:
             seeded = torch.Generator(generator.device).manual_seed(key)
-            if not torch.equal(seeded.get_state(), generator.get_state()):
+            if not moved_by_marks_alone(seeded.get_state(), generator.get_state(), marks):
                 return True
         return False
 

@@ -1,10 +1,10 @@
-"""What `all_gather` must know of the current training step. Strategies set it."""
+"""The step or batch that is being computed: what `all_gather` and keyed noise must know of it."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 ACCUMULATES = (
     "train.accumulation_steps: ddp_train.all_gather sees the samples of one micro-batch, so the"
@@ -12,30 +12,58 @@ ACCUMULATES = (
 )
 
 
+class Share(Protocol):
+    """The samples of one forward pass, see `data.batch_plan.MicroBatch`."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def epoch(self) -> int | None: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def indices(self) -> Any: ...
+    @property
+    def num_real(self) -> int: ...
+
+
 class TrainingStep:
     """A context around forward and backward of a micro-batch."""
 
-    def __init__(self, counts: bool = True, is_last: bool = True, refused: str = "") -> None:
+    __slots__ = ("_without_samples", "counts", "has_replicas", "refused", "share")
+
+    def __init__(
+        self,
+        counts: bool = True,
+        is_last: bool = True,
+        refused: str = "",
+        share: Share | None = None,
+        has_replicas: bool = False,
+    ) -> None:
         """counts: whether the rows of this process count; False for an empty batch, or a stand-in,
             see `data.batch_plan.MicroBatch`.
         is_last: whether the micro-batch is the last of its optimizer step.
         refused: why rows cannot be gathered here, with the remedy.
+        share: the samples of the micro-batch; None: nobody knows them.
+        has_replicas: several GPUs compute a part of the rows each, in threads of this process.
         """
         self.counts = counts
         self.refused = refused or ("" if is_last else ACCUMULATES)
-        self._without_samples = contextlib.ExitStack()
+        self.share = share
+        self.has_replicas = has_replicas
+        self._without_samples: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:
-        CURRENT.step = self
+        CURRENT.begin(self)
         if not self.counts:
             from ddp_train.distributed.empty_batch import step_without_samples  # imports torch
 
             self._without_samples = step_without_samples()
 
     def __exit__(self, *_: object) -> None:
-        if not self.counts:
+        if self._without_samples:
             self._without_samples.close()
-        CURRENT.step = None
+        CURRENT.end()
 
 
 class Current:
@@ -44,13 +72,51 @@ class Current:
     that class."""
 
     step: TrainingStep | None = None
+    share: Share | None = None
+    """The samples in the rows of the current batch, in a training step or in an evaluation."""
+    draws: Any = None
+    """What was drawn for these samples, see `data.keyed_noise.Draws`; None before the first."""
+    marks: int = 0
+    """How often this process has called `data.rng.draw_mark`."""
     is_shared_out: bool = False
     """Processes are given batches of their own, of which they have different numbers."""
 
+    def begin(self, step: TrainingStep) -> None:
+        self.step = step
+        self.share = step.share
+        self.draws = None
+
+    def end(self) -> None:
+        self.step = None
+        self.share = None
+        self.draws = None
+
 
 CURRENT = Current()
-training_step = functools.cache(TrainingStep)
-"""Returns a shared TrainingStep: making one takes a microsecond of each step."""
+
+
+@contextlib.contextmanager
+def scored(share: Share) -> Iterator[None]:
+    """A context around the forward pass of a batch that is scored, inside of a step or outside."""
+    before = CURRENT.share, CURRENT.draws
+    CURRENT.share = share
+    CURRENT.draws = None
+    try:
+        yield
+    finally:
+        if CURRENT.share is share:  # an iterator that somebody kept may end in a later step
+            CURRENT.share, CURRENT.draws = before
+
+
+@contextlib.contextmanager
+def thrown_away() -> Iterator[None]:
+    """A context around passes that do not count: draws after it are numbered as if it were not."""
+    before = CURRENT.draws
+    CURRENT.draws = None
+    try:
+        yield
+    finally:
+        CURRENT.draws = before
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan
+from ddp_train.distributed.training_step import scored
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.resilience.preemption import StopController
@@ -111,6 +112,7 @@ def evaluate(evaluation: Evaluation) -> Score | None:
         for batch in evaluation.batches:
             if evaluation.stop.requested.is_set():
                 break
-            scores = evaluation.module.score(batch.data)
+            with scored(batch.micro_batch):
+                scores = evaluation.module.score(batch.data)
             scorer.add(batch.micro_batch.step, scores, batch.micro_batch.num_real)
     return scorer.result(evaluation.explain)

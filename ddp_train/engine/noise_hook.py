@@ -9,11 +9,12 @@ from ddp_train.data.rng import global_states
 from ddp_train.engine.loop import Job
 from ddp_train.telemetry.console import Display
 
-BY_RANK = (
+DRAWS_BY_RANK = (
     "note: steps draw random numbers (dropout, noise, masks), each process its own: repeatable, but"
-    " on another number of processes the result differs by them; strategy=ordered draws alike on 1,"
-    " 2, 4 and 8"
+    " on another number of processes the result differs by them; ddp_train.noise_like, rand_like,"
+    " randint_like and dropout draw alike on any number"
 )
+BY_RANK = f"{DRAWS_BY_RANK}, strategy=ordered on 1, 2, 4 and 8"
 NOT_SEEDED = (
     "note: model or loss draws from {} generator, which no step seeds: other numbers on each"
     " process and after a resume; draw with torch"
@@ -40,7 +41,7 @@ class NoiseHook:
         if self.is_done:
             return sys.maxsize
         if self.others_before is None:
-            self.others_before = _other_generators()
+            self.others_before = other_generators()
         return job.step + 1
 
     def act(self, job: Job) -> None:
@@ -49,13 +50,13 @@ class NoiseHook:
         self.is_done = True
         if self.drew_by_rank(job.step - 1):
             self.display.line(BY_RANK)
-        others = zip(OTHERS, self.others_before, _other_generators(), strict=True)
+        others = zip(OTHERS, self.others_before, other_generators(), strict=True)
         for whose, before, after in others:
             if before != after:
                 self.display.line(NOT_SEEDED.format(whose))
         self.others_before = None
 
 
-def _other_generators() -> tuple[bytes, ...]:
+def other_generators() -> tuple[bytes, ...]:
     """The states of numpy's and Python's generators."""
     return global_states()[1:]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ddp_train.distributed.exchange import tensors_from_all_ranks
 from ddp_train.distributed.process_group import ranks
+from ddp_train.distributed.training_step import scored
 from ddp_train.engine.loop import Evaluation
 from ddp_train.errors import TaskError, WriteError
 from ddp_train.tasks.task import Task, has_own_columns
@@ -51,7 +52,8 @@ def predict_batches(evaluation: Evaluation, batch_count: int, device: str) -> It
             batch = next(batches, None)
             columns = {}
             if batch is not None:
-                predictions = module.predictions(batch.data)
+                with scored(batch.micro_batch):
+                    predictions = module.predictions(batch.data)
                 columns = checked_columns(predictions, batch.micro_batch.num_real, module.task)
             gathered = tensors_from_all_ranks(list(columns), list(columns.values()), device)
             for names, tensors in gathered:

@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.user_dataset import UserDataset, parts_of
+from ddp_train.distributed.training_step import thrown_away
 from ddp_train.models.python_state import (
     MOST_ITEMS,
     State,
@@ -132,7 +133,7 @@ class Kept:
         numpy_state = np.random.get_state()
         python_state = random.getstate()
         try:
-            with torch.random.fork_rng(sorted(self.devices)):
+            with torch.random.fork_rng(sorted(self.devices)), thrown_away():
                 yield
         finally:
             np.random.set_state(numpy_state)

@@ -15,7 +15,7 @@ from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.process_group import averaged_buffers, mean_later
 from ddp_train.distributed.replicas import check_same_weights
-from ddp_train.distributed.training_step import TrainingStep, training_step
+from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.models.put_back import leaving_nothing
 from ddp_train.parallel.compiler_graphs import buckets_by_flops, choose_graphs
 from ddp_train.parallel.gradient_check import GradientCheck
@@ -180,7 +180,7 @@ class Single(Replicas):
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         if self.gradient_check and micro_batch.is_last:
             self.gradient_check.reached.clear()
-        return training_step(micro_batch.num_real > 0, micro_batch.is_last)
+        return TrainingStep(micro_batch.num_real > 0, micro_batch.is_last, share=micro_batch)
 
     def mean_of_units(self, scaled: Tensor) -> Callable[[], Tensor]:
         return scaled.sum
@@ -205,7 +205,12 @@ class DataParallel(Single):
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
         several = self.device.startswith("cuda") and torch.cuda.device_count() > 1
-        return TrainingStep(is_last=micro_batch.is_last, refused=NO_GATHER if several else "")
+        return TrainingStep(
+            is_last=micro_batch.is_last,
+            refused=NO_GATHER if several else "",
+            share=micro_batch,
+            has_replicas=several,
+        )
 
 
 class DistributedDataParallel(Replicas):
@@ -266,7 +271,7 @@ class DistributedDataParallel(Replicas):
             warm_up_ddp_buckets(roots, lambda: wrapped(batch.data)[0].sum())
 
     def sync_gradients(self, micro_batch: MicroBatch) -> AbstractContextManager[Any]:
-        step = training_step(micro_batch.num_real > 0, micro_batch.is_last)
+        step = TrainingStep(micro_batch.num_real > 0, micro_batch.is_last, share=micro_batch)
         return step if micro_batch.is_last else self._without_exchange(step)
 
     @contextlib.contextmanager

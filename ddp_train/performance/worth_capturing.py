@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ddp_train.data.rng import global_states
 from ddp_train.distributed.process_group import from_all_ranks
+from ddp_train.distributed.training_step import CURRENT
 from ddp_train.errors import LaunchError
 from ddp_train.models.python_state import State, changed, look_through
 
@@ -141,6 +142,8 @@ class PythonState:
     """Parameters and buffers, by their names."""
     draws: tuple[bytes, ...]
     """States of GENERATORS."""
+    keyed_draws: int
+    """How often `noise_like` and its like were called."""
 
     @classmethod
     def of(cls, roots: Mapping[str, Any]) -> PythonState:
@@ -149,7 +152,7 @@ class PythonState:
             if isinstance(module, nn.Module):
                 named = [*module.named_parameters(), *module.named_buffers()]
                 weights |= {f"{root}.{name}": tensor for name, tensor in named}
-        return cls(look_through(roots), weights, global_states())
+        return cls(look_through(roots), weights, global_states(), CURRENT.marks)
 
 
 def _changes(before: State, after: State) -> list[str]:
@@ -163,6 +166,8 @@ def effect_in_python(before: PythonState, after: PythonState, device: str) -> st
 
     A tensor on the device that is changed in its place, a captured step changes too.
     """
+    if before.keyed_draws != after.keyed_draws:
+        return "the forward pass draws by ddp_train.noise_like or its like"
     for name, old, new in zip(GENERATORS, before.draws, after.draws, strict=True):
         if old != new:
             return f"the forward pass draws from {name}"

@@ -48,6 +48,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.distributed.agent import hosts_follow
 from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import from_leader
+from ddp_train.distributed.training_step import CURRENT
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.engine.epoch_hook import EpochHook
 from ddp_train.engine.hook_context import HookContext
@@ -562,7 +563,11 @@ def _noise_hook(training: Training) -> NoiseHook | None:
         return None
     seed = StepSeed(run.config.seed, run.world.rank, run.device)
     draws_by_shard = run.config.strategy.fixes_bits  # the same on any number of processes
-    return NoiseHook(run.display, lambda step: not draws_by_shard and seed.has_moved(step))
+
+    def drew_by_rank(step: int) -> bool:
+        return not draws_by_shard and seed.has_moved(step, CURRENT.marks)
+
+    return NoiseHook(run.display, drew_by_rank)
 
 
 def _sample_hook(training: Training) -> Hook | None:

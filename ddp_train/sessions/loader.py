@@ -28,7 +28,7 @@ from ddp_train.data.rng import hash_key
 from ddp_train.data.sampled_batches import SampledBatches
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
-from ddp_train.distributed.training_step import shared_out
+from ddp_train.distributed.training_step import scored, shared_out
 from ddp_train.distributed.world import World
 from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.models.put_back import leaving_nothing
@@ -218,7 +218,8 @@ class TestLoader:
         share = steps.micro_batch
         with averaged, steps.score_watch.scoring(), shared_out(), no_numbers():
             for batch in self.batches:
-                yield batch.data
+                with scored(batch.micro_batch):
+                    yield batch.data
                 if steps.position.step != step or steps.micro_batch is not share:
                     raise UsageError(
                         "the batches of run.test_loader were taken over several steps of"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ from ddp_train.data.loader import Loader
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.empty_batch import step_without_samples
 from ddp_train.distributed.process_group import same_everywhere, total
-from ddp_train.distributed.training_step import CURRENT, training_step
+from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
+from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
@@ -83,6 +84,17 @@ class Place:
     def was_done_before(self, position: Position) -> bool:
         """True if the loop over the loader was done in this epoch, and steps of others followed."""
         return self.is_over and self.epoch == position.epoch and self.step < position.step
+
+
+class StepRows(NamedTuple):
+    """The samples of a step, and what their keyed draws depend on: see data/keyed_noise.py."""
+
+    seed: int
+    epoch: int
+    step: int
+    indices: np.ndarray
+    """Those of the batch that begins the step; with several loaders it is the first one's."""
+    num_real: int
 
 
 class StatefulLoader(Protocol):
@@ -151,6 +163,10 @@ class Steps:
         self.score_watch = ScoreWatch()
         self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
         self.seed_step = StepSeed(settings.seed, world.rank, device)
+        self.draws_of_first_step: DrawsOfStep | None = None
+        """Looks what the first step of this process draws, on rank 0 of several."""
+        if world.is_leader and world.size > 1:
+            self.draws_of_first_step = DrawsOfStep(self.seed_step)
         self.is_over = False
         self._handle = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
@@ -303,7 +319,7 @@ class Steps:
         if begins:
             self._begin_step(share)
         elif share.num_real:
-            CURRENT.step = training_step(True)
+            CURRENT.step = TrainingStep(True)
         if not share.num_real and self.has_samples:
             self.has_samples = False
             self.empty_step = step_without_samples()
@@ -317,11 +333,17 @@ class Steps:
         self.has_samples = True
         self.is_epoch_complete = False
         self.had_backward = False
-        CURRENT.step = training_step(share.num_real > 0)
+        position = self.position
+        rows = StepRows(
+            self.settings.seed, position.epoch, position.step, share.indices, share.num_real
+        )
+        CURRENT.begin(TrainingStep(share.num_real > 0, share=rows))
         self.seed_step(self.position.step)
         key = hash_key(self.seed_step.key, self.position.step)
         np.random.seed(key & 0xFFFFFFFF)
         random.seed(key)
+        if self.draws_of_first_step:
+            self.draws_of_first_step.begin(self.position.step)
 
     def end_step(self, begun: MicroBatch, is_last: bool) -> None:
         """End a step, after the user's code is done with its batch.
@@ -365,12 +387,16 @@ class Steps:
         self.micro_batch = None
         self.shares.clear()
         self.places.clear()
-        CURRENT.step = None
+        CURRENT.end()
         self.empty_step.close()
 
     def _count_step(self) -> None:
         samples = self.micro_batch.num_real if self.micro_batch else 0
         self.numbers.end_step(self.position.step, samples)
+        if self.draws_of_first_step:
+            if self.draws_of_first_step.are_by_rank():
+                print(DRAWS_BY_RANK, file=sys.stderr)
+            self.draws_of_first_step = None
         self.position.batch += 1
         self.position.step += 1
         for place in self.places:
@@ -541,6 +567,23 @@ def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
         "give it one loss for each sample, with reduction='none'; of several numbers per"
         " sample their mean, or say with over=NUMBER how many they are",
     )
+
+
+class DrawsOfStep:
+    """Tells whether a step draws random numbers that depend on the process."""
+
+    def __init__(self, seed_step: StepSeed) -> None:
+        self.seed_step = seed_step
+
+    def begin(self, step: int) -> None:
+        """To be called when the generators were seeded for this step."""
+        self.step = step
+        self.others = other_generators()
+
+    def are_by_rank(self) -> bool:
+        """True if one of the generators has moved, by more than what keyed noise asks of it."""
+        by_torch = self.seed_step.has_moved(self.step, CURRENT.marks)
+        return by_torch or other_generators() != self.others
 
 
 class ScoreWatch:

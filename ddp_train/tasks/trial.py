@@ -14,8 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ddp_train.data.batch_plan import evaluation_batch
+from ddp_train.data.rng import moved_by_marks_alone
 from ddp_train.distributed.empty_batch import step_without_samples
 from ddp_train.distributed.process_group import buffer_places
+from ddp_train.distributed.training_step import CURRENT, scored
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.models.put_back import leaving_nothing
 from ddp_train.tasks.task import ModelWithTask, Task
@@ -99,7 +102,8 @@ def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str)
     numbers = np.arange(min(samples, DISTINCT_SAMPLES))
 
     def loss_of(batch: np.ndarray) -> Sum:
-        loss, units = module.loss_of(batch_of(batch))
+        with scored(evaluation_batch(0, batch)):
+            loss, units = module.loss_of(batch_of(batch))
         return float(loss), float(units)
 
     try:
@@ -129,8 +133,8 @@ def check_scores(module: ModelWithTask, batch_of: BatchOf, samples: int, key: st
     numbers = np.arange(min(samples, DISTINCT_SAMPLES))
     try:
         with undisturbed(module, "the trial of score()"):
-            of_all = _scores(module, batch_of(numbers))
-            of_each = [_scores(module, batch_of(number)) for number in numbers[:, None]]
+            of_all = _scores(module, batch_of, numbers)
+            of_each = [_scores(module, batch_of, number) for number in numbers[:, None]]
     except Exception as error:
         # A cause is an error of loss(), asked because score() gives no loss: one that fails for
         # a single sample, or without gradients, may be right in training.
@@ -145,10 +149,12 @@ def check_scores(module: ModelWithTask, batch_of: BatchOf, samples: int, key: st
             raise ConfigError([f"{key}: {problem}"])
 
 
-def _scores(module: ModelWithTask, batch: Any) -> dict[str, Sum]:
+def _scores(module: ModelWithTask, batch_of: BatchOf, numbers: np.ndarray) -> dict[str, Sum]:
     """Sum and weight of each metric, over all classes."""
     sums = {}
-    for name, pair in module.score(batch).sums.items():
+    with scored(evaluation_batch(0, numbers)):
+        scores = module.score(batch_of(numbers))
+    for name, pair in scores.sums.items():
         value, weight = (torch.as_tensor(part, dtype=torch.float64).sum() for part in pair)
         sums[name] = (float(value), float(weight))
     return sums
@@ -234,8 +240,10 @@ def undisturbed(module: ModelWithTask, what: str) -> Iterator[list[str]]:
                 if (buffer := holder[name]) is not None
             ]
             generators = _generators(gpus)
+            marks = CURRENT.marks
             yield effects
-            if _generators(gpus) != generators:
+            pairs = zip(generators, _generators(gpus), strict=True)
+            if not all(moved_by_marks_alone(*pair, CURRENT.marks - marks) for pair in pairs):
                 effects.append("draws random numbers")
             for holder, name, content in contents:
                 if _has_other_numbers(holder.get(name), content):
@@ -253,7 +261,6 @@ def _has_other_numbers(buffer: Tensor | None, content: Tensor) -> bool:
     return False
 
 
-def _generators(gpus: list[int]) -> list[bytes]:
+def _generators(gpus: list[int]) -> list[Tensor]:
     """The states of torch's random number generators."""
-    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]
-    return [state.numpy().tobytes() for state in states]
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(gpu) for gpu in gpus)]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from ddp_train import noise_like
 from ddp_train.assembly.metrics import metric_names
+from ddp_train.data.batch import Batch
+from ddp_train.data.batch_plan import evaluation_batch
 from ddp_train.errors import ConfigError
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tasks.trial import check_loss, check_scores, undisturbed
@@ -79,6 +82,10 @@ def test_a_loss_that_is_a_sum_passes_the_trial(loss: Callable[[Tensor], Any]) ->
     [
         (
             OfOutputs(lambda outputs: (outputs.square().mean(), len(outputs))),
+            r"that is a mean, not a sum; return the sum",
+        ),
+        (
+            OfOutputs(lambda outputs: ((outputs + noise_like(outputs)).mean(), len(outputs))),
             r"that is a mean, not a sum; return the sum",
         ),
         (
@@ -222,8 +229,8 @@ def test_scores_that_depend_on_the_division_are_warned_of(
         task.score = score  # type: ignore[method-assign]
         module = ModelWithTask(nn.BatchNorm1d(3), complete(task), "cpu", None)
         before = torch.get_rng_state()
-        batch = SimpleNamespace(data=torch.arange(12.0).view(4, 3))
-        assert metric_names(module, [batch]) == ["loss"]  # type: ignore[list-item]
+        batch = Batch(torch.arange(12.0).view(4, 3), evaluation_batch(0, np.arange(4)))
+        assert metric_names(module, [batch]) == ["loss"]
         assert torch.equal(before, torch.get_rng_state()) and module.training
         assert not module.model.running_mean.any() and module.model.num_batches_tracked == 0
         return [
@@ -233,6 +240,7 @@ def test_scores_that_depend_on_the_division_are_warned_of(
         ]
 
     assert names(lambda model, batch: {"loss": (model(batch).sum(), len(batch))}) == []
+    assert names(lambda model, batch: {"loss": (noise_like(batch).sum(), len(batch))}) == []
     (drawn,) = names(
         lambda model, batch: {"loss": ((model(batch) * torch.rand(())).sum(), len(batch))}
     )

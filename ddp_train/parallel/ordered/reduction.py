@@ -95,7 +95,7 @@ class OrderedReduction(Replicas):
         # In place of the step's seed, which knows the rank.
         self.seeds[micro_batch.shard_index](micro_batch.step)
         try:
-            with TrainingStep(counts=micro_batch.num_real > 0, refused=NO_GATHER):
+            with TrainingStep(micro_batch.num_real > 0, refused=NO_GATHER, share=micro_batch):
                 yield
         except BaseException:
             # A peer is gone: what is saved then are the buffers of the last whole step.

@@ -1,0 +1,240 @@
+"""Random numbers of a step that are the same on any number of processes.
+
+Each row of a tensor belongs to a sample of the batch. Its numbers are a hash of seed, step, sample,
+the number of the call in the step, and the place in the row: they do not depend on which process
+computes the sample, beside which others, or in which micro-batch. In an evaluation they depend on
+sample, call and place alone. The hash is that of data/rng.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ddp_train.data.rng import draw_mark, hash_bits, hash_key, random_bits, shift
+from ddp_train.distributed.training_step import CURRENT, Share
+from ddp_train.errors import ConfigError, DataError, LaunchError
+from ddp_train.text import counted
+
+Rows = Literal["samples", "views", "parts", "shared"]
+"""Whose the rows of a tensor are.
+
+samples: row i is sample i of the batch.
+views: all samples, and all of them again, as torch.cat([view, other]) has them.
+parts: all parts of the first sample, then those of the second, as flatten(0, 1) has them.
+shared: the tensor is no batch: all samples, of all processes, see the same numbers.
+"""
+
+WAYS = (
+    "rows='views' if all samples come and then all of them again, as in torch.cat of two views;"
+    " rows='parts' if all parts of one sample come and then those of the next, as after"
+    " flatten(0, 1); rows='shared' for numbers that all samples see, noise on weights for example"
+)
+
+
+def noise_like(x: Tensor, *, rows: Rows = "samples", dtype: torch.dtype | None = None) -> Tensor:
+    """Standard normal noise in the shape of x, in place of torch.randn_like(x).
+
+    The same for a sample on any number of processes, with accumulation and after a resume. Every
+    process must call it equally often in a step. Without a batch of a run (in a plain script, for a
+    picture between two steps) it is torch.randn_like itself.
+
+    x: [n, ...], of which only shape, dtype and device matter.
+    rows: whose the rows are, see `Rows`.
+    dtype: of the result, floating-point; that of x by default.
+
+    Raises DataError if the rows of x cannot be those of the samples, ConfigError on several GPUs
+    with strategy=dp, and LaunchError in a step that is being captured as a CUDA graph.
+    """
+    kind = _floating("noise_like", dtype or x.dtype)
+    bits = _bits_like(x, "noise_like", rows)
+    if bits is None:
+        return torch.randn_like(x, dtype=kind)
+    # Odd multiples of 2^-52 between -1 and 1, exact in float64: neither end is among them.
+    centred = shift(bits, 12).double().mul_(2).add_(1).mul_(2.0**-52).sub_(1)
+    return centred.erfinv_().mul_(math.sqrt(2)).to(kind)
+
+
+def rand_like(x: Tensor, *, rows: Rows = "samples", dtype: torch.dtype | None = None) -> Tensor:
+    """Uniform numbers in [0, 1) in the shape of x, in place of torch.rand_like(x).
+
+    As `noise_like`, whose arguments it has. `rand_like(x) < p` is a mask, its `argsort(1)` a
+    permutation for each sample. Of another dtype they are the same numbers, cut off.
+    """
+    kind = _floating("rand_like", dtype or x.dtype)
+    bits = _bits_like(x, "rand_like", rows)
+    if bits is None:
+        return torch.rand_like(x, dtype=kind)
+    digits = 1 - round(math.log2(torch.finfo(kind).eps))
+    return shift(bits, 64 - digits).to(kind).mul_(2.0**-digits)
+
+
+def randint_like(
+    x: Tensor,
+    low: int,
+    high: int | None = None,
+    *,
+    rows: Rows = "samples",
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Whole numbers from low to high - 1 in the shape of x, in place of torch.randint_like.
+
+    As `noise_like`. `randint_like(labels, 1000)` is a step of diffusion for each sample.
+
+    low: the least; with `high` left out, 0, and `low` is what they stay below.
+    dtype: of the result, that of x by default.
+    """
+    if high is None:
+        low, high = 0, low
+    span = high - low
+    if not 0 < span <= 1 << 53:
+        raise DataError(
+            f"ddp_train.randint_like: no numbers from {low} to below {high}",
+            "give it low < high, or the number of choices alone",
+        )
+    kind = dtype or x.dtype
+    bits = _bits_like(x, "randint_like", rows)
+    if bits is None:
+        return torch.randint_like(x, low, high, dtype=kind)
+    fractions = shift(bits, 11).double().mul_(2.0**-53)
+    return fractions.mul_(span).floor_().add_(low).to(kind)
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, *, rows: Rows = "samples") -> Tensor:
+    """Zeros in x with probability p, the rest divided by 1 - p: torch.nn.functional.dropout.
+
+    As `noise_like`. Stochastic depth, which drops a block for whole samples, is
+    `x * dropout(torch.ones_like(x[:, :1, :1]), p)` for x of [n, tokens, width].
+
+    training: False returns x.
+    """
+    if not 0 <= p <= 1:
+        raise DataError(f"ddp_train.dropout: p is {p}", "use a probability, 0 to 1")
+    if not training or p == 0:
+        return x
+    bits = _bits_like(x, "dropout", rows)
+    if bits is None:
+        return functional.dropout(x, p)
+    if p == 1:
+        return x * 0
+    is_kept = shift(bits, 1) >= int(p * 2**63)
+    return x * is_kept.to(x.dtype).mul_(1 / (1 - p))
+
+
+class Draws:
+    """What was drawn for the samples of one batch."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        if share.epoch is None:
+            self.key = hash_key("noise of an evaluation")
+        else:
+            self.key = hash_key(share.seed, "noise of a step", share.epoch, share.step)
+        self.numbers: dict[int, int] = {}
+        """The number of each call, by the mark that was drawn in it."""
+        self.keys: dict[tuple[torch.device, bool], Tensor] = {}
+
+    def number_of_call(self, name: str) -> int:
+        """How many calls there were before; of a call that is computed again, before the first.
+
+        Raises DataError for a call that is computed again with another state of torch's generator.
+        """
+        mark = draw_mark()
+        CURRENT.marks += 1
+        if mark not in self.numbers:
+            if torch._C._current_graph_task_id() != -1:
+                raise DataError(
+                    f"ddp_train.{name}: called in a backward pass, with another state of torch's"
+                    " generator than in the forward pass: it cannot draw the same again",
+                    "torch.utils.checkpoint.checkpoint(..., preserve_rng_state=True), which is the"
+                    " default, and backward() in the step of the forward pass",
+                )
+            self.numbers[mark] = len(self.numbers)
+        return self.numbers[mark]
+
+    def keys_on(self, device: torch.device, shared: bool) -> Tensor:
+        """A key for each sample, int64 [n], or one that all samples share."""
+        place = device, shared
+        if place not in self.keys:
+            if shared:
+                keys = torch.tensor([hash_key(self.key, "shared")])
+            else:
+                keys = hash_bits(self.key, torch.from_numpy(self.share.indices))
+            self.keys[place] = keys.to(device, non_blocking=True)
+        return self.keys[place]
+
+
+def _draw_bits(x: Tensor, name: str, rows: Rows) -> Tensor | None:
+    """64 random bits for each element of x, int64; None without a batch whose samples are known.
+
+    name: of the function that was called, for messages.
+    """
+    share = CURRENT.share
+    if share is None:
+        return None
+    if CURRENT.step and CURRENT.step.has_replicas:
+        raise ConfigError(
+            [
+                f"strategy=dp: ddp_train.{name} does not know which samples a GPU has; use"
+                " strategy=ddp"
+            ]
+        )
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise LaunchError(
+            f"ddp_train.{name}: a captured step would draw the same numbers in each replay",
+            "use tuning.cuda_graph=false; in a graph of your own, draw before it and copy into it",
+        )
+    samples = len(share.indices)
+    if not share.num_real and x.ndim and not len(x):
+        samples = 0
+    _check_rows(x, name, rows, samples)
+    if CURRENT.draws is None:
+        CURRENT.draws = Draws(share)
+    number = CURRENT.draws.number_of_call(name)
+    if not x.numel():
+        return torch.empty(x.shape, dtype=torch.int64, device=x.device)
+    keys = CURRENT.draws.keys_on(x.device, rows == "shared") + hash_key("call", number)
+    bits = random_bits(keys, x.numel() // len(keys))
+    if rows == "views":
+        bits = bits.view(samples, len(x) // samples, -1).transpose(0, 1)
+    return bits.reshape(x.shape)
+
+
+# What a step draws must not become a constant of a compiled graph: the graph breaks here.
+_bits_like: Callable[[Tensor, str, Rows], Tensor | None] = torch.compiler.disable(_draw_bits)  # pyright: ignore[reportAssignmentType]
+
+
+def _check_rows(x: Tensor, name: str, rows: Rows, samples: int) -> None:
+    """Raise DataError if a tensor has not the rows that it is said to have."""
+    if rows not in ("samples", "views", "parts", "shared"):
+        raise DataError(f"ddp_train.{name}: rows={rows!r}", WAYS)
+    if rows == "shared":
+        return
+    shape = list(x.shape)
+    if not x.ndim:
+        raise DataError(
+            f"ddp_train.{name} was given a tensor without rows",
+            "give it [n, ...], or rows='shared'",
+        )
+    if len(x) == samples:
+        return
+    if rows == "samples" or not samples or len(x) % samples:
+        raise DataError(
+            f"ddp_train.{name}: the tensor {shape} has {counted(len(x), 'row')}, and the batch"
+            f" {counted(samples, 'sample')} here: which row is whose?",
+            f"give it the samples first, [{samples}, ...]; else {WAYS}",
+        )
+
+
+def _floating(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype. Raises DataError if it is none of floating-point numbers."""
+    if not dtype.is_floating_point:
+        raise DataError(
+            f"ddp_train.{name}: {dtype} has no fractions", "dtype=torch.float32, or another x"
+        )
+    return dtype
