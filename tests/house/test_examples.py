@@ -51,6 +51,7 @@ COMMANDS = {
         ),
         {"accuracy"},
     ),
+    "vae": (("experiment=vae", "data.limit=60", "model.width=4"), {"error"}),
     "diabetes": (
         (
             "data._target_=examples.diabetes.Diabetes",
