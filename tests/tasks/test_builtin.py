@@ -192,3 +192,29 @@ def test_plan_names_the_loss_of_built_in_tasks_alone() -> None:
         task_row(CustomTaskConfig(target="mine.Margin"), Margin())
         == "mine.Margin, mean over samples"
     )
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (4, 1, 3), (4, 3, 1), (1, 4, 3)])
+def test_dimensions_of_one_are_no_matter_to_a_regression(shape: tuple[int, ...]) -> None:
+    outputs = torch.arange(12.0)
+    targets = torch.ones(4, 3)
+    loss, samples = Regression().loss(nn.Identity(), (outputs.view(shape), targets))
+    assert loss.item() == pytest.approx((outputs - 1).square().sum().item() / 3)
+    assert samples == 4
+
+
+@pytest.mark.parametrize(
+    ("task", "shape", "targets"),
+    [
+        (Regression(), (3, 4), torch.ones(4, 3)),
+        (Classification(), (4, 1, 3), torch.zeros(4, dtype=torch.int64)),
+        (Classification(), (4, 3, 1), torch.full((4, 3), 1 / 3)),
+        (Multilabel(), (4, 1, 3), torch.ones(4, 3)),
+    ],
+)
+def test_outputs_of_other_rows_are_refused_by_shape(
+    task: BuiltIn, shape: tuple[int, ...], targets: Tensor
+) -> None:
+    outputs = torch.zeros(shape)
+    with pytest.raises(DataError, match=rf"outputs are of shape \[{', '.join(map(str, shape))}\]"):
+        task.loss(nn.Identity(), (outputs, targets))
