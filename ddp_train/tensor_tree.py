@@ -75,6 +75,11 @@ def set_attribute(value: Any, name: str, part: Any) -> None:
         object.__setattr__(value, name, part)
 
 
+def has_items(value: Any) -> bool:
+    """True for a mapping that holds its items itself; others have them in an attribute."""
+    return isinstance(value, dict) or (isinstance(value, Mapping) and not attributes_of(value))
+
+
 def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A copy of a mapping of any type whose values are others."""
     if type(mapping) is dict:
@@ -98,7 +103,7 @@ def with_changed_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     in it the object itself."""
     if not holds_tensors(value):
         return value
-    if isinstance(value, Mapping):
+    if has_items(value):
         clone = with_items(value, {key: change(item) for key, item in value.items()})
     elif isinstance(value, SEQUENCES):
         clone = with_members(value, [change(item) for item in value])

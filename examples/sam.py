@@ -13,15 +13,15 @@ from torch.utils.data import TensorDataset
 import ddp_train
 
 SAMPLES = 200
-EPOCHS = 5
+EPOCHS = 10
 
 
 def spirals(count: int = SAMPLES) -> TensorDataset:
     """Points on two spirals [n, 2], and which of them."""
-    angles = 0.5 + 6 * torch.arange(count).double() / count
+    angles = 0.5 + 3 * torch.arange(count).double() / count
     which = torch.arange(count) % 2
     turned = angles + torch.pi * which
-    return TensorDataset(angles[:, None] * torch.stack([turned.cos(), turned.sin()], 1) / 6, which)
+    return TensorDataset(angles[:, None] * torch.stack([turned.cos(), turned.sin()], 1) / 3, which)
 
 
 class SharpnessAware:
@@ -67,7 +67,7 @@ def new_model() -> nn.Module:
 
 def train(run: Any, epochs: int = EPOCHS, samples: int = SAMPLES) -> nn.Module:
     model = run.wrap(new_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sharpness_aware = SharpnessAware(optimizer)
     loader = run.loader(spirals(samples), global_batch_size=16)
     run.resume(model=model, optimizer=optimizer)

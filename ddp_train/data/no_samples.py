@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections import UserDict
-from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
@@ -21,6 +19,7 @@ from ddp_train.tensor_tree import (
     LEAVES,
     SEQUENCES,
     attributes_of,
+    has_items,
     set_attribute,
     with_items,
     with_members,
@@ -69,7 +68,7 @@ class _Cut:
             return one
         if id(one) in self.done:
             return self.done[id(one)]
-        if isinstance(one, Mapping):
+        if has_items(one):
             items = {name: self(value, two[name]) for name, value in one.items()}
             return self._with_attributes(one, with_items(one, items), two)
         if isinstance(one, SEQUENCES):
@@ -91,10 +90,12 @@ class _Cut:
     def _with_attributes(self, one: Any, clone: Any, two: Any) -> Any:
         """A copy of an object of one sample whose attributes become those of none."""
         self.done[id(one)] = clone  # it may lead to itself
+        of_one = attributes_of(one)
         of_two = attributes_of(two)
         for name, part in attributes_of(clone).items():
-            is_storage = isinstance(clone, UserDict) and name == "data"
-            if name in of_two and not is_storage:
+            # A dict may set its items as attributes too, which are those of none then.
+            is_as_before = not isinstance(one, dict) or part is of_one.get(name)
+            if name in of_two and is_as_before:
                 set_attribute(clone, name, self(part, of_two[name]))
         return clone
 

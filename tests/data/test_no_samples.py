@@ -126,7 +126,7 @@ def test_objects_of_any_type_are_cut() -> None:
     rows = {path: list(tensor.shape) for path, tensor in named_tensors(none)}
     of_time = {path: shape for path, shape in rows.items() if 0 not in shape}
     assert of_time == {
-        "['graphs'].store.items['first']": [1],  # where graphs begin, and the end
+        "['graphs'].store['first']": [1],  # where graphs begin, and the end
         "['packed'][1]": [3],  # the lengths at each of three times
     }
     assert none["packed"].batch_sizes.tolist() == [0, 0, 0]

@@ -38,7 +38,7 @@ def sam_on(world: World) -> dict[str, Tensor]:
 
 def sam_by_hand() -> dict[str, Tensor]:
     model = sam.new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     points, labels = sam.spirals(SAMPLES).tensors
     for share in shares():
         before = [part.detach().clone() for part in model.parameters()]

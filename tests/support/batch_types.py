@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Self
@@ -55,15 +56,37 @@ class Encoding(UserDict[str, Any]):
         return self
 
 
-class Store:
+class Kept(MutableMapping[str, Any]):
+    """A mapping whose copy has the same storage."""
+
+    def __init__(self, parts: dict[str, Any]) -> None:
+        self.parts = parts
+
+    def __getitem__(self, name: str) -> Any:
+        return self.parts[name]
+
+    def __setitem__(self, name: str, part: Any) -> None:
+        self.parts[name] = part
+
+    def __delitem__(self, name: str) -> None:
+        del self.parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+class Store(Kept):
     """As that of PyTorch Geometric's Data: it knows whose it is."""
 
-    def __init__(self, owner: Any, items: dict[str, Any]) -> None:
+    def __init__(self, owner: Any, parts: dict[str, Any]) -> None:
+        super().__init__(parts)
         self.owner = weakref.ref(owner)
-        self.items = items
 
     def __copy__(self) -> Store:
-        other = Store(self, dict(self.items))
+        other = Store(self, dict(self.parts))
         other.owner = self.owner
         return other
 
@@ -81,14 +104,14 @@ class Graphs:
         return other
 
     def __getattr__(self, name: str) -> Any:
-        if name != "store" and name in self.store.items:
-            return self.store.items[name]
+        if name != "store" and name in self.store:
+            return self.store[name]
         raise AttributeError(name)
 
     def to(self, device: Any, *others: Any) -> Graphs:
-        for name, item in self.store.items.items():
+        for name, item in list(self.store.items()):
             if isinstance(item, Tensor):
-                self.store.items[name] = item.to(device, *others)
+                self.store[name] = item.to(device, *others)
         return self
 
 
@@ -129,6 +152,7 @@ def batch_of(count: int) -> dict[str, Any]:
         "read only": MappingProxyType({"x": torch.ones(count, 2)}),
         "attributes": Attributes(x=torch.ones(count, 2)),
         "mapping": UserDict(x=torch.ones(count, 2)),
+        "kept": Kept({"x": torch.ones(count, 2)}),
         "encoding": Encoding({"ids": ids, "mask": ids}, [object()] * count),
         "graphs": Graphs(
             x=torch.ones(3 * count, 2),

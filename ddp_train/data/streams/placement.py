@@ -214,8 +214,9 @@ class CopyStream:
             placed = self.placement(batch)
         training.wait_stream(self.stream)
         for tensor in tensors(placed.data):
-            # Its memory must not be reused before training has read it.
-            tensor.record_stream(training)
+            if tensor.device.type == device.type:  # an object may leave some on the host
+                # Its memory must not be reused before training has read it.
+                tensor.record_stream(training)
         return placed
 
 

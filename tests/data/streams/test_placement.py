@@ -125,6 +125,12 @@ def test_batches_of_any_type_are_moved() -> None:
     assert (moved["names"], moved["array"]) == (["a", "a"], batch["array"])
 
 
+def test_what_stays_on_the_host_is_kept_for_no_stream(training: Stream) -> None:
+    """record_stream is an error for it."""
+    CopyStream(Placement(META))(Batch({"packed": batch_of(2)["packed"]}, SHARE))
+    assert events.count("kept for training") == 1  # the rows, and not their lengths
+
+
 def test_batches_of_any_type_get_the_number_type() -> None:
     moved = placed(batch_of(2), CPU, torch.float64)
     assert {tensor.dtype for tensor in tensors(moved)} == {torch.float64, torch.int64}
