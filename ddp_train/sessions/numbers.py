@@ -13,11 +13,16 @@ from torch import Tensor
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.world import World
 from ddp_train.errors import LogError
+from ddp_train.options.sections import TrackerConfig
 from ddp_train.sessions.settings import UsageError
 from ddp_train.tasks.logged_numbers import LogCall, LoggedNumbers, Moment, Rule
 from ddp_train.tasks.mean_loss import Number, as_tensor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.own_numbers import OF_THE_LINE
+from ddp_train.telemetry.trackers.delivery import FILE as DELIVERED
+from ddp_train.telemetry.trackers.scalars import plain_values
+from ddp_train.telemetry.trackers.tracker import TrackedRun
+from ddp_train.telemetry.trackers.tracking import Tracking
 
 LOG = "run.log"
 OF_A_SESSION = (*OF_THE_LINE, "samples_seen", "figures", "lrs", "mfu")
@@ -78,6 +83,8 @@ class SessionNumbers:
         """The step that the run began at here."""
         self.last_line = 0
         """The step of the last line of training."""
+        self.tracking: Tracking | None = None
+        self.hyperparameters: dict[str, Any] = {}
         self.sent: Sent | None = None
         self.began = self.step_ended = time.perf_counter()
 
@@ -96,6 +103,25 @@ class SessionNumbers:
             "samples_of_line": self.samples_of_line,
             "logged": self.logged.state(),
         }
+
+    def open(self) -> None:
+        """Open the file, and the trackers, when it is known where the run begins."""
+        if self.metrics is not None:
+            return
+        self.metrics = MetricsFile(self.run_dir, self.world.is_leader, self.first_step)
+        if not self.tracking or not self.tracking.trackers:
+            return
+        if not self.first_step:  # begun anew: its lines are sent anew
+            (self.run_dir / DELIVERED).unlink(missing_ok=True)
+        run = TrackedRun(
+            self.run_dir,
+            self.run_dir.name,
+            TrackerConfig().project,
+            plain_values(self.hyperparameters),
+            self.first_step,
+        )
+        self.tracking.start(run, self.metrics.kept)
+        self.metrics.listeners.append(self.tracking.write)
 
     # --- one process ------------------------------------------------------------------------------
 
@@ -182,8 +208,7 @@ class SessionNumbers:
         self._write(sent.place, sent.has_line)
 
     def _write(self, place: Place, has_line: bool) -> None:
-        if self.metrics is None:
-            self.metrics = MetricsFile(self.run_dir, self.world.is_leader, self.first_step)
+        self.open()
         moments = self.logged.take_moments()
         for moment, numbers in moments:
             if moment.step < place.step:

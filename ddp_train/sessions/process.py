@@ -44,6 +44,7 @@ from ddp_train.sessions.settings import Settings, in_words, is_interactive
 from ddp_train.sessions.steps import Steps, StoppedError
 from ddp_train.telemetry.log_files import log_handlers, redirect_streams
 from ddp_train.telemetry.pages.live import LivePage
+from ddp_train.telemetry.trackers.tracking import FAILED_SECONDS, Tracking, open_trackers
 from ddp_train.text import counted
 
 
@@ -88,6 +89,7 @@ class SessionProcess:
         self.store: Store | None = None
         """The key-value store that all processes share, once this one has joined them."""
         self.is_stopped = False
+        self.tracking: Tracking | None = None
         self.steps: Steps | None = None
         """None until they are prepared."""
 
@@ -129,6 +131,12 @@ class SessionProcess:
         np.random.seed(settings.seed & 0xFFFFFFFF)
         random.seed(settings.seed)
         self.steps = steps = Steps(settings, self.world, device, worker.status, self.stop)
+        trackers = settings.trackers if self.world.is_leader else {}
+        self.tracking = leftovers.enter_context(
+            open_trackers(trackers, settings.grace_seconds, settings.timeout_seconds)
+        )
+        steps.numbers.tracking = self.tracking
+        steps.numbers.hyperparameters = {**self.facts, **settings.hyperparameters}
         leftovers.callback(self.stop.close)
         leftovers.callback(steps.close)
         return steps
@@ -196,6 +204,8 @@ class SessionProcess:
             "epochs": position.epoch,
         }
         write_json(self.settings.run_dir / failure_report.SUMMARY, summary)
+        if self.tracking:
+            self.tracking.finish(summary)
         if launcher_pid() is None:
             LivePage(self.settings.run_dir, {}).write()
         if not self.is_stopped:
@@ -214,6 +224,8 @@ class SessionProcess:
         if self.steps and not self.steps.has_samples:
             error.add_note(NO_SAMPLE)
         code = self.reporter.log_and_report(error, self.settings.grace_seconds)
+        if self.tracking:
+            self.tracking.close("failed", {}, FAILED_SECONDS)
         if not self.alone:
             self.worker.leave(code)
         for child in multiprocessing.active_children():

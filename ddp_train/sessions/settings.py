@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_train.config.folders import SESSION, is_of_run, is_of_sweep
+from ddp_train.config.packages import how_to_install
+from ddp_train.config.user_code import missing_package
 from ddp_train.errors import ConfigError
+from ddp_train.options.registry import TRACKERS
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import is_foreign
+from ddp_train.telemetry.trackers.tracker import Tracker
+from ddp_train.text import did_you_mean, snake_case
 
 _REPLACEMENTS = (
     (
@@ -104,6 +110,36 @@ def lock_run_dir(run_dir: Path, patience_seconds: float = 0.0) -> run_lock.Lock:
         ) from None
 
 
+def trackers_of(trackers: Sequence[str | Tracker]) -> dict[str, Tracker]:
+    """Trackers by their names. Raises UsageError for one that there is not.
+
+    trackers: names of ours, and objects of the user's classes.
+    """
+    found: dict[str, Tracker] = {}
+    if isinstance(trackers, str | Tracker):
+        trackers = [trackers]
+    for tracker in trackers:
+        if isinstance(tracker, str) and tracker in TRACKERS:
+            found[tracker] = TRACKERS[tracker]()
+        elif isinstance(tracker, Tracker):
+            found[snake_case(type(tracker).__name__)] = tracker
+        else:
+            hint = did_you_mean(tracker, list(TRACKERS)) if isinstance(tracker, str) else ""
+            raise UsageError(
+                f"ddp_train.session: trackers: {tracker!r} is no tracker{hint}",
+                f"use {', '.join(TRACKERS)}, or an object of a class derived from"
+                " ddp_train.Tracker",
+            )
+    for name, tracker in found.items():
+        missing = missing_package(type(tracker))
+        if missing:
+            raise UsageError(
+                f"ddp_train.session: trackers: {name} needs {missing}, which is not installed",
+                how_to_install(missing),
+            )
+    return found
+
+
 def in_words(text: str) -> str:
     """A message of a run, with the arguments of a session in place of the keys of a config."""
     for pattern, replacement in _REPLACEMENTS:
@@ -126,6 +162,10 @@ class Settings:
     timeout_seconds: float
     grace_seconds: float
     log_every_steps: int = 50
+    trackers: Mapping[str, Tracker] = field(default_factory=dict)
+    """By their names; rank 0 alone opens them."""
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    """What trackers show of the run."""
 
     def __post_init__(self) -> None:
         least_values = {

@@ -11,9 +11,9 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ddp_train.distributed.environment import (
     PROCESSES,
@@ -34,8 +34,16 @@ from ddp_train.launcher.workload import Workload
 from ddp_train.linux import keep_exit_codes
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig
-from ddp_train.sessions.settings import Settings, UsageError, in_words, is_interactive, lock_run_dir
+from ddp_train.sessions.settings import (
+    Settings,
+    UsageError,
+    in_words,
+    is_interactive,
+    lock_run_dir,
+    trackers_of,
+)
 from ddp_train.telemetry.pages.live import LivePage
+from ddp_train.telemetry.trackers.tracker import Tracker
 
 if TYPE_CHECKING:
     from ddp_train.sessions.run import Run
@@ -57,6 +65,8 @@ def session(
     timeout_seconds: float = 600.0,
     grace_seconds: float = 30.0,
     log_every_steps: int = 50,
+    trackers: Sequence[str | Tracker] = (),
+    hyperparameters: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
     """One run of a training loop of your own, on any number of processes.
 
@@ -77,6 +87,9 @@ def session(
     timeout_seconds: a process without progress for so long is a hang.
     grace_seconds: from a request to stop until the processes are killed.
     log_every_steps: steps between two lines of metrics.jsonl, with what `run.log` got.
+    trackers: tensorboard, wandb, mlflow, or objects of classes derived from `ddp_train.Tracker`,
+        which get these lines.
+    hyperparameters: what trackers show of the run, vars(args) for one.
 
     Ends the process with the exit codes of docs/failures.md, after one line that says why. In a
     notebook it raises instead.
@@ -95,6 +108,8 @@ def session(
                 timeout_seconds=timeout_seconds,
                 grace_seconds=grace_seconds,
                 log_every_steps=log_every_steps,
+                trackers=trackers_of(trackers),
+                hyperparameters=hyperparameters or {},
             )
             command = None
             if world is None and (settings.processes > 1 or max_restarts):

@@ -195,6 +195,7 @@ class Steps:
         self._go_on_with_loaders()
         if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
+        self.numbers.open()
         while position.epoch < count:
             self._begin_epoch()
             yield position.epoch
