@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -102,6 +103,22 @@ class HookContext:
         call = LogCall.of(HOOK_LOG, name, values, over, how, alone=Rule.MEAN)
         logged.check(HOOK_LOG, name, call.rule)
         logged.add_at(Moment(HOOK, self.step), call.entry())
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Send an image of rank 0 to the trackers; it waits for the device.
+
+        image: a tensor or an array, [1 or 3, height, width] or [height, width]; of bytes, or of
+            numbers from 0 to 1.
+        """
+        self._job.media.image(self.step, name, image)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Send a text of rank 0 to the trackers."""
+        self._job.media.text(self.step, name, text)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Send a table of rank 0 to the trackers."""
+        self._job.media.table(self.step, name, columns, rows)
 
     def observe(self, observer: StepObserver) -> None:
         """Have an observer called around each backward pass and each update from now on."""

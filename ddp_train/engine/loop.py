@@ -18,6 +18,7 @@ from ddp_train.parallel.strategy import Strategy
 from ddp_train.resilience.preemption import StopController
 from ddp_train.tasks.score import OF_THE_MODEL, Score, Scorer
 from ddp_train.tasks.task import ModelWithTask
+from ddp_train.telemetry.trackers.media import Media
 
 Forward = Callable[[Any], tuple[Tensor, Tensor | None]]
 """The loss of a batch as a scalar, and its number of units; None if these are the samples."""
@@ -56,6 +57,8 @@ class Job:
     step: int = 0
     score: Score | None = None
     """The score of `step`, if it was evaluated."""
+    media: Media = field(default_factory=Media)
+    """Where hooks send images, texts and tables."""
     stand_ins_count: bool = False
     """A process without a sample in a micro-batch gets another's, which has no weight in the loss,
     and what the model or the task counts beside it has one sample too many."""

@@ -212,6 +212,8 @@ class Training:
         """Build the checkpoint hook, start the trackers, and give the job all of its hooks."""
         self.checkpoint_hook = build_checkpoint_hook(self)
         self.metrics_hook.hooks_log = bool(self.user_hooks.acting)
+        if self.run.world.is_leader:
+            self.job.media.tracking = tracking
         start_trackers(self.run, tracking, self.metrics_hook.metrics, self.start.step)
         self.job.hooks = hooks_of(self, tracking)
 

@@ -20,6 +20,7 @@ from ddp_train.tasks.mean_loss import Number, as_tensor
 from ddp_train.telemetry.metrics_log import MetricsFile
 from ddp_train.telemetry.own_numbers import OF_THE_LINE
 from ddp_train.telemetry.trackers.delivery import FILE as DELIVERED
+from ddp_train.telemetry.trackers.media import Media
 from ddp_train.telemetry.trackers.scalars import plain_values
 from ddp_train.telemetry.trackers.tracker import TrackedRun
 from ddp_train.telemetry.trackers.tracking import Tracking
@@ -84,6 +85,7 @@ class SessionNumbers:
         self.last_line = 0
         """The step of the last line of training."""
         self.tracking: Tracking | None = None
+        self.media = Media(is_held=device.startswith("cuda"))
         self.hyperparameters: dict[str, Any] = {}
         self.sent: Sent | None = None
         self.began = self.step_ended = time.perf_counter()
@@ -206,6 +208,7 @@ class SessionNumbers:
         self.samples_seen += samples
         self.samples_of_line += samples
         self._write(sent.place, sent.has_line)
+        self.media.release()
 
     def _write(self, place: Place, has_line: bool) -> None:
         self.open()

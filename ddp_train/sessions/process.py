@@ -136,6 +136,8 @@ class SessionProcess:
             open_trackers(trackers, settings.grace_seconds, settings.timeout_seconds)
         )
         steps.numbers.tracking = self.tracking
+        if self.world.is_leader:
+            steps.media.tracking = self.tracking
         steps.numbers.hyperparameters = {**self.facts, **settings.hyperparameters}
         leftovers.callback(self.stop.close)
         leftovers.callback(steps.close)

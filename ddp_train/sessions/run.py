@@ -265,6 +265,25 @@ class Run:
         """
         self._open_steps("run.log").log(name, values, over, how)
 
+    def log_image(self, name: str, image: Any) -> None:
+        """Send an image of rank 0 to the trackers; it waits for the device.
+
+        image: a tensor or an array, [1 or 3, height, width] or [height, width]; of bytes, or of
+            numbers from 0 to 1.
+        """
+        steps = self._open_steps("run.log_image")
+        steps.media.image(steps.log_step, name, image)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Send a text of rank 0 to the trackers."""
+        steps = self._open_steps("run.log_text")
+        steps.media.text(steps.log_step, name, text)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Send a table of rank 0 to the trackers."""
+        steps = self._open_steps("run.log_table")
+        steps.media.table(steps.log_step, name, columns, rows)
+
     @overload
     def sum(self, value: Tensor) -> Tensor: ...
     @overload

@@ -162,6 +162,7 @@ class Steps:
         """The mean loss of this step has gone backward."""
         self.score_watch = ScoreWatch()
         self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
+        self.media = self.numbers.media
         self.seed_step = StepSeed(settings.seed, world.rank, device)
         self.draws_of_first_step: DrawsOfStep | None = None
         """Looks what the first step of this process draws, on rank 0 of several."""
@@ -409,9 +410,13 @@ class Steps:
     def log(self, name: str, values: Any, over: Any, how: str) -> None:
         """See Run.log."""
         in_step = self.micro_batch is not None and not self.score_watch.is_scoring
-        is_updated = in_step and self.gradients.are_used and self.had_backward
-        step = self.position.step + is_updated
-        self.numbers.log(step, name, values, over, how, in_step)
+        self.numbers.log(self.log_step, name, values, over, how, in_step)
+
+    @property
+    def log_step(self) -> int:
+        """The number of updates that are done, for what is logged now."""
+        in_step = self.micro_batch is not None
+        return self.position.step + (in_step and self.gradients.are_used and self.had_backward)
 
     def mean(
         self,

@@ -291,6 +291,7 @@ class Hook:
 
     def act(self, job):
         job.log("hooks/rank", self.rank)
+        job.log_text("note", f"of rank {self.rank}")
         if self.rank == 0:
             ddp_train.log("hooks/steps", job.step, how="last")
 
@@ -303,6 +304,9 @@ class Sheet(ddp_train.Tracker):
     def write(self, step, scalars):
         with self.file.open("a") as file:
             file.write(f"{step} {' '.join(scalars)}\\n")
+
+    def write_text(self, step, name, text):
+        self.write(step, [name, text])
 
     def close(self, status, summary):
         pass
@@ -334,6 +338,7 @@ def test_resumed_run_has_the_lines_of_an_undisturbed_one(tmp_path: Path) -> None
             assert (line["hooks/rank"], line["hooks/steps"]) == (1.0, line["step"])
     sheet = (calm / "sheet.txt").read_text()
     assert "train/mine/loss" in sheet and "8 hook/epoch hook/hooks/rank hook/hooks/steps" in sheet
+    assert "8 note of rank 0" in sheet and "of rank 1" not in sheet
     assert "mine/loss" in (calm / "report.html").read_text()
 
     resumed = tmp_path / "resumed"

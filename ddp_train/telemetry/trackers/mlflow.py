@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_train.telemetry.trackers.tracker import Scalars, TrackedRun, Tracker
+
+if TYPE_CHECKING:
+    from numpy import ndarray
 
 PARAMETERS_AT_ONCE = 100
 PARAMETER_LETTERS = 6_000
@@ -55,6 +59,16 @@ class Mlflow(Tracker):
         now = int(time.time() * 1000)
         metrics = [Metric(name, value, now, step) for name, value in scalars.items()]
         self.client.log_batch(self.run_id, metrics=metrics)
+
+    def write_image(self, step: int, name: str, image: ndarray) -> None:
+        self.client.log_image(self.run_id, image, f"{name}/step_{step:08}.png")
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self.client.log_text(self.run_id, text, f"{name}/step_{step:08}.txt")
+
+    def write_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        text = json.dumps({"columns": columns, "data": rows}, default=str)
+        self.client.log_text(self.run_id, text, f"{name}/step_{step:08}.json")
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
         numbers = {name: value for name, value in summary.items() if isinstance(value, int | float)}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_train.telemetry.trackers.tracker import Scalars, TrackedRun, Tracker, new_id
 
 if TYPE_CHECKING:
+    from numpy import ndarray
     from torch import Tensor, nn
 
 FOLDER = "tensorboard"
@@ -77,6 +78,20 @@ class TensorBoard(Tracker):
                 bins=HISTOGRAM_BINS,  # pyright: ignore[reportArgumentType]
             )
         self.writer.flush()
+
+    def write_image(self, step: int, name: str, image: ndarray) -> None:
+        self.writer.add_image(name, image, step, dataformats="HWC")
+        self.writer.flush()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self.writer.add_text(name, text, step)
+        self.writer.flush()
+
+    def write_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Write it in Markdown, which TensorBoard draws."""
+        lines = [columns, ["---"] * len(columns), *rows]
+        text = "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+        self.write_text(step, name, text)
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
         if summary:

@@ -8,7 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from numpy import ndarray
 
 Scalars = dict[str, float]
 """Numbers by their names: `train/loss`, `test/accuracy`, `figures/cpu_cores`."""
@@ -76,6 +79,18 @@ class Tracker(ABC):
         step: optimizer steps done when they were measured; never less than in the call before.
         scalars: finite numbers by their names.
         """
+
+    def write_image(self, step: int, name: str, image: ndarray) -> None:
+        """Store an image, uint8 [height, width, 3]. These three are not sent again if they fail."""
+        raise NotImplementedError(f"it has no method write_image, and {name} is one")
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Store a text."""
+        raise NotImplementedError(f"it has no method write_text, and {name} is one")
+
+    def write_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Store a table."""
+        raise NotImplementedError(f"it has no method write_table, and {name} is one")
 
     @abstractmethod
     def close(self, status: str, summary: dict[str, Any]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_train.telemetry.trackers.tracker import Scalars, TrackedRun, Tracker, new_id
+
+if TYPE_CHECKING:
+    from numpy import ndarray
 
 FOLDER = "wandb"
 LOGIN_SECONDS = 30
@@ -48,6 +51,20 @@ class Wandb(Tracker):
 
     def write(self, step: int, scalars: Scalars) -> None:
         self.run.log(scalars, step=step)
+
+    def write_image(self, step: int, name: str, image: ndarray) -> None:
+        import wandb
+
+        self.run.log({name: wandb.Image(image)}, step=step)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        self.write_table(step, name, ["text"], [[text]])
+
+    def write_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        import wandb
+
+        table = wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)
+        self.run.log({name: table}, step=step)
 
     def close(self, status: str, summary: dict[str, Any]) -> None:
         self.run.summary.update(summary)
