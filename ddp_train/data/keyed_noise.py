@@ -27,13 +27,14 @@ Rows = Literal["samples", "views", "parts", "shared"]
 samples: row i is sample i of the batch.
 views: all samples, and all of them again, as torch.cat([view, other]) has them.
 parts: all parts of the first sample, then those of the second, as flatten(0, 1) has them.
-shared: the tensor is no batch: all samples, of all processes, see the same numbers.
+shared: they are no samples of the batch: every process draws the same numbers.
 """
 
 WAYS = (
     "rows='views' if all samples come and then all of them again, as in torch.cat of two views;"
     " rows='parts' if all parts of one sample come and then those of the next, as after"
-    " flatten(0, 1); rows='shared' for numbers that all samples see, noise on weights for example"
+    " flatten(0, 1); rows='shared' if they are no samples of it: noise on weights, a picture. Score"
+    " by run.test_loader in a session: its batches are known"
 )
 
 

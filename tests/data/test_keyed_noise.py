@@ -3,7 +3,9 @@ refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ddp_train
 from ddp_train import dropout, noise_like, rand_like, randint_like
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batch
 from ddp_train.data.keyed_noise import Rows
@@ -187,6 +190,18 @@ def test_a_compiled_model_draws_the_same() -> None:
     expected = gradients(lambda block, x: block(x))
     found = gradients(lambda block, x: torch.compile(block, backend="eager")(x))
     assert len(found) == 6 and all(map(torch.equal, found, expected))
+
+
+def test_the_page_replaces_dropout_of_a_network() -> None:
+    page = (Path(__file__).parents[2] / "docs/noise.md").read_text()
+    (recipe,) = re.findall(r"```python\n(class KeyedDropout.*?)```", page, re.S)
+    model = nn.Sequential(nn.Sequential(nn.Dropout(0.3)), nn.Dropout(0.1)).train()
+    exec(recipe, {"nn": nn, "ddp_train": ddp_train, "model": model})
+    with TrainingStep(share=share_of(4, 9)):
+        found = model(torch.ones(2, 50))
+    with TrainingStep(share=share_of(4, 9)):
+        assert torch.equal(found, dropout(dropout(torch.ones(2, 50), 0.3), 0.1))
+    assert torch.equal(model.eval()(found), found)
 
 
 def test_passes_that_are_thrown_away_take_no_numbers() -> None:
