@@ -29,6 +29,7 @@ from ddp_train.sessions.session_checkpoints import SessionCheckpoints, check_obj
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.training_loader import TrainingLoader
+from ddp_train.sessions.unsaved import refuse_unsaved_schedulers
 from ddp_train.sessions.values import gather_over_ranks, sum_over_ranks
 from ddp_train.sessions.wrapped import Wrapped
 
@@ -176,6 +177,7 @@ class Run:
         if steps.checkpoints is not None:
             raise UsageError("run.resume was called twice", "call it once, with all objects")
         others = check_objects(objects, steps.model)
+        refuse_unsaved_schedulers(others)
         assert steps.model, "check_objects has seen to it"
         steps.checkpoints = SessionCheckpoints(
             steps.settings, steps.world, steps.model, others, steps.status

@@ -27,9 +27,11 @@ from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
+from ddp_train.sessions.learning_rates import check_same_rates
 from ddp_train.sessions.numbers import SessionNumbers
 from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
+from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.text import counted
@@ -137,6 +139,10 @@ class Steps:
         """By number the states in the checkpoint, until the loader goes on from there."""
         self.optimizers: set[int] = set()
         """The `id` of each optimizer that run.resume got."""
+        self.looked_at: set[int] = set()
+        """The `id` of each optimizer whose scaler, if it has one, is saved."""
+        self.warns_of_schedulers = True
+        """No checkpoint is saved yet."""
         self.foreign_optimizers: set[int] = set()
         """The `id` of each optimizer of another model."""
         self.loaders: list[Loader] = []
@@ -207,6 +213,7 @@ class Steps:
             meet("the end of an epoch", self.device)
             self._check_updates()
             self.numbers.flush(position.step, position.epoch + 1)
+            check_same_rates(self.checkpoints.objects, self.device)
             position.end_epoch()
             is_last = position.epoch == count
             if position.epoch % save_every == 0 or is_last or self.is_save_due:
@@ -298,6 +305,9 @@ class Steps:
     def save_now(self) -> None:
         assert self.checkpoints, "epochs() has seen to it"
         self.is_save_due = False
+        if self.warns_of_schedulers:
+            self.warns_of_schedulers = False
+            warn_of_unsaved_schedulers(self.checkpoints.objects)
         phase = self.status.phase
         self.status.phase = "checkpoint"
         states = [loader.state() for loader in self.training_loaders]
@@ -526,6 +536,9 @@ class Steps:
                 " step: its state would be lost",
                 "run.resume(model=model, optimizer=optimizer)",
             )
+        if id(optimizer) not in self.looked_at and self.checkpoints:
+            self.looked_at.add(id(optimizer))
+            refuse_unsaved_scaler(self.checkpoints.objects)
         _, *given = arguments  # the first one is the optimizer
         closure = given[0] if given else named.get("closure")
         if closure is not None:

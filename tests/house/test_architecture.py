@@ -66,6 +66,8 @@ WITH_TORCH = [
     ),
     *("ddp_train.sessions.values", "ddp_train.sessions.wrapped", "ddp_train.sessions.feed"),
     *("ddp_train.sessions.data_arguments", "ddp_train.sessions.training_loader"),
+    *("ddp_train.sessions.learning_rates", "ddp_train.sessions.unsaved"),
+    "ddp_train.sessions.windows",
     *(
         "ddp_lab.doctor.collective_test",
         "ddp_lab.doctor.all_hosts",

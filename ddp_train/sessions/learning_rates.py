@@ -1,0 +1,47 @@
+"""A check that all processes train with the same learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ddp_train.distributed.process_group import from_all_ranks, ranks
+from ddp_train.sessions.settings import UsageError
+
+
+def check_same_rates(objects: Mapping[str, Any], device: str) -> None:
+    """Compare the learning rates of all optimizers. A collective, of some numbers.
+
+    objects: those that run.resume got, by their names.
+
+    Raises UsageError, on all processes alike, with two of the rates that differ.
+    """
+    if ranks() == 1:
+        return
+    rates = {
+        f"{name}.param_groups[{place}]['lr']": _number(group["lr"])
+        for name, value in objects.items()
+        if isinstance(value, Optimizer)
+        for place, group in enumerate(value.param_groups)
+    }
+    of_ranks = from_all_ranks(torch.tensor([*rates.values()], dtype=torch.float64, device=device))
+    differs = (of_ranks != of_ranks[0]) & ~(of_ranks.isnan() & of_ranks[0].isnan())
+    if not bool(differs.any()):
+        return
+    rank, place = divmod(int(differs.flatten().int().argmax()), len(rates))
+    raise UsageError(
+        f"the learning rate is not the same on all processes: {list(rates)[place]} is"
+        f" {float(of_ranks[0, place]):g} on rank 0 and {float(of_ranks[rank, place]):g} on rank"
+        f" {rank}",
+        "give the scheduler what all processes have: score = run.sum(loss_sum) / run.sum(count),"
+        " then scheduler.step(score)",
+    )
+
+
+def _number(rate: Any) -> float:
+    """NaN for an optimizer that computes its rate itself."""
+    return math.nan if rate is None else float(rate)

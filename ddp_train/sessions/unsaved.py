@@ -1,0 +1,126 @@
+"""Objects that act on an optimizer of the loop, and that no checkpoint holds: schedulers of its
+learning rate, scalers of its gradients. An optimizer does not know them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ddp_train.sessions.settings import UsageError
+
+log = logging.getLogger(__name__)
+DEEPEST = 5
+"""Levels at which a saved object may hold another one."""
+MOST_FRAMES = 12
+"""Calls between a scaler's step and what is called before an optimizer's, and some more."""
+
+
+def refuse_unsaved_schedulers(saved: Mapping[str, Any]) -> None:
+    """Raise UsageError if a scheduler of a saved optimizer is not saved with it.
+
+    saved: the objects that run.resume got, by their names.
+    """
+    for scheduler in _unsaved_schedulers(saved):
+        name = next(name for name, value in saved.items() if value is scheduler.optimizer)
+        raise UsageError(
+            f"run.resume: a {type(scheduler).__name__} of {name} is not among its arguments: its"
+            " state would be lost, and a resumed run would have other learning rates",
+            f"run.resume(model=model, {name}={name}, scheduler=scheduler)",
+        )
+
+
+def warn_of_unsaved_schedulers(saved: Mapping[str, Any]) -> None:
+    """Name the schedulers that were made after run.resume, before the first checkpoint."""
+    for scheduler in _unsaved_schedulers(saved):
+        log.warning(
+            "a %s was made after run.resume: its state is in no checkpoint, and a resumed run"
+            " begins it anew; make it before, and name it: run.resume(model=model,"
+            " optimizer=optimizer, scheduler=scheduler)",
+            type(scheduler).__name__,
+        )
+
+
+def refuse_unsaved_scaler(saved: Mapping[str, Any]) -> None:
+    """Raise UsageError if the optimizer's step is that of a GradScaler which is not saved.
+
+    To be called within the step.
+    """
+    scaler = _scaler_that_calls()
+    if scaler is None or id(scaler) in set(_ids_within(saved.values(), DEEPEST)):
+        return
+    raise UsageError(
+        "a GradScaler that run.resume did not get makes a step: its scale would be lost",
+        "run.resume(model=model, optimizer=optimizer, scaler=scaler)",
+    )
+
+
+def _scaler_that_calls() -> torch.amp.GradScaler | None:
+    frame = sys._getframe()
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return None
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+            return caller
+        frame = frame.f_back
+    return None
+
+
+def _unsaved_schedulers(saved: Mapping[str, Any]) -> list[Any]:
+    """The schedulers of saved optimizers, but for those that a saved object is, or holds."""
+    optimizers = {id(value) for value in saved.values() if isinstance(value, Optimizer)}
+    if not optimizers:
+        return []
+    held = set(_ids_within(saved.values(), DEEPEST))
+    found = [item for item in _schedulers_of(optimizers) if id(item) not in held]
+    if found:
+        found.clear()
+        gc.collect()  # those that nobody uses any more
+        found = [item for item in _schedulers_of(optimizers) if id(item) not in held]
+    for item in list(found):  # a SequentialLR is named, and not what it holds
+        within = {*_ids_within([item], DEEPEST)} - {id(item)}
+        found = [other for other in found if id(other) not in within]
+    return found
+
+
+def _schedulers_of(optimizers: set[int]) -> Iterator[Any]:
+    """The schedulers of optimizers, which are given by their `id`, among all objects that the
+    garbage collector knows: 0.1 s for half a million."""
+    answers: dict[type, bool] = {}
+    for item in gc.get_objects():
+        kind = type(item)
+        answer = answers.get(kind)
+        if answer is None:
+            answer = answers[kind] = _is_scheduler(kind)
+        if answer and id(getattr(item, "__dict__", {}).get("optimizer")) in optimizers:
+            yield item
+
+
+def _is_scheduler(kind: type) -> bool:
+    """Whether a class is one of schedulers: torch's, or one like those of timm."""
+    if issubclass(kind, LRScheduler):
+        return True
+    has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
+    return "Scheduler" in kind.__name__ and has_state and hasattr(kind, "step")
+
+
+def _ids_within(items: Iterable[Any], levels: int) -> Iterator[int]:
+    """The `id` of each object, and of those that it holds in attributes, lists and dicts."""
+    for item in items:
+        yield id(item)
+        if not levels or isinstance(item, Tensor | nn.Module | Optimizer | str | int | float):
+            continue
+        if isinstance(item, dict):
+            yield from _ids_within(item.values(), levels - 1)
+        elif isinstance(item, list | tuple):
+            yield from _ids_within(item, levels - 1)
+        elif hasattr(item, "__dict__") and not isinstance(item, type):
+            yield from _ids_within(vars(item).values(), levels - 1)
