@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -80,7 +81,15 @@ def metric_of(section: ScheduleConfig) -> str:
 
 def _factor_of(code: Code, pace: Pace) -> Factor:
     """The factors that a function of (step, steps) returns, after the warm-up."""
-    function = partial(named_function(f"{SECTION}._target_", code.target), **code.arguments)
+    target = named_function(f"{SECTION}._target_", code.target)
+    function = partial(target, **code.arguments)
+    try:
+        inspect.signature(target).bind(0, pace.length, **code.arguments)
+    except TypeError as error:
+        rule = f"must be called with (step, steps), and what stands beside it: {error}"
+        raise ConfigError([f"{SECTION}._target_={code.target}: {rule}"]) from error
+    except ValueError:  # written in C, without a signature: the call itself fails
+        pass
 
     def factor(step: int) -> float:
         place = pace.place(step)

@@ -99,6 +99,8 @@ def test_plateau_has_the_direction_of_its_metric() -> None:
     [
         ({"_target_": f"{__name__}.nothing"}, "returned None for (7, 12); it must return"),
         ({"_target_": f"{__name__}.no_scheduler"}, "made an object of StandIn"),
+        ({"_target_": f"{__name__}.decay"}, "must be called with (step, steps)"),
+        ({"_target_": f"{__name__}.half_way", "lo": 0.1}, "unexpected keyword argument 'lo'"),
         ({"_target_": f"{TORCH}.StepLR"}, "missing a required argument: 'step_size'"),
         ({"_target_": f"{TORCH}.StepLR", "step_sizes": 2}, "did you mean step_size?"),
         (
