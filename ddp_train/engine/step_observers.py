@@ -7,12 +7,13 @@ An assignment to shared memory is all that a report costs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from torch import Tensor
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.loader import Loader
+from ddp_train.data.streams.batch_stream import BatchStream
 from ddp_train.engine.loop import Hook, Job
 from ddp_train.errors import PeersLostError
 from ddp_train.optim.stepper import StepObserver, Stepper
@@ -26,11 +27,20 @@ Publish = Callable[[int, Mean], Callable[[], None]]
 since the last logging interval. Returns a function to call before the update."""
 
 
+class BatchLoader(Protocol):
+    """What brings the batches of a stream to the device."""
+
+    @property
+    def stream(self) -> BatchStream: ...
+
+    def place(self, batch: Batch, /) -> Batch: ...
+
+
 class ReportedBatches:
     """The batches of a loader: in phase `data` until one is there, in `forward` while it is
     used."""
 
-    def __init__(self, loader: Loader, status: RankStatus, prefix: str = "") -> None:
+    def __init__(self, loader: BatchLoader, status: RankStatus, prefix: str = "") -> None:
         """prefix: of the names of its phases; an evaluation has its own, and one for its end."""
         self.loader = loader
         self.status = status

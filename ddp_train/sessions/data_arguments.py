@@ -11,6 +11,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -147,7 +148,7 @@ def whole_arguments(given: DataArguments, method: str) -> DataArguments:
 
 def taken_apart(loader: DataLoader[Any], method: str) -> DataArguments:
     """The arguments that a DataLoader was made with. Raises UsageError if it makes no batches."""
-    if loader.batch_sampler is None:
+    if loader.batch_sampler is None:  # of a stream too
         raise UsageError(
             f"{method}: its DataLoader has batch_size=None, so that its data set makes batches",
             "give the DataLoader a batch_size, or a batch_sampler",
@@ -165,6 +166,8 @@ def taken_apart(loader: DataLoader[Any], method: str) -> DataArguments:
         return replace(arguments, batch_sampler=loader.batch_sampler)
     arguments = replace(arguments, batch_size=loader.batch_size, drop_last=loader.drop_last)
     sampler = loader.sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return arguments
     if type(sampler) is SequentialSampler:
         return replace(arguments, shuffle=False)
     if is_plain_shuffle(sampler):

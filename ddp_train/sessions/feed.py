@@ -53,8 +53,12 @@ class Feed(Protocol):
         """True if the batch with this number is known to be the last one of its pass."""
         ...
 
-    def state(self, in_pass: bool) -> dict[str, Any]:
-        """What `restore` needs, plain data. in_pass: inside of the current pass."""
+    def state(self, in_pass: bool, batch: int) -> dict[str, Any]:
+        """What `restore` needs, plain data. A collective: every process must call it.
+
+        in_pass: inside of the current pass.
+        batch: its batches that are done.
+        """
         ...
 
     def restore(self, state: dict[str, Any], in_pass: bool) -> None:
@@ -107,7 +111,7 @@ class NumberedFeed:
     def is_last(self, number: int) -> bool:
         return number + 1 == known_length(self.batches)
 
-    def state(self, in_pass: bool) -> dict[str, Any]:
+    def state(self, in_pass: bool, batch: int) -> dict[str, Any]:
         if isinstance(self.batches, SampledBatches):
             return self.batches.state(in_pass)
         return {}

@@ -72,9 +72,10 @@ def source_of(dataset: Any, seed: int, collate: Collate | None, method: str) -> 
     is_iterable = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
     if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"{method}: {name} is iterable: its samples have no numbers, and cannot be shared"
-            " exactly",
-            "give it a map-style data set, with __getitem__ and __len__",
+            f"{method}: {name} is iterable: its samples have no numbers, by which processes share"
+            " them",
+            "give it a map-style data set, with __getitem__ and __len__; a list is one:"
+            f" {method}(list(data), batch_size=256)",
         )
     if not len(dataset):
         raise UsageError(f"{method}: {name} has no samples", "check its arguments")
@@ -224,8 +225,8 @@ class TestLoader:
                     raise UsageError(
                         "the batches of run.test_loader were taken over several steps of"
                         " training: each process has others, and another number of them",
-                        "go through them in one go; to train on pairs give run.loader one data"
-                        " set whose samples are the pairs",
+                        "go through them in one go; to train on pairs make two loaders by"
+                        " run.loader, or one of a data set whose samples are the pairs",
                     )
         steps.status.phase = "hook"
 

@@ -28,6 +28,7 @@ from ddp_train.sessions.loader import (
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints, check_objects
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
+from ddp_train.sessions.stream_feed import is_stream, stream_feed
 from ddp_train.sessions.training_loader import TrainingLoader
 from ddp_train.sessions.unsaved import refuse_unsaved_schedulers
 from ddp_train.sessions.values import gather_over_ranks, sum_over_ranks
@@ -93,6 +94,7 @@ class Run:
         batch_sampler: Any = None,
         drop_last: bool = False,
         repeat: bool = False,
+        split_by_node: bool = False,
         num_workers: int = 0,
         collate_fn: Collate | None = None,
     ) -> TrainingLoader:
@@ -104,14 +106,17 @@ class Run:
         (`zip(labelled, unlabelled)`). What samples draw at random (torch's, numpy's and Python's
         global generators) depends on seed, epoch and sample alone. Tensors come on `run.device`.
 
-        dataset: map-style; or a DataLoader, whose batch_size, sampler, collate_fn and so on are
-            taken over, its batch size as the global one.
+        dataset: map-style, or a stream of samples (IterableDataset); or a DataLoader, whose
+            batch_size, sampler, collate_fn and so on are taken over, its batch size as the global
+            one.
         global_batch_size: samples of a step over all processes.
         shuffle: False: the order of the data set.
         sampler: gives the numbers of the samples of an epoch, over all processes.
         batch_sampler: gives the global batches of an epoch, lists of numbers of samples.
         drop_last: leave out the last batch of an epoch if it is short.
         repeat: begin anew after the last batch, without an end.
+        split_by_node: the stream gives each process other samples; else all read the same, and each
+            keeps its rows.
         num_workers: processes that prepare batches, for each rank; 0: none.
         collate_fn: as torch's.
 
@@ -129,6 +134,15 @@ class Run:
             collate_fn=collate_fn,
         )
         arguments = whole_arguments(arguments, "run.loader")
+        if is_stream(arguments.dataset):
+            feed = stream_feed(steps, arguments, split_by_node)
+            return TrainingLoader(steps, feed, repeat)
+        if split_by_node:
+            raise UsageError(
+                "run.loader: split_by_node=True is for streams, and"
+                f" {type(arguments.dataset).__name__} has numbered samples",
+                "leave it out: global batches are shared out exactly",
+            )
         return TrainingLoader(steps, numbered_feed(steps, arguments), repeat)
 
     def test_loader(

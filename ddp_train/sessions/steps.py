@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.loader import Loader
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.empty_batch import step_without_samples
 from ddp_train.distributed.process_group import same_everywhere, total
@@ -99,6 +98,12 @@ class StepRows(NamedTuple):
     num_real: int
 
 
+class Closing(Protocol):
+    """A loader whose processes end with the session."""
+
+    def close(self) -> None: ...
+
+
 class StatefulLoader(Protocol):
     """A loader that is trained on."""
 
@@ -145,7 +150,7 @@ class Steps:
         """No checkpoint is saved yet."""
         self.foreign_optimizers: set[int] = set()
         """The `id` of each optimizer of another model."""
-        self.loaders: list[Loader] = []
+        self.loaders: list[Closing] = []
         """Their processes end with the session."""
         self.micro_batch: MicroBatch | None = None
         """The share of the current step, in the batch that began it; None between two steps."""

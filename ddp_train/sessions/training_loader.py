@@ -118,6 +118,6 @@ class TrainingLoader:
         in_pass = not self.place.is_over
         return {
             "place": dict(vars(self.place)),
-            "feed": self.feed.state(in_pass),
+            "feed": self.feed.state(in_pass, self.place.batch),
             "pass": self.feed.pass_facts() if in_pass else {},
         }

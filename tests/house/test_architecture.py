@@ -65,6 +65,7 @@ WITH_TORCH = [
         )
     ),
     *("ddp_train.sessions.values", "ddp_train.sessions.wrapped", "ddp_train.sessions.feed"),
+    "ddp_train.sessions.stream_feed",
     *("ddp_train.sessions.data_arguments", "ddp_train.sessions.training_loader"),
     *("ddp_train.sessions.learning_rates", "ddp_train.sessions.unsaved"),
     "ddp_train.sessions.windows",

@@ -434,7 +434,10 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda run: run.wrap(run.wrap(net())), "run.wrap was called twice"),
     (lambda run: run.loader(rows()), "run.loader: global_batch_size is missing"),
     (lambda run: run.loader(rows(), global_batch_size=0), "run.loader: global_batch_size is 0"),
-    (lambda run: run.loader(Endless(), global_batch_size=4), "run.loader: Endless is iterable"),
+    (
+        lambda run: run.test_loader(Endless(), batch_size=4),
+        "run.test_loader: Endless is iterable",
+    ),
     (
         lambda run: run.loader(DataLoader(rows()), global_batch_size=4),
         "run.loader: it was given a DataLoader",

@@ -1,0 +1,107 @@
+"""A stream of samples, an iterable data set, as batches: each process reads it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from ddp_train.data.no_samples import without_samples
+from ddp_train.data.rng import hash_key, keyed_generators
+from ddp_train.tensor_tree import tensors
+
+
+@dataclass
+class StreamedBatch:
+    """What one process has of a batch."""
+
+    number: int
+    """In the pass, or in the part of it that a loader process reads."""
+    data: Any
+    count: int
+    """Samples of it here."""
+    size: int
+    """Samples that were read for it here."""
+    start: int = 0
+    """The place of the first of this process's among these."""
+    digest: int = 0
+    """Of the first ones, in the first batch that a process reads."""
+    empty: Any = None
+    """The batch without samples, there too."""
+
+
+@dataclass
+class StreamReader(IterableDataset[StreamedBatch]):
+    """The parts of one process in the batches of a stream, from its beginning.
+
+    Before each batch the global generators of torch, numpy and Python are seeded: what the stream
+    draws from them follows from `key` and the number of the batch, and nothing needs to be restored
+    where it goes on.
+    """
+
+    stream: Any
+    collate: Callable[[list[Any]], Any]
+    size: int
+    """Samples that are read for a batch."""
+    rank: int
+    world_size: int
+    """Parts of which each batch has so many; 1: all that is read is this process's."""
+    compared: int
+    """Samples of the first batch that have a digest."""
+    key: int = 0
+    """Of the draws of the pass."""
+    skipped: int = 0
+    """Batches that are read past, without making them but for the first one, which is compared."""
+    first: int = 0
+    """The number of the first batch that is read."""
+
+    def __iter__(self) -> Iterator[StreamedBatch]:
+        worker = get_worker_info()
+        key = hash_key(self.key, "stream", worker.id if worker else 0)
+        samples_of_stream: Iterator[Any] | None = None
+        number = self.first
+        is_first = True
+        while True:
+            with keyed_generators() as seed_generators:
+                seed_generators(hash_key(key, number))
+                if samples_of_stream is None:
+                    samples_of_stream = iter(self.stream)
+                samples = list(islice(samples_of_stream, self.size))
+                if not samples:
+                    return
+                batch = None
+                if number >= self.skipped or not number:
+                    batch = self._part(number, samples, is_first)
+                    is_first = False
+            if batch is not None:
+                yield batch
+            number += 1
+
+    def _part(self, number: int, samples: list[Any], is_first: bool) -> StreamedBatch:
+        smaller, larger_parts = divmod(len(samples), self.world_size)
+        start = self.rank * smaller + min(self.rank, larger_parts)
+        part = samples[start : start + smaller + (self.rank < larger_parts)]
+        empty = None
+        if is_first or not part:
+            one = self.collate(samples[:1])
+            empty = without_samples(one, self.collate([samples[0], samples[0]]))
+        data = self.collate(part) if part else empty
+        digest = digest_of(self.collate(samples[: self.compared])) if is_first else 0
+        return StreamedBatch(number, data, len(part), len(samples), start, digest, empty)
+
+
+def digest_of(batch: Any) -> int:
+    """A number below 2**61 that identifies the tensors of a batch; 0 if it has none."""
+    content = hashlib.sha256()
+    has_tensors = False
+    for tensor in tensors(batch):
+        has_tensors = True
+        content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    if not has_tensors:
+        return 0
+    return int.from_bytes(content.digest()[:8], "little") >> 3

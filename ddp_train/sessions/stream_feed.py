@@ -1,0 +1,342 @@
+"""Batches of a stream of samples in a session."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from ddp_train.data.batch import Batch
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.global_batches import Pass
+from ddp_train.data.rng import hash_key
+from ddp_train.data.sample_stream import StreamedBatch, StreamReader
+from ddp_train.data.streams.loader_processes import LoaderProcesses
+from ddp_train.data.streams.placement import Placement
+from ddp_train.distributed.exchange import texts_from_all_ranks
+from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
+from ddp_train.engine.step_observers import ReportedBatches
+from ddp_train.errors import DataError
+from ddp_train.sessions.data_arguments import DataArguments, known_length
+from ddp_train.sessions.settings import UsageError
+from ddp_train.sessions.steps import Steps
+
+SAME_STREAM = (
+    "let it give the same samples on all processes: seed its shuffling, and leave its rank out; or"
+    " let each process read its own part, with split_by_node=True"
+)
+
+
+class StreamFeed:
+    """The batches of an iterable data set.
+
+    Either every process reads all of it, and keeps its rows of each global batch, which are those
+    of one process; or the stream gives each process other samples, and a global batch is what all
+    of them read for it.
+    """
+
+    def __init__(self, steps: Steps, arguments: DataArguments, split_by_node: bool) -> None:
+        """Read nothing yet.
+
+        split_by_node: the stream gives each process samples of its own.
+        """
+        world = steps.world
+        size = arguments.batch_size
+        assert size, "check has seen to it"
+        self.stream = arguments.dataset
+        self.world = world
+        self.device = steps.device
+        self.size = size
+        self.drop_last = arguments.drop_last
+        self.split_by_node = split_by_node
+        self.num_workers = arguments.num_workers
+        self.key = hash_key(steps.settings.seed, "loader", len(steps.training_loaders))
+        self.facts: dict[str, Any] = {
+            "stream": type(self.stream).__name__,
+            "global_batch_size": size,
+            "drop_last": arguments.drop_last,
+            "num_workers": arguments.num_workers,
+            "seed": steps.settings.seed,
+        }
+        rank, parts = world.rank, world.size
+        read_size = compared = size
+        self.place_of_rank = 0
+        """The place of this process's part in a full batch, where each reads its own."""
+        if split_by_node:
+            self.facts["processes"] = world.size
+            self.key = hash_key(self.key, "rank", world.rank)
+            read_size = size // world.size + (world.rank < size % world.size)
+            rank, parts = 0, 1
+            compared = size // world.size
+            self.place_of_rank = world.rank * compared + min(world.rank, size % world.size)
+        collate = arguments.collate_fn or default_collate
+        self.reader = StreamReader(self.stream, collate, read_size, rank, parts, compared)
+        self.streamed = StreamedParts(self, arguments)
+        steps.loaders.append(self.streamed)
+        self.reported = ReportedBatches(self.streamed, steps.status)
+        self.saved_state = ""
+        """The stream's own state where a resumed run goes on, as JSON."""
+        self.state_at_start = ""
+        """Its state at its beginning, in the pass in which it was brought to a later one."""
+        self.begun = Pass(0)
+        self.first = 0
+        self.digest = 0
+        """Of the first batch of the pass; 0 where that was not read."""
+        self.digest_before = 0
+        """The same where the run was saved inside of the pass."""
+        self.given = 0
+        """Batches of the pass that were given, and those that were read past."""
+
+    def __len__(self) -> int:
+        samples = known_length(self.stream)
+        if samples is None:
+            raise TypeError(f"{type(self.stream).__name__} has no length")
+        return samples // self.size if self.drop_last else -(-samples // self.size)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(epoch)
+
+    def begin(self, begun: Pass, first: int) -> None:
+        """Begin a pass. The samples of the first batch are compared when they are read."""
+        self.begun = begun
+        self.first = self.given = first
+        self.reader.key = hash_key(self.key, begun.key)
+        self.reader.first = self.reader.skipped = 0
+        self.digest = 0
+        self.state_at_start = ""
+        if self.saved_state:
+            self.state_at_start = json.dumps(self.stream.state_dict())
+            self.stream.load_state_dict(json.loads(self.saved_state))
+            self.saved_state = ""
+            self.reader.first = self.reader.skipped = first
+        elif not self.num_workers:
+            self.reader.skipped = first
+
+    def first_part(self) -> StreamedBatch:
+        """The first part of a stream that a resumed run has found at its end."""
+        self.stream.load_state_dict(json.loads(self.state_at_start))
+        self.reader.first = self.reader.skipped = 0
+        return next(iter(self.reader))
+
+    def pass_facts(self) -> dict[str, Any]:
+        return {}
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.reported)
+
+    def is_last(self, number: int) -> bool:
+        return False
+
+    def state(self, in_pass: bool, batch: int) -> dict[str, Any]:
+        """The stream's own state on each process, if it has one that can be written as JSON."""
+        text = ""
+        if in_pass and self.given == batch and self._has_state():
+            try:
+                text = json.dumps(self.stream.state_dict())
+            except TypeError:  # tensors, or objects: it is read past
+                text = ""
+        states = [text]
+        if self.split_by_node:
+            states = texts_from_all_ranks(text, self.device)
+        return {"states": states if all(states) else [], "digest": self.digest}
+
+    def restore(self, state: dict[str, Any], in_pass: bool) -> None:
+        states = state["states"]
+        if in_pass:
+            self.digest_before = state["digest"]
+        if in_pass and states and self._has_state():
+            self.saved_state = states[self.world.rank if self.split_by_node else 0]
+
+    def _has_state(self) -> bool:
+        has_both = hasattr(self.stream, "state_dict") and hasattr(self.stream, "load_state_dict")
+        return has_both and not self.num_workers
+
+    def micro_batch(self, number: int, part: StreamedBatch, size: int) -> MicroBatch:
+        """The share of this process in a batch of `size` samples over all of them."""
+        # Where a sample stands in its pass: what keyed noise depends on.
+        first = number * self.size + self.place_of_rank + part.start
+        return MicroBatch(
+            epoch=self.begun.key,
+            step=number,
+            indices=first + np.arange(max(part.count, 1)),
+            num_real=part.count,
+            scale=self.world.size / size if part.count else 0.0,
+            is_last=True,
+            shard_index=self.world.rank,
+        )
+
+    def check_first(self, part: StreamedBatch | None) -> None:
+        """Compare the first batch of a pass between the processes. A collective.
+
+        Raises PeerError for a stream that gives each process other samples, where all should read
+        the same, and DataError for the opposite, and for a process without any sample.
+        """
+        name = type(self.stream).__name__
+        digest = 0
+        if part and not part.number:
+            digest = self.digest = part.digest
+        if not self.split_by_node and self.digest_before not in (0, digest) and digest:
+            raise DataError(
+                f"run.loader: {name} gives other samples than where the run was saved, inside of"
+                " this pass",
+                "let it give the same again: seed its shuffling, or give it state_dict and"
+                " load_state_dict; or start over in another run_dir",
+            )
+        self.digest_before = 0
+        if not self.split_by_node:
+            what = f"run.loader: the first samples of {name}"
+            same_everywhere(digest, self.device, what, SAME_STREAM)
+            return
+        digests = from_all_ranks(torch.tensor([digest, part is None], device=self.device)).tolist()
+        without = [rank for rank, (_, is_missing) in enumerate(digests) if is_missing]
+        if without and len(without) < len(digests) and not self.first:
+            raise DataError(
+                f"run.loader: {name} has no sample for rank {without[0]}",
+                "give it as many files (shards) as there are processes, or let every process read"
+                " all: leave split_by_node out",
+            )
+        if len(digests) > 1 and digest and len({first for first, _ in digests}) == 1:
+            raise DataError(
+                f"run.loader: {name} gives all processes the same samples, and split_by_node=True"
+                " says that it does not",
+                "split it, by split_dataset_by_node(data, run.rank, run.processes) for instance,"
+                " or leave split_by_node out: then every process reads all, and keeps its rows",
+            )
+
+
+class StreamedParts:
+    """The batches of the pass that a feed has begun, read here or by loader processes."""
+
+    in_flight: tuple[MicroBatch, ...] = ()
+
+    def __init__(self, feed: StreamFeed, arguments: DataArguments) -> None:
+        on_gpu = feed.device.startswith("cuda")
+        self.feed = feed
+        self.stream = self  # what ReportedBatches iterates
+        self.placement = Placement(torch.device(feed.device), non_blocking=on_gpu)
+        self.pin_memory = on_gpu
+        self.processes = LoaderProcesses(arguments.num_workers, arguments.worker_init_fn)
+        self.prefetch_factor = arguments.prefetch_factor
+
+    def __iter__(self) -> Iterator[Batch]:
+        """This process's parts. Ends on all processes alike.
+
+        Raises PeerError and DataError, see StreamFeed.check_first.
+        """
+        feed = self.feed
+        parts = self._parts()
+        part = next(parts, None)
+        feed.check_first(part)
+        first_part = part
+        if part is None and feed.state_at_start:
+            first_part = feed.first_part()
+        empty = first_part.empty if first_part else None
+        number = feed.first
+        if part and part.number < number:
+            part = next(parts, None)
+        while True:
+            size = self._size_of_all(part)
+            if not size or (feed.drop_last and size < feed.size):
+                return
+            if part is None:
+                part = StreamedBatch(number, empty, 0, 0)
+            share = feed.micro_batch(number, part, size)
+            number += 1
+            feed.given = number
+            batch = Batch(part.data, share)
+            yield batch.pin_memory() if self.pin_memory else batch
+            part = next(parts, None)
+
+    def _size_of_all(self, part: StreamedBatch | None) -> int:
+        """Samples of a batch over all processes; 0 behind the last one."""
+        size = part.size if part else 0
+        if not self.feed.split_by_node:
+            return size
+        sizes = from_all_ranks(torch.tensor(size, device=self.feed.device))
+        return int(sizes.sum())
+
+    def _parts(self) -> Iterator[StreamedBatch]:
+        feed = self.feed
+        if not feed.num_workers:
+            yield from feed.reader
+            return
+        loader: DataLoader[Any] = DataLoader(
+            feed.reader,
+            batch_size=None,
+            num_workers=feed.num_workers,
+            prefetch_factor=self.prefetch_factor,
+            generator=torch.Generator(),  # see WorkerStream
+            worker_init_fn=self.processes.enter,
+        )
+        digests: list[int] = []
+        for number, part in enumerate(self.processes.iterate(loader)):
+            if number < feed.num_workers:
+                if part.digest and part.digest in digests:
+                    raise DataError(
+                        f"run.loader: {type(feed.stream).__name__} gives several loader processes"
+                        " the same samples, so that each would come several times",
+                        "share them out in __iter__ by torch.utils.data.get_worker_info(), or use"
+                        " num_workers=1",
+                    )
+                digests.append(part.digest)
+            part.number = number
+            if number >= feed.first or not number:
+                yield part
+
+    def place(self, batch: Batch) -> Batch:
+        return self.placement(batch)
+
+    def close(self) -> None:
+        """Loader processes end with their pass."""
+
+
+def is_stream(dataset: Any) -> bool:
+    """True for an iterable data set: its samples have no numbers."""
+    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return hasattr(dataset, "__iter__") and (is_iterable_of_torch(dataset) or not is_map_style)
+
+
+def is_iterable_of_torch(dataset: Any) -> bool:
+    return isinstance(dataset, torch.utils.data.IterableDataset)  # which inherits a __getitem__
+
+
+def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> StreamFeed:
+    """The batches of a stream.
+
+    Raises UsageError for arguments that a stream has not, and for a stream that ends for ever.
+    """
+    method = "run.loader"
+    name = type(arguments.dataset).__name__
+    if isinstance(arguments.dataset, Iterator):
+        raise UsageError(
+            f"{method}: {name} is an iterator, used up after one epoch",
+            "give it an object whose __iter__ begins anew each time it is called",
+        )
+    if split_by_node and arguments.batch_size and arguments.batch_size < steps.world.size:
+        raise UsageError(
+            f"{method}: global_batch_size={arguments.batch_size} is less than one sample for each"
+            f" of {steps.world.size} processes",
+            f"use global_batch_size={steps.world.size} or more",
+        )
+    if arguments.shuffle or arguments.sampler is not None or arguments.batch_sampler is not None:
+        raise UsageError(
+            f"{method}: {name} is iterable: its samples have no numbers, which shuffle, sampler"
+            " and batch_sampler are about",
+            "shuffle in the stream itself, within a buffer for instance",
+        )
+    arguments.check(method)
+    feed = StreamFeed(steps, arguments, split_by_node)
+    if steps.world.size > 1 and steps.world.is_leader and not split_by_node:
+        print(
+            f"note: {method}: each of {steps.world.size} processes reads all of {name} and keeps"
+            " its rows; with split_by_node=True each reads a part of its own, see"
+            " docs/own_loop.md",
+            file=sys.stderr,
+        )
+    return feed

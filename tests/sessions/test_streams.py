@@ -1,0 +1,302 @@
+"""Streams of samples in a session, against plain loops in one process."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from ddp_train.distributed.world import World
+from ddp_train.errors import ConfigError, DataError, PeerError
+from examples import streaming_text
+from tests.support.ranks import on_ranks
+from tests.support.session_ranks import Interrupted, session_on
+
+EPOCHS, SAMPLES, BATCH = 3, 23, 4
+RANKS = [3, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 4))]
+Sample = tuple[Tensor, int]
+
+
+def rows() -> Tensor:
+    return torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+class Stream(IterableDataset[Sample]):
+    """Numbered rows in the order of the epoch, for each loader process a part."""
+
+    def __init__(self, part: slice = slice(None)) -> None:
+        self.rows = rows()
+        self.part = part
+        self.epoch = 0
+        self.read = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        numbers = random.Random(self.epoch).sample(range(SAMPLES), SAMPLES)[self.part]
+        if worker:
+            numbers = numbers[worker.id :: worker.num_workers]
+        for number in numbers:
+            self.read += 1
+            yield self.rows[number], number
+
+
+class Positioned(Stream):
+    """A stream that goes on where it was."""
+
+    place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[Sample]:
+        for sample in itertools.islice(super().__iter__(), self.place, None):
+            self.place += 1
+            yield sample
+        self.place = 0
+
+
+def net() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+
+
+def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    return (model(inputs)[:, 0] - inputs.sum(1)).square()
+
+
+def plain_loop(batches_of: Callable[[int], Any]) -> tuple[list[list[int]], Tensor]:
+    """Global batches, and the weights in the end. batches_of: the batches of an epoch."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    seen = []
+    for epoch in range(EPOCHS):
+        for inputs, numbers in batches_of(epoch):
+            seen.append(numbers.tolist())
+            optimizer.zero_grad()
+            losses_of(model, inputs).mean().backward()
+            optimizer.step()
+    return seen, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def session_loop(
+    world: World, folder: Path, data: Any, until: int | None = None, **arguments: Any
+) -> tuple[list[list[int]], Tensor]:
+    seen: list[list[int]] = []
+    with session_on(world, str(folder)) as run:
+        model = run.wrap(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        loader = run.loader(data, global_batch_size=BATCH, **arguments)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(EPOCHS):
+            for inputs, numbers in loader:
+                if until is not None and run.step == until:
+                    raise Interrupted
+                if until is not None and run.step == until - 1:
+                    run.save()
+                seen.append(run.gather(numbers).tolist())
+                optimizer.zero_grad()
+                run.mean(losses_of(model, inputs)).backward()
+                optimizer.step()
+    return seen, nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def part_of(world: World) -> slice:
+    """All samples but two go round; those two are of rank 0."""
+    return slice(world.rank, None, world.size)
+
+
+STREAMS: dict[str, tuple[Callable[[World], Any], dict[str, Any]]] = {
+    "whole": (lambda world: Stream(), {}),
+    "positioned": (lambda world: Positioned(), {"drop_last": True}),
+    "loader processes": (lambda world: Stream(), {"num_workers": 2}),
+    "split": (lambda world: Stream(part_of(world)), {"split_by_node": True}),
+    "split, positioned": (lambda world: Positioned(part_of(world)), {"split_by_node": True}),
+}
+
+
+def all_streams(world: World, folder: str) -> dict[str, Any]:
+    found = {}
+    for kind, (stream_of, arguments) in STREAMS.items():
+        calm = session_loop(world, Path(folder, kind), stream_of(world), **arguments)
+        again = Path(folder, f"again {kind}")
+        first, _ = session_loop(world, again, stream_of(world), until=8, **arguments)
+        stream = stream_of(world)
+        rest, weights = session_loop(world, again, stream, **arguments)
+        assert torch.equal(weights, calm[1]), kind
+        assert first + rest == calm[0], kind
+        if "positioned" in kind and world.rank == 0:
+            assert stream.read < len(calm[0]) * BATCH, "what was done is not read again"
+        found[kind] = calm
+    return found
+
+
+def expected_batches(kind: str, processes: int, epoch: int) -> Any:
+    """The batches of an epoch, without this package."""
+    if not kind.startswith("split"):
+        stream = Stream()
+        stream.set_epoch(epoch)
+        workers = STREAMS[kind][1].get("num_workers", 0)
+        return DataLoader(stream, BATCH, num_workers=workers, drop_last=kind == "positioned")
+    parts = []
+    for rank in range(processes):
+        stream = Stream(slice(rank, None, processes))
+        stream.set_epoch(epoch)
+        size = BATCH // processes + (rank < BATCH % processes)
+        parts.append(list(DataLoader(stream, size)))
+    batches = itertools.zip_longest(*parts)
+    return [
+        [torch.cat(pieces) for pieces in zip(*filter(None, batch), strict=True)]
+        for batch in batches
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", RANKS)
+def test_streams_are_those_of_a_plain_loop(processes: int, tmp_path: Path) -> None:
+    for found in on_ranks(processes, all_streams, str(tmp_path)):
+        for kind, (seen, weights) in found.items():
+            expected_seen, expected = plain_loop(
+                lambda epoch, kind=kind: expected_batches(kind, processes, epoch)
+            )
+            assert seen == expected_seen, kind
+            torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10, msg=kind)
+
+
+def refusals(world: World, folder: str) -> list[str]:
+    found = []
+    for part, split in ((part_of(world), False), (slice(None), True), (slice(0, world.rank), True)):
+        try:
+            session_loop(world, Path(folder), Stream(part), split_by_node=split)
+        except (PeerError, DataError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_a_stream_promises_is_looked_at(tmp_path: Path) -> None:
+    for messages in on_ranks(3, refusals, str(tmp_path)):
+        for message, said in zip(
+            messages,
+            ("the first samples of Stream is not the same for", "the same samples", "for rank 0"),
+            strict=True,
+        ):
+            assert said in message
+
+
+class Endless(IterableDataset[Tensor]):
+    """No loader process knows of another one."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.rand(2) for _ in itertools.count())
+
+
+def test_an_endless_stream_is_left_and_resumed(tmp_path: Path) -> None:
+    seen = []
+    for steps in (2, 4, 4):
+        folder = tmp_path / ("calm" if len(seen) == 2 else "again")
+        with session_on(World(), str(folder)) as run:
+            loader = run.loader(Endless(), global_batch_size=3)
+            run.resume(model=run.wrap(net()))
+            batches = []
+            for _ in run.epochs(1):
+                for batch in loader:
+                    if run.step == steps:
+                        break
+                    batches.append(batch)
+                break
+        seen.append(batches)
+    again, calm = [*seen[0], *seen[1]], seen[2]
+    assert [len(part) for part in seen] == [2, 2, 4]
+    assert all(torch.equal(one, other) for one, other in zip(again, calm, strict=True))
+
+
+def loop_over(**arguments: Any) -> Callable[[Any], None]:
+    def loop(run: Any) -> None:
+        loader = run.loader(**arguments)
+        run.resume(model=run.wrap(net()))
+        for _ in run.epochs(1):
+            next(iter(loader))
+            next(iter(loader))
+
+    return loop
+
+
+MISTAKES: list[tuple[Callable[[Any], None], str]] = [
+    (loop_over(dataset=Stream()), "run.loader: global_batch_size is missing"),
+    (
+        loop_over(dataset=iter([1]), global_batch_size=2),
+        "run.loader: list_iterator is an iterator, used up after one epoch",
+    ),
+    (
+        loop_over(dataset=Stream(), shuffle=True, global_batch_size=2),
+        "its samples have no numbers, which shuffle, sampler",
+    ),
+    (
+        loop_over(dataset=rows(), split_by_node=True, global_batch_size=2),
+        "run.loader: split_by_node=True is for streams, and Tensor has",
+    ),
+    (
+        loop_over(dataset=[torch.ones(2)] * 4, split_by_node=True, global_batch_size=2),
+        "run.loader: split_by_node=True is for streams, and list has",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"), MISTAKES, ids=[message[:40] for _, message in MISTAKES]
+)
+def test_each_mistake_is_named(mistake: Any, message: str, tmp_path: Path) -> None:
+    with (
+        pytest.raises((ConfigError, DataError), match=re.escape(message)),
+        session_on(World(), str(tmp_path)) as run,
+    ):
+        mistake(run)
+
+
+class Same(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(20.0))
+
+
+def test_loader_processes_that_read_the_same_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(DataError, match="gives several loader processes the same samples"),
+        session_on(World(), str(tmp_path)) as run,
+    ):
+        loader = run.loader(Same(), global_batch_size=2, num_workers=2)
+        run.resume(model=run.wrap(net()))
+        for _ in run.epochs(1):
+            list(loader)
+
+
+def weights_of_example(world: World, folder: str) -> Tensor:
+    streaming_text.TOPICS, streaming_text.EPOCHS = 1, 1
+    torch.set_default_dtype(torch.float64)
+    with session_on(world, folder) as run:
+        model = streaming_text.main(run)
+    torch.set_default_dtype(torch.float32)
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.slow
+def test_the_example_is_the_same_on_three_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TOPICS", "EPOCHS"):
+        monkeypatch.setattr(streaming_text, name, 1)
+    alone = weights_of_example(World(), str(tmp_path / "alone"))
+    for weights in on_ranks(3, weights_of_example, str(tmp_path / "three")):
+        torch.testing.assert_close(weights, alone, rtol=0, atol=1e-10)
