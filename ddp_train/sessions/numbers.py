@@ -79,7 +79,8 @@ class SessionNumbers:
         self.samples_seen = 0
         """Those of all processes since the start of the run."""
         self.samples_of_line = 0
-        """Those since the last line of training."""
+        """Those since the last line of training, of the processes that are here now: their clock
+        knows nothing of earlier ones."""
         self.first_step = 0
         """The step that the run began at here."""
         self.last_line = 0
@@ -94,7 +95,6 @@ class SessionNumbers:
         """Continue where a checkpoint was saved. state: see `state`."""
         self.first_step = self.last_line = step
         self.samples_seen = state.get("samples_seen", 0)
-        self.samples_of_line = state.get("samples_of_line", 0)
         self.logged.load_state(state.get("logged", ()))
         self.began = time.perf_counter()  # set-up does not count in the first line
 
@@ -102,7 +102,6 @@ class SessionNumbers:
         """What is in no line yet, for a checkpoint; after `catch_up`."""
         return {
             "samples_seen": self.samples_seen,
-            "samples_of_line": self.samples_of_line,
             "logged": self.logged.state(),
         }
 
