@@ -44,7 +44,12 @@ def graphs_by_hand() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "processes", [1, 3, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly])]
+    "processes",
+    [
+        1,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
 )
 def test_a_graph_network_is_that_of_one_process(processes: int) -> None:
     expected = graphs_by_hand()
@@ -98,6 +103,7 @@ def texts_on(world: World) -> dict[str, Tensor]:
         return model.state_dict()
 
 
+@pytest.mark.slow
 def test_batches_of_a_tokenizer_train_as_in_one_process() -> None:
     model = new_classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

@@ -21,7 +21,11 @@ from tests.support.session_ranks import session_on
 EPOCHS = 2
 SAMPLES = 33
 """In batches of 16: the last one has one, and most processes have none."""
-SIZES = [1, 3, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly])]
+SIZES = [
+    1,
+    pytest.param(3, marks=pytest.mark.slow),
+    pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly]),
+]
 ALONE = World(0, 1, 0, 1)
 
 
@@ -136,6 +140,7 @@ def closure_by_hand(kind: str) -> dict[str, Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lbfgs", "sam"])
 def test_closures_step_by_the_loss_of_all(kind: str) -> None:
     expected = closure_by_hand(kind)

@@ -117,7 +117,12 @@ def train_on(world: World, scaled: bool, by_samples: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "processes", [1, 3, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly])]
+    "processes",
+    [
+        1,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
 )
 @pytest.mark.parametrize(("scaled", "by_samples"), [(False, False), (True, False), (False, True)])
 def test_a_window_has_the_gradient_of_one_mean(
@@ -136,6 +141,7 @@ def resume_on(world: World, folder: str) -> dict[str, Tensor]:
         return train(run, EPOCHS, False, False)
 
 
+@pytest.mark.slow
 def test_a_window_outlives_a_checkpoint(tmp_path: Path) -> None:
     expected = by_hand(False, False)
     for found in on_ranks(3, resume_on, str(tmp_path)):

@@ -54,7 +54,12 @@ def by_hand() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "processes", [1, 3, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly])]
+    "processes",
+    [
+        1,
+        pytest.param(3, marks=pytest.mark.slow),
+        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
 )
 def test_a_task_of_graphs_is_that_of_one_process(processes: int) -> None:
     expected = by_hand()
