@@ -231,9 +231,10 @@ class Stepper:
     def set_values(self, step: int) -> None:
         """Set every group of the optimizer to what the schedule says of a step."""
         self.values = self.schedule.values(step)
+        self.rates_set = rates = []
         for group, values in zip(self.optimizer.param_groups, self.values, strict=True):
             group.update(values)
-        self.rates_set = self.rates_now()
+            rates.append(values["lr"])
 
     def rates_now(self) -> list[Any]:
         """The learning rate of each group, or what tells that it was changed."""
