@@ -43,11 +43,47 @@ class NamingDdp(DistributedDataParallel):
         try:
             return super().forward(*inputs, **keywords)
         except RuntimeError as error:
-            match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            if not match:
-                raise
+            self._raise_with_names(error)
+            raise
+
+    def check_finished(self) -> None:
+        """Raise ModelError if gradients of the last backward pass wait for others to come."""
+        try:
+            self.reducer._rebuild_buckets()  # begins with that check
+        except RuntimeError as error:
+            self._raise_with_names(error)
+            raise
+
+    def _raise_with_names(self, error: RuntimeError) -> None:
+        """Raise ModelError if torch's error says which parameters had no gradient."""
+        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if match:
             names = [self.trained[int(number)] for number in match[1].split()]
+            names.sort(key=list(trained_parameters(self.module)).index)
             raise missing_gradients(names) from error
+
+
+class FixedLayoutDdp(NamingDdp):
+    """DDP whose buckets are laid out once, in the reverse order of the parameters.
+
+    torch lays them out anew after the first backward pass, in the order in which gradients came,
+    which is mostly that one. At three ranks and more the layout decides in which order numbers are
+    added: a resumed run would differ in its first step from one that was not interrupted.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        """options: those of torch's DDP, without find_unused_parameters.
+
+        Raises ModelError for parameters of lazy layers.
+        """
+        super().__init__(module, **options)
+        self.trained.reverse()
+        self.reducer._push_all_rebuilt_params()
+        self.reducer._rebuild_buckets()
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()
+        return parameters[::-1], are_sparse[::-1]
 
 
 def ddp_arguments(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 from ddp_train.distributed.process_group import from_all_ranks, ranks, total
 from ddp_train.sessions.windows import Windows
 
+PART_BYTES = 2**25
+"""Gradients that are exchanged at once: an exchange needs a copy of them."""
 Gradients = dict[str, Tensor]
 """By the names of the model's parameters; one that has none is not there."""
 
@@ -111,6 +113,48 @@ def exchanged(module: nn.Module, gradients: Gradients) -> Gradients:
         parameter.grad = total(mean) / ranks()
         gradients[name] = parameter.grad
     return gradients
+
+
+@torch.no_grad()
+def average_reached(parameters: Sequence[nn.Parameter], reached: Sequence[nn.Parameter]) -> None:
+    """Replace the gradients that a backward pass has reached by their mean over all processes.
+
+    A collective. What another process has reached, and this one not, is zero here.
+
+    parameters: of the model, the same on all processes.
+    reached: those of them that have, or may have, a gradient of this pass.
+    """
+    ours = {id(parameter) for parameter in reached if parameter.grad is not None}
+    flags = [float(id(parameter) in ours) for parameter in parameters]
+    somewhere = total(torch.tensor(flags, device=parameters[0].device)).tolist()
+    gradients = []
+    for parameter, count in zip(parameters, somewhere, strict=True):
+        if not count:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    for part in _parts(gradients):
+        mean = total(torch.cat([gradient.flatten() for gradient in part])) / ranks()
+        rows = mean.split([gradient.numel() for gradient in part])
+        for gradient, row in zip(part, rows, strict=True):
+            gradient.copy_(row.view_as(gradient))
+
+
+def _parts(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Gradients of one type and device, of some 32 MiB together."""
+    part: list[Tensor] = []
+    nbytes = 0
+    for gradient in gradients:
+        other = part and (gradient.dtype, gradient.device) != (part[0].dtype, part[0].device)
+        if other or nbytes >= PART_BYTES:
+            yield part
+            part = []
+            nbytes = 0
+        part.append(gradient)
+        nbytes += gradient.nbytes
+    if part:
+        yield part
 
 
 def _norm(gradient: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ The global batches are the same for any number of processes, which share each.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -212,9 +211,7 @@ class TestLoader:
         Batch norm's statistics differ, where they are not synchronised.
         """
         steps = self.steps
-        averaged = contextlib.nullcontext()
-        if steps.model:
-            averaged = averaged_buffers(steps.model.module, keep_if_alike=True)
+        averaged = averaged_buffers(steps.models.together(), keep_if_alike=True)
         step = steps.position.step
         share = steps.micro_batch
         with averaged, steps.score_watch.scoring(), shared_out(), no_numbers():

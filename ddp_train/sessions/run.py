@@ -64,25 +64,20 @@ class Run:
     def wrap(self, model: nn.Module, *, sync_batch_norm: bool = True, **options: Any) -> Wrapped:
         """The model on this process's device, whose gradients are the mean over all processes.
 
-        Call it before the optimizer is built.
+        Call it before the optimizer is built, for each model that trains. A model that does not,
+        as a teacher, may have it too: it is on the device then, and its batch norm over all.
 
         sync_batch_norm: batch norm over the samples of all processes, as one process would have
             them; False: each has its own, which is faster and depends on their number.
         options: of torch's DistributedDataParallel, by torch's names (find_unused_parameters,
             bucket_cap_mb, gradient_as_bucket_view ...).
 
-        Raises UsageError if it is called twice.
+        Raises UsageError if it got a part of the model before.
         """
         steps = self._open_steps("run.wrap")
-        if steps.model is not None or isinstance(model, Wrapped):
-            raise UsageError(
-                "run.wrap was called twice: a session trains one model",
-                "put the models that are trained together into one nn.Module; those that are not"
-                " need no wrap",
-            )
-        steps.model = Wrapped(model, steps.device, self.processes, sync_batch_norm, options)
-        steps.model.register_forward_pre_hook(steps.see_forward)
-        return steps.model
+        wrapped = steps.models.add(model, sync_batch_norm, options)
+        wrapped.register_forward_pre_hook(steps.see_forward)
+        return wrapped
 
     def loader(
         self,
@@ -181,7 +176,7 @@ class Run:
         If there is one the run resumes at the very next sample. Returns the number of steps that
         are done.
 
-        objects: the model of `wrap`, and whatever has state_dict and load_state_dict: optimizers,
+        objects: the models of `wrap`, and whatever has state_dict and load_state_dict: optimizers,
             schedulers, a GradScaler, objects of your own.
 
         Raises UsageError for what cannot be saved, and DataError if the checkpoint is of something
@@ -190,16 +185,12 @@ class Run:
         steps = self._open_steps("run.resume")
         if steps.checkpoints is not None:
             raise UsageError("run.resume was called twice", "call it once, with all objects")
-        others = check_objects(objects, steps.model)
+        named, others = check_objects(objects, steps.models)
         refuse_unsaved_schedulers(others)
-        assert steps.model, "check_objects has seen to it"
         steps.checkpoints = SessionCheckpoints(
-            steps.settings, steps.world, steps.model, others, steps.status
+            steps.settings, steps.world, named, others, steps.status
         )
-        steps.optimizers = {id(value) for value in others.values()}
-        steps.gradients.sees_steps = any(
-            isinstance(value, torch.optim.Optimizer) for value in others.values()
-        )
+        steps.watch_optimizers(others.values())
         steps.gradients.windows.see_objects(others.values())
         steps.position = steps.checkpoints.restore(steps.device, steps.gradients)
         steps.numbers.resume(steps.position.step, steps.checkpoints.numbers)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.layout import read_manifest
@@ -29,6 +30,7 @@ from ddp_train.errors import DataError
 from ddp_train.models.python_state import changed, state_of
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
+from ddp_train.sessions.models import Models, as_one
 from ddp_train.sessions.parameter_groups import (
     Groups,
     has_rates_by_place,
@@ -37,7 +39,7 @@ from ddp_train.sessions.parameter_groups import (
     reordered,
 )
 from ddp_train.sessions.settings import Settings, UsageError
-from ddp_train.sessions.wrapped import Wrapped
+from ddp_train.sessions.wrapped import Wrapped, parameters_of, shared_parameters
 from ddp_train.text import counted
 
 log = logging.getLogger(__name__)
@@ -85,14 +87,18 @@ class SessionCheckpoints:
         self,
         settings: Settings,
         world: World,
-        model: Wrapped,
+        models: Mapping[str, Wrapped],
         objects: Mapping[str, Stateful],
         status: RankStatus,
     ) -> None:
-        """objects: those beside the model, by the names that `run.resume` got."""
+        """
+        models: those of `run.wrap`, by the names that `run.resume` got.
+        objects: the others, by those names.
+        """
         self.settings = settings
         self.world = world
-        self.model = model
+        self.models = list(models)
+        self.module = as_one(models)
         self.objects = objects
         self.status = status
         self.writer: Writer | None = None
@@ -101,7 +107,7 @@ class SessionCheckpoints:
         self.numbers: dict[str, Any] = {}
         """State of the numbers that were logged, of the checkpoint that the run resumed from."""
         self.resumed_from: Path | None = None
-        self.state_at_start: dict[str, str] | None = unsaved_state(model.module)
+        self.state_at_start: dict[str, str] | None = unsaved_state(self.module)
         """None once it was compared."""
         self.earlier_batches: dict[str, Any] = {}
         """Facts that identify the batches of the checkpoint that the run resumed from."""
@@ -149,9 +155,10 @@ class SessionCheckpoints:
                 f"{path} was not saved by a session: it says no epoch and no batch to resume at",
                 "name another run_dir",
             )
+        self._check_models(path, state.session.get("models", self.models))
         self._check_names(path, state.objects)
         states = self._in_order(path, state.objects, state.session.get("groups", {}))
-        module = self.model.module
+        module = self.module
         state.apply_weights(path, module, module, self.world.rank)
         for name, holder in self.objects.items():
             holder.load_state_dict(states[name])
@@ -166,6 +173,16 @@ class SessionCheckpoints:
         print(f"resumed from step {position.step} ({position}): {path}", file=sys.stderr)
         return position
 
+    def _check_models(self, path: Path, saved: list[str]) -> None:
+        # A single model is saved by its own names.
+        if sorted(saved) == sorted(self.models) or len(saved) == len(self.models) == 1:
+            return
+        raise DataError(
+            f"{path} has the models {', '.join(saved)}, and run.resume got"
+            f" {', '.join(self.models)}",
+            "give run.resume what it got when that was saved, or start over in another run_dir",
+        )
+
     def _check_names(self, path: Path, saved: dict[str, Any]) -> None:
         differing = sorted({*saved} ^ {*self.objects})
         if differing:
@@ -177,14 +194,14 @@ class SessionCheckpoints:
 
     def _groups(self) -> dict[str, Groups]:
         """The names of the parameters in each group of each optimizer, by the optimizer's name."""
-        names = {id(weight): name for name, weight in self.model.module.named_parameters()}
+        names = {id(weight): name for name, weight in self.module.named_parameters()}
         return {
             name: [
                 [names.get(id(weight), "") for weight in group["params"]]
                 for group in holder.param_groups
             ]
             for name, holder in self.objects.items()
-            if isinstance(holder, torch.optim.Optimizer)
+            if isinstance(holder, Optimizer)
         }
 
     def _in_order(
@@ -230,7 +247,7 @@ class SessionCheckpoints:
         numbers: state of those that were logged.
         """
         self.saved = replace(position)
-        module = self.model.module
+        module = self.module
         check_same_weights(module)
         gradients = exchanged(module, watch.wanted(module))
         self._warn_of_unsaved_state()
@@ -247,6 +264,7 @@ class SessionCheckpoints:
                     "numbers": numbers,
                     "windows": watch.windows.state(self.objects),
                     "groups": self._groups(),
+                    "models": self.models,
                 }
                 self.writer.submit(partial(self._snapshot, position.step, session, buffers))
 
@@ -258,7 +276,7 @@ class SessionCheckpoints:
         self.state_at_start = None
         names = [
             path
-            for path in changed(before, unsaved_state(self.model.module))
+            for path in changed(before, unsaved_state(self.module))
             if before.get(path, "None") != "None"  # a cache that was filled
         ]
         if names:
@@ -269,7 +287,7 @@ class SessionCheckpoints:
             )
 
     def _snapshot(self, step: int, session: dict[str, Any], buffers: Tensor) -> Snapshot:
-        module = self.model.module
+        module = self.module
         state = TrainingState(
             objects={name: holder.state_dict() for name, holder in self.objects.items()},
             buffers=buffers,
@@ -308,27 +326,38 @@ def _listed(names: Mapping[str, Any]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def check_objects(objects: dict[str, Any], model: Wrapped | None) -> dict[str, Stateful]:
-    """The objects beside the model, which must be among them.
+def check_objects(
+    objects: dict[str, Any], models: Models
+) -> tuple[dict[str, Wrapped], dict[str, Stateful]]:
+    """The models, which must all be among the objects, and the objects beside them.
 
     Raises UsageError for what cannot be saved.
     """
-    if model is None:
+    if not models.wrapped:
         raise UsageError(
             "run.resume: there is no model yet", "call model = run.wrap(model) before it"
         )
-    problem = problem_of_extra_state(model.module)
-    if problem:
-        raise UsageError(f"run.resume: {problem}", PLAIN_DATA)
-    others = {}
+    named: dict[str, Wrapped] = {}
+    others: dict[str, Any] = {}
     for name, value in objects.items():
-        if value is not model and value is not model.module:
+        model = _wrapped_of(value, models)
+        if model is None:
             others[name] = value
-    if len(others) == len(objects):
+        elif model not in named.values():
+            named[name] = model
+    missing = [model for model in models if model not in named.values()]
+    if missing:
+        what = "the model of run.wrap"
+        if len(models.wrapped) > 1:
+            what = f"a model of run.wrap ({type(missing[0].module).__name__})"
         raise UsageError(
-            "run.resume: the model of run.wrap is not among its arguments, and would not be saved",
-            "run.resume(model=model, optimizer=optimizer)",
+            f"run.resume: {what} is not among its arguments, and would not be saved",
+            "run.resume(model=model, optimizer=optimizer), with every model of run.wrap",
         )
+    for model in models:
+        problem = problem_of_extra_state(model.module)
+        if problem:
+            raise UsageError(f"run.resume: {problem}", PLAIN_DATA)
     for name, value in others.items():
         if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
             raise UsageError(
@@ -336,14 +365,39 @@ def check_objects(objects: dict[str, Any], model: Wrapped | None) -> dict[str, S
                 " load_state_dict",
                 "give it objects that have both, as models, optimizers and schedulers have",
             )
-        if isinstance(value, torch.optim.Optimizer) and not model.is_trained_by(value):
-            raise UsageError(
-                f"run.resume: {name} was built on parameters that are not those of the model of"
-                " run.wrap",
-                "build it after model = run.wrap(model), on model.parameters()",
-            )
+        if isinstance(value, Optimizer):
+            _check_optimizer(name, value, models)
         _check_plain(name, value)
-    return others
+    return named, others
+
+
+def _wrapped_of(value: Any, models: Models) -> Wrapped | None:
+    """The wrapped model that an argument of run.resume stands for; None if it is none."""
+    compiled = getattr(value, "_orig_mod", value)  # of torch.compile
+    for model in models:
+        if any(known in (value, compiled) for known in (model, model.module)):
+            return model
+    return None
+
+
+def _check_optimizer(name: str, optimizer: Optimizer, models: Models) -> None:
+    """Raise UsageError for parameters whose gradients nobody would exchange."""
+    known = [parameter for model in models for parameter in model.parameters()]
+    if not shared_parameters(known, parameters_of(optimizer)):
+        raise UsageError(
+            f"run.resume: {name} was built on parameters that are not those of the model of"
+            " run.wrap",
+            "build it after model = run.wrap(model), on model.parameters()",
+        )
+    ours = {id(parameter) for parameter in known}
+    for parameter in parameters_of(optimizer):
+        if id(parameter) not in ours and parameter.requires_grad:
+            raise UsageError(
+                f"run.resume: {name} has a parameter, {list(parameter.shape)}, that is in no model"
+                " of run.wrap: each process would train its own",
+                "run.wrap the module that it belongs to as well (a loss with weights, a head), or"
+                " make it a parameter of the model",
+            )
 
 
 def _check_plain(name: str, holder: Stateful) -> None:

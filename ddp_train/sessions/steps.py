@@ -6,14 +6,15 @@ import contextlib
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_train.data.batch_plan import MicroBatch
@@ -27,12 +28,13 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
+from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
 from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
 from ddp_train.sessions.values import meet
-from ddp_train.sessions.wrapped import Wrapped
+from ddp_train.sessions.wrapped import Wrapped, parameters_of
 from ddp_train.text import counted
 
 SAME_UPDATES = (
@@ -134,7 +136,7 @@ class Steps:
         self.status = status
         self.stop = stop
         self.position = Position()
-        self.model: Wrapped | None = None
+        self.models = Models(device, world.size)
         self.checkpoints: SessionCheckpoints | None = None
         self.training_loaders: list[StatefulLoader] = []
         """Those that there are in the current epoch."""
@@ -142,14 +144,14 @@ class Steps:
         """How many of them were made before the first epoch: the others end with theirs."""
         self.saved_loaders: dict[int, dict[str, Any]] = {}
         """By number the states in the checkpoint, until the loader goes on from there."""
-        self.optimizers: set[int] = set()
-        """The `id` of each optimizer that run.resume got."""
+        self.optimizers: dict[Optimizer, list[Wrapped]] = {}
+        """Those that run.resume got, and the models of each."""
+        self.foreign_optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """Those of other models, and the step in which each was seen first."""
         self.looked_at: set[int] = set()
         """The `id` of each optimizer whose scaler, if it has one, is saved."""
         self.warns_of_schedulers = True
         """No checkpoint is saved yet."""
-        self.foreign_optimizers: set[int] = set()
-        """The `id` of each optimizer of another model."""
         self.loaders: list[Closing] = []
         """Their processes end with the session."""
         self.micro_batch: MicroBatch | None = None
@@ -189,8 +191,7 @@ class Steps:
         for loader in self.loaders:
             loader.close()
         self._leave_micro_batch()
-        if self.model:
-            self.model.release()
+        self.models.release()
 
     # --- epochs -----------------------------------------------------------------------------------
 
@@ -350,6 +351,7 @@ class Steps:
         self.has_samples = True
         self.is_epoch_complete = False
         self.had_backward = False
+        self.models.begin_step()
         position = self.position
         rows = StepRows(
             self.settings.seed, position.epoch, position.step, share.indices, share.num_real
@@ -484,7 +486,7 @@ class Steps:
         self, losses: Tensor, over: float | Tensor | None, share: MicroBatch, optimizer: Optimizer
     ) -> Tensor:
         """The loss of a batch whose gradients are to add up to those of a mean over a window."""
-        if id(optimizer) not in self.optimizers:
+        if optimizer not in self.optimizers:
             raise UsageError(
                 f"run.mean: accumulate is a {type(optimizer).__name__} that run.resume did not get",
                 "run.resume(model=model, optimizer=optimizer) and"
@@ -519,8 +521,16 @@ class Steps:
 
     def _in_backward(self, _: Tensor) -> None:
         self.had_backward = True
+        self.models.see_backward()
         self.gradients.see_backward()
         self.status.phase = "backward"
+
+    def watch_optimizers(self, objects: Iterable[object]) -> None:
+        """Expect steps of the optimizers among the objects that run.resume got."""
+        for value in objects:
+            if isinstance(value, Optimizer):
+                self.optimizers[value] = self.models.trained_by(value)
+        self.gradients.sees_steps = bool(self.optimizers)
 
     def _before_optimizer_step(
         self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -530,17 +540,11 @@ class Steps:
         Returns the arguments of the step, if it is given a closure: that gives the loss over all
         processes, so that all decide alike what to do by it.
         """
-        if not self.in_epoch or id(optimizer) in self.foreign_optimizers:
+        if not self.in_epoch:
             return None
-        if id(optimizer) not in self.optimizers:
-            if self.model is None or not self.model.is_trained_by(optimizer):
-                self.foreign_optimizers.add(id(optimizer))
-                return None
-            raise UsageError(
-                f"an optimizer ({type(optimizer).__name__}) that run.resume did not get makes a"
-                " step: its state would be lost",
-                "run.resume(model=model, optimizer=optimizer)",
-            )
+        if optimizer not in self.optimizers:
+            self._check_foreign(optimizer)
+            return None
         if id(optimizer) not in self.looked_at and self.checkpoints:
             self.looked_at.add(id(optimizer))
             refuse_unsaved_scaler(self.checkpoints.objects)
@@ -549,7 +553,7 @@ class Steps:
         if closure is not None:
             self.gradients.see_step(optimizer)
             self.status.phase = "optimizer step"
-            return (optimizer,), {"closure": partial(self._loss_of_all, closure)}
+            return (optimizer,), {"closure": partial(self._loss_of_all, closure, optimizer)}
         if not self.had_backward:
             raise UsageError(
                 "optimizer.step() in a step whose loss did not come by run.mean: where processes"
@@ -557,12 +561,41 @@ class Steps:
                 "loss = run.mean(losses), of one loss for each sample (reduction='none'), then"
                 " loss.backward()",
             )
+        self._check_gradients(optimizer)
         self.gradients.see_step(optimizer)
         self.status.phase = "optimizer step"
         return None
 
+    def _check_foreign(self, optimizer: Optimizer) -> None:
+        """Raise UsageError for an optimizer whose weights would come apart, or be lost."""
+        first_step = self.foreign_optimizers.get(optimizer)
+        step = self.position.step
+        if first_step is None:
+            if self.models.trained_by(optimizer):
+                raise UsageError(
+                    f"an optimizer ({type(optimizer).__name__}) that run.resume did not get makes a"
+                    " step: its state would be lost",
+                    "run.resume(model=model, optimizer=optimizer)",
+                )
+            self.foreign_optimizers[optimizer] = step
+            return
+        if self.micro_batch is None or step == first_step:
+            return  # made for this step, as a few updates of a copy
+        if any(isinstance(parameter, nn.Parameter) for parameter in parameters_of(optimizer)):
+            raise UsageError(
+                f"an optimizer ({type(optimizer).__name__}) trains a model that run.wrap did not"
+                " get: each process would train its own",
+                "model = run.wrap(model) before the optimizer is built, for each model, and give"
+                " run.resume the optimizer too",
+            )
+
+    def _check_gradients(self, optimizer: Optimizer) -> None:
+        """Raise an error if an optimizer would use gradients that are not those of all."""
+        for model in self.optimizers[optimizer]:
+            model.gradient_exchange.check_gradients(type(model.module).__name__)
+
     @torch.no_grad()
-    def _loss_of_all(self, closure: Callable[[], Any]) -> Any:
+    def _loss_of_all(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
         """The mean over the processes of the loss that a closure returns. A collective."""
         with torch.enable_grad():
             loss = closure()
@@ -572,6 +605,7 @@ class Steps:
                 "in it: optimizer.zero_grad(), loss = run.mean(losses), of one loss for each"
                 " sample (reduction='none'), loss.backward(), return loss",
             )
+        self._check_gradients(optimizer)
         if not isinstance(loss, Tensor):
             return loss
         return total(loss.detach().clone()) / self.world.size

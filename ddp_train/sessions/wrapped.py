@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_train.distributed.training_step import CURRENT
-from ddp_train.parallel.naming_ddp import NamingDdp, ddp_arguments
-from ddp_train.parallel.strategy import warm_up_ddp_buckets
+from ddp_train.parallel.naming_ddp import ddp_arguments
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised_on
+from ddp_train.sessions.gradient_exchange import GradientExchange
 from ddp_train.sessions.settings import UsageError
-from ddp_train.tensor_tree import tensors
+
+OWN_ATTRIBUTES = frozenset({*vars(nn.Module()), "_compiled_call_impl", "_exchange", "module"})
+"""Attributes of the wrapper itself: those of every torch module, and its own."""
 
 
 class Wrapped(nn.Module):
@@ -24,10 +26,8 @@ class Wrapped(nn.Module):
     of batches on each. When the session is over it is the model alone.
     """
 
-    _ddp: NamingDdp | None
-    """None on one process, and after the session."""
-    _is_cold: bool
-    """The buckets of DDP are not laid out yet."""
+    _exchange: GradientExchange | None
+    """None after the session."""
 
     def __init__(
         self,
@@ -39,51 +39,45 @@ class Wrapped(nn.Module):
     ) -> None:
         """options: of torch's DistributedDataParallel, by torch's names."""
         super().__init__()
+        module = compiled_in_place(module)
         if processes > 1 and sync_batch_norm:
             module = synchronised_on(device, module)
             for layer in module.modules():
                 if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
                     layer.register_forward_pre_hook(_refuse_shared_out)
         self.module = module.to(device)
-        self._hold(None)
+        arguments = None
         if processes > 1:
             arguments = ddp_arguments(device, broadcast_buffers=False, **options)
-            self._hold(NamingDdp(self.module, **arguments))
-        # At three ranks and more DDP's buckets decide the order of additions: see
-        # `warm_up_ddp_buckets`. With find_unused_parameters torch lays them out once.
-        self._is_cold = processes > 2 and not options.get("find_unused_parameters")
+        self._exchange = GradientExchange(self.module, arguments)
 
-    def _hold(self, ddp: NamingDdp | None) -> None:
-        """Keep it as a plain attribute: as a submodule the model would be there twice."""
-        object.__setattr__(self, "_ddp", ddp)
+    @property
+    def gradient_exchange(self) -> GradientExchange:
+        """That of this model, while the session lasts."""
+        assert self._exchange
+        return self._exchange
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        if self._ddp is None or not torch.is_grad_enabled():
+        exchange = self._exchange
+        if exchange is None or exchange.options is None or not exchange.is_ready():
             return self.module(*inputs, **keywords)
-        if self._is_cold:
-            self._is_cold = False
-            self._warm_up(self._ddp, inputs, keywords)
-        return self._ddp(*inputs, **keywords)
+        return exchange.forward(inputs, keywords)
 
-    def _warm_up(self, ddp: NamingDdp, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        def loss() -> Tensor:
-            outputs = tensors(ddp(*inputs, **keywords))
-            sums = [output.float().sum() for output in outputs if output.requires_grad]
-            return torch.stack(sums).sum()
-
-        warm_up_ddp_buckets({"model": self.module}, loss)
-
-    def is_trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
         """True if an optimizer updates a parameter of this model."""
-        ours = {id(parameter) for parameter in self.parameters()}
-        groups = optimizer.param_groups
-        return any(id(parameter) in ours for group in groups for parameter in group["params"])
+        return bool(shared_parameters(self.parameters(), parameters_of(optimizer)))
 
     def release(self) -> None:
         """Let go of DDP, which must not outlive the process group."""
-        if self._ddp is not None:
-            self._ddp._remove_autograd_hooks()
-        self._hold(None)
+        if self._exchange is not None:
+            self._exchange.release()
+        self._exchange = None
+
+    def _apply(self, *arguments: Any, **keywords: Any) -> Any:
+        """Convert the model, as `half()` and `cpu()` do. torch forgets DDP's hooks then."""
+        if self._exchange is not None:
+            self._exchange.kind = None
+        return super()._apply(*arguments, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies (`copy.deepcopy`, as averages of weights make them) and pickles are of the model.
@@ -107,13 +101,48 @@ class Wrapped(nn.Module):
         return self.module.named_buffers(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        # What begins with `_` is nn.Module's own; `module` is not there yet while it is made.
-        if name.startswith("_") or name == "module":
+        # `module` is not there yet while it is made.
+        if name.startswith("__") or name in OWN_ATTRIBUTES:
             return super().__getattr__(name)
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the user's model, which its forward reads."""
+        if name in OWN_ATTRIBUTES:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def shared_parameters(some: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """Those of `others` that are among `some`."""
+    known = {id(parameter) for parameter in some}
+    return [parameter for parameter in others if id(parameter) in known]
+
+
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    """The module that torch.compile was given, which it calls compiled; others as they are.
+
+    Its state_dict has the names of the module that is not compiled.
+    """
+    original = getattr(module, "_orig_mod", None)
+    if not isinstance(original, nn.Module):
+        return module
+    compiled: Any = module
+    original._compiled_call_impl = compiled.dynamo_ctx(original._call_impl)
+    return original
 
 
 def _itself(model: nn.Module) -> nn.Module:

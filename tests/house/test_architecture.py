@@ -55,8 +55,9 @@ WITH_TORCH = [
     *(
         f"ddp_train.sessions.{name}"
         for name in (
-            "gradients",
+            "gradient",
             "loader",
+            "models",
             "numbers",
             "process",
             "run",

@@ -117,7 +117,7 @@ print("BEFORE", os.environ.get("RANK"))
 seconds, restarts = 4 if fault == "hang" else 60, int(fault in ("kill", "joined"))
 with ddp_train.session(run_dir, max_restarts=restarts, timeout_seconds=seconds) as run:
     main()
-print("AFTER", run.rank, len(list(run._steps.model.parameters())))
+print("AFTER", run.rank, len(list(run._steps.models.wrapped[0].parameters())))
 '''
 STEPS = 7
 """Of an epoch; the last one has 2 samples, so that the third process has none."""
@@ -431,7 +431,7 @@ def _zipped(run: Any) -> None:
 
 
 MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda run: run.wrap(run.wrap(net())), "run.wrap was called twice"),
+    (lambda run: run.wrap(run.wrap(net())), "run.wrap got the same parameters twice"),
     (lambda run: run.loader(rows()), "run.loader: global_batch_size is missing"),
     (lambda run: run.loader(rows(), global_batch_size=0), "run.loader: global_batch_size is 0"),
     (

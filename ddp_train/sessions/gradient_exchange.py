@@ -1,0 +1,204 @@
+"""The gradients of one wrapped model, exchanged in every backward pass of a loss of `run.mean`.
+
+torch's DDP exchanges what comes after its own forward pass, once, and all parameters must get a
+gradient. Here any backward pass is exchanged, whatever was called before it: several forward
+passes, a part of the model, a loss through two models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_train.distributed.process_group import send_from_leader
+from ddp_train.distributed.training_step import CURRENT
+from ddp_train.parallel.naming_ddp import FixedLayoutDdp
+from ddp_train.sessions.gradients import average_reached
+from ddp_train.sessions.settings import UsageError
+
+
+class GradientExchange:
+    """The DDP of one model, and the exchange of what DDP has not prepared.
+
+    DDP exchanges the first backward pass after its forward pass while that goes on. The gradients
+    of other passes, and of a model whose parameters may be unused, are exchanged when the pass
+    ends: the mean over processes of what has added up is right, since what was there before is the
+    same for all. A hook on one parameter sees when gradients come; on one process it finds the same
+    mistakes.
+    """
+
+    def __init__(self, module: nn.Module, options: dict[str, Any] | None) -> None:
+        """options: of DDP; None on one process.
+
+        Raises ModelError for parameters of lazy layers.
+        """
+        self.module = module
+        self.options = options
+        self.ddp: FixedLayoutDdp | None = None
+        """None on one process, with find_unused_parameters, and as long as nothing has trained."""
+        self.is_stale = False
+        """A module or a parameter was registered somewhere since the layout."""
+        self.is_prepared = False
+        """DDP exchanges the gradients of the next backward pass."""
+        self.in_backward = False
+        """A loss of run.mean goes backward."""
+        self.reached: list[nn.Parameter] = []
+        """Parameters that this backward pass reaches, if it is not DDP's."""
+        self.is_own_pass = False
+        """This backward pass is exchanged when it ends."""
+        self.early_pass = -1
+        """The backward pass in which a gradient came before that of a loss of run.mean."""
+        self.is_foreign = False
+        """A gradient came from a loss that is not of run.mean."""
+        self.is_local = False
+        """A gradient came that was not exchanged."""
+        self.parameters: list[nn.Parameter] = []
+        self.trains: list[bool] = []
+        """Which of them had `requires_grad` when DDP was laid out."""
+        self.kind: tuple[torch.dtype, torch.device] | None = None
+        self.watched: nn.Parameter | None = None
+        self.handles: list[Any] = []
+        self._lay_out()
+        if options is not None and self.ddp is None:
+            send_from_leader([*module.parameters(), *module.buffers()])  # as DDP does
+
+    @property
+    def finds_unused(self) -> bool:
+        return bool(self.options and self.options.get("find_unused_parameters"))
+
+    def is_ready(self) -> bool:
+        """True if a forward pass goes through DDP: gradients are taken in a training step.
+
+        Lays DDP out anew, on all processes, if other parameters train.
+        """
+        if not torch.is_grad_enabled() or CURRENT.step is None or CURRENT.is_shared_out:
+            return False
+        trains = [parameter.requires_grad for parameter in self.parameters]
+        if trains != self.trains and not any(trains):
+            return False  # frozen for a while: the layout stays
+        if trains != self.trains or self.is_stale or self._kind() != self.kind:
+            self._lay_out()
+        return self.ddp is not None
+
+    def forward(self, inputs: Sequence[Any], keywords: dict[str, Any]) -> Any:
+        """Call the model through DDP."""
+        assert self.ddp
+        outputs = self.ddp(*inputs, **keywords)
+        self.is_prepared = True
+        return outputs
+
+    def begin_backward(self, number: int) -> None:
+        """Called when the first loss of `run.mean` in a backward pass goes backward.
+
+        number: of the backward pass.
+
+        Raises UsageError where static_graph does not allow this pass.
+        """
+        self.in_backward = True
+        if self.early_pass == number:
+            self.is_foreign = False  # a parameter beside the loss, as a learned factor
+        elif self.watched is not None and self.watched.grad is None:
+            self.is_foreign = False
+            self.is_local = False
+        if self.options is None or self.is_prepared:
+            return
+        self.reached = self._reached()
+        self.is_own_pass = bool(self.reached) or self.finds_unused
+        if self.is_own_pass and self.options.get("static_graph"):
+            raise UsageError(
+                "static_graph=True allows one backward pass after each forward pass of the model of"
+                " run.wrap, and no call past it",
+                "run.wrap(model) without it",
+            )
+
+    def end_backward(self) -> None:
+        """Called when a backward pass has ended. A collective if it was not DDP's."""
+        self.in_backward = False
+        if self.is_own_pass:
+            self.is_own_pass = False
+            average_reached(list(self.module.parameters()), self.reached)
+        self.reached = []
+
+    def check_gradients(self, name: str) -> None:
+        """Raise UsageError, or ModelError, if a step would use gradients that are not of all.
+
+        name: of the model's class.
+        """
+        if self.is_foreign:
+            raise UsageError(
+                f"optimizer.step() with gradients of {name} from a loss that did not come by"
+                " run.mean",
+                "every loss that goes backward: run.mean(losses), of one loss for each sample"
+                " (reduction='none'); what is no mean over samples is added to it",
+            )
+        if self.is_local:
+            raise UsageError(
+                f"optimizer.step() with gradients of {name} that were not exchanged: its graph was"
+                " hidden when the backward pass began",
+                "call checkpoint with use_reentrant=False",
+            )
+        if self.ddp is not None:
+            self.ddp.check_finished()
+
+    def release(self) -> None:
+        """Let go of DDP, which must not outlive the process group."""
+        if self.ddp is not None:
+            self.ddp._remove_autograd_hooks()
+        self.ddp = None
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+    def _lay_out(self) -> None:
+        """Make a DDP for the parameters that train now, unless they are the same as before."""
+        self.is_stale = False
+        parameters = list(self.module.parameters())
+        trains = [parameter.requires_grad for parameter in parameters]
+        are_new = [*map(id, parameters)] != [*map(id, self.parameters)]
+        self.parameters = parameters
+        if not are_new and trains == self.trains and self._kind() == self.kind:
+            return
+        self.trains = trains
+        self.kind = self._kind()
+        self.is_prepared = False
+        self.release()
+        if not any(trains):
+            return
+        if self.options is not None and not self.finds_unused:
+            options = self.options
+            if not are_new:
+                options = {**options, "init_sync": False}
+            self.ddp = FixedLayoutDdp(self.module, **options)
+        self.watched = parameters[trains.index(True)]
+        self.handles = [self.watched.register_post_accumulate_grad_hook(self._see_gradient)]
+
+    def _kind(self) -> tuple[torch.dtype, torch.device] | None:
+        """The type and place of the first parameter: `model.half()` changes all of them."""
+        if not self.parameters:
+            return None
+        return self.parameters[0].dtype, self.parameters[0].device
+
+    def _see_gradient(self, _: Tensor) -> None:
+        """Called when the gradient of the watched parameter has come."""
+        is_exchanged = self.options is None or self.is_prepared or self.is_own_pass
+        self.is_prepared = False
+        if CURRENT.step is None or CURRENT.is_shared_out:
+            return
+        if not self.in_backward:
+            self.early_pass = torch._C._current_graph_task_id()
+            self.is_foreign = True
+        elif not is_exchanged:
+            self.is_local = True
+
+    def _reached(self) -> list[nn.Parameter]:
+        """The parameters that the backward pass, which has begun, reaches."""
+        reached = []
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                if torch._C._will_engine_execute_node(node):
+                    reached.append(parameter)
+        return reached

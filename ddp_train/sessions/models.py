@@ -1,0 +1,120 @@
+"""The models of a session: those that `run.wrap` got."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ddp_train.sessions.settings import UsageError
+from ddp_train.sessions.wrapped import Wrapped, shared_parameters
+
+DDP_OPTIONS = frozenset(signature(DistributedDataParallel.__init__).parameters) - {
+    "self",
+    "module",
+    "device_ids",
+    "output_device",
+    "broadcast_buffers",
+    "forward_sync_buffers",
+    "process_group",
+    "device_mesh",
+}
+"""Those that a session leaves to its user."""
+
+
+class Models:
+    """The wrapped models of one process, in the order of their `wrap`."""
+
+    def __init__(self, device: str, processes: int) -> None:
+        self.device = device
+        self.processes = processes
+        self.wrapped: list[Wrapped] = []
+        self.is_backward = False
+        """A loss of run.mean goes backward."""
+        self._handles: list[Any] = []
+
+    def __iter__(self) -> Iterator[Wrapped]:
+        return iter(self.wrapped)
+
+    def add(self, model: nn.Module, sync_batch_norm: bool, options: dict[str, Any]) -> Wrapped:
+        """See Run.wrap. Raises UsageError if it has parameters of an earlier one."""
+        unknown = set(options) - DDP_OPTIONS
+        if unknown:
+            raise UsageError(
+                f"run.wrap: {sorted(unknown)[0]} is no option of torch's DistributedDataParallel",
+                f"one of {', '.join(sorted(DDP_OPTIONS))}",
+            )
+        for earlier in self.wrapped:
+            if shared_parameters(earlier.parameters(), model.parameters()):
+                raise UsageError(
+                    "run.wrap got the same parameters twice: each model is wrapped once",
+                    "wrap the part that models share by itself: encoder = run.wrap(encoder),"
+                    " head = run.wrap(head), and call head(encoder(x)); or put all into one"
+                    " nn.Module",
+                )
+        if not self._handles:
+            self._handles = [
+                register_module_module_registration_hook(self._see_registration),
+                register_module_parameter_registration_hook(self._see_registration),
+            ]
+        wrapped = Wrapped(model, self.device, self.processes, sync_batch_norm, options)
+        self.wrapped.append(wrapped)
+        return wrapped
+
+    def release(self) -> None:
+        """Let go of all DDPs and hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for model in self.wrapped:
+            model.release()
+
+    def together(self) -> nn.Module:
+        """All models as one."""
+        return nn.ModuleList(model.module for model in self.wrapped)
+
+    def trained_by(self, optimizer: Optimizer) -> list[Wrapped]:
+        """The models whose parameters an optimizer updates."""
+        return [model for model in self.wrapped if model.is_trained_by(optimizer)]
+
+    def begin_step(self) -> None:
+        self.is_backward = False  # an error may have ended a backward pass
+
+    def see_backward(self) -> None:
+        """Called when a loss of run.mean goes backward; several may in one backward pass."""
+        if self.is_backward:
+            return
+        self.is_backward = True
+        Variable._execution_engine.queue_callback(self._see_end)
+        number = torch._C._current_graph_task_id()
+        for model in self.wrapped:
+            model.gradient_exchange.begin_backward(number)
+
+    def _see_end(self) -> None:
+        """Called when a backward pass has ended, before DDP's buckets are copied back."""
+        self.is_backward = False
+        for model in self.wrapped:
+            model.gradient_exchange.end_backward()
+
+    def _see_registration(self, *_: object) -> None:
+        """Called when a module anywhere gets another module or a parameter."""
+        for model in self.wrapped:
+            model.gradient_exchange.is_stale = True
+
+
+def as_one(named: Mapping[str, Wrapped]) -> nn.Module:
+    """The module whose state_dict a checkpoint has: the model itself, or several by their names."""
+    modules = {name: model.module for name, model in named.items()}
+    if len(modules) == 1:
+        return next(iter(modules.values()))
+    return nn.ModuleDict(modules)
