@@ -30,7 +30,7 @@ import torch
 from page import conditions, load_average, publish
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import ddp_train
 from ddp_train.distributed.environment import launcher_pid
@@ -50,6 +50,22 @@ class Classifier(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.network(input_ids=inputs).logits
+
+
+class Repeated(Dataset[Any]):
+    """A few random samples, again and again: what is read and sent is as large as of real ones."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, length: int) -> None:
+        self.inputs = inputs
+        self.targets = targets
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        row = number % len(self.inputs)
+        return self.inputs[row], self.targets[row]
 
 
 @dataclass(frozen=True)
@@ -163,7 +179,7 @@ class Accelerated(Contender):
         self.accelerator.backward(losses.mean())
 
 
-def shuffled(dataset: TensorDataset, batch: int, sampler: Any) -> DataLoader[Any]:
+def shuffled(dataset: Dataset[Any], batch: int, sampler: Any) -> DataLoader[Any]:
     return DataLoader(
         dataset,
         batch,
@@ -177,7 +193,7 @@ def shuffled(dataset: TensorDataset, batch: int, sampler: Any) -> DataLoader[Any
 
 
 def epochs_of(
-    run: Any, asked: argparse.Namespace, dataset: TensorDataset
+    run: Any, asked: argparse.Namespace, dataset: Dataset[Any]
 ) -> dict[str, Callable[[], None]]:
     """An epoch of each contender."""
     subject = SUBJECTS[asked.model]
@@ -222,7 +238,7 @@ def measure(run: Any, asked: argparse.Namespace) -> dict[str, list[float]]:
     subject = SUBJECTS[asked.model]
     samples = asked.steps * subject.batch * run.processes
     torch.manual_seed(1)
-    dataset = TensorDataset(*subject.rows(samples))
+    dataset = Repeated(*subject.rows(16), samples)
     if asked.compile == "one_graph":
         torch._dynamo.config.optimize_ddp = False
     epochs = epochs_of(run, asked, dataset)
