@@ -38,6 +38,7 @@ def _common_digests(splits: Splits, read: BatchSource, device: str) -> dict[str,
         "the size of the training set": len(splits.train),
         "the size of the validation set": len(splits.validation or ()),
         "the size of the test set": len(splits.test),
+        **{f"the size of {name}": len(source) for name, source in splits.further.items()},
         "a digest of the samples": _number_of("".join(found.values())),
     }
     of_ranks = from_all_ranks(torch.tensor(list(numbers.values()), device=device)).T.tolist()
@@ -69,10 +70,7 @@ def scored_digests(splits: Splits, then: dict[str, dict[str, str]]) -> dict[str,
     then: those of a checkpoint; empty at the beginning.
     """
     found = {}
-    for name in ("validation", "test"):
-        source = splits.named(name)
-        if source is None:
-            continue
+    for name, source in {**splits.validation_sets, **splits.test_sets}.items():
         try:
             with reading_ahead(source):
                 now = digests(source)

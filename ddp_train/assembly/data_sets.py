@@ -26,6 +26,8 @@ BESIDE_ARGUMENTS = (
     "mixup",
     "cutmix",
     "random_erasing",
+    "validation_sets",
+    "test_sets",
 )
 """Keys of a data set that are not arguments of the function that opens it."""
 
@@ -58,12 +60,17 @@ def open_datasets(config: Config, downloads: bool = True) -> Splits:
 
 def _open_built_in(data: Any, seed: int) -> Splits:
     open_splits = implementation_of(data.implementation)
-    train, test = open_splits(seed=seed, **arguments_of(data, *BESIDE_ARGUMENTS))
+    arguments = arguments_of(data, *BESIDE_ARGUMENTS)
+    train, test = open_splits(seed=seed, **arguments)
+    further = {}
+    for name, given in data.named_sets().items():
+        further[name] = implementation_of(data.set_implementation)(given, train, **arguments)
     if data.random_erasing:
         assert isinstance(train, ArraySource | FolderSource), "only images have the key"
         train.erasing = Erasing(data.random_erasing, seed)
     if not data.validation:
-        return Splits(train, test)
+        return Splits(train, test, further=further)
     kept, taken = split_for_validation(len(train), data.validation, seed)
     numbers = {"train": kept, "validation": taken}
-    return Splits(train.select(kept), test, train.select(taken), numbers=numbers)
+    validation = train.select(taken)
+    return Splits(train.select(kept), test, validation, numbers=numbers, further=further)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -88,7 +88,7 @@ class JobBuilder:
             strategy=self.strategy,
             stepper=stepper,
             batches=ReportedBatches(loader, self.status),
-            evaluation=self.build_evaluation(splits.scored.source),
+            evaluations=self.build_evaluations(splits.scored_sets),
             seed_step=StepSeed(config.seed, self.world.rank, self.device),
             hooks=hooks,
             step=first_step,
@@ -205,6 +205,10 @@ class JobBuilder:
     def stand_ins_may_count(self, plan: BatchPlan) -> bool:
         """True if some process has no sample in some micro-batch, and it matters what it has."""
         return plan.has_empty_parts and may_count_samples(self.config, self.module)
+
+    def build_evaluations(self, sets: Mapping[str, BatchSource]) -> dict[str, Evaluation]:
+        """The evaluation of each set, by its name."""
+        return {name: self.build_evaluation(source) for name, source in sets.items()}
 
     def build_evaluation(self, source: BatchSource) -> Evaluation:
         """The evaluation of a data set, with its loader and scorer."""

@@ -133,8 +133,9 @@ def check_metrics(
     Raises ConfigError if a key names a metric that there is not, or a set that is not scored then,
     or if a further metric or a task of the user's own does not fit.
     """
-    has_validation = splits.validation is not None
-    problems = [str(problem) for problem in metrics.named_problems(config, has_validation)]
+    sets = [*splits.validation_sets, *splits.test_sets]
+    found = metrics.named_problems(config, bool(splits.validation_sets), sets)
+    problems = [str(problem) for problem in found]
     target = config.task.target if isinstance(config.task, CustomOption) else ""
     if not problems and (module.further_metrics or target or any(metrics.metric_keys(config))):
         names = metric_names(module, scored_batches(config, splits.scored.source, device))
@@ -163,11 +164,12 @@ def build_selection(
     config: Config, better: Mapping[str, str | None], splits: Splits, metrics_hook: MetricsHook
 ) -> SelectionHook:
     """The hook that compares evaluations. better: see `directions`."""
-    split = splits.scored.name
     known = {name: direction for name, direction in better.items() if direction}
 
     def selection_by(metric: str, auto: str) -> Selection:
-        name = auto if metric == metrics.AUTO else metric.partition(".")[2]
+        if metric == metrics.AUTO:
+            return Selection(splits.scored.name, auto, known)
+        split, _, name = metric.partition(".")
         return Selection(split, name, known)
 
     section = config.train.early_stopping

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +13,13 @@ from ddp_train.config.user_code import (
     named_function,
     parameters_of,
 )
+from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError, DataError
-from ddp_train.options.custom import NOT_TELLING, CustomDataConfig
+from ddp_train.options.custom import NOT_TELLING, Code, CustomDataConfig, code_of
+from ddp_train.scored_sets import TEST, VALIDATION, full_name, is_name, kind_of
 from ddp_train.text import first_line, shown
 
 SHARDS = "ddp_train.data.shards.TarShards"
@@ -59,6 +62,12 @@ def arguments_of_splits(data: CustomDataConfig, parameters: list[str]) -> dict[s
     )
 
 
+def _section_of(name: str) -> str:
+    """The key that says what a split is: data, or data.validation_sets.noisy."""
+    kind, _, own = name.partition("/")
+    return f"data.{kind}_sets.{own}" if own else "data"
+
+
 class UserSplits:
     """Opens the splits of a data set of the user's own class."""
 
@@ -94,6 +103,7 @@ class UserSplits:
             train = train.transformed(self.transforms)
         test = self._open_split("test")
         validation = None
+        further: dict[str, BatchSource] = {}
         numbers = {}
         if data.validation:
             kept, taken = split_for_validation(len(train), data.validation, self.seed)
@@ -104,46 +114,97 @@ class UserSplits:
             validation = plain.transformed(self.test_transforms).select(taken)
             numbers = {"train": kept, "validation": taken}
         elif data.validation is None and "validation" in self.by_split:
-            validation = self._open_split("validation")
-        for scored in (test, validation):
-            if scored is not None:
-                self._refuse_draws(scored)
-        return Splits(train, test, validation, numbers=numbers)
+            further = self._open_validation()
+            validation = further.pop(VALIDATION, None)
+        for name in data.named_sets():
+            further[name] = self._open_split(name)
+        splits = Splits(train, test, validation, numbers=numbers, further=further)
+        for scored in (splits.validation_sets | splits.test_sets).values():
+            assert isinstance(scored, UserDataset)
+            self._refuse_draws(scored)
+        return splits
+
+    def _open_validation(self) -> dict[str, BatchSource]:
+        """The class's own validation set, or those that it returns in a dict, by their names."""
+        made = self._make(VALIDATION)
+        if not isinstance(made, Mapping):
+            return {VALIDATION: self._wrapped(made)}
+        target = f"data._target_={self.data.target}: its validation set is a dict"
+        if not made:
+            raise ConfigError([f"{target} without a data set; use data.validation=0"])
+        for name in made:
+            if not is_name(name):
+                rule = "must be a name of letters, digits, _ and -"
+                raise ConfigError([f"{target}, whose key {shown(name)} {rule}"])
+        return {full_name(VALIDATION, name): self._wrapped(made[name]) for name in made}
 
     def _open_split(self, name: str, augments: bool = False) -> UserDataset:
         """A split with the transforms of samples that are scored."""
+        made = self._make(name, augments)
+        if isinstance(made, Mapping):
+            rule = f"its {name} set is a dict of {', '.join(map(str, made))}"
+            remedy = "return one data set; further ones stand in data.validation_sets and test_sets"
+            raise ConfigError([f"data._target_={self.data.target}: {rule}; {remedy}"])
+        return self._wrapped(made)
+
+    def _wrapped(self, dataset: Any) -> UserDataset:
         data = self.data
-        arguments = self._arguments(name, augments)
-        if not self.downloads and "download" in arguments:
-            arguments["download"] = False
+        return UserDataset(
+            dataset, self.seed, self.test_transforms, data.fields, data.outputs, self.collate
+        )
+
+    def _make(self, name: str, augments: bool = False) -> Any:
+        """What the class gives for a split, or for a further set."""
+        code = self._code(name, augments)
+        if not self.downloads and "download" in code.arguments:
+            code = replace(code, arguments=code.arguments | {"download": False})
         try:
             # What shuffles itself would else be another one on each process.
             with keyed_generators() as seed:
                 # What is drawn must not be the same in each split.
                 seed(hash_key(self.seed, "data set", name))
-                dataset = instantiate("data", replace(data.code, arguments=arguments))
+                return instantiate(_section_of(name), code)
         except (ValueError, LookupError, NotImplementedError, RuntimeError, OSError) as error:
-            self._explain(name, arguments, error)
+            self._explain(name, code.arguments, error)
             raise
-        return UserDataset(
-            dataset, self.seed, self.test_transforms, data.fields, data.outputs, self.collate
-        )
 
-    def _arguments(self, name: str, augments: bool = True) -> dict[str, Any]:
-        """The arguments of a split.
+    def _code(self, name: str, augments: bool = True) -> Code:
+        """The class of a split, or of a further set, with its arguments.
 
         augments: False for samples that are scored: an `augment` of the class is then False, unless
             it is given for this very split.
         """
         data = self.data
-        of_split = dict(self.by_split[name])
+        given = data.named_sets().get(name)
+        if given is not None and "_target_" in given:
+            code = code_of(given)
+            parameters = parameters_of(_section_of(name), code)
+            of_split = code.arguments
+            common: dict[str, Any] = {}
+        else:
+            code = data.code
+            parameters = self.parameters
+            of_split = self._arguments_of_split(name)
+            common = data.arguments
+        of_split = dict(of_split)
         is_given = name != "train" and "augment" in of_split
-        if not augments and "augment" in self.parameters and not is_given:
+        if not augments and "augment" in parameters and not is_given:
             of_split["augment"] = False
-        arguments = {**data.arguments, **of_split}
-        if data.target == SHARDS:  # other fields are not even read
+        arguments = {**common, **of_split}
+        if code.target == SHARDS:  # other fields are not even read
             arguments = {"only": data.fields, **arguments}
-        return arguments
+        return replace(code, arguments=arguments)
+
+    def _arguments_of_split(self, name: str) -> dict[str, Any]:
+        """The arguments that a split has beside the common ones.
+
+        A further set has those of the split of its kind, or of the test set, where it does not
+        say otherwise.
+        """
+        if name in self.by_split:
+            return self.by_split[name]
+        of_kind = self.by_split.get(kind_of(name), self.by_split[TEST])
+        return of_kind | self.data.named_sets()[name]
 
     def _refuse_same_samples(self) -> None:
         """Raise ConfigError if what trains would also test or validate, by what the class is called
@@ -151,33 +212,47 @@ class UserSplits:
         signature."""
         data = self.data
         calls = {}
-        for name in self.by_split:
-            call = call_of("data", replace(data.code, arguments=self._arguments(name)))
+        for name in (*self.by_split, *data.named_sets()):
+            code = self._code(name)
+            if code.target != data.target:
+                continue
+            call = call_of("data", code)
             calls[name] = {key: value for key, value in call.items() if key not in NOT_TELLING}
         for name, call in calls.items():
-            if name == "train" or call != calls["train"]:
-                continue
-            key = next((key for key in EXAMPLES if key in self.parameters), "NAME")
-            of_train, of_other = EXAMPLES.get(key, ("VALUE", "VALUE"))
-            if key == "split":
-                of_other = name
-            plain = {
-                key: value
-                for key, value in call.items()
-                if not callable(value) and value is not None
-            }
-            raise ConfigError(
-                [
-                    f"data.splits={shown(data.splits)}: training and {name} set would be the"
-                    f" same samples, with {shown(plain)}; add data.splits.train.{key}={of_train}"
-                    f" data.splits.{name}.{key}={of_other}, or what else tells them apart"
-                ]
-            )
+            if name != "train" and call == calls["train"]:
+                raise ConfigError([self._same_samples(name, call)])
+
+    def _same_samples(self, name: str, call: dict[str, Any]) -> str:
+        """The message for a split that would be the training set.
+
+        call: what the class would be called with for both.
+        """
+        key = next((key for key in EXAMPLES if key in self.parameters), "NAME")
+        of_train, of_other = EXAMPLES.get(key, ("VALUE", "VALUE"))
+        if key == "split":
+            of_other = name
+        plain = {}
+        for argument, value in call.items():
+            if not callable(value) and value is not None:
+                plain[argument] = value
+        if "/" in name:
+            section = _section_of(name)
+            given = shown(self.data.named_sets()[name])
+            rule = f"would be the samples that train, with {shown(plain)}"
+            return f"{section}={given}: {rule}; add {section}.NAME=VALUE that tells them apart"
+        return (
+            f"data.splits={shown(self.data.splits)}: training and {name} set would be the same"
+            f" samples, with {shown(plain)}; add data.splits.train.{key}={of_train}"
+            f" data.splits.{name}.{key}={of_other}, or what else tells them apart"
+        )
 
     def _explain(self, name: str, arguments: dict[str, Any], error: Exception) -> None:
         """Raise ConfigError or DataError if it is known why a split cannot be opened."""
         target = self.data.target
         cause = f"{type(error).__name__}: {first_line(error)}"
+        if "/" in name:
+            said = f"{_section_of(name)}: cannot be opened with {shown(arguments)}: {cause}"
+            raise DataError(said, "check its arguments") from error
         named_by_us = not self.data.splits and "split" in self.by_split[name]
         if named_by_us and isinstance(error, ValueError | LookupError | NotImplementedError):
             if name == "validation":

@@ -80,7 +80,7 @@ class CheckpointHook:
 
     def act(self, job: Job) -> None:
         is_last = job.step >= min(job.plan.steps, job.stop.last_step)
-        has_score = self.times.after_evaluations and job.score is not None
+        has_score = self.times.after_evaluations and bool(job.scores)
         if self.times.include(job) or has_score or is_last or self._time_is_up(job):
             self.save(job)
         if self.writer and is_last:
@@ -110,8 +110,9 @@ class CheckpointHook:
         if job.stepper.average:
             copies = self.writer is not None
             average = collect_average(job.stepper.average, job.strategy, job.module, copies)
-        score = job.score.as_dict() if job.score else None
-        scores = {"test": None, self.metrics_hook.split: score}
+        scores: dict[str, Any] = dict.fromkeys(("test", *job.evaluations))
+        for name, score in job.scores.items():
+            scores[name] = score.as_dict()
         with job.strategy.averaged(job.module) as buffers:
             weights = job.strategy.full_weights(job.module.model)
             if self.writer:

@@ -145,7 +145,7 @@ def _scores_of(runs: list[RunFiles]) -> list[tuple[str, str]]:
     for metric in metrics:
         for run in runs:
             if metric in run.scores:
-                scores[run.split, metric] = None
+                scores |= dict.fromkeys((split, metric) for split in run.scored_sets)
     return list(scores)
 
 

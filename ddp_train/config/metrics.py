@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,17 @@ from ddp_train.options.custom import Code
 from ddp_train.options.problem import Problem
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config, built_in_directions
+from ddp_train.scored_sets import (
+    TEST,
+    VALIDATION,
+    is_set,
+    kind_of,
+    main_set,
+    sets_of,
+)
 from ddp_train.text import OF_AVERAGE, RESERVED, did_you_mean, shown, snake_case
 
 AUTO = "auto"
-SPLITS = ("validation", "test")
 OBJECTIVE = "objective"
 MEASURED = {"samples_per_second": "max", "seconds": "min"}
 """Numbers of summary.json that are not metrics, and the better direction."""
@@ -137,7 +144,7 @@ def metric_keys(config: Config) -> Iterator[MetricKey]:
 def problems(config: Config) -> Iterator[Problem]:
     """Problems of metrics that can be known before anything is loaded."""
     yield from further_problems(config)
-    yield from named_problems(config, config.data.has_validation())
+    yield from named_problems(config, config.data.has_validation(), config.data.sets())
 
 
 def further_problems(config: Config) -> Iterator[Problem]:
@@ -160,22 +167,25 @@ def further_problems(config: Config) -> Iterator[Problem]:
         names.add(item.name)
 
 
-def named_problems(config: Config, has_validation: bool | None) -> Iterator[Problem]:
+def named_problems(
+    config: Config, has_validation: bool | None, sets: Collection[str] | None = None
+) -> Iterator[Problem]:
     """Problems of the metrics that keys name.
 
     has_validation: whether there is a validation set; None: unknown.
+    sets: the names of all that are scored; None: unknown.
     """
     for key in metric_keys(config):
         found = [
             *_form_problems(config, key),
             *_name_problems(config, key),
-            *_split_problems(key, has_validation),
+            *_split_problems(key, has_validation, sets),
         ]
         yield from found[:1]
 
 
 def _form_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
-    if key.split in SPLITS and key.name:
+    if is_set(key.split) and key.name:
         return
     found = f"{key.key}={key.value}"
     allowed = ["test.NAME", "validation.NAME"]
@@ -214,20 +224,28 @@ def _may_be_further(items: Sequence[FurtherMetric], names: set[str]) -> bool:
     return any(item.may_have(name) for item in items for name in names)
 
 
-def _split_problems(key: MetricKey, has_validation: bool | None) -> Iterator[Problem]:
+def _split_problems(
+    key: MetricKey, has_validation: bool | None, sets: Collection[str] | None
+) -> Iterator[Problem]:
     found = f"{key.key}={key.value}"
-    if key.split == "validation" and has_validation is False:
+    kind = kind_of(key.split)
+    if kind == VALIDATION and has_validation is False:
         yield Problem(
             found,
             "there is no validation set",
             f"add data.validation=0.1, or use {key.key}=test.{key.name}",
         )
-    elif key.split == "test" and has_validation and key.key != OBJECTIVE:
+    elif kind == TEST and has_validation and key.key != OBJECTIVE:
+        validation = main_set(sets or [VALIDATION])
         yield Problem(
             found,
             "with a validation set the test set is scored at the end only",
-            f"use {key.key}=validation.{key.name}",
+            f"use {key.key}={validation}.{key.name}",
         )
+    elif sets is not None and key.split not in sets:
+        known = ", ".join(sets)
+        guess = did_you_mean(key.split, list(sets))
+        yield Problem(found, f"there is no set {key.split}", f"there are {known}{guess}")
 
 
 def unusable_metrics(
@@ -315,11 +333,14 @@ def by_test(config: Config) -> str:
     return BY_TEST + "add data.validation=0.1"
 
 
-def objective_name(objective: str, validation: bool | None) -> str:
-    """The objective that `auto` stands for."""
+def objective_name(objective: str, sets: Collection[str]) -> str:
+    """The objective that `auto` stands for.
+
+    sets: the names of those that are scored.
+    """
     if objective != AUTO:
         return objective
-    return "validation.loss" if validation else "test.loss"
+    return f"{main_set(sets)}.loss"
 
 
 def direction_of(objective: str, config: Config) -> str | None:
@@ -339,7 +360,7 @@ def read_objective(objective: str, summary: dict[str, Any]) -> tuple[str, float 
     The value is None where there is no number: nothing was measured, or it is not finite. Raises
     KeyError if the summary has no such metric.
     """
-    name = objective_name(objective, bool(summary.get("validation")))
+    name = objective_name(objective, sets_of(summary))
     if name in MEASURED:
         value = summary.get(name)
         better = MEASURED[name]

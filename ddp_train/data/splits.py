@@ -10,13 +10,14 @@ from ddp_train.data.batch_plan import require_memory_for
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key, order
 from ddp_train.errors import DataError
+from ddp_train.scored_sets import TEST, VALIDATION, of_kind
 
 
 class ScoredSplit(NamedTuple):
-    """The split that is scored while a run trains, and may select."""
+    """A set that is scored while a run trains, and may select."""
 
     name: str
-    """validation or test."""
+    """validation, test, or that of a further set, validation/noisy."""
     source: BatchSource
 
 
@@ -34,16 +35,39 @@ class Splits(NamedTuple):
     """Indices into the whole training set of `train` and `validation`, int64 [n], where these are
     parts of it."""
 
+    further: dict[str, BatchSource] = {}  # noqa: RUF012  nobody changes it
+    """Further sets that are scored, by their names: validation/noisy, test/noisy."""
+
     def named(self, name: str) -> BatchSource | None:
-        """The split train, validation or test; None if there is none."""
-        return {"train": self.train, "validation": self.validation, "test": self.test}[name]
+        """The split train, validation or test, or a further set; None if there is none."""
+        if name == "train":
+            return self.train
+        return {**self.validation_sets, **self.test_sets}.get(name)
+
+    @property
+    def validation_sets(self) -> dict[str, BatchSource]:
+        """All sets that validate, by their names."""
+        sets = {} if self.validation is None else {VALIDATION: self.validation}
+        return sets | self._further(VALIDATION)
+
+    @property
+    def test_sets(self) -> dict[str, BatchSource]:
+        """All sets that test, by their names."""
+        return {TEST: self.test} | self._further(TEST)
+
+    def _further(self, kind: str) -> dict[str, BatchSource]:
+        return {name: self.further[name] for name in of_kind(kind, self.further)}
+
+    @property
+    def scored_sets(self) -> dict[str, BatchSource]:
+        """The sets that are scored while a run trains: those of validation, else those of test."""
+        return self.validation_sets or self.test_sets
 
     @property
     def scored(self) -> ScoredSplit:
-        """The validation set; without one the test set."""
-        if self.validation is None:
-            return ScoredSplit("test", self.test)
-        return ScoredSplit("validation", self.validation)
+        """The first of them, which selects unless a key names another."""
+        name, source = next(iter(self.scored_sets.items()))
+        return ScoredSplit(name, source)
 
     def limited(self, limit: int | None) -> Splits:
         """The first `limit` samples of each split; None: all of them."""
@@ -55,6 +79,7 @@ class Splits(NamedTuple):
             None if self.validation is None else _first_samples(self.validation, limit),
             None if self.weights is None else self.weights[:limit],
             self.numbers,
+            {name: _first_samples(source, limit) for name, source in self.further.items()},
         )
 
 

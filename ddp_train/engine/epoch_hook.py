@@ -34,7 +34,7 @@ class EpochHook:
             self.metrics_hook.end_epoch()
         if ends_epoch and self.epochs is not None:
             self._show_epoch(job, self.epochs)
-        elif job.score:
+        elif job.scores:
             self._show_evaluation(job)
 
     def _show_epoch(self, job: Job, epochs: int) -> None:
@@ -57,9 +57,7 @@ class EpochHook:
         self._show(evaluation_line(title, interval.get("loss"), self._scores(job), speeds))
 
     def _scores(self, job: Job) -> dict[str, dict[str, object]]:
-        if job.score is None:
-            return {}
-        return {self.metrics_hook.split: job.score.as_dict()}
+        return {name: score.as_dict() for name, score in job.scores.items()}
 
     def _show(self, line: str) -> None:
         gpus = self.metrics_hook.hardware.gpu_text()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,12 @@ class HookContext:
         """The metrics of `step` by the validation set, or by the test set if there is none; None
         if this step was not evaluated."""
         return self._job.score
+
+    @property
+    def scores(self) -> Mapping[str, Score]:
+        """The metrics of `step` by the name of each set, validation/noisy for one; empty if this
+        step was not evaluated."""
+        return self._job.scores
 
     @property
     def module(self) -> ModelWithTask:

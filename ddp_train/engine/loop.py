@@ -3,7 +3,7 @@ a collaborator."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,18 +50,30 @@ class Job:
     strategy: Strategy
     stepper: Stepper
     batches: Iterable[Batch]
-    evaluation: Evaluation
+    evaluations: Mapping[str, Evaluation]
+    """Those of the sets that are scored while it trains, by their names: `validation`. The first is
+    the one that selects, unless the user names another."""
     seed_step: Callable[[int], None]
     hooks: Sequence[Hook] = ()
     stop: StopController = field(default_factory=StopController)
     step: int = 0
-    score: Score | None = None
-    """The score of `step`, if it was evaluated."""
+    scores: Mapping[str, Score] = field(default_factory=dict)
+    """The scores of `step` by the name of the set; empty if it was not evaluated."""
     media: Media = field(default_factory=Media)
     """Where hooks send images, texts and tables."""
     stand_ins_count: bool = False
     """A process without a sample in a micro-batch gets another's, which has no weight in the loss,
     and what the model or the task counts beside it has one sample too many."""
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """That of the first set."""
+        return next(iter(self.evaluations.values()))
+
+    @property
+    def score(self) -> Score | None:
+        """The score of `step` on the first set, if it was evaluated."""
+        return next(iter(self.scores.values()), None)
 
 
 class Hook(Protocol):

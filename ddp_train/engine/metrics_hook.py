@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_train.engine.loop import Job
-from ddp_train.engine.scoring import score_with_average
+from ddp_train.engine.scoring import score_sets
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tasks.score import Score
 from ddp_train.telemetry.console import Display
@@ -58,15 +58,12 @@ class MetricsHook:
         metrics: MetricsFile,
         hardware: HardwareMonitor,
         intervals: Intervals,
-        split: str = "test",
         rates: Rates = Rates(),  # noqa: B008  it is frozen
     ) -> None:
-        """split: what `job.evaluation` scores, validation or test."""
         self.display = display
         self.metrics = metrics
         self.hardware = hardware
         self.intervals = intervals
-        self.split = split
         self.rates = rates
         self.epoch_seconds: list[float] = []
         """Seconds of each epoch that was completed."""
@@ -147,7 +144,7 @@ class MetricsHook:
         return min(next_log, next_evaluation, job.plan.epoch_end(job.step))
 
     def act(self, job: Job) -> None:
-        job.score = None
+        job.scores = {}
         if self.owes_score:
             self._evaluate(job)
             return
@@ -162,12 +159,14 @@ class MetricsHook:
     def _evaluate(self, job: Job) -> None:
         """Score this step. If a stop cuts that off, training ends here: later weights differ."""
         began = time.perf_counter()
-        job.score = score_with_average(job.evaluation, job.stepper.average)
-        self.owes_score = job.score is None
-        if job.score:
-            self.write_score(job, self.split, job.score)
-        else:
+        scores = score_sets(job.evaluations, job.stepper.average)
+        self.owes_score = scores is None
+        if scores is None:
             job.stop.end_at(job.step)
+        else:
+            job.scores = scores
+            for name, score in scores.items():
+                self.write_score(job, name, score)
         # Speeds are those of training.
         self.epoch_began += time.perf_counter() - began
         self.interval_began = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ddp_train.engine.loop import Evaluation, evaluate
 from ddp_train.errors import ConfigError
@@ -22,13 +22,29 @@ def score_with_average(evaluation: Evaluation, average: WeightAverage | None) ->
         return score
     with average.in_model():
         score_of_average = evaluate(evaluation)
+    if score_of_average is None:
+        return None
     return join_scores(score, score_of_average)
 
 
-def join_scores(score: Score, score_of_average: Score | None) -> Score | None:
-    """One score with the metrics of both; None if that of the average is None."""
-    if score_of_average is None:
-        return None
+def score_sets(
+    evaluations: Mapping[str, Evaluation], average: WeightAverage | None
+) -> dict[str, Score] | None:
+    """Score several sets, by their names, see `score_with_average`.
+
+    Returns None if a stop request ended an evaluation.
+    """
+    scores = {}
+    for name, evaluation in evaluations.items():
+        score = score_with_average(evaluation, average)
+        if score is None:
+            return None
+        scores[name] = score
+    return scores
+
+
+def join_scores(score: Score, score_of_average: Score) -> Score:
+    """One score with the metrics of both."""
     names_with_average(list(score.metrics))
     prefixed = {OF_AVERAGE + name: value for name, value in score_of_average.metrics.items()}
     return dataclasses.replace(score, metrics={**score.metrics, **prefixed})

@@ -21,7 +21,7 @@ class Selection:
     """The rule by which one evaluation is better than another."""
 
     split: str
-    """validation or test."""
+    """validation, test, or a further set: validation/noisy."""
     metric: str = AUTO
     """auto: the accuracy where there is one, the lower loss where it is equal; else the loss."""
     better: Mapping[str, str] = field(default_factory=dict)

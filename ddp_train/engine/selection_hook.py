@@ -3,6 +3,7 @@ for too long, or the time is over."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from ddp_train.distributed.process_group import from_leader
 from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import MetricsHook
 from ddp_train.engine.selection import Best
+from ddp_train.tasks.score import Score
 from ddp_train.text import counted
 
 
@@ -44,7 +46,7 @@ class TimeLimit:
 
     def is_over(self, job: Job) -> bool:
         """The same on all ranks. A collective, if it is time for a look."""
-        is_time = job.step >= self.next_look or job.plan.ends_epoch(job.step) or bool(job.score)
+        is_time = job.step >= self.next_look or job.plan.ends_epoch(job.step) or bool(job.scores)
         if self.last_look is None or not is_time:
             return False
         device = job.stepper.device
@@ -111,14 +113,20 @@ class SelectionHook:
         if limit and job.step < job.plan.steps and limit.is_over(job):
             # The metrics hook has acted, and has not evaluated a step that it did not expect to be
             # the last.
-            last = job.step if job.score else job.step + 1
+            last = job.step if job.scores else job.step + 1
             self._end(job, last, limit.reason)
-        if job.score is None:
+        if not job.scores:
             return
-        self.best.see(job.step, job.score.metrics)
-        if self.early_stopping:
-            self.early_stopping.best.see(job.step, job.score.metrics)
+        self.see(job.step, job.scores)
         self.stop_if_due(job)
+
+    def see(self, step: int, scores: Mapping[str, Score]) -> None:
+        """Compare the scores after `step` optimizer steps, by the names of the sets, with the
+        best."""
+        self.best.see(step, scores[self.best.selection.split].metrics)
+        if self.early_stopping:
+            best = self.early_stopping.best
+            best.see(step, scores[best.selection.split].metrics)
 
     def stop_if_due(self, job: Job) -> None:
         """End the plan after `job.step` if the best evaluation is too long ago, or if the time was

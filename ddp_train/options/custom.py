@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ddp_train.options.data_keys import mixing_alpha, sample_weights, validation_part
+from ddp_train.options.data_keys import (
+    mixing_alpha,
+    named_test_sets,
+    named_validation_sets,
+    sample_weights,
+    validation_part,
+)
 from ddp_train.options.key import key
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import (
@@ -17,6 +23,7 @@ from ddp_train.options.schema import (
     ScheduleConfig,
     TaskConfig,
 )
+from ddp_train.scored_sets import in_order
 from ddp_train.text import did_you_mean, shown
 
 NAME = "custom"
@@ -27,6 +34,7 @@ SPLITS = ("train", "validation", "test")
 TORCH_SCHEDULERS = "torch.optim.lr_scheduler"
 FUNCTIONS_OF_SCHEDULERS = ("lr_lambda", "scale_fn")
 """Arguments of torch's schedulers that are functions: their dotted paths stand there."""
+ARGUMENTS = "{ARGUMENT: ...} of your class, or {_target_: package.Name, ARGUMENT: ...}"
 
 
 @dataclass(frozen=True)
@@ -190,6 +198,8 @@ class CustomDataConfig(CustomOption, DataConfig):
         "arguments of one split each, {train: {...}, test: {...}}; {}: by `split` or `train` of the"
         " class's signature",
     )
+    validation_sets: dict[str, Any] = named_validation_sets(ARGUMENTS)
+    test_sets: dict[str, Any] = named_test_sets(ARGUMENTS)
     fields: list[str] = key(
         [], "of samples that are dicts: these become the sample, [image,label]; []: the dict"
     )
@@ -215,7 +225,7 @@ class CustomDataConfig(CustomOption, DataConfig):
 
     @property
     def download(self) -> bool:
-        calls = [self.arguments, *self.splits.values()]
+        calls = [self.arguments, *self.splits.values(), *self.named_sets().values()]
         return any(call.get("download") is True for call in calls if isinstance(call, dict))
 
     def in_memory_bytes(self) -> int | None:
@@ -224,11 +234,18 @@ class CustomDataConfig(CustomOption, DataConfig):
         return None
 
     def has_validation(self) -> bool | None:
-        if "validation" in self.splits:
+        if "validation" in self.splits or self.validation_sets:
             return True
         if self.validation is None:
             return None
         return self.validation > 0
+
+    def sets(self) -> list[str] | None:
+        if "validation" in self.splits:
+            return in_order(["validation", "test", *self.named_sets()])
+        if self.validation is None:
+            return None
+        return super().sets()
 
     def writes_files(self) -> bool:
         return self.download or self.target.startswith("ddp_train.data.shards.")
@@ -238,14 +255,29 @@ class CustomDataConfig(CustomOption, DataConfig):
         for name, items in self._transforms().items():
             for place, item in enumerate(items):
                 yield from paths_in(item, f"{name}[{place}]")
+        for key_name, place, item in self._items_of_sets():
+            if isinstance(item, dict) and "_target_" in item:
+                yield f"{key_name}.{place}._target_", str(item["_target_"])
         if self.collate_fn is not None:
             yield "collate_fn", self.collate_fn
+
+    def _items_of_sets(self) -> Iterator[tuple[str, str, Any]]:
+        """What is given of each further set: its key, its name, and the value."""
+        for name, item in self.validation_sets.items():
+            yield "validation_sets", name, item
+        for name, item in self.test_sets.items():
+            yield "test_sets", name, item
 
     def _transforms(self) -> dict[str, list[Any]]:
         return {"transform": self.transform, "test_transform": self.test_transform or []}
 
     def values(self) -> dict[str, Any]:
-        return {**self.arguments, "splits": self.splits}
+        values = {**self.arguments, "splits": self.splits}
+        for key_name, place, item in self._items_of_sets():
+            if isinstance(item, dict):  # its class may be named, and only there
+                item = {name: value for name, value in item.items() if name != "_target_"}
+            values.setdefault(key_name, {})[place] = item
+        return values
 
     def all_values(self) -> dict[str, Any]:
         return {**self.values(), **self._transforms()}
@@ -259,6 +291,11 @@ class CustomDataConfig(CustomOption, DataConfig):
         if self.splits and not wrong:
             yield from self._same_split_problems()
         yield from self._validation_problems()
+        for key_name, name, item in self._items_of_sets():
+            if not isinstance(item, dict):
+                found = f"data.{key_name}.{name}={shown(item)}"
+                rule = "must be the arguments of the set"
+                yield Problem(found, rule, f"use data.{key_name}.{name}.NAME=VALUE")
         for name, items in self._transforms().items():
             for place, item in enumerate(items):
                 if not is_named_code(item):

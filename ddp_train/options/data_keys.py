@@ -15,6 +15,18 @@ def validation_part() -> Any:
     return key(None, meaning, at_least=0, below=1)
 
 
+def named_validation_sets(what: str) -> Any:
+    meaning = (
+        f"further validation sets by name, each {what}; scored beside the validation set, as"
+        " validation/NAME"
+    )
+    return key({}, meaning)
+
+
+def named_test_sets(what: str) -> Any:
+    return key({}, f"further test sets by name, each {what}; scored as test/NAME")
+
+
 def mixing_alpha(what: str) -> Any:
     return key(0.0, f"alpha of {what} two samples of the global batch; 0: off", at_least=0)
 

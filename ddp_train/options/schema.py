@@ -31,6 +31,7 @@ from ddp_train.options.sections import (
     TrainConfig,
     TuningConfig,
 )
+from ddp_train.scored_sets import TEST, VALIDATION, full_name, in_order, is_name
 from ddp_train.text import did_you_mean, shown, words_to_resume
 
 LR_POWERS = {"linear": 1.0, "sqrt": 0.5}
@@ -250,6 +251,9 @@ class DataConfig:
     implementation: ClassVar[str] = ""
     """The function of its keys and the seed that opens the training and the test split,
     `module:function`."""
+    set_implementation: ClassVar[str] = ""
+    """The function that opens a further set: of what names it, the training set and its keys,
+    `module:function`."""
     is_custom: ClassVar[bool] = False
     """Whether it is a class of your own."""
     is_regression: ClassVar[bool | None] = None
@@ -268,6 +272,8 @@ class DataConfig:
     tokenizer = cast("str | None", None)
     download = False
     validation = cast("float | None", None)
+    validation_sets = cast("dict[str, Any]", {})
+    test_sets = cast("dict[str, Any]", {})
     weights = cast("str | None", None)
     limit = cast("int | None", None)
     batch_by = "samples"
@@ -282,7 +288,23 @@ class DataConfig:
 
     def has_validation(self) -> bool | None:
         """Tell whether there will be a validation set; None: only the data know."""
-        return bool(self.validation)
+        return bool(self.validation or self.validation_sets)
+
+    def named_sets(self) -> dict[str, Any]:
+        """What the config says of each further set, by its full name: validation/noisy."""
+        named = {}
+        for kind, sets in {VALIDATION: self.validation_sets, TEST: self.test_sets}.items():
+            for name, value in sets.items():
+                named[full_name(kind, name)] = value
+        return named
+
+    def sets(self) -> list[str] | None:
+        """The names of the sets that are scored; None: only the data know.
+
+        While a run trains those of validation are, without them those of test; the first selects.
+        """
+        validation = [VALIDATION] if self.validation else []
+        return in_order([*validation, TEST, *self.named_sets()])
 
     def writes_files(self) -> bool:
         """Tell whether opening it writes files, a download for example.
@@ -312,6 +334,7 @@ class DataConfig:
     def problems(self, run: RequestedRun) -> Iterator[Problem]:
         yield from self._placement_problems(run.config.tuning.num_workers)
         yield from self._mixing_problems(run.config.task)
+        yield from self._name_problems()
         if self.validation and self.task == "language_model":
             yield Problem(
                 f"data.validation={self.validation:g}",
@@ -332,6 +355,19 @@ class DataConfig:
                 f"data={self.name} has no class labels",
                 "use data.weights=FILE with a weight for each sample, or leave it out",
             )
+
+    def _name_problems(self) -> Iterator[Problem]:
+        """Further sets whose names would not stand in a metric, validation/noisy.accuracy."""
+        for key_name, sets in {
+            "validation_sets": self.validation_sets,
+            "test_sets": self.test_sets,
+        }.items():
+            for name in sets:
+                if not is_name(name):
+                    yield Problem(
+                        f"data.{key_name}={shown(dict(sets))}",
+                        f"{shown(name)} must be a name of letters, digits, _ and -",
+                    )
 
     def _placement_problems(self, workers: int | str) -> Iterator[Problem]:
         if self.placement != "device":

@@ -41,7 +41,7 @@ class InferenceRun:
         return checkpoint
 
     def evaluate(self, splits: Splits) -> dict[str, Any]:
-        """Score the test set with a checkpoint."""
+        """Score the test sets with a checkpoint."""
         run = self.run
         config = run.config
         checkpoint = self.find_checkpoint()
@@ -53,12 +53,12 @@ class InferenceRun:
             has_average = reader.has_average(checkpoint)
             metrics.check_metrics(config, module, splits, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
-        evaluation = builder.build_evaluation(splits.test)
+        evaluations = builder.build_evaluations(splits.test_sets)
         description = self._describe(checkpoint)
         began = time.perf_counter()
-        score = score_checkpoint(checkpoint, evaluation)
-        evaluation.close()
-        scores = {"test": score} if score else None
+        scores = score_checkpoint(checkpoint, module.model, evaluations)
+        for evaluation in evaluations.values():
+            evaluation.close()
         return summary_of_scores(run, scores, module) | _use_of(description, began)
 
     def predict(self, splits: Splits) -> dict[str, Any]:
@@ -72,7 +72,8 @@ class InferenceRun:
         checkpoint = self.find_checkpoint()
         source = splits.named(split)
         if source is None:
-            raise ConfigError([f"predict.split={split}: there is none; use predict.split=test"])
+            sets = ", ".join([*splits.validation_sets, *splits.test_sets])
+            raise ConfigError([f"predict.split={split}: there is none; there are train, {sets}"])
         manifest = reader.read_manifest(checkpoint)
         self._check_data(source, manifest)
         common_digests(splits, source, run.device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from ddp_train.optim.config import BuiltInOptimizerConfig
 from ddp_train.options.custom import CustomScheduleConfig
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import TrainConfig, TuningConfig
+from ddp_train.scored_sets import KINDS, VALIDATION
 from ddp_train.tasks.task import Task
 from ddp_train.telemetry.rates import Rates, shown_flops
 from ddp_train.text import counted, shown, snake_case
@@ -37,8 +39,8 @@ class PlanFacts:
     """The metric that the schedule follows; None if it follows the steps."""
     first_step: int = 0
     """The step at which training starts or resumes."""
-    validation_samples: int | None = None
-    """None without a validation set."""
+    set_sizes: Mapping[str, int] = field(default_factory=dict)
+    """Samples of each set that is scored, by its name."""
     rates: Rates = Rates()
     optimizer: Optimizer | None = None
     """The optimizer that was built, for what it alone knows."""
@@ -57,7 +59,7 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     rows = {"processes": _processes_row(config), "model": _model_row(facts)}
     if facts.origin:
         rows["begins with"] = facts.origin
-    rows["data"] = _data_row(config.data, plan, facts.validation_samples)
+    rows["data"] = _data_row(config.data, plan, facts.set_sizes)
     rows["task"] = task_row(config.task, facts.task)
     metric_names = [metric.name for metric in further_metrics(config)]
     if metric_names:
@@ -149,14 +151,18 @@ def task_row(section: Any, task: Task) -> str:
     return text
 
 
-def _data_row(data: Any, plan: BatchPlan, validation_samples: int | None) -> str:
+def _data_row(data: Any, plan: BatchPlan, set_sizes: Mapping[str, int]) -> str:
     parts = [_name_of(data), f"{plan.samples:,} samples to train on"]
     if plan.weights:
         parts.append(
             f"an epoch is {plan.samples:,} draws with replacement (weights {data.weights})"
         )
-    if validation_samples is not None:
-        parts.append(f"{validation_samples:,} to validate ({data.validation or 'its own split'})")
+    if VALIDATION in set_sizes:
+        origin = data.validation or "its own split"
+        parts.append(f"{set_sizes[VALIDATION]:,} to validate ({origin})")
+    for name, samples in set_sizes.items():
+        if name not in KINDS:
+            parts.append(f"{samples:,} in {name}")
     if getattr(data, "placement", "host") == "device":
         parts.append("held on the device")
     decode = getattr(data, "decode", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ddp_train.models.freezing import parameter_counts
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.whole_files import RAISE_LIMIT, is_over_limit, write_json
 from ddp_train.runs.context import RunContext
+from ddp_train.scored_sets import TEST, VALIDATION, of_kind
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 
@@ -49,14 +51,15 @@ def summary_of_training(
     metrics_hook: MetricsHook,
     selection_hook: SelectionHook,
     scores: Scores | None,
-    test_evaluation: Evaluation,
+    test_evaluations: Mapping[str, Evaluation],
 ) -> dict[str, Any]:
     """The content of summary.json for a run that trained.
 
-    A collective: the best checkpoint is loaded and scored on the test set, if another set found it.
+    A collective: the best checkpoint is loaded and scored on the test sets, if another set found
+    it.
 
     scores: of the final weights; None if the run was stopped.
-    test_evaluation: scores the test set, for the best checkpoint.
+    test_evaluations: score the test sets, for the best checkpoint.
     """
     samples_seen = job.plan.samples_seen(job.step)
     seconds = metrics_hook.seconds
@@ -69,7 +72,7 @@ def summary_of_training(
         resizes.append({name: value for name, value in line.items() if name != "kind"})
     best = selection_hook.best.as_dict()
     if scores:
-        best = _best(run, job, selection_hook, scores, test_evaluation)
+        best = _best(run, job, selection_hook, scores, test_evaluations)
     return summary_of_scores(run, scores, job.module) | {
         "steps": job.step,
         "stopped_early": selection_hook.stopped_early,
@@ -103,11 +106,11 @@ def _best(
     job: Job,
     selection_hook: SelectionHook,
     scores: Scores,
-    test_evaluation: Evaluation,
+    test_evaluations: Mapping[str, Evaluation],
 ) -> dict[str, Any] | None:
     """The best evaluation, and its checkpoint if that is kept.
 
-    It has the score of the test set too, if another set has found the best. A collective.
+    It has the scores of the test sets too, if another set has found the best. A collective.
     """
     best = selection_hook.best.as_dict()
     if best is None:
@@ -115,13 +118,14 @@ def _best(
     # From rank 0: a file server may show it to the others later.
     checkpoint = from_leader(reader.existing(run.run_dir, best["step"]), run.device)
     best["checkpoint"] = checkpoint
-    if "validation" in scores and run.config.checkpoint.best:
-        test_score = None
+    if of_kind(VALIDATION, scores) and run.config.checkpoint.best:
+        test_scores = None
         if best["step"] == job.step:
-            test_score = scores["test"]
+            test_scores = {name: scores[name] for name in test_evaluations}
         elif checkpoint:
-            test_score = score_checkpoint(Path(checkpoint), test_evaluation)
-        best["test"] = test_score.as_dict() if test_score else None
+            test_scores = score_checkpoint(Path(checkpoint), job.module.model, test_evaluations)
+        for name in test_evaluations:
+            best[name] = test_scores[name].as_dict() if test_scores else None
     return best
 
 
@@ -145,8 +149,9 @@ def summary_of_scores(
     return {
         **summary_of_model(run, status, module.model),
         "better": better,
-        "validation": by_split.get("validation"),
-        "test": by_split.get("test"),
+        VALIDATION: None,
+        TEST: None,
+        **by_split,
     }
 
 

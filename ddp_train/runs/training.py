@@ -59,7 +59,7 @@ from ddp_train.engine.plateau_hook import PlateauHook
 from ddp_train.engine.profile_hook import profile_hooks
 from ddp_train.engine.rehearsal import rehearse
 from ddp_train.engine.resize_hook import ResizeHook, changes_of_hosts
-from ddp_train.engine.scoring import score_with_average
+from ddp_train.engine.scoring import score_sets
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.engine.step_observers import ReportedHook
 from ddp_train.engine.user_hooks import UserHooks
@@ -121,8 +121,9 @@ class Training:
     splits: Splits
     start: StartingPoint
     job: Job
-    test_evaluation: Evaluation
-    """Scores the test set; that of `job` scores the validation set if there is one."""
+    test_evaluations: dict[str, Evaluation]
+    """Score the test sets, by their names; those of `job` score the validation sets if there are
+    any."""
     metrics_hook: MetricsHook
     selection_hook: SelectionHook
     plateau_hook: PlateauHook | None
@@ -156,17 +157,17 @@ class Training:
         better = metrics.directions(module)
         selection_hook = metrics.build_selection(config, better, splits, metrics_hook)
         data_digests |= plan_digests(job.plan, run.device)
-        test_evaluation = job.evaluation
-        if splits.validation is not None:
-            test_evaluation = builder.build_evaluation(splits.test)
-        for evaluation in (job.evaluation, test_evaluation):
+        test_evaluations = dict(job.evaluations)
+        if splits.validation_sets:
+            test_evaluations = builder.build_evaluations(splits.test_sets)
+        for evaluation in (*job.evaluations.values(), *test_evaluations.values()):
             evaluation.stop = job.stop
         return cls(
             run=run,
             splits=splits,
             start=start,
             job=job,
-            test_evaluation=test_evaluation,
+            test_evaluations=test_evaluations,
             metrics_hook=metrics_hook,
             selection_hook=selection_hook,
             plateau_hook=build_plateau_hook(config, job),
@@ -224,7 +225,7 @@ class Training:
         if run.world.is_leader:
             run.display.plan(plan_rows(self.plan_facts()))
             advice = display_facts.advice(run.config, job.module, self.splits.train)
-            has_validation = self.splits.validation is not None
+            has_validation = bool(self.splits.validation_sets)
             for line in [*advice, *selects_by_test(run.config, has_validation)]:
                 run.display.line(line)
         self.selection_hook.stop_if_due(job)
@@ -242,7 +243,6 @@ class Training:
         job = self.job
         counts = parameter_counts(job.module.model)
         optimizer = job.stepper.optimizer
-        validation = self.splits.validation
         return PlanFacts(
             config=self.run.config,
             plan=job.plan,
@@ -253,7 +253,10 @@ class Training:
             warmup_steps=warmup_steps(self.run.config.schedule, job.plan),
             schedule_metric=self.plateau_hook.metric if self.plateau_hook else None,
             first_step=job.step,
-            validation_samples=None if validation is None else len(validation),
+            set_sizes={
+                name: len(source)
+                for name, source in (self.splits.validation_sets | self.splits.test_sets).items()
+            },
             rates=self.metrics_hook.rates,
             optimizer=optimizer,
             own_statistics=own_statistics(job.module.model),
@@ -324,24 +327,29 @@ class Training:
         return saver.saving_on_loss(self.job, self.owes_hooks)
 
     def _final_scores(self) -> Scores | None:
-        """The scores of the final weights by split; None if a stop request ended an evaluation."""
+        """The scores of the final weights by set; None if a stop request ended an evaluation."""
         job = self.job
-        metrics_hook = self.metrics_hook
-        score = job.score
-        if score is None:
+        average = job.stepper.average
+        scores = dict(job.scores)
+        if not scores:
             # Nothing was left to train, or a stop request ended the last evaluation.
-            score = score_with_average(job.evaluation, job.stepper.average)
-            if score is None:
+            scores = score_sets(job.evaluations, average)
+            if scores is None:
                 return None
-            metrics_hook.write_score(job, metrics_hook.split, score)
-            self.selection_hook.best.see(job.step, score.metrics)
-        if self.test_evaluation is job.evaluation:
-            return {"test": score}
-        test_score = score_with_average(self.test_evaluation, job.stepper.average)
-        if test_score is None:
+            self._write_scores(scores)
+            best = self.selection_hook.best
+            best.see(job.step, scores[best.selection.split].metrics)
+        if not self.splits.validation_sets:
+            return scores
+        test_scores = score_sets(self.test_evaluations, average)
+        if test_scores is None:
             return None
-        metrics_hook.write_score(job, "test", test_score)
-        return {"validation": score, "test": test_score}
+        self._write_scores(test_scores)
+        return scores | test_scores
+
+    def _write_scores(self, scores: Scores) -> None:
+        for name, score in scores.items():
+            self.metrics_hook.write_score(self.job, name, score)
 
     def summary(self, scores: Scores | None) -> dict[str, Any]:
         """The content of summary.json. A collective: the best checkpoint may be scored for it.
@@ -354,13 +362,13 @@ class Training:
             self.metrics_hook,
             self.selection_hook,
             scores,
-            self.test_evaluation,
+            self.test_evaluations,
         )
 
     def close(self) -> None:
         """End what keeps batches coming, free what was captured. To be called after `summary`."""
-        self.job.evaluation.close()
-        self.test_evaluation.close()
+        for evaluation in (*self.job.evaluations.values(), *self.test_evaluations.values()):
+            evaluation.close()
         self.job.stepper.close()
 
 
@@ -382,7 +390,6 @@ def build_metrics_hook(
             config.train.evaluate_every_epochs,
             config.train.evaluate_every_steps,
         ),
-        split=splits.scored.name,
         rates=display_facts.build_rates(config, run.world, run.device, job, splits.train),
     )
 

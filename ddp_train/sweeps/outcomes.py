@@ -8,12 +8,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.metrics import SPLITS, read_objective
+from ddp_train.config.metrics import read_objective
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.options.schema import Config
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED
+from ddp_train.scored_sets import TEST, sets_of
 from ddp_train.telemetry.score_lines import shown_metric, users_metrics
 from ddp_train.text import did_you_mean, first_line
 from hydra_plugins.ddp_train_pool import Pruned
@@ -40,7 +41,7 @@ def completed_outcome(config: Config) -> dict[str, Any]:
     try:
         name, value, better = read_objective(config.objective, summary)
     except KeyError:
-        known = [f"{split}.{metric}" for split in SPLITS for metric in summary.get(split) or {}]
+        known = [f"{name}.{metric}" for name in sets_of(summary) for metric in summary[name]]
         problem = (
             f"objective={config.objective}: the run has no such number; it has {', '.join(known)}"
         )
@@ -57,8 +58,9 @@ def completed_outcome(config: Config) -> dict[str, Any]:
     own = users_metrics(summary["test"])
     if own:
         fields["metrics"] = {name: summary["test"][name] for name in own}
-    if summary.get("validation"):
-        fields["validation"] = summary["validation"]
+    for name in sets_of(summary):
+        if name != TEST:
+            fields[name] = summary[name]
     return fields
 
 

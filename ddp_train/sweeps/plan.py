@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from ddp_train.distributed.environment import new_run_id, visible_devices
 from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware, detect_hardware
 from ddp_train.options.schema import Config
+from ddp_train.scored_sets import TEST, VALIDATION, kind_of, of_kind
 from ddp_train.sweeps import value_checks
 from ddp_train.sweeps.overrides import identifying, is_of_hydra, last_value
 from ddp_train.sweeps.pool import POOL, TrialPool, pool_notes, pool_of
@@ -201,11 +203,11 @@ def _working_folder() -> list[str]:
 
 def _with_objective(plan: SweepPlan, config: Config) -> SweepPlan:
     """The plan with the name of its objective, where that is known before a trial has run."""
-    validates = config.data.has_validation()
-    if validates is None:
+    sets = config.data.sets()
+    if sets is None:
         return plan
-    objective = objective_name(config.objective, validates)
-    note = test_set_note(objective, validates, plan.test_set_rule)
+    objective = objective_name(config.objective, sets)
+    note = test_set_note(objective, sets, plan.test_set_rule)
     if not note:
         return replace(plan, objective=objective)
     return replace(plan, objective=objective, notes=(*plan.notes, note), test_set_rule="")
@@ -232,14 +234,14 @@ def _with_baseline(plan: SweepPlan) -> SweepPlan:
     return replace(plan, has_baseline=True)
 
 
-def test_set_note(objective: str, validates: bool, rule: str) -> str:
+def test_set_note(objective: str, sets: Collection[str], rule: str) -> str:
     """The note for a user who selects by the test set; empty if another set selects.
 
-    validates: there is a validation set.
+    sets: the names of those that are scored.
     rule: why it should not; empty: the user knows.
     """
-    if not rule or not objective.startswith("test."):
+    if not rule or kind_of(objective.partition(".")[0]) != TEST:
         return ""
-    if validates:
-        rule = f"{BY_TEST}use objective={by_validation(objective)}"
+    if of_kind(VALIDATION, sets):
+        rule = f"{BY_TEST}use objective={by_validation(objective, sets)}"
     return f"objective={objective}: {rule}"

@@ -13,8 +13,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ddp_train.config.metrics import SPLITS, objective_name
+from ddp_train.config.metrics import objective_name
 from ddp_train.resilience.whole_files import write_text
+from ddp_train.scored_sets import is_set
 from ddp_train.telemetry.json_files import parse_objects, read_object
 from ddp_train.telemetry.metrics_log import METRICS
 
@@ -37,8 +38,8 @@ class ObjectiveValues:
     def read(self, objective: str) -> list[float]:
         """The values, in their order."""
         self._read_lines()
-        validates = any(line["kind"] == "validation" for line in self.evaluations)
-        split, _, metric = objective_name(objective, validates).partition(".")
+        sets = dict.fromkeys(line["kind"] for line in self.evaluations)
+        split, _, metric = objective_name(objective, sets).partition(".")
         lines = [line for line in self.evaluations if line["kind"] == split and metric in line]
         values = [line[metric] for line in lines]
         return [math.nan if value is None else float(value) for value in values]
@@ -64,7 +65,7 @@ class ObjectiveValues:
         whole = content[: content.rfind(b"\n") + 1]  # the last line may be half written
         self.offset += len(whole)
         for line in parse_objects(whole):
-            if line.get("kind") in SPLITS:
+            if is_set(str(line.get("kind"))):
                 self.evaluations.append(line)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.errors import ConfigError
+from ddp_train.scored_sets import sets_of
 from ddp_train.sweeps import pruning
 from ddp_train.sweeps.baseline import Baseline
 from ddp_train.sweeps.outcomes import value_of
@@ -125,12 +126,12 @@ class SweepState:
         assumed = self.better
         self.objective = row["objective_name"]
         self.better = row["better"]
-        validates = bool(row.get("validation"))
-        note = test_set_note(self.objective, validates, self.test_set_rule)
+        sets = sets_of(row)
+        note = test_set_note(self.objective, sets, self.test_set_rule)
         if note:
             print(f"note: {note}", file=sys.stderr)
             self.test_set_rule = ""
-        problems = pruner_problems(self.plan.pruner, self.objective, validates)
+        problems = pruner_problems(self.plan.pruner, self.objective, sets)
         problems += direction_problems(self.plan.sweeper, self.objective, assumed, row["better"])
         return ConfigError(problems) if problems else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.hydra_config import HydraConfig
@@ -13,6 +13,7 @@ from hydra.core.override_parser.types import RangeSweep
 
 from ddp_train.config.metrics import MEASURED
 from ddp_train.options.schema import Config
+from ddp_train.scored_sets import TEST, VALIDATION, kind_of, main_set, of_kind
 from ddp_train.sweeps.overrides import is_of_hydra, key_of, last_value, parsed
 
 LAUNCHER = "hydra/launcher"
@@ -111,24 +112,27 @@ def optuna_problems(arguments: list[str], config: Config) -> list[str]:
     if launcher not in ("", "pool"):
         rule = "needs hydra/launcher=pool, which says when a trial has ended"
         problems.append(f"{SWEEPER}={OPTUNA}: {rule}; leave out {LAUNCHER}={launcher}")
-    validates = bool(config.data.has_validation())
-    return problems + pruner_problems(pruner_of(arguments), config.objective, validates)
+    sets = config.data.sets() or [*config.data.named_sets()]
+    return problems + pruner_problems(pruner_of(arguments), config.objective, sets)
 
 
-def pruner_problems(pruner: str, objective: str, validates: bool) -> list[str]:
+def pruner_problems(pruner: str, objective: str, sets: Collection[str]) -> list[str]:
     """Why a pruner would see no value of an objective while trials run.
 
     pruner: empty: there is none.
-    validates: there is a validation set.
+    sets: the names of those that are scored, as far as they are known.
     """
     if pruner and objective in MEASURED:
         return [
             f"{SWEEPER}/pruner={pruner}: objective={objective} is known at the end only; leave one"
             " of them out"
         ]
-    if pruner and validates and objective.startswith("test."):
+    by_test = kind_of(objective.partition(".")[0]) == TEST
+    if pruner and by_test and of_kind(VALIDATION, sets):
         rule = f"with a validation set objective={objective} is known at the end only"
-        return [f"{SWEEPER}/pruner={pruner}: {rule}; use objective={by_validation(objective)}"]
+        return [
+            f"{SWEEPER}/pruner={pruner}: {rule}; use objective={by_validation(objective, sets)}"
+        ]
     return []
 
 
@@ -147,9 +151,9 @@ def notes_on_ranges(arguments: list[str]) -> Iterator[str]:
             yield f"{argument.lstrip('+')} {drawn}: {rule}"
 
 
-def by_validation(objective: str) -> str:
-    """The same metric on the validation set."""
-    return f"validation.{objective.partition('.')[2]}"
+def by_validation(objective: str, sets: Collection[str]) -> str:
+    """The same metric on the first validation set."""
+    return f"{main_set(sets)}.{objective.partition('.')[2]}"
 
 
 def direction_for(arguments: list[str], config: Config, better: str | None) -> Direction:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ddp_train.scored_sets import sets_of
 from ddp_train.telemetry.figures import summary_line
 from ddp_train.telemetry.rates import in_words
 from ddp_train.telemetry.score_lines import headline, score_line, shown_metric
@@ -110,13 +111,11 @@ def _score_lines(summary: Summary) -> list[str]:
     early = summary.get("stopped_early")
     if early:
         lines.append(f"stopped early after step {early['step']:,}: {early['reason']}")
-    if summary.get("validation"):
-        lines.append(f"validation {score_line(summary['validation'])}")
-    lines.append(f"test {score_line(summary['test'])}")
+    lines += [f"{name} {score_line(summary[name])}" for name in sets_of(summary)]
     best = summary.get("best") or {}
-    if best.get("test"):
+    for name in sets_of(best):
         what = f"best {best['metric']} {_selected(best)} after step {best['step']:,}"
-        lines.append(f"{what}: test {score_line(best['test'])}")
+        lines.append(f"{what}: {name} {score_line(best[name])}")
     return lines
 
 

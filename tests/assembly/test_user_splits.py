@@ -12,9 +12,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.assembly.user_splits import arguments_of_splits
+from ddp_train.config import metrics
+from ddp_train.data.image_folder.config import ImageFolderConfig
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.hardware import Hardware
 from ddp_train.options.custom import CustomDataConfig
+from ddp_train.options.schema import Config, RequestedRun
 from tests.support.user_data import V2, Rows, batch, opened
 
 
@@ -229,3 +234,139 @@ def test_data_sets_of_torchvision_need_no_code(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be put into one batch") as caught:
         batch(ragged, 0, 1)
     assert "Resize" in caught.value.remedy
+
+
+class Tinted(Rows):
+    """Another class, of the same kind of samples."""
+
+    def __init__(self, size: int, augment: bool = True) -> None:
+        super().__init__("test", 1000 * augment)
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class Shifted(Rows):
+    def __init__(self, split: str, first: int = 0) -> None:
+        super().__init__("test", {"train": 0, "test": 100}.get(split, 200) + first)
+
+
+def several(split: str) -> Any:
+    """A validation set for each of two years."""
+    if split == "validation":
+        return {"1998": Shifted(split), "1999": Shifted(split, first=50)}
+    return Shifted(split)
+
+
+HERE = __name__
+
+
+def first_of(source: Any) -> float:
+    return batch(source, 0)[0][0, 0].item()
+
+
+def test_further_sets_have_the_arguments_of_their_split() -> None:
+    sets = {
+        "late": {"first": 7},
+        "other": {"split": "test", "first": 1},
+        "tinted": {"_target_": f"{HERE}.Tinted", "size": 3},
+    }
+    blurred = {"blurred": {"first": 9}}
+    splits = opened(f"{HERE}.Shifted", validation_sets=sets, test_sets=blurred, limit=12)
+    found = {name: first_of(one) for name, one in splits.validation_sets.items()}
+    assert found == {
+        "validation": 200.0,
+        "validation/late": 207.0,
+        "validation/other": 101.0,
+        "validation/tinted": 0.0,
+    }
+    assert {name: first_of(one) for name, one in splits.test_sets.items()} == {
+        "test": 100.0,
+        "test/blurred": 109.0,
+    }
+    assert len(splits.further["validation/late"]) == 12
+    assert len(splits.further["validation/tinted"]) == 3
+    assert [*splits.scored_sets] == [*found] and splits.scored.name == "validation"
+    assert splits.named("validation/late") is splits.further["validation/late"]
+
+
+def test_a_class_may_return_its_validation_sets() -> None:
+    splits = opened(f"{HERE}.several")
+    assert {name: first_of(one) for name, one in splits.validation_sets.items()} == {
+        "validation/1998": 200.0,
+        "validation/1999": 250.0,
+    }
+    assert splits.validation is None and splits.scored.name == "validation/1998"
+
+
+def test_a_further_set_that_cannot_be_is_refused() -> None:
+    def refused(**sets: Any) -> str:
+        with pytest.raises((ConfigError, DataError)) as caught:
+            opened("tests.support.user_data.Rows", validation=0.0, validation_sets=sets)
+        return str(caught.value)
+
+    assert "data.validation_sets.a={split:train}: would be the samples that train" in refused(
+        a={"split": "train"}
+    )
+    assert "data.validation_sets.b: cannot be opened with {split:validation" in refused(
+        b={"first": 2}
+    )
+    said = refused(c={"_target_": f"{HERE}.Tinted", "sise": 2})
+    assert f"data.validation_sets.c._target_={HERE}.Tinted: cannot be called with" in said
+
+
+def test_image_folders_give_sets_by_name(tmp_path: Path) -> None:
+    for number in range(12):
+        for split in ("train", "val", "sketches"):
+            folder = tmp_path / split / f"class_{number % 3}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (20, 20), (20 * number, 0, 0)).save(folder / f"{number}.png")
+    section = ImageFolderConfig(
+        root=str(tmp_path),
+        image_size=16,
+        decode="processes",
+        validation_sets={"sketches": "sketches"},
+        test_sets={"again": str(tmp_path / "val")},
+    )
+    splits = open_datasets(Config(data=section))
+    assert {name: len(one) for name, one in splits.further.items()} == {
+        "validation/sketches": 12,
+        "test/again": 12,
+    }
+    assert section.sets() == ["validation/sketches", "test", "test/again"]
+    assert not list(section.missing(Config(data=section)))
+    (tmp_path / "sketches/class_3").mkdir()
+    Image.new("RGB", (20, 20)).save(tmp_path / "sketches/class_3/a.png")
+    with pytest.raises(DataError, match="differs from the training set in classes: class_3"):
+        open_datasets(Config(data=section))
+    section.validation_sets = {"none": "nowhere"}
+    (problem,) = section.missing(Config(data=section))
+    assert str(problem).startswith("data.validation_sets.none=nowhere: ")
+
+
+def test_a_key_may_name_a_metric_of_any_set() -> None:
+    sets = {"noisy": {"x": 1}, "clean": {"x": 2}}
+    data = CustomDataConfig(target="a.B", validation=0.0, validation_sets=sets)
+
+    def found(value: str, data: Any = data) -> list[str]:
+        config = Config(data=data)
+        config.checkpoint.best_metric = value
+        return [str(problem) for problem in metrics.named_problems(config, True, data.sets())]
+
+    assert found("validation/noisy.accuracy") == found("validation/clean.loss") == []
+    (problem,) = found("validation/nosy.loss")
+    assert problem.endswith(
+        "there is no set validation/nosy; there are validation/noisy, validation/clean, test; did"
+        " you mean validation/noisy?"
+    )
+    (problem,) = found("validation.loss")
+    assert "there is no set validation;" in problem
+    (problem,) = found("test.loss")
+    assert problem.endswith("use checkpoint.best_metric=validation/noisy.loss")
+    assert metrics.objective_name("auto", data.sets() or []) == "validation/noisy.loss"
+    with_own = CustomDataConfig(target="a.B", validation_sets=sets)
+    assert with_own.sets() is None and with_own.has_validation() is True
+    dotted = CustomDataConfig(target="a.B", validation_sets={"a.b": {}})
+    requested = RequestedRun(Config(data=dotted), Config(data=dotted), Hardware(cpus=1))
+    assert "a.b must be a name of letters, digits, _ and -" in str(next(dotted.problems(requested)))

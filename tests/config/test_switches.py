@@ -178,6 +178,13 @@ def samples(case: Case) -> Any:
     return len(train), len(test), train.outputs, content(inputs), content(targets)
 
 
+def scored_sets(case: Case) -> Any:
+    """The number of samples of each set that is scored, by its name."""
+    splits = open_datasets(case.config)
+    sets = splits.validation_sets | splits.test_sets
+    return {name: len(source) for name, source in sets.items()}
+
+
 def batch_trained_on(case: Case) -> Any:
     """The first one, as the model gets it, or why there is none."""
     batches = job_of(alone(case), World()).batches
@@ -1217,6 +1224,8 @@ ROWS: dict[str, Row] = {
     "data.splits": Row(
         "data.splits={train:{train:true,size:7},test:{train:false,size:6}}", samples
     ),
+    "data.validation_sets": Row("data.validation_sets={odd:{train:false,size:5}}", scored_sets),
+    "data.test_sets": Row("data.test_sets={odd:{train:false,size:5}}", scored_sets),
     "data.fields": Row("data.fields=[x]", what_opening_says),
     "data.transform": Row("data.transform=[torch.nn.Softplus]", samples),
     "data.test_transform": Row("data.test_transform=[torch.nn.Softplus]", scored_samples),
@@ -1541,15 +1550,19 @@ def observed(row: Row, line: str, place: Path, things: Path) -> Any:
         return row.observe(case)
 
 
-REFUSED = {
+OF_ONE_OPTION = {
     (option, "data.validation"): Row("data.validation=0.2", problems)
     for option in ("data=text", "data=tokens")
 }
-REFUSED |= {
+OF_ONE_OPTION |= {
+    ("data=image_folder", f"data.{name}_sets"): Row(f"data.{name}_sets={{odd:train}}", scored_sets)
+    for name in ("validation", "test")
+}
+OF_ONE_OPTION |= {
     (option, "data.weights"): Row("data.weights=balanced", problems)
     for option in ("data=text", "data=tokens", "data=linear_regression")
 }
-"""Keys that an option has and refuses, with the reason."""
+"""Rows of single options: keys that they refuse, with the reason, or that take other values there."""
 BASELINES: dict[tuple[Callable[[Case], Any], str, Hardware], Any] = {}
 
 
@@ -1594,7 +1607,7 @@ def takes_long(option: str, key: str) -> bool:
     ],
 )
 def test_the_switch_is_alive(option: str, key: str, tmp_path: Path, things: Path) -> None:
-    row = REFUSED.get((option, key), ROWS[key])
+    row = OF_ONE_OPTION.get((option, key), ROWS[key])
     section = option.partition("=")[0]
     if option:
         default = getattr(OPTIONS[section][option.partition("=")[2]](), key.partition(".")[2])

@@ -67,7 +67,7 @@ def trained(world: World, every_steps: int | None) -> dict[str, torch.Tensor]:
     job = job_of(config, world)
     intervals = Intervals(None, 50, evaluate_every_steps=every_steps)
     lines = MetricsFile(Path("nowhere"), active=False, first_step=0)
-    record = MetricsHook(mock.Mock(), lines, HardwareMonitor(), intervals, split="test")
+    record = MetricsHook(mock.Mock(), lines, HardwareMonitor(), intervals)
     job.hooks = [record]
     scored = mock.Mock(side_effect=record.write_score)
     record.write_score = scored

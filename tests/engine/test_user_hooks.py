@@ -141,7 +141,7 @@ def test_hook_reads_the_score_and_stops_the_run(caplog: pytest.LogCaptureFixture
     context = context_of(job)
     caplog.set_level("INFO", "ddp_train.engine")
     assert context.score is None and job.stop.allows(7)
-    job.score = cast(Any, SimpleNamespace(metrics={"loss": 0.5}))
+    job.scores = {"test": cast(Any, SimpleNamespace(metrics={"loss": 0.5}))}
     assert context.score is not None and context.score.metrics == {"loss": 0.5}
     context.stop("the loss is low enough")
     assert job.stop.last_step == 7 and not job.stop.allows(7)

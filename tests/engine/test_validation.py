@@ -665,7 +665,7 @@ def test_a_time_limit_is_kept_with_few_looks(slow: dict[int, float], late: float
     """slow: seconds that single steps take, for a compilation or an evaluation; all others take a
     tenth."""
     record: Any = SimpleNamespace(seconds=0.0, seconds_before=0.0)
-    job: Any = SimpleNamespace(step=0, score=None, stepper=SimpleNamespace(device="cpu"))
+    job: Any = SimpleNamespace(step=0, scores={}, stepper=SimpleNamespace(device="cpu"))
     job.plan = BatchPlan(1000, 10, 1, 10_000, 0)
     best = Best(Selection("test", "loss", {}))
     hook = SelectionHook(best, time_limit=TimeLimit(1.0, record))

@@ -22,7 +22,7 @@ OPTION_CLASSES = "the modules config.py of the rooms"
 """The classes of options, each beside its implementation: a layer of its own."""
 
 ROOMS = [
-    *("errors", "public", "text", "linux", "plain_yaml", "tensor_tree"),
+    *("errors", "public", "text", "scored_sets", "linux", "plain_yaml", "tensor_tree"),
     *("distributed", "hardware", "options", OPTION_CLASSES),
     *("checkpoints.layout", "resilience", "telemetry", "config", "launcher"),
     "sweeps",

@@ -17,7 +17,7 @@ from ddp_train.sweeps.pool_listener import PoolListener
 from ddp_train.sweeps.runner import TrialRunner
 from ddp_train.sweeps.sweep_state import SweepState
 from ddp_train.telemetry.pages.sweep_page import Sweep, sweep_page
-from ddp_train.telemetry.pages.trials import trials_table
+from ddp_train.telemetry.pages.trials import Row, trials_table
 from tests.support.commands import ENDLESS, ONE, PROGRAM, running, wait_until
 from tests.support.pages import leave_run, report_in, section_of, sweep_rows
 
@@ -101,3 +101,17 @@ def test_stopped_sweep_leaves_its_page_and_the_command(
     state = f"stopped: 0 of 3 trials completed, {3 - at_once} not begun"
     assert f"{state}; to go on:\n  python launch.py" in sweep.output.read_text()
     assert report_in((tmp_path / "s/report.html").read_text())["state"] == state
+
+
+def test_table_has_a_column_for_each_named_set() -> None:
+    rows: list[Row] = []
+    for trial, accuracy in enumerate((0.5, 0.75)):
+        noisy = {"loss": 1.0, "accuracy": accuracy}
+        row = {"trial": trial, "overrides": [], "status": "completed", "objective": 0.25}
+        rows.append(
+            {**row, "accuracy": 0.9, "validation": {"loss": 0.25}, "validation/noisy": noisy}
+        )
+    table = trials_table(rows, "validation.loss")
+    place = table.columns.index("validation/noisy.accuracy %")
+    assert [line[place] for line in table.rows] == [50.0, 75.0]
+    assert "validation/noisy.accuracy %" in trials_table(rows, "validation/noisy.accuracy").columns

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ddp_train.data.config import LabelledImagesConfig
+from ddp_train.options.data_keys import named_test_sets, named_validation_sets
 from ddp_train.options.key import key
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
+from ddp_train.text import shown
+
+A_FOLDER = "a folder below root with one folder per class, or its whole path"
 
 
 @dataclass
@@ -19,10 +23,13 @@ class ImageFolderConfig(LabelledImagesConfig):
 
     name: str = "image_folder"
     implementation: ClassVar[str] = "ddp_train.data.image_folder.source:open_image_folder"
+    set_implementation: ClassVar[str] = "ddp_train.data.image_folder.source:open_image_set"
     class_folders: ClassVar[tuple[str, ...]] = ("train", "val")
     root: str = key("data/imagenet", "folder that holds train/ and val/", is_path=True)
     image_size: int = key(224, "height and width after the crop, in pixels", at_least=1)
     augment: bool = key(True, "random resized crop and horizontal flip")
+    validation_sets: dict[str, Any] = named_validation_sets(A_FOLDER)
+    test_sets: dict[str, Any] = named_test_sets(A_FOLDER)
     decode: str = key(
         "auto",
         "JPEG decoder: PIL, torchvision in processes, or the GPU; auto: gpu with under 8 cores per"
@@ -43,11 +50,22 @@ class ImageFolderConfig(LabelledImagesConfig):
             return
         for name in self.class_folders:
             folder = Path(self.root, name)
-            if folder.is_dir() and any(entry.is_dir() for entry in folder.iterdir()):
-                continue
-            yield Problem(
-                f"data.root={self.root}",
-                f"{folder} must hold a folder per class",
-                f"name the folder that holds {name}/",
-            )
-            return
+            if not has_folders(folder):
+                yield Problem(
+                    f"data.root={self.root}",
+                    f"{folder} must hold a folder per class",
+                    f"name the folder that holds {name}/",
+                )
+                return
+        for full_name, given in self.named_sets().items():
+            kind, _, name = full_name.partition("/")
+            found = f"data.{kind}_sets.{name}={shown(given)}"
+            if not isinstance(given, str):
+                yield Problem(found, f"must be {A_FOLDER}")
+            elif not has_folders(Path(self.root, given)):
+                yield Problem(found, f"{Path(self.root, given)} must hold a folder per class")
+
+
+def has_folders(path: Path) -> bool:
+    """Tell whether a path is a folder with a folder in it."""
+    return path.is_dir() and any(entry.is_dir() for entry in path.iterdir())

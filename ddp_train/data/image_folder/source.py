@@ -49,6 +49,32 @@ def open_image_folder(
     return train, test
 
 
+def open_image_set(
+    given: str,
+    train: FolderSource,
+    root: str,
+    image_size: int,
+    augment: bool,
+    decode: str,
+) -> FolderSource:
+    """A further set of images that are scored.
+
+    given: the folder, below `root`, or its whole path.
+    train: the training set, which has the classes.
+
+    Raises DataError if they differ.
+    """
+    folder = Path(root, given)
+    source = FolderSource(folder, image_size, False, train.seed, decode)
+    if source.classes != train.classes:
+        different = sorted(set(train.classes) ^ set(source.classes))
+        raise DataError(
+            f"{folder} differs from the training set in classes: {', '.join(different[:5])}",
+            "make a folder of each in both",
+        )
+    return source
+
+
 class FolderSource:
     """One split of an image folder with one sub-folder per class. Images are decoded on access.
 

@@ -8,12 +8,12 @@ import statistics
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from ddp_train.scored_sets import TEST, VALIDATION, in_order, of_kind
 from ddp_train.telemetry.metrics_log import Line
 from ddp_train.telemetry.pages.noise import welch
 from ddp_train.telemetry.pages.report import Report
 from ddp_train.telemetry.pages.run_files import (
     COMPLETED,
-    SPLITS,
     RunFiles,
     as_typed,
     main_metric,
@@ -141,7 +141,7 @@ def scores(runs: Runs) -> Table:
     columns = ["run"]
     rows: list[list[Any]] = [[name] for name in runs]
     for metric in _tabled_metrics(runs):
-        for split in SPLITS:
+        for split in _sets(runs.values()):
             _add_scores(split, metric, runs, columns, rows)
     own = list(dict.fromkeys(number for run in runs.values() for number in run.own_numbers))
     for number in own[:MOST_OWN]:
@@ -181,11 +181,11 @@ def _add_scores(
     columns.append(f"{name}, last")
     for row, end in zip(rows, ends, strict=True):
         row.append(in_column(metric, end))
-    if not any(run.split == split for run in runs.values()):
+    if not any(split in run.scored_sets for run in runs.values()):
         return  # scored at the end only
     bests: list[Line] = []
     for run in runs.values():
-        best = run.best_by(metric) if run.split == split else None
+        best = run.best_by(metric, split) if split in run.scored_sets else None
         bests.append(best or {})
     if not any(bests):
         return  # nobody knows which direction is better
@@ -202,9 +202,15 @@ def last_score(run: RunFiles, split: str, metric: str) -> float | None:
     return None
 
 
+def _sets(runs: Collection[RunFiles]) -> list[str]:
+    """All sets that one of the runs was scored on."""
+    return in_order(dict.fromkeys(name for run in runs for name in run.sets))
+
+
 def _shared_split(runs: Collection[RunFiles], metric: str) -> str | None:
-    """The set of which all runs have the metric: the test set, else that of validation."""
-    for split in reversed(SPLITS):
+    """The set of which all runs have the metric: the first of test, else that of validation."""
+    sets = _sets(runs)
+    for split in (*of_kind(TEST, sets), *of_kind(VALIDATION, sets)):
         if all(last_score(run, split, metric) is not None for run in runs):
             return split
     return None

@@ -17,6 +17,7 @@ from ddp_train.resilience import run_lock
 from ddp_train.resilience.failure_report import EARLIER as EARLIER_FAILURES
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
+from ddp_train.scored_sets import in_order, kind_of, main_set, of_kind, sets_of
 from ddp_train.telemetry.json_files import read_object, read_objects
 from ddp_train.telemetry.metrics_log import METRICS, Line, read_metrics
 from ddp_train.telemetry.own_numbers import HOOK, own_names
@@ -28,8 +29,7 @@ AUTO = "auto"
 CONFIG = "config.yaml"
 COMMANDS = "commands.jsonl"
 TRAIN = "train"
-SPLITS = ("validation", "test")
-"""Kinds of lines of metrics.jsonl: a logging interval of training, and evaluations."""
+"""The kind of a line of metrics.jsonl for a logging interval; of an evaluation it is the set's."""
 TAIL_BYTES = 2**16
 NOT_METRICS = ("kind", "step", "epoch", "time", "correct", "samples")
 """Other fields of the line of an evaluation."""
@@ -120,11 +120,18 @@ class RunFiles:
 
     @property
     def split(self) -> str:
-        """The split that was evaluated during training: validation, or test without one."""
-        for split in SPLITS:
-            if self.lines(split):
-                return split
-        return SPLITS[-1]
+        """The first set that was scored during training: validation, or test without one."""
+        return main_set(self._lines_by_kind)
+
+    @property
+    def sets(self) -> list[str]:
+        """All sets that were scored, those of validation first."""
+        return in_order(dict.fromkeys([*self._lines_by_kind, *sets_of(self.summary)]))
+
+    @property
+    def scored_sets(self) -> list[str]:
+        """Those that were scored during training: `split`, and further ones of its kind."""
+        return of_kind(kind_of(self.split), self._lines_by_kind) or [self.split]
 
     @property
     def evaluations(self) -> list[Line]:
@@ -159,11 +166,21 @@ class RunFiles:
     @property
     def selected_by(self) -> str:
         """The metric by which the run chooses its best evaluation, checkpoint.best_metric."""
-        best = self.summary.get("best") or {}
-        metric = str(best.get("metric") or self._best_metric).rpartition(".")[2]
+        metric = self._selecting.rpartition(".")[2]
         if metric != AUTO:
             return metric
         return "accuracy" if "accuracy" in self.scores else "loss"
+
+    @property
+    def selecting_set(self) -> str:
+        """The set whose metric that is."""
+        return self._selecting.rpartition(".")[0] or self.split
+
+    @property
+    def _selecting(self) -> str:
+        """validation.accuracy, or auto."""
+        best = self.summary.get("best") or {}
+        return str(best.get("metric") or self._best_metric)
 
     @property
     def _best_metric(self) -> str:
@@ -174,13 +191,13 @@ class RunFiles:
     def best(self) -> Line | None:
         """The evaluation that the run itself takes for its best."""
         best = self.summary.get("best") or {}
-        for line in self.evaluations:
+        for line in self.lines(self.selecting_set):
             if line["step"] == best.get("step"):
                 return line
-        return self.best_by(self.selected_by)
+        return self.best_by(self.selected_by, self.selecting_set)
 
-    def best_by(self, metric: str) -> Line | None:
-        """The evaluation with the best value of a metric, the first of equal ones.
+    def best_by(self, metric: str, split: str) -> Line | None:
+        """The evaluation of a set with the best value of a metric, the first of equal ones.
 
         Of equal accuracies that with the lower loss, unless the run was asked for a metric: as in
         `engine.selection`. None too if nobody knows which direction is better.
@@ -189,7 +206,7 @@ class RunFiles:
         sign = -1 if direction == "max" else 1
         loss_decides = metric == "accuracy" and self._best_metric == AUTO
         known = []
-        for line in self.evaluations:
+        for line in self.lines(split):
             if direction and is_finite(line.get(metric)):
                 known.append(line)
 

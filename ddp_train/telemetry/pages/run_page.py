@@ -42,7 +42,7 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
     events = events_of(run)
     sections: list[Section] = [*run_plots(run, events)]
     if run.evaluations:
-        sections.append(_evaluations(run))
+        sections += [_evaluations(run, name) for name in run.scored_sets]
     if len(events) > 1:
         sections.append(_event_table(events))
     if run.earlier_failures:
@@ -142,11 +142,11 @@ def _state(run: RunFiles) -> str:
 def numbers(run: RunFiles) -> dict[str, str]:
     """Numbers that a reader looks for first, by their names."""
     tiles = _score_numbers(run)
-    test = run.summary.get("test") or {}
-    if run.split != "test":
+    for split in run.sets:
         for name in _shown_metrics(run):
-            if name != "loss" and is_finite(test.get(name)):
-                tiles[f"test {name}"] = shown_metric(name, test[name])
+            value = (run.summary.get(split) or {}).get(name)
+            if split not in run.scored_sets and name != "loss" and is_finite(value):
+                tiles[f"{split} {name}"] = shown_metric(name, value)
     last = run.intervals[-1] if run.intervals else {}
     if last.get("loss") is not None:
         tiles["training loss"] = f"{last['loss']:.4f}"
@@ -166,18 +166,22 @@ def numbers(run: RunFiles) -> dict[str, str]:
 
 
 def _score_numbers(run: RunFiles) -> dict[str, str]:
-    """The metrics of most interest at the end, and the one that selects at its best."""
+    """The metrics of most interest of each set at the end, and the one that selects at its best."""
     if not run.evaluations:
         return {}
     tiles = {}
     selected_by = run.selected_by
-    last = run.evaluations[-1]
-    for name in _shown_metrics(run):
-        if is_finite(last.get(name)):
-            tiles[f"{run.split} {name}, last"] = shown_metric(name, last[name])
+    for split in run.scored_sets:
+        last = run.lines(split)[-1]
+        for name in _shown_metrics(run):
+            if is_finite(last.get(name)):
+                tiles[f"{split} {name}, last"] = shown_metric(name, last[name])
     best = run.best
     if best and is_finite(best.get(selected_by)):
-        heading = f"best {selected_by}, step {best['step']:,}"
+        what = selected_by
+        if run.selecting_set != run.split:
+            what = f"{run.selecting_set} {selected_by}"
+        heading = f"best {what}, step {best['step']:,}"
         tiles[heading] = shown_metric(selected_by, best[selected_by])
     return tiles
 
@@ -195,22 +199,24 @@ def duration(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def _evaluations(run: RunFiles) -> Table:
-    lines = run.evaluations
+def _evaluations(run: RunFiles, split: str) -> Table:
+    lines = run.lines(split)
     names = [name for name in run.scores if name != "loss"]
     rows = []
     for line in lines:
         values = [in_column(name, line.get(name)) for name in names]
         rows.append([line.get("epoch"), line["step"], *values, line.get("loss")])
-    best = run.best
+    best = None
     note = ""
+    if split == run.selecting_set:
+        best = run.best
     if best:
         note = (
             f"The best by {run.selected_by} (checkpoint.best_metric) stands out; by another metric"
             " it may be another line."
         )
     return Table(
-        f"Evaluations of the {run.split} set",
+        f"Evaluations of the {split} set",
         ["epoch", "step", *map(column_of, names), "loss"],
         rows,
         note,

@@ -100,9 +100,10 @@ def _loss_curves(runs: dict[str, RunFiles]) -> list[Curve]:
     for number, (name, run) in enumerate(runs.items()):
         colour = number if name else None
         training = f"{name} training".strip()
-        scored = f"{name} {run.split}".strip()
         drawn.append(_curve(training, run.intervals, "loss", bool(name), colour))
-        drawn.append(_curve(scored, run.evaluations, "loss", colour=colour))
+        for split in run.scored_sets:
+            scored = f"{name} {split}".strip()
+            drawn.append(_curve(scored, run.lines(split), "loss", colour=colour))
     return drawn
 
 
@@ -111,10 +112,12 @@ def _score_curves(metric: str, runs: dict[str, RunFiles]) -> list[Curve]:
     drawn = []
     for number, (name, run) in enumerate(runs.items()):
         colour = number if name else None
-        scored = f"{name} {run.split}".strip()
         average = OF_AVERAGE + metric
-        drawn.append(_curve(scored, run.evaluations, metric, colour=colour))
-        drawn.append(_curve(f"{scored} (ema)", run.evaluations, average, True, colour))
+        for split in run.scored_sets:
+            scored = f"{name} {split}".strip()
+            lines = run.lines(split)
+            drawn.append(_curve(scored, lines, metric, colour=colour))
+            drawn.append(_curve(f"{scored} (ema)", lines, average, True, colour))
     return drawn
 
 

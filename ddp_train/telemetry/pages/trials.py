@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED
+from ddp_train.scored_sets import KINDS, in_order, sets_of
+from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED, main_metric
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import column_of, in_column
 from ddp_train.text import counted
@@ -77,8 +78,7 @@ def trials_table(
     for row in rows:
         texts = overrides_of(row)
         values = [_rounded(texts[key], digits) if key in texts else None for key in keys]
-        own = row.get("metrics") or {}
-        measured = [in_column(name, row.get(name, own.get(name))) for name in others]
+        measured = [in_column(name, _value_of(row, name)) for name in others]
         score = in_column(objective, row.get("objective"))
         lines.append([row["trial"], score, *values, _status(row), *measured])
     title = "trials"
@@ -92,9 +92,10 @@ def trials_table(
 
 
 def _other_columns(rows: Sequence[Row], objective: str) -> dict[str, str]:
-    """The further columns that have a value, those of the user's metrics last.
+    """The further columns that have a value, those of the user's metrics and of named sets last.
 
-    The objective is not among them.
+    A set with a name of its own has its metric of most interest there. The objective is not among
+    them.
     """
     columns = {}
     for name, label in OTHER_COLUMNS.items():
@@ -105,7 +106,22 @@ def _other_columns(rows: Sequence[Row], objective: str) -> dict[str, str]:
         for name in row.get("metrics") or {}:
             if objective != f"test.{name}":
                 columns[name] = f"test.{name}"
+    names = dict.fromkeys(name for row in rows for name in sets_of(row) if name not in KINDS)
+    for split in in_order(names):
+        metrics = {metric for row in rows for metric in row.get(split) or {}}
+        name = f"{split}.{main_metric(metrics)}"
+        if name != objective:
+            columns[name] = column_of(name)
     return columns
+
+
+def _value_of(row: Row, name: str) -> Any:
+    """A field of a row, or a metric of a set: validation/noisy.accuracy."""
+    split, _, metric = name.rpartition(".")
+    if split:
+        return (row.get(split) or {}).get(metric)
+    own = row.get("metrics") or {}
+    return row.get(name, own.get(name))
 
 
 def _rounded(text: str, digits: int) -> str:
