@@ -227,7 +227,7 @@ def time_ours(
         strategy=strategy,
         stepper=Stepper(optimizer, schedule, scaler, observers=[PhaseReports(status)]),
         batches=batches,
-        evaluation=evaluation,
+        evaluations={"test": evaluation},
         seed_step=StepSeed(SEED, 0, "cpu"),
     )
     with (run_dir / "console.txt").open("w") as stream:

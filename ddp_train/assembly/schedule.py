@@ -69,6 +69,13 @@ def schedule_of(
     return _scheduler_of(section, pace, optimizer, better, captured)
 
 
+def split_of_metric(section: ScheduleConfig) -> str | None:
+    """The set whose metric a schedule looks at; None: the first that is scored."""
+    if section.metric == metrics.AUTO:
+        return None
+    return section.metric.partition(".")[0]
+
+
 def metric_of(section: ScheduleConfig) -> str:
     """The name of the metric that a schedule looks at."""
     if section.metric == metrics.AUTO:

@@ -11,17 +11,29 @@ from ddp_train.optim.schedules.torch_schedules import PlateauSchedule
 class PlateauHook:
     """Gives a schedule the metric of each evaluation, which is the same on all processes."""
 
-    def __init__(self, schedule: PlateauSchedule, metric: str) -> None:
-        """To be called after the metrics hook. metric: of the set that is scored."""
+    def __init__(self, schedule: PlateauSchedule, metric: str, split: str | None = None) -> None:
+        """To be called after the metrics hook.
+
+        split: the set that has the metric; None: the first that is scored.
+        """
         self.schedule = schedule
-        self.metric = metric
+        self.name = metric
+        self.split = split
+
+    @property
+    def metric(self) -> str:
+        """The metric; of a set with a name of its own it is validation/noisy.loss."""
+        if self.split and "/" in self.split:
+            return f"{self.split}.{self.name}"
+        return self.name
 
     def due(self, job: Job) -> int:
         return job.plan.epoch_end(job.step)
 
     def act(self, job: Job) -> None:
-        if job.score is not None:
-            self.schedule.see(job.step, job.score.metrics.get(self.metric))
+        if job.scores:
+            score = job.scores[self.split or next(iter(job.scores))]
+            self.schedule.see(job.step, score.metrics.get(self.name))
 
     def state(self) -> dict[str, Any]:
         return {"metric": self.metric, **self.schedule.state()}

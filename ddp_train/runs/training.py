@@ -22,7 +22,7 @@ from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_task
 from ddp_train.assembly.optimizer import trained_parameters
 from ddp_train.assembly.plan import warmup_steps
-from ddp_train.assembly.schedule import metric_of
+from ddp_train.assembly.schedule import metric_of, split_of_metric
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.checkpoint_hook import CheckpointHook, SaveTimes
@@ -407,7 +407,8 @@ def build_plateau_hook(config: Config, job: Job) -> PlateauHook | None:
         found = f"schedule: the state_dict of {type(schedule.scheduler).__name__}"
         rule = f"is not plain data: {problem}; keep numbers and texts in it"
         raise ConfigError([f"{found} {rule}"])
-    return PlateauHook(schedule, metric_of(config.schedule))
+    split = split_of_metric(config.schedule)
+    return PlateauHook(schedule, metric_of(config.schedule), split)
 
 
 def build_user_hooks(run: RunContext, job: Job) -> UserHooks:
