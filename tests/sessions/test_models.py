@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.steps import Steps
 from tests.sessions import loops
 from tests.sessions.loops import LOOPS, PlainRun, Weights
+from tests.support import zygote
+from tests.support.commands import LIMIT_SECONDS, ROOT, environment
 from tests.support.ranks import on_ranks
 
 RESUMED = ("adversarial", "penalised", "in_parts", "unfrozen")
@@ -261,3 +264,16 @@ def test_what_changes_after_the_wrap_is_seen(tmp_path: Path) -> None:
     for weights, error in on_ranks(3, converted_and_in_part, tmp_path):
         torch.testing.assert_close(weights, converted(PlainRun()), rtol=0, atol=1e-12)
         assert "the loss does not depend on 2 parameters: critic.weight, critic.bias" in error
+
+
+@pytest.mark.slow
+def test_the_example_gives_one_loss_on_any_processes(tmp_path: Path) -> None:
+    printed = []
+    for processes in (1, 3):
+        argv = [sys.executable, str(ROOT / "examples/gan.py"), str(tmp_path / str(processes))]
+        more = {"PYTHONPATH": str(ROOT), "DDP_TRAIN_PROCESSES": str(processes)}
+        done = zygote.run(argv, LIMIT_SECONDS, cwd=tmp_path, env=environment(more), text=True)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    assert "epoch 1: loss" in printed[0]
