@@ -83,7 +83,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtestloop() -> Iterator[object]:
-    """Before the first test, which may start threads: see tests/support/ranks.py."""
+    """Before the first test, which may start threads: see tests/support/ranks.py.
+
+    torch computes with one thread in this process: two wait for each other in each small operation,
+    and longest where other tests keep the cores busy (a file of tests took 46 CPU-s, and 9).
+    """
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
     if ranks := sys.modules.get("tests.support.ranks"):
         ranks.server.start()
     return (yield)

@@ -4,13 +4,11 @@ jobs."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ddp_lab.prove.answer import Examined
 from ddp_lab.prove.configs import for_proof
@@ -20,17 +18,6 @@ from ddp_train.distributed.world import World
 from ddp_train.testing import prove
 from tests.support import commands
 from tests.support.jobs import config_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two wait for each other in each small operation, and longest where other tests keep the cores
-    busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
 
 HERE = "tests.support.planted"
 DEFAULTS: dict[str, Any] = {
