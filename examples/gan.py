@@ -20,7 +20,8 @@ class Pairs(data.Dataset):
     """Images with the noise that the generator begins with: of the sample, so of no process."""
 
     def __init__(self):
-        self.images = torch.tensor(load_digits().data / 8 - 1).float()
+        images, _ = load_digits(return_X_y=True)
+        self.images = torch.tensor(images / 8 - 1).float()
 
     def __len__(self):
         return len(self.images)
@@ -39,6 +40,7 @@ def main():
     opt_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
     loader = run.loader(Pairs(), global_batch_size=128)
     run.resume(generator=generator, discriminator=discriminator, opt_g=opt_g, opt_d=opt_d)
+    loss = torch.zeros(())
     for epoch in run.epochs(EPOCHS):
         for real, noise in loader:
             fake = generator(noise)
