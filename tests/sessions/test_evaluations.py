@@ -1,0 +1,66 @@
+"""Evaluations within an epoch of a loop of the user's own: several sets, and no trace in training."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import run
+
+CODE = """
+import sys
+import torch, ddp_train
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+often = sys.argv[1] == "often"
+def rows(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=g)
+    return TensorDataset(x, x[:, :3].argmax(1))
+def main():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
+    model = run.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = run.loader(rows(50, 1), global_batch_size=8)
+    tests = {"clean": run.test_loader(rows(21, 2), batch_size=5), "noisy": run.test_loader(rows(11, 3), batch_size=4)}
+    run.resume(model=model, optimizer=optimizer)
+    for epoch in run.epochs(2):
+        for inputs, labels in loader:
+            if often and run.step % 2 == 0:
+                score(model, tests)
+            model.train()
+            optimizer.zero_grad()
+            loss = run.mean(F.cross_entropy(model(inputs), labels, reduction="none"))
+            loss.backward()
+            optimizer.step()
+    print("end", sum(p.double().sum().item() for p in net.state_dict().values()))
+@torch.no_grad()
+def score(model, tests):
+    model.eval()
+    for name, loader in tests.items():
+        correct = sum((model(x).argmax(1) == y).sum().item() for x, y in loader)
+        print(run.step, name, run.sum(correct))
+with ddp_train.session("runs_" + sys.argv[1]) as run:
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_scores_every_few_batches_change_no_training(tmp_path: Path) -> None:
+    """Dropout and batch norm on three ranks; the sum of all that was trained, to the last digit."""
+    script = tmp_path / "train.py"
+    script.write_text(CODE)
+    ends = []
+    for word in ("often", "seldom"):
+        command = [sys.executable, str(script)]
+        done = run(word, command=command, cwd=tmp_path, env={"DDP_TRAIN_PROCESSES": "3"})
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        ends.append(next(line for line in lines if line.startswith("end ")))
+        assert any(line.startswith("12 noisy ") for line in lines) == (word == "often")
+    assert ends[0] == ends[1]
