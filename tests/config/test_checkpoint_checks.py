@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     other = prepare(PROGRAM, ["model=mlp", "train.epochs=3", words[-1]], None)
     (notice,) = (notice for notice in other.notices if "resumes with" in notice)
     for change in (
-        "train.epochs=3 (was 30)",
+        "train.epochs=3 (was null)",
         "optimizer.lr=0.05 (was 0.3)",
         "schedule=cosine (was constant)",
     ):

@@ -1264,7 +1264,10 @@ ROWS: dict[str, Row] = {
     ),
     "schedule.interval": Row("schedule.interval=epoch", schedule),
     "schedule.metric": Row("schedule.metric=test.accuracy", followed_metric),
-    "schedule.target": Row(f"schedule._target_={__name__}.falling", schedule),
+    "schedule.target": Row(
+        f"schedule._target_={__name__}.falling trusted_modules=[{__name__.partition('.')[0]}]",
+        schedule,
+    ),
     "schedule.arguments": Row("schedule.step_size=4", schedule),
     "schedule.decay_part": Row("schedule.decay_part=0.5", schedule),
     "schedule.decay": Row("schedule.decay=cosine", schedule),

@@ -224,8 +224,8 @@ SCRIPTS = {
 and Hydra's parser, compiled from its own file with the asserts that `python -O` leaves out."""
 PICKLES_ALONE = {"ddp_train/data/dataset_content.py"}
 """Modules that pickle what they digest, and never unpickle."""
-SAFE_LOADERS = {"ddp_train/config/yaml_files.py"}
-"""Modules that call yaml.load with a subclass of yaml.SafeLoader."""
+SAFE_LOADERS = {"ddp_train/config/yaml_files.py", "ddp_train/plain_yaml.py"}
+"""Modules that call yaml.load with a subclass of yaml.SafeLoader, or its twin of libyaml."""
 BANNED_FUNCTIONS = {"eval", "exec", "os.system", "os.popen", "system", "popen"}
 
 
