@@ -6,12 +6,14 @@ The global batches are the same for any number of processes, which share each.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.swa_utils import update_bn
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from ddp_train.data.batch_plan import MicroBatch, evaluation_batch
@@ -35,9 +37,11 @@ from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
+from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN
 from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.text import counted
 
+UPDATE_BN = inspect.unwrap(update_bn).__code__
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
 SAME_DATA = (
@@ -209,8 +213,17 @@ class TestLoader:
         """Give the batches. Meanwhile buffers that differ between processes are their mean.
 
         Batch norm's statistics differ, where they are not synchronised.
+
+        Raises UsageError for torch's `update_bn`, which takes statistics of the batches that it is
+        given, on several processes.
         """
         steps = self.steps
+        if steps.world.size > 1 and sys._getframe(1).f_code is UPDATE_BN:
+            raise UsageError(
+                "update_bn was given a run.test_loader, of which each process has other batches: so"
+                " would be the statistics of its average",
+                WAY_OF_UPDATE_BN,
+            )
         averaged = averaged_buffers(steps.models.together(), keep_if_alike=True)
         step = steps.position.step
         share = steps.micro_batch

@@ -17,6 +17,11 @@ from ddp_train.sessions.settings import UsageError
 OWN_ATTRIBUTES = frozenset({*vars(nn.Module()), "_compiled_call_impl", "_exchange", "module"})
 """Attributes of the wrapper itself: those of every torch module, and its own."""
 
+WAY_OF_UPDATE_BN = (
+    "make the average before run.wrap, AveragedModel(net), and"
+    " update_bn(DataLoader(data, 64), average, device=run.device)"
+)
+
 
 class Wrapped(nn.Module):
     """The model, called, trained and evaluated like any other: DDP where gradients are taken.
@@ -158,6 +163,5 @@ def _refuse_shared_out(layer: nn.Module, _: Any) -> None:
         raise UsageError(
             "batch norm in train mode was given a batch of run.test_loader: processes have"
             " different numbers of them, and would wait for each other",
-            "model.eval() to score; for update_bn make the average before run.wrap,"
-            " AveragedModel(net), and update_bn(DataLoader(data, 64), average, device=run.device)",
+            f"model.eval() to score; for update_bn {WAY_OF_UPDATE_BN}",
         )
