@@ -41,8 +41,9 @@ class Poison:
         self.zero: Tensor | None = None
         """The loss times zero, a scalar; None if the loss is known to be finite."""
 
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        if self.zero is None:
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        # torch's SyncBatchNorm gives none to a process whose batch is empty, and whose loss is 0.
+        if self.zero is None or gradient is None:
             return None
         return gradient * (self.zero + 1).to(gradient.dtype)
 
