@@ -32,9 +32,9 @@ def test_a_worker_finds_what_that_of_a_real_command_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "facts").mkdir()
-    forked = facts_of(tmp_path / "facts", ranks=2)
+    forked = facts_of(tmp_path / "facts")
     monkeypatch.setattr(zygote, "_fits", lambda _: False)
-    real = facts_of(tmp_path / "facts", "checkpoint.resume=never", ranks=2)
+    real = facts_of(tmp_path / "facts", "checkpoint.resume=never")
     for one, other in zip(forked, real, strict=True):
         for facts in (one, other):  # the zygote has also loaded scikit-learn's BLAS
             facts["common"]["BLAS threads"] = set(facts["common"]["BLAS threads"])
