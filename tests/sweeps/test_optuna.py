@@ -79,7 +79,9 @@ def test_a_study_is_pruned_killed_and_goes_on(tmp_path: Path) -> None:
         "hydra/sweeper/sampler=random",
         "hydra/sweeper/pruner=median",
         "hydra.sweeper.pruner.n_startup_trials=1",
-        *foreign_net(delay=0.1),
+        *foreign_net(
+            delay=0.25
+        ),  # an epoch is longer than the sweep takes to look at it, when busy
         "optimizer.lr=tag(log,interval(0.00001,0.5))",
         "train.epochs=4",
         ONE,
