@@ -41,6 +41,7 @@ from ddp_train.distributed.child_environments import (
 )
 from ddp_train.linux import children_of, end_children, end_with_parent, set_title
 from ddp_train.resilience.heartbeat import START_SECONDS
+from ddp_train.resilience.preemption import SIGNALS
 
 MODULE = ("-P", "-m")
 """How Python runs a module here. -P: the working folder does not come first; a worker puts it
@@ -164,17 +165,30 @@ class ForkServer:
     def _fork_server(self, server_socket: socket.socket, changed: dict[str, str]) -> ForkedWorker:
         """Fork a server. To be called after `preload`."""
         parent = os.getpid()
-        pid = os.fork()
-        if not pid:
-            try:
-                os.setsid()
-                end_with_parent()
-                self._socket.close()
-                if os.getppid() == parent:
-                    _answer(server_socket, changed)
-            finally:
-                os._exit(0)
+        # Python drops a KeyboardInterrupt that comes while it calls the functions which libraries
+        # have registered for a fork: a Ctrl-C in these milliseconds would be lost.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            pid = os.fork()
+            if not pid:
+                self._serve_in_child(server_socket, changed, parent)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         return ForkedWorker(pid)
+
+    def _serve_in_child(
+        self, server_socket: socket.socket, changed: dict[str, str], parent: int
+    ) -> NoReturn:
+        """Be the server, in the process that was forked for it. parent: its process id."""
+        try:
+            os.setsid()
+            end_with_parent()
+            self._socket.close()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # workers inherit the mask
+            if os.getppid() == parent:
+                _answer(server_socket, changed)
+        finally:
+            os._exit(0)
 
     def fork(self, specs: list[WorkerSpec], given_up: Callable[[], bool]) -> list[ForkedWorker]:
         """Fork one worker per spec, each in its own session, as soon as torch is imported.

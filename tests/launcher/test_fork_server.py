@@ -210,6 +210,26 @@ def test_fork_server_ends_with_its_launcher(tmp_path: Path) -> None:
     wait_until(lambda: not carrying(str(tmp_path)), "end of the fork server", seconds=10)
 
 
+INTERRUPTED_FORK = """
+import os, signal
+from ddp_train.launcher.fork_server import ForkServer
+
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+try:
+    ForkServer(None, changed={})
+    print("lost")
+except KeyboardInterrupt:
+    print("heard")
+"""
+
+
+def test_ctrl_c_during_the_fork_of_a_server_is_not_lost() -> None:
+    """Python drops what is raised while it calls the functions that are registered for a fork."""
+    command = [sys.executable, "-c", INTERRUPTED_FORK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "heard\n", done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.true_command
 def test_a_stop_is_obeyed_while_torch_is_imported(tmp_path: Path) -> None:

@@ -95,10 +95,7 @@ def test_stopped_sweep_leaves_its_page_and_the_command(
     with running(tmp_path / "s", *words) as sweep:
         sweep.wait_for_file("report.html")
         assert not (tmp_path / "s/results.jsonl").exists()
-        # Not while one of them starts: a signal that comes then was lost twice in 27 runs (log.md).
-        wait_until(
-            lambda: len([*tmp_path.glob("s/*/metrics.jsonl")]) == at_once, "trials that train"
-        )
+        wait_until(lambda: any(tmp_path.glob("s/*/metrics.jsonl")), "a trial that trains")
         sweep.process.send_signal(signal.SIGINT)
         assert sweep.end() in (INTERRUPTED, SAVED, UNSAVED)
     state = f"stopped: 0 of 3 trials completed, {3 - at_once} not begun"
