@@ -86,11 +86,14 @@ class StreamReader(IterableDataset[StreamedBatch]):
         smaller, larger_parts = divmod(len(samples), self.world_size)
         start = self.rank * smaller + min(self.rank, larger_parts)
         part = samples[start : start + smaller + (self.rank < larger_parts)]
+        # Before the other batches are made: what it draws must not depend on whether they are.
+        data = self.collate(part) if part else None
         empty = None
         if is_first or not part:
             one = self.collate(samples[:1])
             empty = without_samples(one, self.collate([samples[0], samples[0]]))
-        data = self.collate(part) if part else empty
+        if not part:
+            data = empty
         digest = digest_of(self.collate(samples[: self.compared])) if is_first else 0
         return StreamedBatch(number, data, len(part), len(samples), start, digest, empty)
 
