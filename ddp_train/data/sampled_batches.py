@@ -29,8 +29,9 @@ from ddp_train.text import counted
 PORTION = 1024
 """Batches that are drawn at once from a sampler that keeps nothing, and after which those of the
 processes are compared: an endless sampler takes no more memory than these."""
-KEPT = 256
-"""Portions that are kept, for loader processes that have to be started again."""
+KEPT = 1 << 18
+"""Batches that are kept, for loader processes that have to be started again: more than they are
+ever given ahead."""
 PLACES = 1 << 22
 """After so many draws of a pass the places, which draws of samples are keyed by, begin again."""
 SAME_DRAWS = (
@@ -115,6 +116,7 @@ class SampledBatches:
         self.kept = [first]
         self.digest = digest_of(first)
         self._compare(self.digest)
+        self.portions = self._compared(self.portions)
 
     def batches(self, first: int) -> Iterator[np.ndarray]:
         """See GlobalBatches. Raises DataError for what is no number of a sample."""
@@ -129,10 +131,15 @@ class SampledBatches:
 
     def _portions_of_pass(self) -> Iterator[list[np.ndarray]]:
         yield from list(self.kept)
-        unseen: list[np.ndarray] = []
         for portion in self.portions:
-            if len(self.kept) < KEPT:
+            if len(self.kept) * self.at_once < KEPT:
                 self.kept.append(portion)
+            yield portion
+
+    def _compared(self, portions: Iterator[list[np.ndarray]]) -> Iterator[list[np.ndarray]]:
+        """The portions of a pass, whose batches the processes compare, PORTION at a time."""
+        unseen: list[np.ndarray] = []
+        for portion in portions:
             unseen += portion
             if len(unseen) >= PORTION:
                 self._compare(digest_of(unseen))
