@@ -65,12 +65,28 @@ def test_media_reach_the_trackers_that_take_them(
     media.tracking = tracking
     media.image(2, "a/b", torch.zeros(3, 4, 5))
     media.table(2, "table", ["one"], [[1]])
+    media.table(2, "another", ["one"], [[1]])
     media.text(3, "text", "hello")
     with pytest.raises(LogError, match="a row has 2 cells, and there are 1 columns"):
         media.table(2, "table", ["one"], [[1, 2]])
     tracking.finish({"status": "completed"})
     assert album.given[1:] == [(2, "a/b", (4, 5, 3)), (3, "text", "hello"), "completed"]
-    assert "Album" not in caplog.text and "has no method write_table" in caplog.text
+    assert caplog.messages == ["tracker album gets no table: it has no method write_table"]
+
+
+def test_a_failure_after_a_table_that_a_tracker_cannot_take_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    album = Album()
+    tracking = Tracking({"album": album}, 30.0, 600.0)
+    tracking.start(TrackedRun(tmp_path, "", "", {}, 0), [])
+    media = Media()
+    media.tracking = tracking
+    media.table(1, "table", ["one"], [[1]])
+    album.write = lambda *_: 1 / 0  # type: ignore[assignment]
+    tracking.write({"kind": "train", "step": 1, "loss": 1.0})
+    tracking.finish({"status": "completed"})
+    assert "tracker album failed: ZeroDivisionError" in caplog.text
 
 
 def test_a_session_sends_its_trackers_lines_and_images(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_train.errors import LogError
 from ddp_train.telemetry.own_numbers import problem_of_name
+from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.telemetry.trackers.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ class Media:
         self.held: list[Callable[[], None]] = []
         self.tracking: Tracking | None = None
         """Set on rank 0, once the trackers are there."""
-        self.has_warned = False
+        self.warnings: set[str] = set()
+        """Those that were logged, each once."""
 
     def image(self, step: int, name: str, image: Any) -> None:
         """Send an image; see `pixels_of`."""
@@ -60,23 +62,30 @@ class Media:
             raise LogError(f"log({name!r}): {detail}", remedy)
         if self.tracking is None:
             return False
-        if not self.tracking.threads and not self.has_warned:
-            self.has_warned = True
-            log.warning(
-                "%s goes nowhere: images, texts and tables are for trackers, and the run has none"
-                " (tracker=tensorboard)",
-                name,
+        if not self.tracking.threads:
+            self._warn_once(
+                "images, texts and tables are for trackers, and the run has none"
+                " (tracker=tensorboard)"
             )
         return bool(self.tracking.threads)
 
     def _send(self, method: str, step: int, name: str, *content: Any) -> None:
         assert self.tracking
         for thread in self.tracking.threads:
+            if getattr(type(thread.tracker), method) is getattr(Tracker, method):
+                kind = method.removeprefix("write_")
+                self._warn_once(f"tracker {thread.name} gets no {kind}: it has no method {method}")
+                continue
             show = partial(getattr(thread.tracker, method), step, name, *content)
             if self.is_held:
                 self.held.append(partial(thread.show, show))
             else:
                 thread.show(show)
+
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self.warnings:
+            self.warnings.add(warning)
+            log.warning("%s", warning)
 
     def release(self) -> None:
         """Send what was held."""

@@ -81,16 +81,20 @@ class Tracker(ABC):
         """
 
     def write_image(self, step: int, name: str, image: ndarray) -> None:
-        """Store an image, uint8 [height, width, 3]. These three are not sent again if they fail."""
-        raise NotImplementedError(f"it has no method write_image, and {name} is one")
+        """Store an image, uint8 [height, width, 3].
+
+        Override this, `write_text` and `write_table` if the tracker can store them. What it cannot
+        is not sent to it, and one warning says so. A call that fails is not repeated.
+        """
+        raise NotImplementedError
 
     def write_text(self, step: int, name: str, text: str) -> None:
         """Store a text."""
-        raise NotImplementedError(f"it has no method write_text, and {name} is one")
+        raise NotImplementedError
 
     def write_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
         """Store a table."""
-        raise NotImplementedError(f"it has no method write_table, and {name} is one")
+        raise NotImplementedError
 
     @abstractmethod
     def close(self, status: str, summary: dict[str, Any]) -> None:
