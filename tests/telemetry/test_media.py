@@ -46,6 +46,7 @@ def test_images_of_any_layout_are_bytes_with_three_channels(shape: tuple[int, ..
     ones = pixels_of("a", torch.ones(shape, requires_grad=True))
     assert (ones.shape, ones.dtype, ones.min()) == ((4, 5, 3), np.uint8, 255)
     assert pixels_of("a", np.full(shape, 7, np.uint8)).max() == 7
+    assert pixels_of("a", torch.ones(shape, dtype=torch.bool)).min() == 255
 
 
 def test_what_is_no_image_is_refused() -> None:

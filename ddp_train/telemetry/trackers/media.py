@@ -118,6 +118,6 @@ def pixels_of(name: str, image: Any) -> ndarray:
             "give it [3, height, width], [1, height, width] or [height, width]; of several images"
             " make one, by torchvision.utils.make_grid",
         )
-    if pixels.dtype.kind == "f":
+    if pixels.dtype.kind in "fb":
         pixels = np.nan_to_num(pixels).clip(0, 1) * 255 + 0.5
     return np.repeat(pixels.astype(np.uint8), 3 // pixels.shape[2], axis=2)
