@@ -78,8 +78,14 @@ class Current:
     """What was drawn for these samples, see `data.keyed_noise.Draws`; None before the first."""
     marks: int = 0
     """How often this process has called `data.rng.draw_mark`."""
-    is_shared_out: bool = False
-    """Processes are given batches of their own, of which they have different numbers."""
+    contexts_shared_out: int = 0
+    """Contexts in which processes have different numbers of batches; iterators that hold some may
+    end in any order."""
+
+    @property
+    def is_shared_out(self) -> bool:
+        """Processes are given batches of their own, of which they have different numbers."""
+        return self.contexts_shared_out > 0
 
     def begin(self, step: TrainingStep) -> None:
         self.step = step
@@ -122,8 +128,8 @@ def thrown_away() -> Iterator[None]:
 @contextlib.contextmanager
 def shared_out() -> Iterator[None]:
     """A context in which processes have different numbers of batches."""
-    CURRENT.is_shared_out = True
+    CURRENT.contexts_shared_out += 1
     try:
         yield
     finally:
-        CURRENT.is_shared_out = False
+        CURRENT.contexts_shared_out -= 1

@@ -36,7 +36,7 @@ from ddp_train.models.put_back import leaving_nothing
 from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.steps import Steps
+from ddp_train.sessions.steps import TAKEN_OVER_STEPS, Steps
 from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN
 from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.text import counted
@@ -227,17 +227,12 @@ class TestLoader:
         averaged = averaged_buffers(steps.models.together(), keep_if_alike=True)
         step = steps.position.step
         share = steps.micro_batch
-        with averaged, steps.score_watch.scoring(), shared_out(), no_numbers():
+        with steps.score_watch.scoring(averaged, shared_out(), no_numbers()):
             for batch in self.batches:
                 with scored(batch.micro_batch):
                     yield batch.data
                 if steps.position.step != step or steps.micro_batch is not share:
-                    raise UsageError(
-                        "the batches of run.test_loader were taken over several steps of"
-                        " training: each process has others, and another number of them",
-                        "go through them in one go; to train on pairs make two loaders by"
-                        " run.loader, or one of a data set whose samples are the pairs",
-                    )
+                    raise UsageError(*TAKEN_OVER_STEPS)
         steps.status.phase = "hook"
 
 

@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -40,6 +41,13 @@ from ddp_train.text import counted
 SAME_UPDATES = (
     "each process has its own part of a loss: decide for all of them by a sum,"
     " if math.isfinite(run.sum(loss.item())): optimizer.step()"
+)
+TAKEN_OVER_STEPS = (
+    "the batches of run.test_loader were taken over several steps of training: each process has"
+    " others, and another number of them",
+    "go through them in one go, and keep a batch, not an iterator: next(iter(test_loader)); to"
+    " train on pairs make two loaders by run.loader, or one of a data set whose samples are the"
+    " pairs",
 )
 log = logging.getLogger(__name__)
 
@@ -347,6 +355,7 @@ class Steps:
 
     def _begin_step(self, share: MicroBatch) -> None:
         """Begin a step. Its draws depend on seed, rank and step alone."""
+        self.score_watch.end()
         self.micro_batch = share
         self.has_samples = True
         self.is_epoch_complete = False
@@ -444,6 +453,7 @@ class Steps:
     ) -> Tensor:
         """See Run.mean."""
         share = self._share(of)
+        self.score_watch.check_ended()
         if over is None:
             check_one_for_each_sample(losses, share)
         if accumulate is not None:
@@ -648,20 +658,35 @@ class ScoreWatch:
     """Warns once if what each process computed of all samples is added up."""
 
     def __init__(self) -> None:
-        self.is_scoring = False
-        """A test loader gives batches."""
+        self.open: list[contextlib.ExitStack] = []
+        """The contexts of the test loaders that give batches now."""
         self.scored_elsewhere = False
         """The model has scored other batches since the last sum."""
         self.has_warned = False
 
+    @property
+    def is_scoring(self) -> bool:
+        return bool(self.open)
+
     @contextlib.contextmanager
-    def scoring(self) -> Iterator[None]:
-        """Inside, batches come from a test loader."""
-        self.is_scoring = True
-        try:
+    def scoring(self, *contexts: AbstractContextManager[Any]) -> Iterator[None]:
+        """Inside, batches come from a test loader, and `contexts` are entered."""
+        with contextlib.ExitStack() as scoring:
+            for context in contexts:
+                scoring.enter_context(context)
+            self.open.append(scoring)
+            scoring.callback(self.open.remove, scoring)
             yield
-        finally:
-            self.is_scoring = False
+
+    def end(self) -> None:
+        """Leave the contexts of iterators that somebody keeps."""
+        while self.open:
+            self.open[-1].close()
+
+    def check_ended(self) -> None:
+        """Raise UsageError if a loss was computed in the contexts of a test loader."""
+        if self.open:
+            raise UsageError(*TAKEN_OVER_STEPS)
 
     def see_score(self) -> None:
         if not self.is_scoring:

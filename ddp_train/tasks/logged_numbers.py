@@ -356,6 +356,8 @@ class Open:
     """The numbers that `log` adds to; None where nothing is trained."""
 
     numbers: LoggedNumbers | None = None
+    pauses: int = 0
+    """Contexts in which it adds nothing; iterators that hold some may end in any order."""
     moment: Moment | None = None
     """Set while a hook acts: what is logged meanwhile is of this moment."""
 
@@ -366,12 +368,11 @@ OPEN = Open()
 @contextlib.contextmanager
 def no_numbers() -> Iterator[None]:
     """A context in which `log` adds nothing: batches are scored, or a pass is thrown away."""
-    before = OPEN.numbers
-    OPEN.numbers = None
+    OPEN.pauses += 1
     try:
         yield
     finally:
-        OPEN.numbers = before
+        OPEN.pauses -= 1
 
 
 @contextlib.contextmanager
@@ -411,7 +412,7 @@ def log(
 
 
 def _note(name: str, values: Any, over: Any, how: str) -> None:
-    numbers = OPEN.numbers
+    numbers = None if OPEN.pauses else OPEN.numbers
     moment = OPEN.moment
     call = LogCall.of(LOG, name, values, over, how, Rule.MEAN if moment else None)
     (numbers or LoggedNumbers("cpu")).check(LOG, name, call.rule)

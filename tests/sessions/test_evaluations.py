@@ -6,8 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+from ddp_train.distributed.world import World
+from ddp_train.sessions.settings import UsageError
 from tests.support.commands import run
+from tests.support.ranks import on_ranks
+from tests.support.session_ranks import session_on
 
 CODE = """
 import sys
@@ -64,3 +71,40 @@ def test_scores_every_few_batches_change_no_training(tmp_path: Path) -> None:
         ends.append(next(line for line in lines if line.startswith("end ")))
         assert any(line.startswith("12 noisy ") for line in lines) == (word == "often")
     assert ends[0] == ends[1]
+
+
+def statistics(world: World, kept_from: int) -> Tensor:
+    """Batch norm's mean after eight steps, in which each process took its own samples.
+
+    kept_from: the step before which an iterator over the test loader begins, and is kept.
+    """
+    inputs = torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
+    rows = TensorDataset(inputs, inputs.sum(1))
+    with session_on(world) as session:
+        norm = nn.BatchNorm1d(3)
+        model = session.wrap(nn.Sequential(norm, nn.Linear(3, 1)), sync_batch_norm=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = session.loader(rows, global_batch_size=8)
+        test_loader = session.test_loader(rows, batch_size=8)
+        session.resume(model=model, optimizer=optimizer)
+        kept = iter(test_loader)
+        for _ in session.epochs(2):
+            if session.step == kept_from:
+                next(kept)
+            for some, targets in loader:
+                if session.step == kept_from == 1:
+                    next(kept)
+                optimizer.zero_grad()
+                session.mean((model(some)[:, 0] - targets) ** 2).backward()
+                optimizer.step()
+        return norm.state_dict()["running_mean"]
+
+
+def test_iterator_that_is_kept_changes_no_statistics() -> None:
+    kept = on_ranks(2, statistics, 4)
+    torch.testing.assert_close(kept, on_ranks(2, statistics, -1), rtol=0, atol=0)
+
+
+def test_loss_within_a_loop_over_a_test_loader_is_refused() -> None:
+    with pytest.raises(UsageError, match="taken over several steps of training"):
+        statistics(World(0, 1, 0, 1), 1)

@@ -19,6 +19,7 @@ from ddp_train.checkpoints.layout import places
 from ddp_train.commands.watch import table_of
 from ddp_train.data.batch_plan import epoch_order
 from ddp_train.data.datasets import ArraySource
+from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit
 from ddp_train.errors import LogError
@@ -28,6 +29,7 @@ from ddp_train.tasks.logged_numbers import (
     LoggedNumbers,
     Moment,
     Rule,
+    no_numbers,
 )
 from ddp_train.telemetry.metrics_log import METRICS, read_metrics
 from ddp_train.telemetry.pages.compare_page import compare_page
@@ -366,3 +368,17 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
         {name: value for name, value in line.items() if name not in measured}
         for line in read_metrics(run_dir / METRICS)
     ]
+
+
+def test_evaluations_that_end_in_the_order_of_their_begin_leave_logging_on() -> None:
+    numbers = LoggedNumbers("cpu")
+    first = no_numbers()
+    second = no_numbers()
+    with numbers.open(), TrainingStep():
+        for evaluation in (first, second):
+            evaluation.__enter__()
+        ddp_train.log("scored", 1.0, how="sum")
+        for evaluation in (first, second):
+            evaluation.__exit__(None, None, None)
+        ddp_train.log("trained", 1.0, how="sum")
+    assert [entry.name for entry in numbers.pending] == ["trained"]
