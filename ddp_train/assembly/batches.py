@@ -1,4 +1,4 @@
-"""How batches come to the device, and single ones of them."""
+"""The loaders of a run, and single batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddp_train.tasks.task import Task
 
 
 def loader_options(config: Config, task: Task | None = None) -> LoaderOptions:
-    """How batches come to the device. task: None if batches may hold anything."""
+    """The options of a run's loaders. task: None if batches may hold anything."""
     dtype = torch.float64 if config.tuning.precision == "fp64" else None
     one_target_per_sample = isinstance(task, Supervised) and task.units_are_samples
     return LoaderOptions(

@@ -54,7 +54,7 @@ class JobBuilder:
     module: ModelWithTask
     strategy: Strategy
     status: RankStatus
-    """Where batches and steps are reported."""
+    """The board to report batches and steps on."""
 
     def build_job(self, splits: Splits, first_step: int = 0) -> Job:
         """The job that `fit` takes up after `first_step` steps, with the weights of rank 0."""

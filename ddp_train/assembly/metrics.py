@@ -105,7 +105,7 @@ def _derived_names(task: Task, scores: ScoreSums) -> list[str]:
 
 
 def directions(module: ModelWithTask) -> dict[str, str | None]:
-    """Which direction is better, max or min, for each metric that says so.
+    """The better direction, max or min, of each metric that says so.
 
     A metric of a task of your own may have that of the built-in metric of its name; one of the
     average of the weights has that of the metric itself. None for a further metric whose direction

@@ -63,7 +63,7 @@ def arguments_of_splits(data: CustomDataConfig, parameters: list[str]) -> dict[s
 
 
 def _section_of(name: str) -> str:
-    """The key that says what a split is: data, or data.validation_sets.noisy."""
+    """The key of a split: data, or data.validation_sets.noisy of a further set."""
     kind, _, own = name.partition("/")
     return f"data.{kind}_sets.{own}" if own else "data"
 
@@ -154,7 +154,7 @@ class UserSplits:
         )
 
     def _make(self, name: str, augments: bool = False) -> Any:
-        """What the class gives for a split, or for a further set."""
+        """The data set of a split or a further set, as its class returns it; it may be a dict."""
         code = self._code(name, augments)
         if not self.downloads and "download" in code.arguments:
             code = replace(code, arguments=code.arguments | {"download": False})

@@ -23,7 +23,7 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SCALARS, SECTIONS, Config
 
 SCHEMA = "_schema"
-"""Where Hydra finds the defaults of the schema.
+"""The group in which Hydra finds the defaults of the schema.
 
 `_schema/optimizer/adam` comes before conf/optimizer/adam.yaml.
 """

@@ -1,4 +1,4 @@
-"""Which process computes which samples in which step.
+"""The plan of a run: the samples that each process computes in each step.
 
 The global batches are the same for any number of processes.
 """
@@ -19,8 +19,8 @@ from ddp_train.data.weighted_draws import WeightedDraws
 from ddp_train.errors import DataError
 
 NUMBERS = 1 << 40
-"""More than there are samples. What is above, in an index, is the place of a draw: the random draws
-of a sample that comes several times in an epoch are others each time."""
+"""More than any data set has samples. An index is `place * NUMBERS + number`: the place tells the
+draws of a sample that comes several times in an epoch apart, so that each is augmented anew."""
 BYTES_OF_A_NUMBER = 32
 """Memory for the number of a sample while the order of an epoch is drawn."""
 
@@ -37,7 +37,7 @@ class MicroBatch:
     """Sample numbers, int64 [n]; of a sampler's draws with their places, see NUMBERS. Never empty:
     see `num_real`."""
     num_real: int
-    """How many of `indices` count: all; 0 if they only stand in for an empty micro-batch."""
+    """Number of `indices` that count: all, or 0 if they only stand in for an empty micro-batch."""
     scale: float
     """The factor on the sum of the losses before backward.
 
@@ -80,8 +80,7 @@ class BatchPlan:
     """With `strategy=ordered`: the number of parts of a global batch, for any number of
     processes."""
     units_per_sample: float = 1.0
-    """What the loss is a mean of, tokens or pixels, in a typical sample; 1 if that is the samples
-    themselves."""
+    """Units of the loss, tokens or pixels, in a typical sample; 1 if samples are its units."""
     weights: WeightedDraws | None = field(default=None, compare=False)
     """None: each sample once in an epoch."""
     lengths: LengthBatches | None = field(default=None, compare=False)

@@ -14,7 +14,7 @@ from ddp_train.resilience.failure_report import is_foreign
 
 LIMIT_SECONDS = 0.05
 LIMIT_BYTES = 2**25
-"""What takes longer, or is more, is not told: new loader processes start in about that time."""
+"""The most time and memory of a digest: new loader processes start in about that time."""
 
 
 def content_of(dataset: Any) -> str:
@@ -81,7 +81,7 @@ def _is_of_the_user(code: Any) -> bool:
 
 
 def _globals_of(code: Any) -> Iterator[Any]:
-    """What the code of a class or of a function refers to."""
+    """The values that the code of a class or of a function refers to."""
     if isinstance(code, type):
         yield from code.__bases__
         for name, value in vars(code).items():

@@ -1,4 +1,4 @@
-"""What changes in a data set of the user's own while it is read, or must not."""
+"""The state of a data set of the user's own: its epoch, and changes while it is read."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _attributes(dataset: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
 
 
 def _size(value: Any) -> Any:
-    """What differs after a change in place: the length of a list, the version of a tensor."""
+    """The size of a list, or the version of a tensor: it differs after a change in place."""
     if isinstance(value, MUTABLE):
         return len(value)
     if isinstance(value, Tensor):

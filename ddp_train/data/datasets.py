@@ -112,7 +112,7 @@ class ArraySource:
         """Mean and standard deviation with which pixels from 0 to 1 became `inputs`, if they are
         not scaled here."""
         self.fetch_normalised: NormalisedRows = normalised_rows
-        """How images are fetched and normalised; on GPUs by one kernel, see `kernels.fetch`."""
+        """Fetches and normalises images; on GPUs by one kernel, see `kernels.fetch`."""
         self.erasing: Erasing | None = None
         self.outputs = _outputs_for(targets)
 

@@ -15,7 +15,7 @@ import numpy as np
 from ddp_train.data.batch_plan import MicroBatch, epoch_order, require_memory_for
 
 REPETITION = 1 << 32
-"""More than there are epochs: passes that begin in one epoch have draws of their own."""
+"""More than any run has epochs: a further pass in an epoch has draws of its own."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Pass:
     epoch: int
     """The epoch in which it begins."""
     repetition: int = 0
-    """Passes over the same data that began in this epoch before."""
+    """Earlier passes over the same data that began in this epoch."""
 
     @property
     def key(self) -> int:
-        """What its random draws are keyed by; of the first pass of an epoch that epoch."""
+        """The key of its random draws; of the first pass of an epoch that epoch."""
         return self.epoch + self.repetition * REPETITION
 
 

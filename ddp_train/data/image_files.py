@@ -21,7 +21,7 @@ OVER_8_BITS = (
     "scale its numbers to 0 to 255 yourself (docs/data.md#images-of-more-than-8-bits), or return"
     " them as a tensor from a data set of your own"
 )
-"""What to do with an image that has no pixels of 0 to 255."""
+"""The remedy for an image whose pixels are not numbers from 0 to 255."""
 
 
 class NotPixelsError(ValueError):

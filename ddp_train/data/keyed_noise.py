@@ -22,12 +22,12 @@ from ddp_train.errors import ConfigError, DataError, LaunchError
 from ddp_train.text import counted
 
 Rows = Literal["samples", "views", "parts", "shared"]
-"""Whose the rows of a tensor are.
+"""The sample of the batch that each row of a tensor belongs to.
 
-samples: row i is sample i of the batch.
+samples: row i is sample i.
 views: all samples, and all of them again, as torch.cat([view, other]) has them.
 parts: all parts of the first sample, then those of the second, as flatten(0, 1) has them.
-shared: they are no samples of the batch: every process draws the same numbers.
+shared: the rows are no samples; every process draws the same numbers.
 """
 
 WAYS = (
@@ -46,7 +46,7 @@ def noise_like(x: Tensor, *, rows: Rows = "samples", dtype: torch.dtype | None =
     picture between two steps) it is torch.randn_like itself.
 
     x: [n, ...], of which only shape, dtype and device matter.
-    rows: whose the rows are, see `Rows`.
+    rows: the samples that the rows belong to, see `Rows`.
     dtype: of the result, floating-point; that of x by default.
 
     Raises DataError if the rows of x cannot be those of the samples, ConfigError on several GPUs
@@ -128,7 +128,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, *, rows: Rows = "s
 
 
 class Draws:
-    """What was drawn for the samples of one batch."""
+    """The calls that have drawn numbers for the samples of one batch."""
 
     def __init__(self, share: Share) -> None:
         self.share = share
@@ -141,7 +141,7 @@ class Draws:
         self.keys: dict[tuple[torch.device, bool], Tensor] = {}
 
     def number_of_call(self, name: str) -> int:
-        """How many calls there were before; of a call that is computed again, before the first.
+        """The number of earlier calls for this batch; a call that is computed again keeps its own.
 
         Raises DataError for a call that is computed again with another state of torch's generator.
         """
@@ -211,7 +211,7 @@ _bits_like: Callable[[Tensor, str, Rows], Tensor | None] = torch.compiler.disabl
 
 
 def _check_rows(x: Tensor, name: str, rows: Rows, samples: int) -> None:
-    """Raise DataError if a tensor has not the rows that it is said to have."""
+    """Raise DataError for a tensor whose rows cannot be those that `rows` names."""
     if rows not in ("samples", "views", "parts", "shared"):
         raise DataError(f"ddp_train.{name}: rows={rows!r}", WAYS)
     if rows == "shared":
@@ -233,7 +233,7 @@ def _check_rows(x: Tensor, name: str, rows: Rows, samples: int) -> None:
 
 
 def _floating(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype. Raises DataError if it is none of floating-point numbers."""
+    """The dtype, unchanged. Raises DataError unless it is a floating-point one."""
     if not dtype.is_floating_point:
         raise DataError(
             f"ddp_train.{name}: {dtype} has no fractions", "dtype=torch.float32, or another x"

@@ -22,7 +22,7 @@ class LengthEpoch(NamedTuple):
     samples: np.ndarray
     """Sample numbers, int64 [n], batch by batch in the order of `LengthBatches.cuts`."""
     batches: np.ndarray
-    """Which of these batches is the first, second, ... of the epoch: int64 [steps]."""
+    """The numbers of these batches in the order of the epoch: int64 [steps]."""
     seen: np.ndarray
     """Samples before each batch of the epoch: int64 [steps]."""
 
@@ -67,8 +67,8 @@ class LengthBatches:
             firsts.append(start)
             start = end
         self.cuts = np.array(cuts)
-        """Where each batch begins among the samples in the order of their buckets, and where the
-        last one ends."""
+        """The first place of each batch among the samples in the order of their buckets, and the
+        end of the last one: int64 [steps + 1]."""
         bucket_sizes = np.diff(firsts, append=len(lengths))
         tokens_with_padding = int(lengths[by_length][firsts] @ bucket_sizes)
         self.padding = 1 - int(lengths.sum()) / tokens_with_padding

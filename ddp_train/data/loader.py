@@ -33,7 +33,7 @@ from ddp_train.kernels import interface
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How batches come to the device; `tuning.*` has keys of the same names."""
+    """The way of batches to the device; `tuning.*` has keys of the same names."""
 
     dtype: torch.dtype | None = None
     """Number type of floating-point inputs and targets; None leaves them as they are."""

@@ -1,5 +1,4 @@
-"""The batch of a process that has no sample in a step: of the right types and shapes, with a length
-of 0."""
+"""The batch of a process that has no sample in a step: types and shapes as ever, the length 0."""
 
 from __future__ import annotations
 
@@ -26,14 +25,16 @@ from ddp_train.tensor_tree import (
 )
 
 SAME = (type(None), str, bytes, bool, np.generic, Enum, weakref.ref)
-"""What a batch of no samples has as one of one sample has it."""
+"""Types whose values a batch without samples has as one of a single sample has them."""
 
 
 def batch_without_samples(source: BatchSource, number: int, epoch: int | None) -> Any:
-    """What `source.get_batch` would give for no numbers, for which a collate_fn has no sample to
-    look at.
+    """The batch of a source without samples, which a collate_fn cannot make of an empty list.
 
-    number: of a sample, which is read for it.
+    number: a sample to read for it.
+    epoch: the epoch whose augmentation that gets.
+
+    Raises DataError as `without_samples` does.
     """
     one = source.get_batch(np.array([number]), epoch)
     two = source.get_batch(np.array([number, number]), epoch)
@@ -41,7 +42,7 @@ def batch_without_samples(source: BatchSource, number: int, epoch: int | None) -
 
 
 def without_samples(one: Any, two: Any) -> Any:
-    """The batch of no samples, found by what a batch of one has and a batch of two copies of it.
+    """The batch of no samples, from a batch of one sample and a batch of two copies of it.
 
     The dimension in which tensors differ is that of the samples: it gets the length 0. So do lists.
     What has the same shape in both goes on in a straight line: a count of samples becomes 0, and
@@ -57,7 +58,7 @@ class _Cut:
 
     def __init__(self) -> None:
         self.done: dict[int, Any] = {}
-        """What objects become, by their ids."""
+        """The cut objects, by the ids of the whole ones."""
 
     def __call__(self, one: Any, two: Any) -> Any:
         if isinstance(one, Tensor | np.ndarray):
@@ -88,7 +89,7 @@ class _Cut:
         )
 
     def _with_attributes(self, one: Any, clone: Any, two: Any) -> Any:
-        """A copy of an object of one sample whose attributes become those of none."""
+        """Give the copy of an object of one sample the attributes of one without samples."""
         self.done[id(one)] = clone  # it may lead to itself
         of_one = attributes_of(one)
         of_two = attributes_of(two)
@@ -107,7 +108,7 @@ def _are_equal(one: Any, two: Any) -> bool:
 
 
 def _array_without_samples(one: Any, two: Any) -> Any:
-    """The tensor, or the array, without samples."""
+    """A tensor or an array without samples."""
     differing = [
         place
         for place, (length, length_of_two) in enumerate(zip(one.shape, two.shape, strict=True))
@@ -130,7 +131,7 @@ def _array_without_samples(one: Any, two: Any) -> Any:
 
 
 def _first(array: Any, dimension: int, length: int) -> Any:
-    """The first of an array or tensor in one of its dimensions."""
+    """The first entries of an array or tensor in one of its dimensions."""
     if isinstance(array, Tensor):
         return array.narrow(dimension, 0, length)
     return array[(*[slice(None)] * dimension, slice(0, length))]

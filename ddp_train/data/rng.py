@@ -121,11 +121,11 @@ class InterruptedDraws:
     def __init__(self, key: int) -> None:
         self.key = key
         self.states: _States | None = None
-        """Where its draws go on; None before the first one."""
+        """The states that its draws go on from; None before the first one."""
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
-        """Inside, the global generators go on where this was left."""
+        """A context in which the global generators go on from these states."""
         with keyed_generators() as seed_generators:
             if self.states is None:
                 seed_generators(self.key)

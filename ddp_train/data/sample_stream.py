@@ -18,21 +18,21 @@ from ddp_train.tensor_tree import tensors
 
 @dataclass
 class StreamedBatch:
-    """What one process has of a batch."""
+    """The part of one process in a batch."""
 
     number: int
-    """In the pass, or in the part of it that a loader process reads."""
+    """The place of the batch in the pass, or in the part of it that a loader process reads."""
     data: Any
     count: int
-    """Samples of it here."""
+    """Samples in `data`."""
     size: int
-    """Samples that were read for it here."""
+    """Samples that this process has read for the batch."""
     start: int = 0
-    """The place of the first of this process's among these."""
+    """The place among these of the first sample in `data`."""
     digest: int = 0
-    """Of the first ones, in the first batch that a process reads."""
+    """The digest of the first samples, in the first batch that a process reads; else 0."""
     empty: Any = None
-    """The batch without samples, there too."""
+    """The batch without samples, in that batch and where `count` is 0; else None."""
 
 
 @dataclass
@@ -50,13 +50,13 @@ class StreamReader(IterableDataset[StreamedBatch]):
     """Samples that are read for a batch."""
     rank: int
     world_size: int
-    """Parts of which each batch has so many; 1: all that is read is this process's."""
+    """Parts of each batch; 1: this process has all that it reads."""
     compared: int
     """Samples of the first batch that have a digest."""
     key: int = 0
-    """Of the draws of the pass."""
+    """The key of the random draws of the pass."""
     skipped: int = 0
-    """Batches that are read past, without making them but for the first one, which is compared."""
+    """Batches that are read and left out. Only the first one is made, to be compared."""
     first: int = 0
     """The number of the first batch that is read."""
 

@@ -1,4 +1,4 @@
-"""Global batches by a sampler of the user's, drawn by all processes alike."""
+"""Global batches by a sampler of the user's, which all processes draw alike."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from ddp_train.errors import DataError
 from ddp_train.text import counted
 
 PORTION = 1024
-"""Batches that are drawn at once from a sampler that keeps nothing, and after which those of the
-processes are compared: an endless sampler takes no more memory than these."""
+"""Batches that are drawn at once from a sampler without state, and compared between the processes
+together: an endless sampler takes no more memory than these."""
 KEPT = 1 << 18
 """Batches that are kept, for loader processes that have to be started again: more than they are
 ever given ahead."""
 PLACES = 1 << 22
-"""After so many draws of a pass the places, which draws of samples are keyed by, begin again."""
+"""Draws of a pass after which their places, which augmentation is keyed by, begin again."""
 SAME_DRAWS = (
     "let it draw from torch's, numpy's or Python's global generators, which are seeded before each"
     " pass, or from a generator of its own with a fixed seed; and let it give the numbers of all"
@@ -70,10 +70,10 @@ class SampledBatches:
 
         batch_sampler: iterable, a pass each time.
         samples: the data set.
-        key: of its draws from the global generators.
+        key: the key of its draws from the global generators.
         keyed_by_place: a sample that is drawn twice in a pass is augmented in two ways; else its
             draws, if any, are those of its number.
-        loader_generator: of a DataLoader, which draws a number from it before each pass.
+        loader_generator: that of a DataLoader, which draws a number from it before each pass.
         """
         self.batch_sampler = batch_sampler
         self.samples = samples
@@ -89,9 +89,9 @@ class SampledBatches:
         self.state_at_start: dict[str, Any] | None = None
         """The sampler's own state where the current pass began, if it has one."""
         self.digest = 0
-        """Of the first portion of the current pass."""
+        """The digest of the first portion of the current pass."""
         self.kept: list[list[np.ndarray]] = []
-        """The first portions of the current pass."""
+        """The portions of the current pass from the first one on, up to KEPT batches."""
         self.portions: Iterator[list[np.ndarray]] = iter(())
 
     def __len__(self) -> int:
@@ -119,7 +119,7 @@ class SampledBatches:
         self.portions = self._compared(self.portions)
 
     def batches(self, first: int) -> Iterator[np.ndarray]:
-        """See GlobalBatches. Raises DataError for what is no number of a sample."""
+        """See GlobalBatches. Raises DataError for anything but numbers of samples."""
         place = 0
         number = 0
         for portion in self._portions_of_pass():
@@ -148,7 +148,10 @@ class SampledBatches:
         self._compare(digest_of(unseen))
 
     def state(self, in_pass: bool) -> dict[str, Any]:
-        """What a resumed run needs to draw the same. in_pass: inside of the current pass."""
+        """The state from which a resumed run draws the same.
+
+        in_pass: whether it is saved inside of the current pass.
+        """
         history = [list(entry) for entry in self.history]
         state: dict[str, Any] = {"history": history}
         holder = self._state_holder()

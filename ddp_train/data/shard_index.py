@@ -44,7 +44,7 @@ class ShardIndex:
     """
 
     stamp: Stamp
-    """Of the tar file that it was built from."""
+    """The stamp of the tar file that it was built from."""
     fields: list[str]
     """The names of its fields; `members` has their places here."""
     members: np.ndarray

@@ -106,7 +106,7 @@ class TarShards:
         return sample
 
     def _place(self, shard: int, offset: int, number: int) -> str:
-        """Where a member lies, for messages."""
+        """The place of a member, for messages."""
         path = self.paths[shard]
         return f"{path} at byte {offset} ({member_name(path, offset)}, sample {number})"
 

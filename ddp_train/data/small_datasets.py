@@ -77,7 +77,7 @@ def make_linear_regression(
 
 
 def _every_fifth_of_a_class(labels: Tensor) -> Tensor:
-    """Which images test, bool [n]: each class has its share, the same for every seed."""
+    """A mask of the images that test, bool [n]: a share of each class, the same for every seed."""
     tests = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
         images_of_class = (labels == label).nonzero().flatten()

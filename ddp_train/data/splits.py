@@ -65,7 +65,7 @@ class Splits(NamedTuple):
 
     @property
     def scored(self) -> ScoredSplit:
-        """The first of them, which selects unless a key names another."""
+        """The first of `scored_sets`, which selects unless a key names another."""
         name, source = next(iter(self.scored_sets.items()))
         return ScoredSplit(name, source)
 

@@ -42,11 +42,11 @@ MAP_STYLE = (
 
 @dataclass(frozen=True)
 class DeclaredClasses:
-    """How many classes there are, by what a config or a data set says."""
+    """The number of classes that a config or a data set declares."""
 
     count: int
     said_by: str
-    """What says so, for messages."""
+    """The key or attribute that declares it, for messages."""
 
 
 class UserDataset:
@@ -224,7 +224,7 @@ class UserDataset:
         return is_pair(batch) and all(isinstance(part, Tensor) for part in batch)
 
     def _numbers_of_a_target(self) -> int | None:
-        """How many numbers the target of a sample has; None if it is not of floating point."""
+        """The number of elements in the target of a sample; None if it is not of floating point."""
         with keyed_generators() as seed_generators:
             sample = as_tensors(self._sample(0, None, seed_generators))
         kinds = Tensor | np.ndarray | np.floating | float

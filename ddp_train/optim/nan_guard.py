@@ -110,7 +110,7 @@ class NonFiniteCheck:
         return False
 
     def steps_taken(self, steps_done: int) -> int:
-        """How many of the steps that the host has done have changed the weights."""
+        """The number of steps that changed the weights, of those that the host has done."""
         return steps_done
 
     def check_losses(self, steps_done: int) -> None:

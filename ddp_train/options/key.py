@@ -1,4 +1,4 @@
-"""How a key is declared, `lr: float = key(0.05, "learning rate", above=0)`, and its rules."""
+"""Declarations of keys, `lr: float = key(0.05, "learning rate", above=0)`, and their rules."""
 
 from __future__ import annotations
 

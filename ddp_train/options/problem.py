@@ -1,4 +1,4 @@
-"""What is wrong with a run, as a value."""
+"""A problem of a run, as a value."""
 
 from __future__ import annotations
 

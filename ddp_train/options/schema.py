@@ -41,7 +41,7 @@ arXiv:1404.5997, also for LAMB."""
 
 @dataclass
 class StrategyConfig:
-    """How replicas are wrapped, and gradients exchanged."""
+    """The way in which replicas are wrapped, and gradients exchanged."""
 
     name: str = "single"
     implementation: ClassVar[str] = ""
@@ -55,7 +55,7 @@ class StrategyConfig:
     fixes_bits: ClassVar[bool] = False
     """Whether a run has the same bits on any number of processes."""
     capture_blocker: ClassVar[str] = ""
-    """Why its step cannot be captured as a CUDA graph."""
+    """The reason why its step cannot be captured as a CUDA graph; "": it can."""
     sync_bn = find_unused_parameters = False
     comm_hook = "none"
     virtual_shards = cast("int | None", None)
@@ -93,7 +93,7 @@ class StrategyConfig:
 
 @dataclass
 class ModelConfig:
-    """Which network, where it begins, and what of it trains. docs/finetuning.md"""
+    """The network, its initial weights, and the parts of it that train. docs/finetuning.md"""
 
     init_from: str | None = key(
         None,
@@ -213,11 +213,11 @@ class ModelConfig:
 
 @dataclass
 class TaskConfig:
-    """What a model is trained for, with its loss and its metrics."""
+    """The task of a model, with its loss and its metrics."""
 
     name: str = "auto"
     implementation: ClassVar[str] = ""
-    """Where its class is, `module:Class`; "": no task of ours has the name."""
+    """The place of its class, `module:Class`; "": no task of ours has the name."""
     is_custom: ClassVar[bool] = False
     """Whether it is a class of your own."""
     metrics: ClassVar[dict[str, str]] = {}
@@ -245,7 +245,7 @@ class TaskConfig:
 
 @dataclass
 class DataConfig:
-    """Which samples train and score, and how they are drawn."""
+    """The samples that train and score, and how they are drawn."""
 
     name: str = "digits"
     implementation: ClassVar[str] = ""
@@ -291,7 +291,7 @@ class DataConfig:
         return bool(self.validation or self.validation_sets)
 
     def named_sets(self) -> dict[str, Any]:
-        """What the config says of each further set, by its full name: validation/noisy."""
+        """The value of each further set in the config, by its full name: validation/noisy."""
         named = {}
         for kind, sets in {VALIDATION: self.validation_sets, TEST: self.test_sets}.items():
             for name, value in sets.items():
@@ -415,7 +415,7 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """What happens in an optimizer step, and the groups of its parameters. docs/finetuning.md"""
+    """The optimizer step, and the groups of its parameters. docs/finetuning.md"""
 
     groups: list[dict[str, Any]] = key(
         [],
@@ -434,7 +434,7 @@ class OptimizerConfig:
     )
     name: str = "sgd"
     implementation: ClassVar[str] = ""
-    """Where its class is, `module:Class`."""
+    """The place of its class, `module:Class`."""
     is_custom: ClassVar[bool] = False
     """Whether it is a class of your own."""
     has_fused: ClassVar[bool] = False
@@ -625,17 +625,17 @@ class Config:
     )
     trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")
     reasons: dict[str, str] = field(default_factory=dict)
-    """Why `auto` chose its value, by the name of the switch. Not a key: filled in when `auto` is
-    resolved."""
+    """The reason for the value that `auto` chose, by the name of the switch. Not a key: filled in
+    when `auto` is resolved."""
     chosen_keys: list[str] = field(default_factory=list)
     """The keys, dotted, that were `auto`. Likewise."""
     process_range: str | None = None
-    """What launch.nproc_per_node was if that was a range. Not a key: filled in when `auto` is
+    """The value of launch.nproc_per_node if that was a range. Not a key: filled in when `auto` is
     resolved."""
     process_counts: list[int] = field(default_factory=list)
     """The numbers in that range with which the run may continue. Likewise."""
     host_range: str | None = None
-    """What launch.nnodes was, or torchrun's --nnodes, if that was a range. Likewise."""
+    """The value of launch.nnodes, or torchrun's --nnodes, if that was a range. Likewise."""
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     strategy: StrategyConfig = field(default_factory=partial(default_of, "strategy", "ddp"))
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -209,7 +209,7 @@ class ExportConfig:
 
 @dataclass
 class ProveConfig:
-    """What mode=prove runs of a job. docs/prove.md"""
+    """The runs and checks that mode=prove makes of a job. docs/prove.md"""
 
     samples: int = key(
         64, "most samples of a global batch; an epoch has two and a half times as many", at_least=4

@@ -1,4 +1,4 @@
-"""Which of the built-in tasks fits the targets of a data set."""
+"""The choice of the built-in task that fits the targets of a data set."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CANDIDATES = {
         " class)"
     ),
 }
-"""What task=auto offers where the targets leave a choice."""
+"""The tasks that task=auto names where the targets leave a choice."""
 SAMPLED_TARGETS = 16
 """Samples by which 0 and 1 are told from numbers."""
 

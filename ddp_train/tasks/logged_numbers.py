@@ -35,12 +35,12 @@ ROUNDING = 1e-5
 
 
 class Rule(StrEnum):
-    """How the numbers of a name become one, over processes and over the steps of an interval."""
+    """The way from the numbers of a name, over processes and steps of an interval, to one."""
 
     MEAN = "mean"
     SUM = "sum"
     LAST = "last"
-    """Of the last step in which there are some; on all processes the same number."""
+    """The number of the last step that has one, the same on all processes."""
 
 
 RULES = {str(rule): rule for rule in Rule}
@@ -48,14 +48,12 @@ RULES = {str(rule): rule for rule in Rule}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one call has logged."""
+    """A sum that one call has logged, and what it is taken over."""
 
     name: str
     rule: Rule
     total: Number
-    """A sum."""
     count: Number
-    """What it is a sum over."""
 
     def renamed(self, name: str) -> Entry:
         return Entry(name, self.rule, self.total, self.count)
@@ -109,13 +107,13 @@ class Moment:
     """A step between whose end and the next one numbers were logged: a line of its own."""
 
     kind: str
-    """Of the line of metrics.jsonl."""
+    """The kind of its line in metrics.jsonl."""
     step: int
 
 
 NOTHING = Series(Rule.SUM)
 Key = tuple[str, Moment | None]
-"""A name, and the moment that its numbers are of; None for those of training steps."""
+"""A name, and the moment at which its numbers were logged; None: in training steps."""
 
 
 @dataclass
@@ -128,19 +126,19 @@ class LoggedNumbers:
 
     device: str
     taken: Sequence[str] = OF_TRAINING
-    """Names that are not the user's."""
+    """Names that the user cannot have."""
     pending: list[Entry] = field(default_factory=list)
-    """Those of the current forward pass."""
+    """Entries of the current forward pass."""
     _rules: dict[str, Rule] = field(default_factory=dict)
-    """Of each name that this process has logged."""
+    """The rule of each name that this process has logged or heard of."""
     _here: list[tuple[int, Moment | None, Entry]] = field(default_factory=list)
-    """Those of this process since the last exchange, with their steps."""
+    """Entries of this process since the last exchange, with their steps and moments."""
     _agreed: list[str] = field(default_factory=list)
-    """The names of training steps that all processes know, in one order."""
+    """Names of training steps that all processes know, in one order."""
     _unknown: dict[Key, Series] = field(default_factory=dict)
-    """What the last `collect` found that not all processes know of."""
+    """Numbers of the last `collect` whose names not all processes know."""
     _all: dict[Key, Series] = field(default_factory=dict)
-    """What all processes have logged and no line has yet."""
+    """Numbers of all processes that are in no line yet."""
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -201,7 +199,8 @@ class LoggedNumbers:
     # --- all processes ----------------------------------------------------------------------------
 
     def collect(self) -> list[Number]:
-        """Whether some are not known to all, then steps, counts and totals of the agreed names."""
+        """1 if not all processes know of some numbers, then steps, counts and totals of the agreed
+        names."""
         entries: dict[Key, list[tuple[int, Entry]]] = {}
         for step, moment, entry in self._here:
             entries.setdefault((entry.name, moment), []).append((step, entry))
@@ -240,7 +239,7 @@ class LoggedNumbers:
             self._make_known()
 
     def _make_known(self) -> None:
-        """Exchange what not all processes know of."""
+        """Exchange the numbers whose names not all processes know. A collective."""
         mine = []
         for (name, moment), series in self._unknown.items():
             place = moment and [moment.kind, moment.step]
@@ -260,7 +259,7 @@ class LoggedNumbers:
         self._agreed.sort()
 
     def _take(self, key: Key, parts: Sequence[Series]) -> None:
-        """Add what the ranks have of one name."""
+        """Add the numbers that the ranks have of one name."""
         parts = [part for part in parts if part.count]
         if not parts:
             return
@@ -297,7 +296,7 @@ class LoggedNumbers:
         return sorted(lines.items(), key=lambda line: line[0].step)
 
     def state(self) -> list[list[Any]]:
-        """What is in no line yet, for a checkpoint."""
+        """The numbers of training steps that are in no line yet, plain data for a checkpoint."""
         return [
             [name, str(series.rule), *series.plain()]
             for (name, moment), series in self._all.items()
@@ -488,7 +487,7 @@ class LogCall:
             )
 
     def entry(self) -> Entry | None:
-        """What is logged; None if it is taken over nothing. Never waits for a GPU.
+        """The entry to add; None if it is taken over nothing. Never waits for a GPU.
 
         Raises LogError where a CUDA graph is being captured.
         """

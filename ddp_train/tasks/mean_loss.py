@@ -136,7 +136,7 @@ class RunningLoss:
 
 
 def _exchange(columns: list[Sequence[Number]], device: str) -> list[list[list[float]]]:
-    """What every rank has in each column, by one all-gather."""
+    """The numbers of every rank in each column, by one all-gather."""
     # An isinstance for each number would take 20 us more.
     kinds = set(map(type, chain.from_iterable(columns)))
     if ranks() == 1 and kinds <= {int, float}:

@@ -35,7 +35,7 @@ class Score:
     """`loss` first."""
     samples: int
     counts: dict[str, int] = field(default_factory=dict)
-    """Where a metric is a part of the samples, their number: {"accuracy": 237}."""
+    """Numbers of samples, for metrics that are a part of the samples: {"accuracy": 237}."""
 
     @property
     def loss(self) -> float:

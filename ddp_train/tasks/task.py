@@ -1,4 +1,4 @@
-"""What a model is trained for: the loss of a batch, its units, and the scores of a data set."""
+"""The task of a model: the loss of a batch, its units, and the scores of a data set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class, [k]."""
 
 
 class BatchScore(NamedTuple):
-    """What an evaluation learns from one batch."""
+    """The scores of one batch in an evaluation."""
 
     sums: ScoreSums
     predictions: Predictions | None = None
@@ -30,7 +30,7 @@ class BatchScore(NamedTuple):
 
 
 class Task:
-    """What a model is trained for.
+    """The task of a model: its loss and its scores.
 
     A task of your own needs no base class: what it lacks is taken from here.
 
@@ -39,15 +39,15 @@ class Task:
     """
 
     unit: str = "unit"
-    """What the mean is taken over, for messages: sample, token, pixel."""
+    """The unit that the mean is taken over, for messages: sample, token, pixel."""
     units_are_samples: bool = False
     """A promise that a batch has as many units as samples. The launcher knows their number: nothing
     is exchanged."""
     loss_name: str = ""
     """For the plan that a run prints."""
     better: ClassVar[Mapping[str, str]] = {}
-    """Which direction is better, `max` or `min`, for each metric. One that is not named has that of
-    the built-in metric of its name (accuracy, mean_iou); without any, it can neither select nor be
+    """The better direction of each metric, `max` or `min`. One that is not named has that of the
+    built-in metric of its name (accuracy, mean_iou); without any, it can neither select nor be
     an objective."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
@@ -76,10 +76,7 @@ class Task:
         raise NotImplementedError
 
     def score_and_predict(self, model: nn.Module, batch: Any) -> tuple[ScoreSums, tuple[Any, Any]]:
-        """What `score` and `predict` return.
-
-        Override it where one forward pass serves both.
-        """
+        """The results of `score` and `predict`. Override it where one forward pass serves both."""
         return self.score(model, batch), self.predict(model, batch)
 
     def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:

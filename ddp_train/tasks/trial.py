@@ -42,13 +42,13 @@ RETURN_SUMS = "return the sum of the losses of all units, and their number"
 
 @dataclass(frozen=True)
 class LossTrial:
-    """What `loss` gave for a few batches."""
+    """The sums that `loss` returned for a few batches."""
 
     of_copies: list[Sum]
-    """For the sizes in COPIES."""
+    """The sums of batches with the sizes in COPIES."""
     of_distinct: Sum
     of_each: list[Sum]
-    """For each sample of the distinct ones by itself."""
+    """The sum of each distinct sample by itself."""
 
     def problem(self, task: Task) -> str:
         """The reason why the loss is not a sum over its units, with a remedy; "" if it is."""

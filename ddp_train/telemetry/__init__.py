@@ -1,2 +1,2 @@
-"""What a run records and shows: metrics, the terminal, hardware, experiment trackers. It never
+"""Records and displays of a run: metrics, the terminal, hardware, experiment trackers. It never
 changes results."""

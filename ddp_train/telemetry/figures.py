@@ -17,7 +17,7 @@ GPU_METRICS = {
     "torch_memory_gib": "max",
 }
 RULES = PROCESS_METRICS | GPU_METRICS
-"""How several values of a figure become one: over samples of an interval, over GPUs, over a run.
+"""The rule that makes one value of several: over samples of an interval, over GPUs, over a run.
 
 Utilisation is the share of time in which a kernel ran, in percent. GPU memory is that in use on
 the device, that of this process, and the peak of torch's allocator.

@@ -21,7 +21,7 @@ LONGEST_NAME = 100
 MOST_NAMES = 500
 """Most names in a run. More of them have a step or a sample in their name."""
 _PATTERN = re.compile(r"[\w.-][\w .-]*(/[\w.-][\w .-]*)*")
-"""What all trackers take: MLflow allows no other sign."""
+"""Names that all trackers take: MLflow allows no other sign."""
 
 
 def problem_of_name(name: object, taken: Iterable[str] = OF_TRAINING) -> str:

@@ -39,7 +39,7 @@ def headline(score: Mapping[str, Any]) -> str:
 
 
 def users_metrics(names: Iterable[str]) -> list[str]:
-    """Those of some metrics that are the user's, not of the averaged weights."""
+    """The user's own among some metrics, without those of the averaged weights."""
     return [name for name in names if name not in BUILT_IN and not name.startswith(OF_AVERAGE)]
 
 

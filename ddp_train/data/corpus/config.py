@@ -17,8 +17,8 @@ from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
 
 _LIBRARY_BYTES = 12 * 2**20
-"""Of Python's standard library without its tests, about; only whether it fits into a GPU's memory
-hangs on it."""
+"""About the size of Python's standard library without its tests. It decides only whether that fits
+into a GPU's memory."""
 
 
 _TOKENIZER = "tokenizer.json of Hugging Face's tokenizers"

@@ -13,7 +13,7 @@ from ddp_train.data.corpus.windows import TokenFacts, TokenSource
 from ddp_train.errors import DataError
 
 Splits = tuple[TokenSource, TokenSource]
-"""What trains, and what tests."""
+"""The training set and the test set."""
 
 
 def open_text(

@@ -36,7 +36,7 @@ class TokenFacts:
     """Facts about the tokens of a corpus."""
 
     codec: Codec | None = None
-    """What they stand for; None: unknown."""
+    """The texts that the tokens stand for; None: unknown."""
     bytes_per_token: float | None = None
     """Bytes of text for each token, on average; None: unknown."""
     where: str = "data"

@@ -79,7 +79,7 @@ class LoaderProcesses:
 
 
 def _start_method() -> str:
-    """How multiprocessing starts processes, without choosing it."""
+    """The start method of multiprocessing, which asking for it does not fix."""
     chosen = multiprocessing.get_start_method(allow_none=True)
     return chosen or multiprocessing.get_all_start_methods()[0]
 

@@ -1,4 +1,4 @@
-"""How a batch on the host becomes a batch on the device."""
+"""The placement of batches on a device."""
 
 from __future__ import annotations
 

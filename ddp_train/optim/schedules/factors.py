@@ -67,7 +67,7 @@ _DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "sqrt": lambda progress: 1 - math.sqrt(progress),
 }
-"""What is left of a rate, by how much of its decay is over."""
+"""The shapes of a decay: progress from 0 to 1 -> the part of the rate that is left."""
 
 
 def _wsd(steps: int, decay_part: float, decay: str, final_factor: float) -> Factor:

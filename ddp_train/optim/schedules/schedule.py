@@ -1,4 +1,4 @@
-"""What a schedule is: it says what each group of an optimizer is set to, step by step."""
+"""The protocol of a schedule: the values of each group of an optimizer, step by step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FactorSchedule:
 
 @dataclass(frozen=True)
 class Pace:
-    """When a schedule makes its steps: after each optimizer step, or each epoch, of a run."""
+    """The pace of a schedule in a run: a step after each optimizer step, or each epoch."""
 
     steps: int
     """Optimizer steps of the run."""

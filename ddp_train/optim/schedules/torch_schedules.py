@@ -48,7 +48,7 @@ class StandIn(Optimizer):
                     self.written[name] = None
 
     def values(self, warmup: float) -> list[GroupValues]:
-        """What was written into each group. warmup: factor of the learning rates."""
+        """The values that were written into each group. warmup: factor of the learning rates."""
         groups = [{name: group[name] for name in self.written} for group in self.param_groups]
         for group in groups:
             group["lr"] = float(group["lr"]) * warmup
@@ -140,10 +140,9 @@ class PlateauSchedule(SchedulerOnStandIn):
     def load_state(self, state: dict[str, Any], is_same_metric: bool) -> None:
         """Continue from a state.
 
-        What the config has changed since, the scheduler's arguments and the base learning rates, is
-        that of this run.
+        Arguments and base learning rates that the config has changed since are those of this run.
 
-        is_same_metric: otherwise the learning rates alone are taken.
+        is_same_metric: False takes the learning rates alone.
         """
         if is_same_metric:
             kept = dict(state["scheduler"])

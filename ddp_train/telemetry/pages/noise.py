@@ -27,7 +27,7 @@ class Welch:
     high: float
     """The interval that contains the true difference in 95 % of cases."""
     p: float
-    """How often chance makes a difference as large."""
+    """The probability that chance alone makes a difference as large."""
 
     @property
     def is_more_than_noise(self) -> bool:

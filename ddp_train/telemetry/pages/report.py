@@ -53,7 +53,7 @@ Section = Table | Plot | Lines
 
 @dataclass
 class Report:
-    """What a page shows, from its top to its end."""
+    """The content of a page, from its top to its end."""
 
     title: str
     intro: str
@@ -72,7 +72,7 @@ class Report:
     refresh_seconds: int = 0
     """Time after which the page loads itself again; 0: never."""
     brief: Table | None = None
-    """What a terminal shows above all tables."""
+    """The table that a terminal shows above the others."""
 
     @property
     def tables(self) -> list[Table]:

@@ -15,7 +15,7 @@ RESUMED = "resumed"
 
 @dataclass(frozen=True)
 class Event:
-    """What happened, when, and after which step."""
+    """Something that happened in a run, with its time, and the step before it."""
 
     time: float
     step: int | None

@@ -47,7 +47,7 @@ class OwnNumber(NamedTuple):
     """A number that code of the user's logged."""
 
     kind: str
-    """Of the lines of metrics.jsonl that have it: train, or hook."""
+    """The kind of the lines of metrics.jsonl that have it: train, or hook."""
     name: str
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class RunFiles:
 
     @property
     def scored_sets(self) -> list[str]:
-        """Those that were scored during training: `split`, and further ones of its kind."""
+        """The sets that were scored during training: `split`, and further ones of its kind."""
         return of_kind(kind_of(self.split), self._lines_by_kind) or [self.split]
 
     @property

@@ -61,7 +61,7 @@ def run_page(run: RunFiles, typed: dict[str, Any], refresh_seconds: int = 0) -> 
 
 
 def _texts(run: RunFiles, typed: dict[str, Any]) -> list[Lines]:
-    """What the run was, and what can be done with it."""
+    """The settings and the commands of the run, and commands that go on from it."""
     config = [f"{key}={shown(value)}" for key, value in as_typed(run.config).items()]
     commands = [str(line.get("command")) for line in run.commands]
     sections = [

@@ -42,11 +42,11 @@ MOST_NAMED_CURVES = 6
 
 @dataclass
 class Sweep:
-    """What a page is made from. The run directories of the trials are read too."""
+    """The content of a page. The run directories of the trials are read too."""
 
     sweep_dir: Path
     rows: Sequence[Row]
-    """Of results.jsonl, so far, and of the trials that are running."""
+    """The rows of results.jsonl so far, and of the trials that are running."""
     objective: str
     """`test.accuracy`."""
     better: str | None

@@ -158,10 +158,7 @@ def count_running(rows: Sequence[Row]) -> int:
 
 
 def state_of(rows: Sequence[Row], total: int) -> str:
-    """How a sweep ended.
-
-    total: number of its trials; 0: unknown.
-    """
+    """The state of a sweep, in words. total: number of its trials; 0: unknown."""
     count = max(total, len(rows))
     missing = count - len(rows)
     failed = sum(map(has_failed, rows))

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Delivered:
-    """What a tracker has received of a run."""
+    """The lines of a run that a tracker has received."""
 
     run_id: str | None = None
     """Id of the run in the tracker; None before it was opened."""

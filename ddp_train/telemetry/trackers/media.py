@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 
 
 class Media:
-    """Where images, texts and tables go. Inactive on all ranks but one."""
+    """The way of images, texts and tables to the trackers. Inactive on all ranks but one."""
 
     def __init__(self, is_held: bool = False) -> None:
-        """is_held: nothing is sent before `release`: lines of earlier steps are still to come."""
+        """is_held: send nothing before `release`: lines of earlier steps are still to come."""
         self.is_held = is_held
         self.held: list[Callable[[], None]] = []
         self.tracking: Tracking | None = None
         """Set on rank 0, once the trackers are there."""
         self.warnings: set[str] = set()
-        """Those that were logged, each once."""
+        """Warnings that were logged, each once."""
 
     def image(self, step: int, name: str, image: Any) -> None:
         """Send an image; see `pixels_of`."""
