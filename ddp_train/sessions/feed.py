@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from ddp_train.data.batch import Batch
@@ -82,9 +83,7 @@ class NumberedFeed:
         self.batches = batches
         self.facts = facts
         self.shares = PassShares(batches, steps.world)
-        loader = Loader(source, self.shares, steps.device, options, has_empty_batches=True)
-        steps.loaders.append(loader)
-        self.reported = ReportedBatches(loader, steps.status)
+        self.reported = reported_batches(steps, source, self.shares, options)
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -138,6 +137,25 @@ class PassShares:
         world = self.world
         for number, indices in enumerate(self.batches.batches(self.first), self.first):
             yield share_of(indices, self.begun.key, number, world.rank, world.size)
+
+
+def reported_batches(
+    steps: Steps,
+    source: Any,
+    shares: Iterable[MicroBatch],
+    options: LoaderOptions,
+    prefix: str = "",
+) -> ReportedBatches:
+    """Batches on the device, whose place is reported to the launcher.
+
+    Their loader processes end with them, or with the session.
+
+    prefix: of the names of their phases.
+    """
+    loader = Loader(source, shares, steps.device, options, has_empty_batches=True)
+    reported = ReportedBatches(loader, steps.status, prefix)
+    steps.closings.append(weakref.finalize(reported, loader.close))
+    return reported
 
 
 def look_at_empty_batch(source: Any, smallest: int, world: World) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,16 @@ from ddp_train.data.global_batches import (
     ShuffledBatches,
     number_of_batches,
 )
-from ddp_train.data.loader import Loader, LoaderOptions
+from ddp_train.data.loader import LoaderOptions
 from ddp_train.data.rng import hash_key
 from ddp_train.data.sampled_batches import SampledBatches
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
 from ddp_train.distributed.training_step import scored, shared_out
 from ddp_train.distributed.world import World
-from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.models.put_back import leaving_nothing
 from ddp_train.sessions.data_arguments import DataArguments, known_length
-from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch
+from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch, reported_batches
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import TAKEN_OVER_STEPS, Steps
 from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN
@@ -258,19 +257,6 @@ class TestShares:
         for number, start in enumerate(starts[first:end]):
             indices = np.arange(start, min(start + self.batch_size, starts.stop))
             yield evaluation_batch(number, indices)
-
-
-def reported_batches(
-    steps: Steps,
-    source: Any,
-    shares: Iterable[MicroBatch],
-    options: LoaderOptions,
-    prefix: str = "",
-) -> ReportedBatches:
-    """Batches on the device, whose place is reported to the launcher. prefix: of their phases."""
-    loader = Loader(source, shares, steps.device, options, has_empty_batches=True)
-    steps.loaders.append(loader)
-    return ReportedBatches(loader, steps.status, prefix)
 
 
 def options_of(device: str, num_workers: int) -> LoaderOptions:

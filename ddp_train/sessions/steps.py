@@ -108,12 +108,6 @@ class StepRows(NamedTuple):
     num_real: int
 
 
-class Closing(Protocol):
-    """A loader whose processes end with the session."""
-
-    def close(self) -> None: ...
-
-
 class StatefulLoader(Protocol):
     """A loader that is trained on."""
 
@@ -160,8 +154,8 @@ class Steps:
         """The `id` of each optimizer whose scaler, if it has one, is saved."""
         self.warns_of_schedulers = True
         """No checkpoint is saved yet."""
-        self.loaders: list[Closing] = []
-        """Their processes end with the session."""
+        self.closings: list[Callable[[], object]] = []
+        """Functions that end the processes of each loader, if that still has some."""
         self.micro_batch: MicroBatch | None = None
         """The share of the current step, in the batch that began it; None between two steps."""
         self.shares: dict[int, MicroBatch] = {}
@@ -196,8 +190,8 @@ class Steps:
         """End the session: nothing of the user's is held or watched any more."""
         self.is_over = True
         self._handle.remove()
-        for loader in self.loaders:
-            loader.close()
+        for close in self.closings:
+            close()
         self._leave_micro_batch()
         self.models.release()
 

@@ -77,7 +77,6 @@ class StreamFeed:
         collate = arguments.collate_fn or default_collate
         self.reader = StreamReader(self.stream, collate, read_size, rank, parts, compared)
         self.streamed = StreamedParts(self, arguments)
-        steps.loaders.append(self.streamed)
         self.reported = ReportedBatches(self.streamed, steps.status)
         self.saved_state = ""
         """The stream's own state where a resumed run goes on, as JSON."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -108,3 +109,16 @@ def test_iterator_that_is_kept_changes_no_statistics() -> None:
 def test_loss_within_a_loop_over_a_test_loader_is_refused() -> None:
     with pytest.raises(UsageError, match="taken over several steps of training"):
         statistics(World(0, 1, 0, 1), 1)
+
+
+def test_processes_of_a_loader_end_with_it() -> None:
+    rows = TensorDataset(torch.randn(8, 3), torch.zeros(8))
+    others = set(multiprocessing.active_children())
+    with session_on(World(0, 1, 0, 1)) as session:
+        loader = None
+        for _ in range(2):
+            loader = session.test_loader(rows, batch_size=4, num_workers=1)
+            assert len(list(loader)) == 2
+            assert len(set(multiprocessing.active_children()) - others) == 1
+        loader = None
+        assert set(multiprocessing.active_children()) <= others
