@@ -63,13 +63,20 @@ def refuse_unsaved_scaler(saved: Mapping[str, Any]) -> None:
 
 
 def _scaler_that_calls() -> torch.amp.GradScaler | None:
-    frame = sys._getframe()
+    """The scaler whose step is on the stack.
+
+    Its own frames alone are asked for their locals: what a frame has been asked for it may keep,
+    and the iterators of a user's loop end with it.
+    """
+    file_of_scalers = torch.amp.GradScaler.step.__code__.co_filename
+    frame = sys._getframe(1)
     for _ in range(MOST_FRAMES):
         if frame is None:
             return None
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
-            return caller
+        if frame.f_code.co_filename == file_of_scalers:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
+                return caller
         frame = frame.f_back
     return None
 

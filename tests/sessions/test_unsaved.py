@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -104,3 +106,21 @@ def test_a_scaler_that_is_not_saved_is_refused_in_its_first_step(enabled: bool) 
         saved["scaler"] = scaler  # pyright: ignore[reportArgumentType]
     scaler.step(optimizer)
     assert other.is_enabled()
+
+
+def test_locals_of_a_loop_end_with_it() -> None:
+    """An iterator that a frame kept would hold its step open until the collector comes."""
+    optimizer = sgd()
+    optimizer.register_step_pre_hook(lambda *_: refuse_unsaved_scaler({"optimizer": optimizer}))
+
+    def loop() -> weakref.ref[Any]:
+        batches = (number for number in range(3))
+        next(batches)
+        optimizer.step()
+        return weakref.ref(batches)
+
+    gc.disable()
+    try:
+        assert loop()() is None
+    finally:
+        gc.enable()
