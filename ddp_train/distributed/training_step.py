@@ -115,6 +115,18 @@ def scored(share: Share) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def beside(step: TrainingStep) -> Iterator[None]:
+    """A context around the forward pass of a batch that is no step of training, inside of one or
+    outside."""
+    before = CURRENT.step, CURRENT.share, CURRENT.draws
+    try:
+        with step:
+            yield
+    finally:
+        CURRENT.step, CURRENT.share, CURRENT.draws = before
+
+
+@contextlib.contextmanager
 def thrown_away() -> Iterator[None]:
     """A context around passes that do not count: draws after it are numbered as if it were not."""
     before = CURRENT.draws

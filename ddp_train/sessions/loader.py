@@ -6,14 +6,12 @@ The global batches are the same for any number of processes, which share each.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.swa_utils import update_bn
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from ddp_train.data.batch_plan import MicroBatch, evaluation_batch
@@ -36,11 +34,10 @@ from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch, reported_batches
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import TAKEN_OVER_STEPS, Steps
-from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN
+from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN, is_in_update_bn
 from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.text import counted
 
-UPDATE_BN = inspect.unwrap(update_bn).__code__
 Collate = Callable[[list[Any]], Any]
 """Samples -> a batch."""
 SAME_DATA = (
@@ -217,7 +214,7 @@ class TestLoader:
         given, on several processes.
         """
         steps = self.steps
-        if steps.world.size > 1 and sys._getframe(1).f_code is UPDATE_BN:
+        if steps.world.size > 1 and is_in_update_bn():
             raise UsageError(
                 "update_bn was given a run.test_loader, of which each process has other batches: so"
                 " would be the statistics of its average",

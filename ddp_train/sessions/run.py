@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ddp_train.sessions.batch_norm import update_statistics
 from ddp_train.sessions.data_arguments import (
     TEST_BATCH_SIZE,
     DataArguments,
@@ -243,6 +244,20 @@ class Run:
             or by `over`.
         """
         return self._open_steps("run.mean").mean(losses, over, of, accumulate)
+
+    def update_bn(self, loader: TrainingLoader, model: nn.Module) -> None:
+        """Take the statistics of batch norm anew: of an average of weights, for instance.
+
+        In place of `torch.optim.swa_utils.update_bn`: on any number of processes they are those
+        that it has in one process of the global batches of an epoch, which are no steps of
+        training. Every process must call it, after the loop over the loader.
+
+        loader: of run.loader.
+        model: on run.device, wrapped or not; called with a batch, or what stands first in it.
+
+        Raises UsageError inside of the loop over the loader, and for other batches.
+        """
+        update_statistics(self._open_steps("run.update_bn"), loader, model)
 
     def log(
         self,

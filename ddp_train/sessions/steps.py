@@ -281,6 +281,13 @@ class Steps:
         what = "the number of steps of the optimizers"
         same_everywhere(self.gradients.updates, self.device, what, SAME_UPDATES)
 
+    @property
+    def begun_epoch(self) -> int:
+        """The number of the epoch that began last; 0 before the first."""
+        if self.in_epoch:
+            return self.position.epoch
+        return max(self.position.epoch - 1, 0)
+
     def open_epoch(self, method: str) -> int:
         """The number of the current epoch. Raises UsageError if `method` is used outside of one."""
         if not self.in_epoch:

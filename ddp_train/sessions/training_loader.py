@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ddp_train.data.batch import Batch
 from ddp_train.data.global_batches import Pass
 from ddp_train.sessions.feed import Feed
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Place, Steps
+from ddp_train.sessions.wrapped import is_in_update_bn
 
 
 class TrainingLoader:
@@ -44,6 +46,11 @@ class TrainingLoader:
         return batches - (place.batch if saved else place.first)
 
     def __iter__(self) -> Iterator[Any]:
+        if is_in_update_bn():
+            raise UsageError(
+                "update_bn was given a run.loader, whose batches are steps of training",
+                "run.update_bn(loader, average), whose are not",
+            )
         yield from self._one_pass()
         while self.repeat and self.place.batch:
             yield from self._one_pass()
@@ -77,6 +84,29 @@ class TrainingLoader:
         if leads:
             steps.is_epoch_complete = True
         steps.status.phase = "hook"
+
+    def further_pass(self) -> Iterator[Batch]:
+        """The batches of a pass that is no training: those of the epoch that began last, with its
+        draws. They are no steps.
+
+        Raises UsageError inside of another pass, which could not go on.
+        """
+        steps = self.steps
+        saved = steps.saved_loaders.get(self.number)
+        place = Place(**saved["place"]) if saved else self.place
+        if not place.is_over or (saved and place.was_done_before(steps.position)):
+            raise UsageError(
+                "run.update_bn was called inside of the loop over its loader",
+                "call it after that loop, or make a loader for it alone by run.loader",
+            )
+        if saved:
+            del steps.saved_loaders[self.number]
+            self.place = place
+            self.feed.restore(saved["feed"], False)
+        epoch = steps.begun_epoch
+        self.feed.set_epoch(epoch)
+        self.feed.begin(Pass(epoch), 0)
+        yield from self.feed
 
     def _begin(self) -> Place | None:
         """Begin the next pass, or go on in that of the checkpoint.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import update_bn
 
 from ddp_train.distributed.training_step import CURRENT
 from ddp_train.parallel.naming_ddp import ddp_arguments
@@ -17,10 +20,12 @@ from ddp_train.sessions.settings import UsageError
 OWN_ATTRIBUTES = frozenset({*vars(nn.Module()), "_compiled_call_impl", "_exchange", "module"})
 """Attributes of the wrapper itself: those of every torch module, and its own."""
 
+UPDATE_BN = inspect.unwrap(update_bn).__code__
 WAY_OF_UPDATE_BN = (
-    "make the average before run.wrap, AveragedModel(net), and"
-    " update_bn(DataLoader(data, 64), average, device=run.device)"
+    "run.update_bn(loader, average), of loader = run.loader(data, global_batch_size=64)"
 )
+MOST_FRAMES = 40
+"""Calls between torch's `update_bn` and a layer of its model, or a loader, and some more."""
 
 
 class Wrapped(nn.Module):
@@ -49,7 +54,7 @@ class Wrapped(nn.Module):
             module = synchronised_on(device, module)
             for layer in module.modules():
                 if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
-                    layer.register_forward_pre_hook(_refuse_shared_out)
+                    layer.register_forward_pre_hook(_refuse_other_batches)
         self.module = module.to(device)
         arguments = None
         if processes > 1:
@@ -150,18 +155,39 @@ def compiled_in_place(module: nn.Module) -> nn.Module:
     return original
 
 
+def is_in_update_bn() -> bool:
+    """True if torch's `update_bn` has called what calls this."""
+    frame = sys._getframe(1)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return False
+        if frame.f_code is UPDATE_BN:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refuse_shared_out(layer: nn.Module, _: Any) -> None:
-    """Raise UsageError for a layer that would wait for processes that have no more batches.
+def _refuse_other_batches(layer: nn.Module, _: Any) -> None:
+    """Raise UsageError for a layer that would wait for processes that have no more batches, or
+    count each sample once for each process.
 
     Copies of a model have this hook too: averages of its weights.
     """
-    if layer.training and CURRENT.is_shared_out:
+    if not layer.training:
+        return
+    if CURRENT.is_shared_out:
         raise UsageError(
             "batch norm in train mode was given a batch of run.test_loader: processes have"
             " different numbers of them, and would wait for each other",
-            f"model.eval() to score; for update_bn {WAY_OF_UPDATE_BN}",
+            f"model.eval() to score; in place of update_bn {WAY_OF_UPDATE_BN}",
+        )
+    if CURRENT.step is None and is_in_update_bn():
+        raise UsageError(
+            "update_bn was given a model whose batch norm is over all processes, and batches that"
+            " they do not share",
+            WAY_OF_UPDATE_BN,
         )

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, update_bn
-from torch.utils.data import TensorDataset
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ModelError
@@ -279,19 +277,3 @@ def test_the_example_gives_one_loss_on_any_processes(tmp_path: Path) -> None:
         printed.append(done.stdout)
     assert printed[0] == printed[1]
     assert "epoch 1: loss" in printed[0]
-
-
-def statistics_of_test_batches(world: World, folder: Path) -> str:
-    average = AveragedModel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with opened(world, folder) as run:
-        loader = run.test_loader(TensorDataset(torch.ones(9, 2)), batch_size=2)
-        with pytest.raises(UsageError) as refused:
-            update_bn(loader, average)
-    return str(refused.value)
-
-
-@pytest.mark.slow
-def test_each_process_would_have_other_statistics(tmp_path: Path) -> None:
-    """Of an average that was made before the model was wrapped, with batch norm of its own."""
-    for message in on_ranks(3, statistics_of_test_batches, tmp_path):
-        assert "of which each process has other batches" in message
