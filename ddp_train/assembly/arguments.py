@@ -12,6 +12,15 @@ def arguments_of(section: Any, *excluded: str) -> dict[str, Any]:
     return {name: value for name, value in vars(section).items() if name not in ("name", *excluded)}
 
 
+def needs_argument(method: Callable[..., Any]) -> bool:
+    """True if a bound method cannot be called without an argument."""
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(
+        parameter.default is inspect.Parameter.empty and parameter.kind in by_place
+        for parameter in inspect.signature(method).parameters.values()
+    )
+
+
 def keys_taken_by(function: Callable[..., Any], section: Any) -> dict[str, Any]:
     """The keys of a section that a function takes, by name.
 

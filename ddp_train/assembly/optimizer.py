@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_train.assembly.arguments import arguments_of
+from ddp_train.assembly.arguments import arguments_of, needs_argument
 from ddp_train.config.user_code import instantiate
 from ddp_train.errors import ConfigError, ModelError
 from ddp_train.optim.groups import MATCH, depths_of, layer_rates, parameter_groups
@@ -89,7 +88,7 @@ def _custom_optimizer(
     if len(groups) == 1 and not section.groups:
         params = groups[0]["params"]
     optimizer = instantiate("optimizer", section.code, params)
-    if _needs_closure(optimizer):
+    if needs_argument(optimizer.step):  # as that of LBFGS
         rule = f"{section.target}.step needs a closure, which no step here gives it"
         remedy = "use another optimizer, or a loop of your own in ddp_train.session"
         raise ConfigError([f"optimizer._target_={section.target}: {rule}; {remedy}"])
@@ -106,14 +105,3 @@ def _custom_optimizer(
                     [f"optimizer.groups=[{shown(group)}]: {rule}{did_you_mean(name, known)}"]
                 )
     return optimizer
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """True if `step` cannot be called without a closure, as that of LBFGS."""
-    step = inspect.unwrap(type(optimizer).step)
-    parameters = list(inspect.signature(step).parameters.values())[1:]
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(
-        parameter.default is inspect.Parameter.empty and parameter.kind in by_place
-        for parameter in parameters
-    )

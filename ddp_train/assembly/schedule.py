@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddp_train.assembly.arguments import arguments_of
+from ddp_train.assembly.arguments import arguments_of, needs_argument
 from ddp_train.assembly.plan import warmup_steps
 from ddp_train.config import metrics
 from ddp_train.config.user_code import (
@@ -29,7 +29,6 @@ from ddp_train.optim.schedules.torch_schedules import (
     PlateauSchedule,
     StandIn,
     SteppedSchedule,
-    wants_metric,
 )
 from ddp_train.options.custom import Code, CustomScheduleConfig
 from ddp_train.options.schema import ScheduleConfig
@@ -138,7 +137,7 @@ def _scheduler_of(
     make = partial(_make, code)
     scheduler = _translated(code, partial(make, StandIn.of(optimizer)))
     _warn_of_one_rate(code, scheduler.optimizer, optimizer)
-    if wants_metric(scheduler):
+    if needs_argument(scheduler.step):  # the value of a metric
         return PlateauSchedule(make, optimizer, pace)
     _check_length(code, scheduler, pace)
     tried = SteppedSchedule(make, optimizer, pace)

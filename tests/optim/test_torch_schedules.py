@@ -12,11 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from ddp_train.optim.schedules.schedule import Pace
-from ddp_train.optim.schedules.torch_schedules import (
-    PlateauSchedule,
-    SteppedSchedule,
-    wants_metric,
-)
+from ddp_train.optim.schedules.torch_schedules import PlateauSchedule, SteppedSchedule
 
 STEPS = 30
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -129,8 +125,3 @@ def test_a_state_keeps_neither_arguments_nor_base_rates_of_another_config() -> N
     other = plateau()
     other.load_state(before.state(), is_same_metric=False)
     assert other.scheduler.best == math.inf and other.values(10)[0]["lr"] == 0.05
-
-
-def test_schedulers_that_need_a_metric_are_found() -> None:
-    assert wants_metric(lr_scheduler.ReduceLROnPlateau(two_groups()))
-    assert not any(wants_metric(make(two_groups())) for make in MAKERS.values())

@@ -7,7 +7,6 @@ neither the warm-up, which multiplies what it wrote, nor the rounding of a rate 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -158,13 +157,3 @@ class PlateauSchedule(SchedulerOnStandIn):
             if base_lr != base_lr_then:
                 group["lr"] = written["lr"] / base_lr_then * base_lr
         self.stand_in.note_written()
-
-
-def wants_metric(scheduler: LRScheduler) -> bool:
-    """Whether a scheduler cannot make a step without a value, that of a metric."""
-    parameters = inspect.signature(scheduler.step).parameters.values()
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(
-        parameter.default is inspect.Parameter.empty and parameter.kind in by_place
-        for parameter in parameters
-    )
