@@ -24,7 +24,7 @@ from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.training_step import CURRENT
 from ddp_train.errors import LogError
 from ddp_train.tasks.mean_loss import Number
-from ddp_train.telemetry.own_numbers import MOST_NAMES, OF_TRAINING, problem_of_name
+from ddp_train.telemetry.own_numbers import MOST_NAMES, OF_TRAINING, check_name
 
 LOG = "ddp_train.log"
 HOOK_LOG = "job.log"
@@ -70,25 +70,15 @@ class Series:
     count: Number = 0.0
 
     @classmethod
-    def of(cls, entries: Sequence[tuple[int, Entry]]) -> Series:
-        """The sum of entries of one name and rule, with their steps. Never waits for the device."""
-        rule = entries[0][1].rule
-        last = max(step for step, _ in entries)
-        counted = [entry for _, entry in entries]
+    def of(cls, parts: Sequence[Series]) -> Series:
+        """The sum of parts of one name and rule. Never waits for the device."""
+        rule = parts[0].rule
+        last = max(part.step for part in parts)
         if rule is Rule.LAST:  # one of them: a mean would round what is the same
-            counted = [entry for step, entry in entries if step == last][:1]
-        totals = [entry.total for entry in counted]
-        counts = [entry.count for entry in counted]
+            parts = [part for part in parts if part.step == last][:1]
+        totals = [part.total for part in parts]
+        counts = [part.count for part in parts]
         return cls(rule, last, _sum(totals), _sum(counts))
-
-    def add(self, other: Series) -> None:
-        """Add a later one."""
-        if self.rule is Rule.LAST and other.step > self.step:
-            self.total = 0.0
-            self.count = 0.0
-        self.step = other.step
-        self.total = _sum([self.total, other.total])
-        self.count = _sum([self.count, other.count])
 
     @property
     def value(self) -> float:
@@ -157,10 +147,7 @@ class LoggedNumbers:
         known = self._rules.get(name)
         if known is rule:
             return
-        problem = problem_of_name(name, self.taken)
-        if problem:
-            detail, _, remedy = problem.partition("; ")
-            raise LogError(f"{call}({name!r}): {detail}", remedy)
+        check_name(call, name, self.taken)
         if known:
             raise LogError(
                 f"{call}({name!r}): logged with how={known} before, and with how={rule} now",
@@ -201,11 +188,12 @@ class LoggedNumbers:
     def collect(self) -> list[Number]:
         """1 if not all processes know of some numbers, then steps, counts and totals of the agreed
         names."""
-        entries: dict[Key, list[tuple[int, Entry]]] = {}
+        parts: dict[Key, list[Series]] = {}
         for step, moment, entry in self._here:
-            entries.setdefault((entry.name, moment), []).append((step, entry))
+            part = Series(entry.rule, step, entry.total, entry.count)
+            parts.setdefault((entry.name, moment), []).append(part)
         self._here = []
-        here = {key: Series.of(of_key) for key, of_key in entries.items()}
+        here = {key: Series.of(of_key) for key, of_key in parts.items()}
         agreed = [here.pop((name, None), NOTHING) for name in self._agreed]
         self._unknown = here
         sums = [*(series.count for series in agreed), *(series.total for series in agreed)]
@@ -263,17 +251,14 @@ class LoggedNumbers:
         parts = [part for part in parts if part.count]
         if not parts:
             return
-        entries = []
-        for part in parts:
-            entries.append((part.step, Entry(key[0], part.rule, part.total, part.count)))
-        of_all = Series.of(entries)
+        of_all = Series.of(parts)
         if of_all.rule is Rule.LAST:
             _check_same(key[0], [part.value for part in parts if part.step == of_all.step])
         before = self._all.get(key)
         if before is None or before.rule is not of_all.rule:  # of other code, before a resume
             self._all[key] = of_all
         else:
-            before.add(of_all)
+            self._all[key] = Series.of([before, of_all])
 
     # --- lines ------------------------------------------------------------------------------------
 
@@ -457,34 +442,27 @@ class LogCall:
             over = _number(call, name, over)
         values = _number(call, name, values)
         is_one = not isinstance(values, Tensor) or values.ndim == 0
-        is_alone = rule is Rule.MEAN and is_one and over is None
-        if is_alone and alone:
+        if rule is Rule.MEAN and is_one and over is None:
+            if alone is None:
+                raise LogError(
+                    f"{call}({name!r}): it was given one number, and not of how many samples that"
+                    " is the mean: processes have different numbers of them",
+                    f"give it a number for each sample, [n]: {call}({name!r}, losses); or a sum"
+                    f" with what it is taken over: {call}({name!r}, total, over=count); or"
+                    " how='sum'; or how='last', if it is the same on all processes",
+                )
             rule = alone
-        made = cls(name, values, over, rule)
-        made._check(call, is_alone and alone is None)
-        return made
-
-    def _check(self, call: str, is_alone: bool) -> None:
-        values = self.values
-        rule = self.rule
-        if is_alone:
+        if rule is not Rule.MEAN and over is not None:
             raise LogError(
-                f"{call}({self.name!r}): it was given one number, and not of how many samples that"
-                " is the mean: processes have different numbers of them",
-                f"give it a number for each sample, [n]: {call}({self.name!r}, losses); or a sum"
-                f" with what it is taken over: {call}({self.name!r}, total, over=count); or"
-                " how='sum'; or how='last', if it is the same on all processes",
-            )
-        if rule is not Rule.MEAN and self.over is not None:
-            raise LogError(
-                f"{call}({self.name!r}): over= is what a mean is taken over, and how={rule}",
+                f"{call}({name!r}): over= is what a mean is taken over, and how={rule}",
                 "leave one of them out",
             )
         if rule is Rule.LAST and isinstance(values, Tensor) and values.numel() != 1:
             raise LogError(
-                f"{call}({self.name!r}): how=last with {values.numel()} numbers",
+                f"{call}({name!r}): how=last with {values.numel()} numbers",
                 "give it one, or use how=mean",
             )
+        return cls(name, values, over, rule)
 
     def entry(self) -> Entry | None:
         """The entry to add; None if it is taken over nothing. Never waits for a GPU.

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ddp_train.errors import LogError
 from ddp_train.telemetry.rates import SUFFIX
 
 HOOK = "hook"
@@ -24,30 +25,28 @@ _PATTERN = re.compile(r"[\w.-][\w .-]*(/[\w.-][\w .-]*)*")
 """Names that all trackers take: MLflow allows no other sign."""
 
 
-def problem_of_name(name: object, taken: Iterable[str] = OF_TRAINING) -> str:
-    """Why a number cannot have this name, then `; ` and a remedy; "" if it can.
+def check_name(call: str, name: object, taken: Iterable[str] = ()) -> None:
+    """Raise LogError for a name that cannot be that of a number, an image, a text or a table.
 
+    call: the function that was called, for the message.
     taken: names of numbers that the house logs.
     """
+    found = f"{call}({name!r})"
     if not isinstance(name, str) or not _PATTERN.fullmatch(name):
-        return "it is no name; use letters, digits, `_`, `-` and `.`, a slash for groups: vae/kl"
+        raise LogError(
+            f"{found}: it is no name",
+            "use letters, digits, `_`, `-` and `.`, a slash for groups: vae/kl",
+        )
     if len(name) > LONGEST_NAME:
-        return f"the name has {len(name)} letters; use at most {LONGEST_NAME}"
+        raise LogError(f"{found}: the name has {len(name)} letters", f"use at most {LONGEST_NAME}")
     if name in (*OF_THE_LINE, *taken) or name.endswith(SUFFIX):
-        return f"lines of metrics.jsonl have a {name} already; use another name: my/{name}"
-    return ""
+        raise LogError(
+            f"{found}: lines of metrics.jsonl have a {name} already", f"use another name: my/{name}"
+        )
 
 
 def own_names(lines: Iterable[Mapping[str, Any]]) -> list[str]:
     """The names of the user's numbers in some lines of training or of hooks."""
-    names: dict[str, None] = {}
-    for line in lines:
-        for name in line:
-            if is_own(name):
-                names[name] = None
-    return list(names)
-
-
-def is_own(name: str) -> bool:
-    """Tell whether a field of a line of training or of hooks is a number of the user's."""
-    return name not in OF_THE_LINE and name not in OF_TRAINING and not name.endswith(SUFFIX)
+    names = dict.fromkeys(name for line in lines for name in line)
+    not_own = (*OF_THE_LINE, *OF_TRAINING)
+    return [name for name in names if name not in not_own and not name.endswith(SUFFIX)]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddp_train.errors import LogError
-from ddp_train.telemetry.own_numbers import problem_of_name
+from ddp_train.telemetry.own_numbers import check_name
 from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.telemetry.trackers.tracking import Tracking
 
@@ -32,18 +32,18 @@ class Media:
 
     def image(self, step: int, name: str, image: Any) -> None:
         """Send an image; see `pixels_of`."""
-        if self._goes_somewhere(name):
+        if self._goes_somewhere("log_image", name):
             self._send("write_image", step, name, pixels_of(name, image))
 
     def text(self, step: int, name: str, text: str) -> None:
-        if self._goes_somewhere(name):
+        if self._goes_somewhere("log_text", name):
             self._send("write_text", step, name, str(text))
 
     def table(
         self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
     ) -> None:
         """Send a table. Raises LogError if a row has another length than `columns`."""
-        if not self._goes_somewhere(name):
+        if not self._goes_somewhere("log_table", name):
             return
         for row in rows:
             if len(row) != len(columns):
@@ -54,12 +54,9 @@ class Media:
                 )
         self._send("write_table", step, name, list(columns), [list(row) for row in rows])
 
-    def _goes_somewhere(self, name: str) -> bool:
-        """Whether a tracker takes it. Raises LogError for a name that cannot be."""
-        problem = problem_of_name(name, ())
-        if problem:
-            detail, _, remedy = problem.partition("; ")
-            raise LogError(f"log({name!r}): {detail}", remedy)
+    def _goes_somewhere(self, call: str, name: str) -> bool:
+        """Tell whether there are trackers here. Raises LogError for a name that cannot be."""
+        check_name(call, name)
         if self.tracking is None:
             return False
         if not self.tracking.threads:
