@@ -25,6 +25,7 @@ from ddp_train.options.schema import Config, built_in_directions
 from ddp_train.tasks.further_metrics import FurtherMetrics, NamedMetric
 from ddp_train.tasks.task import ModelWithTask, ScoreSums, Task, can_predict
 from ddp_train.tasks.trial import undisturbed
+from ddp_train.telemetry.own_numbers import OF_THE_LINE
 from ddp_train.text import OF_AVERAGE, did_you_mean, first_line
 
 DEPENDS = (
@@ -32,6 +33,8 @@ DEPENDS = (
     " train.evaluate_batch_size; in eval mode the model must not draw random numbers, change"
     " buffers or switch to train mode"
 )
+SAMPLES = "samples"
+"""The number of samples of an evaluation, in its line."""
 log = logging.getLogger(__name__)
 
 
@@ -140,12 +143,23 @@ def check_metrics(
     if not problems and (module.further_metrics or target or any(metrics.metric_keys(config))):
         names = metric_names(module, scored_batches(config, splits.scored.source, device))
         if target:
-            problems = _unknown_directions(module.task, target, names)
+            problems = reserved_names(target, names)
+            problems += _unknown_directions(module.task, target, names)
         all_names = names_with_average(names) if averaged else names
         unusable = metrics.unusable_metrics(config, all_names, directions(module))
         problems += [str(problem) for problem in unusable]
     if problems:
         raise ConfigError(problems)
+
+
+def reserved_names(target: str, names: Iterable[str]) -> list[str]:
+    """A problem for each metric that would be another field of its line of metrics.jsonl."""
+    return [
+        f"task._target_={target}: lines of metrics.jsonl have a {name} already, and score() returns"
+        f" a metric {name}; give it another name"
+        for name in names
+        if name in (*OF_THE_LINE, SAMPLES)
+    ]
 
 
 def _unknown_directions(task: Task, target: str, names: list[str]) -> list[str]:

@@ -14,10 +14,28 @@ from ddp_train.options.schema import Config
 from ddp_train.resilience.failure_report import FILE as FAILURE
 from ddp_train.resilience.failure_report import SUMMARY
 from ddp_train.resilience.preemption import SIGNALS, UNSAVED
-from ddp_train.scored_sets import TEST, sets_of
+from ddp_train.scored_sets import KINDS, TEST, sets_of
 from ddp_train.telemetry.score_lines import shown_metric, users_metrics
 from ddp_train.text import did_you_mean, first_line
 from hydra_plugins.ddp_train_pool import Pruned
+
+OF_ROWS = (
+    "trial",
+    "overrides",
+    "words",
+    "tied_to_seed",
+    "at_once",
+    "alone",
+    "run_dir",
+    "exit_code",
+    "kind",
+    "reason",
+    "evaluations",
+    "last_value",
+    "metrics",
+    *KINDS,
+)
+"""Fields of a row that no metric of the user's replaces; it stands in `metrics` all the same."""
 
 
 class TrialValue(float):
@@ -46,18 +64,19 @@ def completed_outcome(config: Config) -> dict[str, Any]:
             f"objective={config.objective}: the run has no such number; it has {', '.join(known)}"
         )
         raise ConfigError([problem + did_you_mean(config.objective, known)]) from None
+    scores = summary.get(TEST) or {}
     fields = {
+        **{name: value for name, value in scores.items() if name not in OF_ROWS},
         "status": "completed",
         "objective": value,
         "objective_name": name,
         "better": better,
-        **summary["test"],
         "seconds": summary["seconds"],
         "samples_per_second": summary.get("samples_per_second"),
     }
-    own = users_metrics(summary["test"])
+    own = users_metrics(scores)
     if own:
-        fields["metrics"] = {name: summary["test"][name] for name in own}
+        fields["metrics"] = {name: scores[name] for name in own}
     for name in sets_of(summary):
         if name != TEST:
             fields[name] = summary[name]

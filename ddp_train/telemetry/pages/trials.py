@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ddp_train.scored_sets import KINDS, in_order, sets_of
+from ddp_train.scored_sets import KINDS, TEST, in_order, sets_of
 from ddp_train.telemetry.pages.run_files import COMPLETED, FAILED, RUNNING, STOPPED, main_metric
 from ddp_train.telemetry.pages.tables import Table
 from ddp_train.telemetry.score_lines import column_of, in_column
@@ -104,8 +104,9 @@ def _other_columns(rows: Sequence[Row], objective: str) -> dict[str, str]:
             columns[name] = label
     for row in rows:
         for name in row.get("metrics") or {}:
-            if objective != f"test.{name}":
-                columns[name] = f"test.{name}"
+            own_name = f"test.{name}"
+            if objective != own_name:
+                columns[own_name] = own_name
     names = dict.fromkeys(name for row in rows for name in sets_of(row) if name not in KINDS)
     for split in in_order(names):
         metrics = {metric for row in rows for metric in row.get(split) or {}}
@@ -116,12 +117,14 @@ def _other_columns(rows: Sequence[Row], objective: str) -> dict[str, str]:
 
 
 def _value_of(row: Row, name: str) -> Any:
-    """A field of a row, or a metric of a set: validation/noisy.accuracy."""
-    split, _, metric = name.rpartition(".")
-    if split:
+    """A field of a row, a metric of the user's, `test.distance`, or a metric of a further set:
+    `validation/noisy.accuracy`."""
+    split, _, metric = name.partition(".")
+    if split == TEST:
+        return (row.get("metrics") or {}).get(metric)
+    if metric:
         return (row.get(split) or {}).get(metric)
-    own = row.get("metrics") or {}
-    return row.get(name, own.get(name))
+    return row.get(name)
 
 
 def _rounded(text: str, digits: int) -> str:
