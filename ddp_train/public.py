@@ -74,6 +74,7 @@ MODULES = {
     "ddp_train.resilience.preemption": "the exit code of a run that was stopped and not saved",
     "ddp_train.resilience.run_lock": "one writer in a run directory",
     "ddp_train.resilience.whole_files": "files that are never half written",
+    "ddp_train.telemetry.score_lines": "words for scores, and which metrics are the user's",
     "ddp_train.telemetry.pages.charts": "bars and curves of a page",
     "ddp_train.telemetry.pages.page": "writes a page",
     "ddp_train.telemetry.pages.report": "what a page says, in the terminal too",

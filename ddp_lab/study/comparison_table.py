@@ -222,6 +222,9 @@ class Comparison:
             is_constant = heading == "steps" and self.study.config.layout != "growth"
             if heading != self.metric.label and not is_constant:
                 columns.append(_median_column(heading, read))
+        all_outcomes = [outcome for outcomes in self.outcomes.values() for outcome in outcomes]
+        for name in results.own_metrics(all_outcomes):
+            columns.append(_median_column(f"test {name}", partial(results.own_metric, name)))
         return columns
 
     def _hardware_columns(self) -> list[Column]:

@@ -13,6 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from ddp_lab.study.trials import Outcome
+from ddp_train.telemetry.score_lines import users_metrics
 
 LEAST_RUNS = 3
 """Fewest runs of each of two variants for a verdict about their difference."""
@@ -88,6 +89,19 @@ def test_loss(outcome: Outcome) -> float | None:
 def _test_score(outcome: Outcome, name: str) -> float | None:
     scores = outcome.summary.get("test") or {}
     return scores.get(name)
+
+
+def own_metric(name: str, outcome: Outcome) -> float | None:
+    """A metric of the user's, of the test set."""
+    return _test_score(outcome, name)
+
+
+def own_metrics(outcomes: Sequence[Outcome]) -> list[str]:
+    """The names of the user's metrics that at least one run has."""
+    names: dict[str, None] = {}
+    for outcome in outcomes:
+        names |= dict.fromkeys(users_metrics(outcome.summary.get("test") or {}))
+    return list(names)
 
 
 def figures(outcome: Outcome) -> dict[str, float]:

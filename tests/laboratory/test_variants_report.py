@@ -158,3 +158,14 @@ def test_comparison_with_data_parallel_fits_a_terminal() -> None:
     assert max(map(len, lines)) <= 100 and "In short" in lines[0]
     without = variants_report.build_report(request, study, {"single": found["single"]}, 0.0)
     assert without.brief is not None and without.brief.columns[2] == "times single"
+
+
+def test_a_study_has_the_metrics_of_the_users() -> None:
+    request, study = whole("strategies")
+    found = {"single": [outcome([9.0, 4.0])], "ddp": [outcome([9.0, 1.0])]}
+    for number, (one,) in enumerate(found.values()):
+        one.summary["test"]["distance"] = number + 0.5
+    table = variants_report.build_report(request, study, found, 0.0).tables[0]
+    column = table.columns.index("test distance")
+    values = {row[0]: row[column] for row in table.rows}
+    assert (values["single"], values["ddp"], values["dp"]) == (0.5, 1.5, None)
