@@ -33,6 +33,12 @@ def full_name(kind: str, name: str) -> str:
     return f"{kind}/{name}"
 
 
+def key_of_set(name: str) -> str:
+    """The key that says what a further set is: data.validation_sets.noisy of validation/noisy."""
+    kind, _, own = name.partition("/")
+    return f"data.{kind}_sets.{own}"
+
+
 def is_name(name: Any) -> bool:
     """Tell whether a user may give a further set this name."""
     return isinstance(name, str) and re.fullmatch(NAME, name) is not None

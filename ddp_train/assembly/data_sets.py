@@ -17,6 +17,7 @@ from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.registry import implementation_of
 from ddp_train.options.schema import Config
+from ddp_train.scored_sets import key_of_set
 
 BESIDE_ARGUMENTS = (
     "placement",
@@ -64,7 +65,8 @@ def _open_built_in(data: Any, seed: int) -> Splits:
     train, test = open_splits(seed=seed, **arguments)
     further = {}
     for name, given in data.named_sets().items():
-        further[name] = implementation_of(data.set_implementation)(given, train, **arguments)
+        open_set = implementation_of(data.set_implementation)
+        further[name] = open_set(f"{key_of_set(name)}={given}", given, train, **arguments)
     if data.random_erasing:
         assert isinstance(train, ArraySource | FolderSource), "only images have the key"
         train.erasing = Erasing(data.random_erasing, seed)

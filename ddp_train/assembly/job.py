@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_train.assembly.batches import first_batch, is_resident, loader_options
 from ddp_train.assembly.metrics import directions
-from ddp_train.assembly.model import all_take_empty_batch, may_count_samples
+from ddp_train.assembly.model import all_take_empty_batch, may_count_samples, task_of_set
 from ddp_train.assembly.optimizer import optimizer_of, trained_parameters
 from ddp_train.assembly.plan import build_plan
 from ddp_train.assembly.schedule import schedule_of
@@ -228,7 +228,11 @@ class JobBuilder:
             # Once: the data stay what they are.
             explain=cache(partial(cause_of_non_finite_score, batches, self.device)),
             new_scorer=partial(
-                Scorer, batch_count, self.device, task.derive, self.module.further_metrics
+                Scorer,
+                batch_count,
+                self.device,
+                task_of_set(task, source).derive,
+                self.module.further_metrics,
             ),
             close=loader.close,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import fields
@@ -33,6 +34,7 @@ from ddp_train.options.schema import Config, ModelConfig
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.performance import switches
 from ddp_train.tasks.catalog import SAMPLED_TARGETS, check_labels, check_numbers, choose
+from ddp_train.tasks.language_model.task import LanguageModel
 from ddp_train.tasks.supervised import BuiltIn
 from ddp_train.tasks.task import ModelWithTask, Task
 from ddp_train.tasks.trial import check_loss, check_scores, takes_empty_batch
@@ -122,6 +124,15 @@ def build_task(section: Any, source: BatchSource, sample: Any) -> Task:
             arguments["classes"] = source.outputs
     task = task_class(**arguments)
     task.check(sample)
+    return task
+
+
+def task_of_set(task: Task, source: BatchSource) -> Task:
+    """The task with what it must know of a set that is scored: the bytes of its tokens."""
+    if not isinstance(task, LanguageModel):
+        return task
+    task = copy.copy(task)
+    task.bytes_per_token = getattr(source, "bytes_per_token", None)
     return task
 
 

@@ -19,7 +19,7 @@ from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.options.custom import NOT_TELLING, Code, CustomDataConfig, code_of
-from ddp_train.scored_sets import TEST, VALIDATION, full_name, is_name, kind_of
+from ddp_train.scored_sets import TEST, VALIDATION, full_name, is_name, key_of_set, kind_of
 from ddp_train.text import first_line, shown
 
 SHARDS = "ddp_train.data.shards.TarShards"
@@ -64,8 +64,9 @@ def arguments_of_splits(data: CustomDataConfig, parameters: list[str]) -> dict[s
 
 def _section_of(name: str) -> str:
     """The key of a split: data, or data.validation_sets.noisy of a further set."""
-    kind, _, own = name.partition("/")
-    return f"data.{kind}_sets.{own}" if own else "data"
+    if "/" in name:
+        return key_of_set(name)
+    return "data"
 
 
 class UserSplits:

@@ -121,9 +121,15 @@ def _owners(section: str, name: str) -> str:
     owners = [option for option, schema in options.items() if name in field_types(schema)]
     if not owners:
         return ""
-    if len(owners) == 1:
-        return f"{section}={owners[0]} has it"
-    return f"{section}={' and '.join(owners)} have it"
+    own = f"{section}._target_=package.Name, code of your own"
+    named = [owner for owner in owners if owner != CUSTOM]
+    if not named:
+        return f"{own}, has it"
+    has = "has" if len(named) == 1 else "have"
+    listed = f"{section}={' and '.join(named)} {has} it"
+    if CUSTOM in owners:
+        listed += f", and {own}"
+    return listed
 
 
 def list_rule(key: str) -> str:

@@ -329,7 +329,7 @@ def by_test(config: Config) -> str:
     """The warning for a user who selects by the test set."""
     # Windows of a text cannot be held out: see `DataConfig.problems`.
     if config.data.task == "language_model":
-        return BY_TEST + "keep another text for the final score"
+        return BY_TEST + "add data.validation_sets.NAME=PATH, another text"
     return BY_TEST + "add data.validation=0.1"
 
 

@@ -68,6 +68,8 @@ def _of_training(run: RequestedRun) -> Iterator[str]:
         )
     if config.hooks and config.uses_trained:
         yield f"hooks={shown(config.hooks)} has no effect: mode={config.mode} does not train"
+    if config.evaluate.sets and config.mode != "evaluate":
+        yield f"evaluate.sets={shown(config.evaluate.sets)} has no effect: it is for mode=evaluate"
     if config.tracker.details and "tensorboard" not in config.tracker.classes:
         yield "tracker.details=true has no effect without tracker=tensorboard"
     if config.sweep != type(config.sweep)():

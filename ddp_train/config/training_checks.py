@@ -9,7 +9,7 @@ from ddp_train.options.key import range_of
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.options.sections import TrainConfig
-from ddp_train.text import counted, shown
+from ddp_train.text import counted, did_you_mean, shown
 
 
 def problems(run: RequestedRun) -> Iterator[Problem]:
@@ -24,8 +24,13 @@ def problems(run: RequestedRun) -> Iterator[Problem]:
             "has an effect only with train.ema_decay",
             "add train.ema_decay=0.999",
         )
-    if config.mode == "predict" and config.predict.format == "parquet":
-        yield from _parquet()
+    if config.mode == "evaluate":
+        yield from _unknown_sets(config, "evaluate.sets", config.evaluate.sets)
+    if config.mode == "predict":
+        if config.predict.split != "train":
+            yield from _unknown_sets(config, "predict.split", [config.predict.split])
+        if config.predict.format == "parquet":
+            yield from _parquet()
     if config.mode == "export":
         yield from _export(config)
 
@@ -70,6 +75,19 @@ def _batch(run: RequestedRun) -> Iterator[Problem]:
         f"cannot be split over {over}",
         f"use train.global_batch_size={divisible}{instead}",
     )
+
+
+def _unknown_sets(config: Config, key: str, names: list[str]) -> Iterator[Problem]:
+    """Sets that are not there, as far as is known before the data are opened."""
+    known = config.data.sets()
+    if known is None:
+        return
+    for name in names:
+        if name not in known:
+            guess = did_you_mean(name, known)
+            yield Problem(
+                f"{key}={name}", f"there is no set {name}", f"there are {', '.join(known)}{guess}"
+            )
 
 
 def _parquet() -> Iterator[Problem]:

@@ -38,12 +38,6 @@ class Splits(NamedTuple):
     further: dict[str, BatchSource] = {}  # noqa: RUF012  nobody changes it
     """Further sets that are scored, by their names: validation/noisy, test/noisy."""
 
-    def named(self, name: str) -> BatchSource | None:
-        """The split train, validation or test, or a further set; None if there is none."""
-        if name == "train":
-            return self.train
-        return {**self.validation_sets, **self.test_sets}.get(name)
-
     @property
     def validation_sets(self) -> dict[str, BatchSource]:
         """All sets that validate, by their names."""

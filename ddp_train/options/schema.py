@@ -22,6 +22,7 @@ from ddp_train.options.problem import Problem
 from ddp_train.options.registry import OPTIONS, default_of
 from ddp_train.options.sections import (
     CheckpointConfig,
+    EvaluateConfig,
     ExportConfig,
     LaunchConfig,
     PredictConfig,
@@ -31,7 +32,7 @@ from ddp_train.options.sections import (
     TrainConfig,
     TuningConfig,
 )
-from ddp_train.scored_sets import TEST, VALIDATION, full_name, in_order, is_name
+from ddp_train.scored_sets import TEST, VALIDATION, full_name, in_order, is_name, key_of_set
 from ddp_train.text import did_you_mean, shown, words_to_resume
 
 LR_POWERS = {"linear": 1.0, "sqrt": 0.5}
@@ -252,8 +253,8 @@ class DataConfig:
     """The function of its keys and the seed that opens the training and the test split,
     `module:function`."""
     set_implementation: ClassVar[str] = ""
-    """The function that opens a further set: of what names it, the training set and its keys,
-    `module:function`."""
+    """The function that opens a further set, `module:function`: of key and value that name it, for
+    messages, the value, the training set and its keys."""
     is_custom: ClassVar[bool] = False
     """Whether it is a class of your own."""
     is_regression: ClassVar[bool | None] = None
@@ -297,6 +298,10 @@ class DataConfig:
             for name, value in sets.items():
                 named[full_name(kind, name)] = value
         return named
+
+    def sets_by_key(self) -> dict[str, Any]:
+        """The same by their keys: data.validation_sets.noisy."""
+        return {key_of_set(name): given for name, given in self.named_sets().items()}
 
     def sets(self) -> list[str] | None:
         """The names of the sets that are scored; None: only the data know.
@@ -646,6 +651,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=partial(default_of, "schedule", "cosine"))
     tuning: TuningConfig = field(default_factory=TuningConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     predict: PredictConfig = field(default_factory=PredictConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
@@ -684,6 +690,7 @@ SECTIONS: dict[str, type] = {
     "train": TrainConfig,
     "tuning": TuningConfig,
     "checkpoint": CheckpointConfig,
+    "evaluate": EvaluateConfig,
     "predict": PredictConfig,
     "export": ExportConfig,
     "tracker": TrackerConfig,

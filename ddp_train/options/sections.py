@@ -185,11 +185,18 @@ class CheckpointConfig:
 
 
 @dataclass
+class EvaluateConfig:
+    sets: list[str] = key(
+        [], "the sets that mode=evaluate scores: [validation,test/NAME]; []: all test sets"
+    )
+
+
+@dataclass
 class PredictConfig:
     split: str = key(
         "test",
-        "the samples that mode=predict predicts for",
-        choices=("train", "validation", "test"),
+        "the samples that mode=predict predicts for: train, or a set that is scored: test,"
+        " validation, test/NAME",
     )
     format: str = key(
         "npz",

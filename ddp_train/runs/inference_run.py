@@ -26,6 +26,10 @@ from ddp_train.inference.predictions import predict_batches, write_predictions
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.runs.context import RunContext
 from ddp_train.runs.summary import summary_of_model, summary_of_scores
+from ddp_train.scored_sets import TEST, kind_of
+from ddp_train.text import did_you_mean
+
+FLATTERS = "its score by the same samples is no estimate for new data"
 
 
 @dataclass(frozen=True)
@@ -41,19 +45,29 @@ class InferenceRun:
         return checkpoint
 
     def evaluate(self, splits: Splits) -> dict[str, Any]:
-        """Score the test sets with a checkpoint."""
+        """Score the test sets with a checkpoint, or those that `evaluate.sets` names.
+
+        Raises ConfigError if one of them is not there, and DataError.
+        """
         run = self.run
         config = run.config
         checkpoint = self.find_checkpoint()
+        sets = splits.test_sets
+        if config.evaluate.sets:
+            sets = {}
+            for name in config.evaluate.sets:
+                sets[name] = named_set(splits, "evaluate.sets", name)
+        manifest = reader.read_manifest(checkpoint)
+        for source in sets.values():
+            self._check_data(source, manifest)
         common_digests(splits, splits.test, run.device)
-        self._check_data(splits.test, reader.read_manifest(checkpoint))
         strategy = build_strategy(config, run.world, run.device)
         module = build_module(config, splits.train, strategy, run.device)
         if module.further_metrics:
             has_average = reader.has_average(checkpoint)
             metrics.check_metrics(config, module, splits, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
-        evaluations = builder.build_evaluations(splits.test_sets)
+        evaluations = builder.build_evaluations(sets)
         description = self._describe(checkpoint)
         began = time.perf_counter()
         scores = score_checkpoint(checkpoint, module.model, evaluations)
@@ -70,10 +84,9 @@ class InferenceRun:
         config = run.config
         split = config.predict.split
         checkpoint = self.find_checkpoint()
-        source = splits.named(split)
-        if source is None:
-            sets = ", ".join([*splits.validation_sets, *splits.test_sets])
-            raise ConfigError([f"predict.split={split}: there is none; there are train, {sets}"])
+        source = splits.train
+        if split != "train":
+            source = named_set(splits, "predict.split", split)
         manifest = reader.read_manifest(checkpoint)
         self._check_data(source, manifest)
         common_digests(splits, source, run.device)
@@ -135,11 +148,29 @@ class InferenceRun:
         """Show which checkpoint is used. Returns what is known of it."""
         description = reader.described(checkpoint)
         self.run.display.checkpoint(description)
+        metric = description["metric"] or ""
+        scores = self.run.config.mode == "evaluate"
+        if scores and description["which"] == "best" and kind_of(metric.split(".")[0]) == TEST:
+            self.run.display.line(f"note: the checkpoint was chosen by {metric}: {FLATTERS}")
         return description
 
     def _check_data(self, source: BatchSource, manifest: dict[str, Any]) -> None:
         is_own = isinstance(self.run.config.data, CustomDataConfig)
         refuse_other_data(source, manifest, is_own)
+
+
+def named_set(splits: Splits, key: str, name: str) -> BatchSource:
+    """A set that is scored. Raises ConfigError if there is none of that name.
+
+    key: the one that names it, for the message.
+    """
+    sets = {**splits.validation_sets, **splits.test_sets}
+    if name not in sets:
+        guess = did_you_mean(name, list(sets))
+        raise ConfigError(
+            [f"{key}={name}: there is no set {name}; there are {', '.join(sets)}{guess}"]
+        )
+    return sets[name]
 
 
 def _use_of(description: dict[str, Any], began: float) -> dict[str, Any]:

@@ -295,10 +295,11 @@ def tuning_rows(tuning: TuningConfig, reasons: dict[str, str]) -> dict[str, str]
     return rows
 
 
-def selects_by_test(config: Config, validates: bool) -> list[str]:
-    """A note if the test set decides which weights are kept, or when training ends.
+def selects_by_test(config: Config, validates: bool, follows_scores: bool = False) -> list[str]:
+    """A note if the test set decides which weights are kept, when training ends, or how fast it is.
 
     validates: whether there is a validation set.
+    follows_scores: the learning rate does.
     """
     keys = []
     if config.checkpoint.best:
@@ -306,6 +307,8 @@ def selects_by_test(config: Config, validates: bool) -> list[str]:
     patience = config.train.early_stopping.patience
     if patience:
         keys.append(f"train.early_stopping.patience={patience}")
+    if follows_scores:
+        keys.append("the schedule, which follows the scores")
     if not keys or validates:
         return []
     return [f"note: {' and '.join(keys)}: {metrics.by_test(config)}"]

@@ -145,7 +145,8 @@ def summary_of_scores(
     better = {}
     if scores:
         directions = metrics.directions(module)
-        better = {name: directions.get(name) for name in scores["test"].metrics}
+        names = next(iter(scores.values())).metrics
+        better = {name: directions.get(name) for name in names}
     return {
         **summary_of_model(run, status, module.model),
         "better": better,

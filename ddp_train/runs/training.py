@@ -226,7 +226,9 @@ class Training:
             run.display.plan(plan_rows(self.plan_facts()))
             advice = display_facts.advice(run.config, job.module, self.splits.train)
             has_validation = bool(self.splits.validation_sets)
-            for line in [*advice, *selects_by_test(run.config, has_validation)]:
+            follows_scores = self.plateau_hook is not None
+            notes = selects_by_test(run.config, has_validation, follows_scores)
+            for line in [*advice, *notes]:
                 run.display.line(line)
         self.selection_hook.stop_if_due(job)
         if job.step >= job.plan.steps:

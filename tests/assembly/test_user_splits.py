@@ -288,7 +288,6 @@ def test_further_sets_have_the_arguments_of_their_split() -> None:
     assert len(splits.further["validation/late"]) == 12
     assert len(splits.further["validation/tinted"]) == 3
     assert [*splits.scored_sets] == [*found] and splits.scored.name == "validation"
-    assert splits.named("validation/late") is splits.further["validation/late"]
 
 
 def test_a_class_may_return_its_validation_sets() -> None:

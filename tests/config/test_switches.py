@@ -84,6 +84,7 @@ from ddp_train.runs.plan_report import tuning_rows
 from ddp_train.runs.training import Training, start_trackers
 from ddp_train.runs.training_run import TrainingRun
 from ddp_train.runs.worker_process import WorkerProcess
+from ddp_train.scored_sets import sets_of
 from ddp_train.sweeps.baseline import Baseline
 from ddp_train.sweeps.outcomes import completed_outcome
 from ddp_train.sweeps.pool import pool_of
@@ -765,11 +766,11 @@ def made_with_a_trained_model(case: Case) -> Any:
     except DataError as error:
         return str(error).replace(str(run_dir), "")
     files = sorted(path.name for path in run_dir.glob("*.*"))
-    return files, (
-        np.load(run_dir / "predictions.npz")["target"].tolist()
-        if "predictions.npz" in files
-        else None
-    )
+    predicted = None
+    if "predictions.npz" in files:
+        predicted = np.load(run_dir / "predictions.npz")["target"].tolist()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return files, predicted, sets_of(summary)
 
 
 TENSORBOARD = "ddp_train.telemetry.trackers.tensorboard.TensorBoard"
@@ -1139,6 +1140,11 @@ ROWS: dict[str, Row] = {
         "checkpoint.average=true",
         made_with_a_trained_model,
         f"{SMALL} mode=predict checkpoint.resume=trained",
+    ),
+    "evaluate.sets": Row(
+        "evaluate.sets=[validation]",
+        made_with_a_trained_model,
+        f"{SMALL} mode=evaluate checkpoint.resume=trained data.validation=0.5",
     ),
     "predict.split": Row(
         "predict.split=train",
@@ -1558,7 +1564,12 @@ OF_ONE_OPTION = {
     for option in ("data=text", "data=tokens")
 }
 OF_ONE_OPTION |= {
-    ("data=image_folder", f"data.{name}_sets"): Row(f"data.{name}_sets={{odd:train}}", scored_sets)
+    (option, f"data.{name}_sets"): Row(f"data.{name}_sets={{odd:{path}}}", scored_sets)
+    for option, path in {
+        "data=image_folder": "val",
+        "data=text": "other",
+        "data=tokens": "other/a.bin",
+    }.items()
     for name in ("validation", "test")
 }
 OF_ONE_OPTION |= {

@@ -72,6 +72,10 @@ BAD: dict[str, list[str]] = {
     "optimizer.beta1=0.3": [
         "no such key in optimizer=sgd; optimizer=adam and adamw and lamb and muon have it"
     ],
+    "data.test_sets.a=x": [
+        "no such key in data=digits; data=image_folder and text and tokens have it, and"
+        " data._target_=package.Name, code of your own"
+    ],
     "schedule.step_size=3": ["no such key in schedule=cosine; schedule=step has it"],
     "strategy=single strategy.sync_bn=true": [
         "strategy.sync_bn=true",
@@ -410,6 +414,13 @@ def test_one_mistake_is_one_message(line: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_set_that_is_not_there_is_named() -> None:
+    for mode, key in {"evaluate": "evaluate.sets", "predict": "predict.split"}.items():
+        value = "[tset]" if mode == "evaluate" else "tset"
+        problem = problems_of(f"mode={mode}", f"{key}={value}")[0]
+        assert problem == f"{key}=tset: there is no set tset; there are test; did you mean test?"
+
+
 def test_all_mistakes_are_reported_together(tmp_path: Path) -> None:
     words = [
         "optimizer.momentun=0.1",
@@ -532,7 +543,9 @@ def test_no_value_is_too_odd_to_be_refused(key: str, value: Any, option: int) ->
     for problem in problems:
         named = re.split(r"=|\[\d", problem)[0]  # metrics[0]._target_ is of metrics
         known = {*all_keys(), *OPTIONS, *SECTIONS} | {f"{s}._target_" for s in OPTIONS}
-        assert named in known or named.startswith("data.splits.")  # which has keys of its own
+        # These have keys of the user's own.
+        own = ("data.splits.", "data.validation_sets.", "data.test_sets.")
+        assert named in known or named.startswith(own)
     if isinstance(value, float) and not math.isfinite(value) and problems == []:
         assert shown(value) in ("nan", "inf", "-inf")
         place = functools.reduce(getattr, [part for part in (section, *inner) if part], config)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ddp_train.data.datasets import ArraySource
-from ddp_train.errors import DataError
-from ddp_train.runs.inference_run import refuse_other_data
+from ddp_train.data.splits import Splits
+from ddp_train.errors import ConfigError, DataError
+from ddp_train.runs.inference_run import named_set, refuse_other_data
 
 
 def test_classes_of_other_names_are_refused() -> None:
@@ -22,3 +23,13 @@ def test_classes_of_other_names_are_refused() -> None:
         refuse_other_data(source, {**facts, "input_shape": [4]}, is_own=True)
     refuse_other_data(source, {**facts, "classes": ["cat", "fox"]}, is_own=False)
     refuse_other_data(source, {}, is_own=False)
+
+
+def test_a_run_uses_a_set_by_its_name() -> None:
+    train, test, noisy = (
+        ArraySource(torch.zeros(samples, 3), torch.zeros(samples).long()) for samples in (2, 3, 4)
+    )
+    splits = Splits(train, test, further={"test/noisy": noisy})
+    assert named_set(splits, "predict.split", "test/noisy") is noisy
+    with pytest.raises(ConfigError, match=r"evaluate\.sets=noisy: .*; did you mean test/noisy\?"):
+        named_set(splits, "evaluate.sets", "noisy")

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ddp_train.data.config import BuiltInDataConfig
+from ddp_train.options.data_keys import named_test_sets, named_validation_sets
 from ddp_train.options.key import key
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config
+from ddp_train.text import shown
 
 _LIBRARY_BYTES = 12 * 2**20
 """About the size of Python's standard library without its tests. It decides only whether that fits
@@ -31,6 +33,8 @@ class CorpusConfig(BuiltInDataConfig):
     task: ClassVar[str | None] = "language_model"
     pattern: ClassVar[str] = ""
     """The files that are read of a folder."""
+    a_set: ClassVar[str] = ""
+    """What a further set is given as."""
 
     def sample_bytes(self) -> int:
         return 16 * self.length
@@ -48,6 +52,25 @@ class CorpusConfig(BuiltInDataConfig):
             )
         else:
             yield from self.missing_files()
+            yield from self._missing_sets()
+
+    def _missing_sets(self) -> Iterator[Problem]:
+        """Find what is wrong with the paths of further sets."""
+        for key_of_set, given in self.sets_by_key().items():
+            found = f"{key_of_set}={shown(given)}"
+            if not isinstance(given, str):
+                yield Problem(found, f"must be {self.a_set}")
+            elif not Path(given).exists():
+                yield Problem(found, "no such file or folder", f"name {self.a_set}")
+            elif Path(given).is_dir():
+                lacking = self.files_lacking(given, self.files_of_folder)
+                if lacking is not None:
+                    yield Problem(found, f"no {self.files_of_folder} in this folder{lacking[0]}")
+
+    @property
+    def files_of_folder(self) -> str:
+        """The pattern of the files that are read of a folder."""
+        return self.pattern
 
     def missing_files(self) -> Iterator[Problem]:
         """Find what is wrong with the path of the corpus."""
@@ -75,7 +98,9 @@ class TextConfig(CorpusConfig):
 
     name: str = "text"
     implementation: ClassVar[str] = "ddp_train.data.corpus.sources:open_text"
+    set_implementation: ClassVar[str] = "ddp_train.data.corpus.sources:open_text_set"
     pattern: ClassVar[str] = "*.txt"
+    a_set: ClassVar[str] = "a text file, or a folder with some"
     path: str | None = key(
         None, "file or folder; null: the .py files of Python's standard library", is_path=True
     )
@@ -85,12 +110,18 @@ class TextConfig(CorpusConfig):
         0.05, "part of the text that is held out, whole files where they fit", above=0, below=1
     )
     tokenizer: str | None = key(None, f"{_TOKENIZER}; null: each byte is a token")
+    validation_sets: dict[str, Any] = named_validation_sets("a text file, or a folder with some")
+    test_sets: dict[str, Any] = named_test_sets("a text file, or a folder with some")
+
+    @property
+    def files_of_folder(self) -> str:
+        return self.glob or self.pattern
 
     def in_memory_bytes(self) -> int:
         # A token has four bytes at most, and there are fewer tokens than bytes.
         width = 4 if self.tokenizer else 1
         if self.path:
-            return width * _bytes_of(self.path, self.glob or self.pattern)
+            return width * _bytes_of(self.path, self.files_of_folder)
         return width * _LIBRARY_BYTES
 
     def missing_files(self) -> Iterator[Problem]:
@@ -107,7 +138,7 @@ class TextConfig(CorpusConfig):
         if not Path(self.path).is_dir():
             yield Problem(found, "no such file or folder")
             return
-        pattern = self.glob or self.pattern
+        pattern = self.files_of_folder
         lacking = self.files_lacking(self.path, pattern)
         if lacking is not None:
             there, commonest = lacking
@@ -122,7 +153,9 @@ class TokensConfig(CorpusConfig):
 
     name: str = "tokens"
     implementation: ClassVar[str] = "ddp_train.data.corpus.sources:open_tokens"
+    set_implementation: ClassVar[str] = "ddp_train.data.corpus.sources:open_token_set"
     pattern: ClassVar[str] = "*.bin"
+    a_set: ClassVar[str] = "a .bin file, or a folder with some"
     path: str | None = key(
         None,
         "a .bin file, or a folder with some; those with val or test in their names are held out",
@@ -139,6 +172,8 @@ class TokensConfig(CorpusConfig):
     bytes_per_token: float | None = key(
         None, "bytes of text that a token stands for, for bits_per_byte", above=0
     )
+    validation_sets: dict[str, Any] = named_validation_sets("a .bin file, or a folder with some")
+    test_sets: dict[str, Any] = named_test_sets("a .bin file, or a folder with some")
 
     def in_memory_bytes(self) -> int:
         return _bytes_of(self.path, self.pattern) if self.path else 0

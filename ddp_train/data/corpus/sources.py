@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ddp_train.data.corpus.codec import Bytes, Tokenizer
-from ddp_train.data.corpus.documents import read_documents, split_documents
+from ddp_train.data.corpus.documents import Document, read_documents, split_documents
 from ddp_train.data.corpus.token_files import bin_files, read_bin
 from ddp_train.data.corpus.windows import TokenFacts, TokenSource
 from ddp_train.errors import DataError
@@ -33,16 +36,46 @@ def open_text(
     codec = Tokenizer(tokenizer) if tokenizer else Bytes()
     train = codec.encode_documents(train_documents)
     test = codec.encode_documents(test_documents)
-    bytes_per_token = 1.0
-    if tokenizer:
-        test_bytes = sum(len(document.content) for document in test_documents)
-        bytes_per_token = test_bytes / max(1, len(test))
     where = f"data.path={path or 'null (the standard library)'}"
-    facts = TokenFacts(codec, bytes_per_token, where)
+    facts = TokenFacts(codec, _bytes_per_token(codec, test_documents, test), where)
     return (
         TokenSource([train], length, codec.vocabulary, seed, facts),
         TokenSource([test], length, codec.vocabulary, None, facts),
     )
+
+
+def open_text_set(
+    where: str,
+    given: str,
+    train: TokenSource,
+    path: str | None,
+    glob: str | None,
+    tokenizer: str | None,
+    **_: Any,
+) -> TokenSource:
+    """A further set of text that is scored, all of it.
+
+    where: key and value that name it, for messages.
+    given: a file, or a folder.
+    train: the training set, whose tokens and windows it has.
+
+    The other parameters are keys of TextConfig. Raises DataError if it lies in what trains.
+    """
+    if path is not None and Path(given).resolve().is_relative_to(Path(path).resolve()):
+        _refuse_training_text(where, f"it lies in data.path={path}")
+    documents = read_documents(given, glob or "*.txt")
+    codec = Tokenizer(tokenizer) if tokenizer else Bytes()
+    tokens = codec.encode_documents(documents)
+    facts = TokenFacts(codec, _bytes_per_token(codec, documents, tokens), where)
+    return TokenSource([tokens], train.length, codec.vocabulary, None, facts)
+
+
+def _bytes_per_token(
+    codec: Tokenizer | Bytes, documents: Sequence[Document], tokens: Tensor
+) -> float:
+    if isinstance(codec, Bytes):
+        return 1.0
+    return sum(len(document.content) for document in documents) / max(1, len(tokens))
 
 
 def open_tokens(
@@ -77,6 +110,36 @@ def open_tokens(
         TokenSource(train, length, vocabulary, seed, facts),
         TokenSource(test, length, vocabulary, None, facts),
     )
+
+
+def open_token_set(
+    where: str, given: str, train: TokenSource, path: str, dtype: str, **_: Any
+) -> TokenSource:
+    """A further set of tokens that is scored: all files of a folder, or one.
+
+    where: key and value that name it, for messages.
+    given: a file, or a folder.
+    train: the training set, whose windows it has.
+
+    The other parameters are keys of TokensConfig. Raises DataError if one of its files trains, or
+    if its tokens have another width.
+    """
+    named_train, named_test = bin_files(Path(given))
+    files = sorted(named_train + named_test)
+    training_files = {file.resolve() for file in bin_files(Path(path))[0]}
+    for file in files:
+        if file.resolve() in training_files:
+            _refuse_training_text(where, f"{file} is one of those that train")
+    parts = [read_bin(file, dtype) for file in files]
+    if any(part.dtype != train.parts[0].dtype for part in parts):
+        problem = f"{where}: its tokens have another width than those of data.path={path}"
+        raise DataError(problem, "write them with the same number of bits")
+    facts = replace(train.facts, where=where)
+    return TokenSource(parts, train.length, train.vocabulary, None, facts)
+
+
+def _refuse_training_text(where: str, why: str) -> NoReturn:
+    raise DataError(f"{where}: its text would train too: {why}", "keep it beside what trains")
 
 
 def _cut_off_end(parts: list[Tensor], test_part: float) -> tuple[list[Tensor], list[Tensor]]:

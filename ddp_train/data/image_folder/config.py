@@ -57,13 +57,16 @@ class ImageFolderConfig(LabelledImagesConfig):
                     f"name the folder that holds {name}/",
                 )
                 return
-        for full_name, given in self.named_sets().items():
-            kind, _, name = full_name.partition("/")
-            found = f"data.{kind}_sets.{name}={shown(given)}"
+        for key_of_set, given in self.sets_by_key().items():
+            found = f"{key_of_set}={shown(given)}"
             if not isinstance(given, str):
                 yield Problem(found, f"must be {A_FOLDER}")
-            elif not has_folders(Path(self.root, given)):
-                yield Problem(found, f"{Path(self.root, given)} must hold a folder per class")
+                continue
+            folder = Path(self.root, given)
+            if not has_folders(folder):
+                yield Problem(found, f"{folder} must hold a folder per class")
+            elif folder.resolve() == Path(self.root, "train").resolve():
+                yield Problem(found, "its images train", f"name {A_FOLDER}, other than train")
 
 
 def has_folders(path: Path) -> bool:

@@ -50,6 +50,7 @@ def open_image_folder(
 
 
 def open_image_set(
+    where: str,
     given: str,
     train: FolderSource,
     root: str,
@@ -59,6 +60,7 @@ def open_image_set(
 ) -> FolderSource:
     """A further set of images that are scored.
 
+    where: key and value that name it, for messages.
     given: the folder, below `root`, or its whole path.
     train: the training set, which has the classes.
 
@@ -69,7 +71,7 @@ def open_image_set(
     if source.classes != train.classes:
         different = sorted(set(train.classes) ^ set(source.classes))
         raise DataError(
-            f"{folder} differs from the training set in classes: {', '.join(different[:5])}",
+            f"{where}: differs from the training set in classes: {', '.join(different[:5])}",
             "make a folder of each in both",
         )
     return source
