@@ -31,7 +31,8 @@ with_fuse = pytest.mark.skipif(bool(why_not() or why_none()), reason=why_not() o
 on_linux_as_root = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 
-DOCTOR = ("mode=doctor",)
+DOCTOR = ("mode=doctor", "launch.threads_per_process=1")
+"""With one thread the zygote forks its probes."""
 
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x40000000  # linux/sched.h: mounts, host name, network

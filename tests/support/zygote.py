@@ -54,7 +54,13 @@ TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 AGENT = "torch.distributed.run"
 SESSION = "ddp_train.session("
 """Scripts that have it are forked too: each of their processes would import torch."""
-MODULES = ("ddp_train.launcher.fork_server", "ddp_train.runs.worker", AGENT)
+MODULES = (
+    "ddp_train.launcher.fork_server",
+    "ddp_train.runs.worker",
+    "ddp_lab.doctor.collective_test",
+    "ddp_lab.prove.examine",
+    AGENT,
+)
 PRELOAD = (
     *(
         "torch",
@@ -329,8 +335,8 @@ def _fits(env: dict[str, str]) -> bool:
 # --- the zygote's side ----------------------------------------------------------------------------
 
 _nursery: socket.socket | None = None
-"""In torchrun's agent, which has threads when it starts its workers: a process without, forked
-before."""
+"""In torchrun's agent and the doctor, which have threads when they start processes: a process
+without, forked before."""
 
 
 def _threads() -> int:
@@ -468,7 +474,7 @@ def _become(request: Request, descriptors: list[int], writing: int, between: int
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if request.preexec:
             request.preexec()
-        if target == AGENT:
+        if target == AGENT or "mode=doctor" in words:
             _start_nursery()
         code = _run_as_main(target)
     except BaseException:  # noqa: BLE001  as at the end of any program
