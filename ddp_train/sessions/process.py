@@ -127,6 +127,9 @@ class SessionProcess:
             torch.set_num_threads(threads)  # a forked process has imported torch with one
         if device.startswith("cuda"):
             prepare_gpu(False, settings.run_dir, self.world.rank, device)
+        note = seed_in_vain(torch.initial_seed(), settings.seed)
+        if note and self.world.is_leader:
+            print(note, file=sys.stderr)
         torch.manual_seed(settings.seed)
         np.random.seed(settings.seed & 0xFFFFFFFF)
         random.seed(settings.seed)
@@ -249,6 +252,22 @@ class SessionProcess:
             raise SystemExit(INTERRUPTED)
         else:
             raise SystemExit(SAVED)
+
+
+def seed_in_vain(earlier: int, seed: int) -> str | None:
+    """What to say of a `torch.manual_seed` before the session, which seeds anew; None of none.
+
+    earlier: the seed that torch has had until now. It has drawn one of 64 bits unless it was given
+        one, and those that people give are small.
+    seed: of the session.
+    """
+    if earlier == seed or earlier >= 2**32:
+        return None
+    return (
+        f"note: ddp_train.session seeds torch, numpy and random by seed={seed}:"
+        f" torch.manual_seed({earlier}) before it has no effect in it; give session(...,"
+        f" seed={earlier}), or move it into the `with`"
+    )
 
 
 @contextlib.contextmanager
