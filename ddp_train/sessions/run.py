@@ -18,6 +18,7 @@ from ddp_train.sessions.data_arguments import (
     scored_samples,
     whole_arguments,
 )
+from ddp_train.sessions.living_objects import living_objects
 from ddp_train.sessions.loader import (
     Collate,
     TestLoader,
@@ -32,6 +33,7 @@ from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.stream_feed import is_stream, stream_feed
 from ddp_train.sessions.training_loader import TrainingLoader
 from ddp_train.sessions.unsaved import refuse_unsaved_schedulers
+from ddp_train.sessions.unsaved_copies import UnsavedCopies
 from ddp_train.sessions.values import gather_over_ranks, sum_over_ranks
 from ddp_train.sessions.wrapped import Wrapped
 
@@ -187,7 +189,10 @@ class Run:
         if steps.checkpoints is not None:
             raise UsageError("run.resume was called twice", "call it once, with all objects")
         named, others = check_objects(objects, steps.models)
-        refuse_unsaved_schedulers(others)
+        living = living_objects()
+        refuse_unsaved_schedulers(others, living)
+        steps.copies = UnsavedCopies(steps.models, others.values())
+        steps.copies.look_for(living)
         steps.checkpoints = SessionCheckpoints(
             steps.settings, steps.world, named, others, steps.status
         )

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +29,13 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
+from ddp_train.sessions.living_objects import living_objects
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
 from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
+from ddp_train.sessions.unsaved_copies import UnsavedCopies
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped, parameters_of
 from ddp_train.text import counted
@@ -49,6 +51,8 @@ TAKEN_OVER_STEPS = (
     " train on pairs make two loaders by run.loader, or one of a data set whose samples are the"
     " pairs",
 )
+LOOK_AGAIN = 4
+"""All objects are looked through at checkpoint 1, 4, 16 ...: for copies that are made late."""
 log = logging.getLogger(__name__)
 
 
@@ -152,8 +156,11 @@ class Steps:
         """Those of other models, and the step in which each was seen first."""
         self.looked_at: set[int] = set()
         """The `id` of each optimizer whose scaler, if it has one, is saved."""
-        self.warns_of_schedulers = True
-        """No checkpoint is saved yet."""
+        self.copies = UnsavedCopies([], [])
+        self.saves = 0
+        """Checkpoints of this process."""
+        self.next_look = 1
+        """The checkpoint at which all objects are looked through again."""
         self.closings: list[Callable[[], object]] = []
         """Functions that end the processes of each loader, if that still has some."""
         self.micro_batch: MicroBatch | None = None
@@ -211,6 +218,7 @@ class Steps:
         if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
         self.numbers.open()
+        self.copies.note()
         while position.epoch < count:
             self._begin_epoch()
             yield position.epoch
@@ -320,9 +328,7 @@ class Steps:
     def save_now(self) -> None:
         assert self.checkpoints, "epochs() has seen to it"
         self.is_save_due = False
-        if self.warns_of_schedulers:
-            self.warns_of_schedulers = False
-            warn_of_unsaved_schedulers(self.checkpoints.objects)
+        self._warn_of_unsaved(self.checkpoints.objects)
         phase = self.status.phase
         self.status.phase = "checkpoint"
         states = [loader.state() for loader in self.training_loaders]
@@ -331,6 +337,17 @@ class Steps:
         numbers = self.numbers.state()
         self.checkpoints.save(self.position, loading, self.gradients, numbers)
         self.status.phase = phase
+
+    def _warn_of_unsaved(self, objects: Mapping[str, Any]) -> None:
+        """Name what no checkpoint holds of the objects that training needs."""
+        self.saves += 1
+        if self.saves == self.next_look:
+            self.next_look *= LOOK_AGAIN
+            living = living_objects()
+            if self.saves == 1:
+                warn_of_unsaved_schedulers(objects, living)
+            self.copies.look_for(living)
+        self.copies.warn_of_changed()
 
     # --- steps ------------------------------------------------------------------------------------
 

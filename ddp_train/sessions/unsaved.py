@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from ddp_train.sessions.living_objects import LivingObjects, living_objects
 from ddp_train.sessions.settings import UsageError
 
 log = logging.getLogger(__name__)
@@ -23,12 +23,12 @@ MOST_FRAMES = 12
 """Calls between a scaler's step and what is called before an optimizer's, and some more."""
 
 
-def refuse_unsaved_schedulers(saved: Mapping[str, Any]) -> None:
+def refuse_unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) -> None:
     """Raise UsageError if a scheduler of a saved optimizer is not saved with it.
 
     saved: the objects that run.resume got, by their names.
     """
-    for scheduler in _unsaved_schedulers(saved):
+    for scheduler in _unsaved_schedulers(saved, living):
         name = next(name for name, value in saved.items() if value is scheduler.optimizer)
         raise UsageError(
             f"run.resume: a {type(scheduler).__name__} of {name} is not among its arguments: its"
@@ -37,9 +37,9 @@ def refuse_unsaved_schedulers(saved: Mapping[str, Any]) -> None:
         )
 
 
-def warn_of_unsaved_schedulers(saved: Mapping[str, Any]) -> None:
+def warn_of_unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) -> None:
     """Name the schedulers that were made after run.resume, before the first checkpoint."""
-    for scheduler in _unsaved_schedulers(saved):
+    for scheduler in _unsaved_schedulers(saved, living):
         log.warning(
             "a %s was made after run.resume: its state is in no checkpoint, and a resumed run"
             " begins it anew; make it before, and name it: run.resume(model=model,"
@@ -81,42 +81,31 @@ def _scaler_that_calls() -> torch.amp.GradScaler | None:
     return None
 
 
-def _unsaved_schedulers(saved: Mapping[str, Any]) -> list[Any]:
+def _unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) -> list[Any]:
     """The schedulers of saved optimizers, but for those that a saved object is, or holds."""
     optimizers = {id(value) for value in saved.values() if isinstance(value, Optimizer)}
     if not optimizers:
         return []
     held = set(_ids_within(saved.values(), DEEPEST))
-    found = [item for item in _schedulers_of(optimizers) if id(item) not in held]
+    found = [item for item in _schedulers_of(optimizers, living) if id(item) not in held]
     if found:
         found.clear()
+        living.schedulers.clear()
         gc.collect()  # those that nobody uses any more
-        found = [item for item in _schedulers_of(optimizers) if id(item) not in held]
+        found = [
+            item for item in _schedulers_of(optimizers, living_objects()) if id(item) not in held
+        ]
     for item in list(found):  # a SequentialLR is named, and not what it holds
         within = {*_ids_within([item], DEEPEST)} - {id(item)}
         found = [other for other in found if id(other) not in within]
     return found
 
 
-def _schedulers_of(optimizers: set[int]) -> Iterator[Any]:
-    """The schedulers of optimizers, which are given by their `id`, among all objects that the
-    garbage collector knows: 0.1 s for half a million."""
-    answers: dict[type, bool] = {}
-    for item in gc.get_objects():
-        kind = type(item)
-        answer = answers.get(kind)
-        if answer is None:
-            answer = answers[kind] = _is_scheduler(kind)
-        if answer and id(getattr(item, "__dict__", {}).get("optimizer")) in optimizers:
+def _schedulers_of(optimizers: set[int], living: LivingObjects) -> Iterator[Any]:
+    """The schedulers of optimizers, which are given by their `id`."""
+    for item in living.schedulers:
+        if id(getattr(item, "__dict__", {}).get("optimizer")) in optimizers:
             yield item
-
-
-def _is_scheduler(kind: type) -> bool:
-    """Whether a class is one of schedulers: torch's, or one like those of timm."""
-    if issubclass(kind, LRScheduler):
-        return True
-    has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
-    return "Scheduler" in kind.__name__ and has_state and hasattr(kind, "step")
 
 
 def _ids_within(items: Iterable[Any], levels: int) -> Iterator[int]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from ddp_train.sessions.living_objects import living_objects
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.unsaved import (
     refuse_unsaved_scaler,
@@ -53,11 +54,11 @@ def test_a_scheduler_that_is_not_saved_is_refused_with_its_class(make: Any) -> N
     optimizer = sgd()
     scheduler = make(optimizer)
     with pytest.raises(UsageError) as caught:
-        refuse_unsaved_schedulers({"sgd": optimizer})
+        refuse_unsaved_schedulers({"sgd": optimizer}, living_objects())
     assert f"a {type(scheduler).__name__} of sgd is not among its arguments" in str(caught.value)
     assert "sgd=sgd, scheduler=scheduler" in caught.value.remedy
-    refuse_unsaved_schedulers({"sgd": optimizer, "scheduler": scheduler})
-    refuse_unsaved_schedulers({"sgd": optimizer, "own": Own(scheduler)})
+    refuse_unsaved_schedulers({"sgd": optimizer, "scheduler": scheduler}, living_objects())
+    refuse_unsaved_schedulers({"sgd": optimizer, "own": Own(scheduler)}, living_objects())
 
 
 def test_schedulers_within_a_saved_one_and_of_others_are_no_cause() -> None:
@@ -65,9 +66,11 @@ def test_schedulers_within_a_saved_one_and_of_others_are_no_cause() -> None:
     parts: list[Any] = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)]
     scheduler = lr_scheduler.SequentialLR(optimizer, parts, [3])
     of_another = lr_scheduler.StepLR(sgd(), 1)
-    refuse_unsaved_schedulers({"optimizer": optimizer, "scheduler": scheduler})
+    refuse_unsaved_schedulers({"optimizer": optimizer, "scheduler": scheduler}, living_objects())
     with pytest.raises(UsageError):
-        refuse_unsaved_schedulers({"optimizer": of_another.optimizer, "scheduler": scheduler})
+        refuse_unsaved_schedulers(
+            {"optimizer": of_another.optimizer, "scheduler": scheduler}, living_objects()
+        )
 
 
 def test_a_scheduler_that_nobody_uses_any_more_is_no_cause() -> None:
@@ -75,19 +78,19 @@ def test_a_scheduler_that_nobody_uses_any_more_is_no_cause() -> None:
     scheduler: Any = lr_scheduler.StepLR(optimizer, 1)
     scheduler.itself = scheduler  # a cycle, which waits for the collector
     del scheduler
-    refuse_unsaved_schedulers({"optimizer": optimizer})
+    refuse_unsaved_schedulers({"optimizer": optimizer}, living_objects())
 
 
 def test_a_scheduler_made_later_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = sgd()
-    warn_of_unsaved_schedulers({"optimizer": optimizer})
+    warn_of_unsaved_schedulers({"optimizer": optimizer}, living_objects())
     assert not caplog.records
     parts: list[Any] = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)]
     scheduler = lr_scheduler.SequentialLR(optimizer, parts, [3])
-    warn_of_unsaved_schedulers({"optimizer": optimizer})
+    warn_of_unsaved_schedulers({"optimizer": optimizer}, living_objects())
     assert caplog.text.count("was made after run.resume") == 1 and "a SequentialLR" in caplog.text
     caplog.clear()
-    warn_of_unsaved_schedulers({"optimizer": optimizer, "scheduler": scheduler})
+    warn_of_unsaved_schedulers({"optimizer": optimizer, "scheduler": scheduler}, living_objects())
     assert not caplog.records
 
 
