@@ -32,6 +32,7 @@ from ddp_train.sessions.learning_rates import check_same_rates
 from ddp_train.sessions.living_objects import living_objects
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
+from ddp_train.sessions.other_means import other_mean
 from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
@@ -182,6 +183,8 @@ class Steps:
         self.gradients = GradientWatch()
         self.had_backward = False
         """The mean loss of this step has gone backward."""
+        self.is_first_step = True
+        """This process has not done a step yet."""
         self.score_watch = ScoreWatch()
         self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
         self.media = self.numbers.media
@@ -443,6 +446,7 @@ class Steps:
             if self.draws_of_first_step.are_by_rank():
                 print(DRAWS_BY_RANK, file=sys.stderr)
             self.draws_of_first_step = None
+        self.is_first_step = False
         self.position.batch += 1
         self.position.step += 1
         for place in self.places:
@@ -474,6 +478,8 @@ class Steps:
         self.score_watch.check_ended()
         if over is None:
             check_one_for_each_sample(losses, share)
+            if self.is_first_step:
+                warn_of_other_mean(losses)
         if accumulate is not None:
             return self._mean_of_window(losses, over, share, accumulate)
         if over is None:
@@ -653,6 +659,13 @@ def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
         "give it one loss for each sample, with reduction='none'; of several numbers per"
         " sample their mean, or say with over=NUMBER how many they are",
     )
+
+
+def warn_of_other_mean(losses: Tensor) -> None:
+    """Say where torch's own mean of the losses is not that over samples."""
+    warning = other_mean(losses)
+    if warning:
+        log.warning(warning)
 
 
 class DrawsOfStep:
