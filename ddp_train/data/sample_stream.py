@@ -59,6 +59,8 @@ class StreamReader(IterableDataset[StreamedBatch]):
     """Batches that are read and left out. Only the first one is made, to be compared."""
     first: int = 0
     """The number of the first batch that is read."""
+    is_at_end: bool = False
+    """True once the stream has ended. Its own state then may be that of its beginning."""
 
     def __iter__(self) -> Iterator[StreamedBatch]:
         worker = get_worker_info()
@@ -72,6 +74,7 @@ class StreamReader(IterableDataset[StreamedBatch]):
                 if samples_of_stream is None:
                     samples_of_stream = iter(self.stream)
                 samples = list(islice(samples_of_stream, self.size))
+                self.is_at_end = len(samples) < self.size
                 if not samples:
                     return
                 batch = None

@@ -107,6 +107,7 @@ class StreamFeed:
         self.first = self.given = first
         self.reader.key = hash_key(self.key, begun.key)
         self.reader.first = self.reader.skipped = 0
+        self.reader.is_at_end = False
         self.digest = 0
         self.state_at_start = ""
         if self.saved_state:
@@ -133,9 +134,13 @@ class StreamFeed:
         return False
 
     def state(self, in_pass: bool, batch: int) -> dict[str, Any]:
-        """The stream's own state on each process, if it has one that can be written as JSON."""
+        """The stream's own state on each process, if it has one that can be written as JSON.
+
+        Without one, and behind its last sample, the stream is read past in a resumed run.
+        """
         text = ""
-        if in_pass and self.given == batch and self._has_state():
+        is_at_batch = in_pass and self.given == batch and not self.reader.is_at_end
+        if is_at_batch and self._has_state():
             try:
                 text = json.dumps(self.stream.state_dict())
             except TypeError:  # tensors, or objects: it is read past

@@ -176,6 +176,38 @@ def test_streams_are_those_of_a_plain_loop(processes: int, tmp_path: Path) -> No
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10, msg=kind)
 
 
+def batches_until(folder: Path, step: int | None) -> list[list[int]]:
+    """The batches of two epochs of a stream. step: after which it is saved and interrupted."""
+    seen: list[list[int]] = []
+    with session_on(World(), str(folder)) as run:
+        model = run.wrap(net())
+        loader = run.loader(Positioned(), global_batch_size=BATCH)
+        run.resume(model=model)
+        steps = run._steps
+        end_step = steps.end_step
+
+        def end_and_leave(*arguments: Any) -> None:
+            end_step(*arguments)
+            if run.step == step:
+                steps.save_now()
+                raise Interrupted
+
+        steps.end_step = end_and_leave  # type: ignore[method-assign]
+        for _ in run.epochs(2):
+            for inputs, numbers in loader:
+                seen.append(numbers.tolist())
+                run.mean(losses_of(model, inputs)).backward()
+    return seen
+
+
+def test_a_stream_saved_at_its_end_is_not_read_again(tmp_path: Path) -> None:
+    """Its own state is that of its beginning then."""
+    calm = batches_until(tmp_path / "calm", None)
+    for step in (6, 12):
+        first = batches_until(tmp_path / f"again {step}", step)
+        assert first + batches_until(tmp_path / f"again {step}", None) == calm
+
+
 def refusals(world: World, folder: str) -> list[str]:
     found = []
     for part, split in ((part_of(world), False), (slice(None), True), (slice(0, world.rank), True)):
