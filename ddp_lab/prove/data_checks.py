@@ -47,7 +47,7 @@ def order_of_samples(source: BatchSource, again: BatchSource, plan: BatchPlan) -
                 detail = f"step {step} has other samples on {counted(processes, 'process')}"
                 return failure(detail, "report this: it is a bug")
     length = plan.samples
-    if length != len(source):
+    if plan.sampled is None and length != len(source):
         detail = f"len() of the data set was {length} and is {len(source)}"
         return failure(detail, "return the same len() each time", cause="state")
     # if two digests of one object differ, `augmentation` says why
@@ -55,7 +55,9 @@ def order_of_samples(source: BatchSource, again: BatchSource, plan: BatchPlan) -
         data_set = _described(source)
         detail = f"{data_set} has other samples, or in another order, when it is made again"
         return causes.finding(Cause("randomness", detail, MAKE_THEM_ALIKE))
-    once = ", each sample once" if plan.weights is None else ""
+    once = ""
+    if plan.weights is None and plan.sampled is None:
+        once = ", each sample once"
     return ok(
         f"{counted(steps, 'step')} of an epoch of {length}{once}, the same on 1, 2, 3 processes"
     )

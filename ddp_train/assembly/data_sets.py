@@ -24,6 +24,8 @@ BESIDE_ARGUMENTS = (
     "limit",
     "validation",
     "weights",
+    "sampler",
+    "drop_last",
     "mixup",
     "cutmix",
     "random_erasing",

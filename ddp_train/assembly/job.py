@@ -15,6 +15,7 @@ from ddp_train.assembly.metrics import directions
 from ddp_train.assembly.model import all_take_empty_batch, may_count_samples, task_of_set
 from ddp_train.assembly.optimizer import optimizer_of, trained_parameters
 from ddp_train.assembly.plan import build_plan
+from ddp_train.assembly.sampler import sampled_epochs
 from ddp_train.assembly.schedule import schedule_of
 from ddp_train.config.switches import CAPTURED_IF_IT_PAYS
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
@@ -107,7 +108,16 @@ class JobBuilder:
         lengths = None
         if config.data.batch_by == "tokens":
             lengths = lengths_of(source, config.train.global_batch_size)
-        plan = build_plan(config, self.world, len(source), splits.weights, lengths, units)
+        sampled = sampled_epochs(config, source)
+        plan = build_plan(
+            config,
+            self.world,
+            len(source),
+            splits.weights,
+            lengths,
+            sampled,
+            units_per_sample=units,
+        )
         if isinstance(source, UserDataset):
             source.check_lengths(-(-plan.steps // plan.steps_per_epoch))
         return plan

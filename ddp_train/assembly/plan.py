@@ -9,10 +9,12 @@ import numpy as np
 
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.data.length_batches import LengthBatches
+from ddp_train.data.sampled_epochs import SampledEpochs
 from ddp_train.data.weighted_draws import WeightedDraws
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.options.schema import Config
+from ddp_train.text import counted
 
 
 def build_plan(
@@ -21,15 +23,21 @@ def build_plan(
     samples: int,
     weights: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
+    sampled: SampledEpochs | None = None,
     units_per_sample: float = 1.0,
 ) -> BatchPlan:
     """The plan of which process computes which samples in which step.
 
     weights: of the samples, where the config asks for draws by weight.
     lengths: of the samples, where it asks for batches by length.
+    sampled: the epochs of a sampler, where it names one.
     units_per_sample: see `BatchPlan`.
+
+    Raises ConfigError if no step is left.
     """
     train = config.train
+    if sampled is not None:
+        samples = len(sampled)
     plan = BatchPlan(
         samples=samples,
         global_batch_size=train.global_batch_size,
@@ -41,8 +49,14 @@ def build_plan(
         virtual_shards=config.strategy.virtual_shards,
         weights=None if weights is None else WeightedDraws(weights),
         lengths=None if lengths is None else LengthBatches(lengths, train.global_batch_size),
+        sampled=sampled,
+        drop_last=config.data.drop_last,
         units_per_sample=units_per_sample,
     )
+    if not plan.steps_per_epoch:
+        size = train.global_batch_size
+        rule = f"leaves no batch of train.global_batch_size={size} of {counted(samples, 'sample')}"
+        raise ConfigError([f"data.drop_last=true: {rule}; use data.drop_last=false"])
     ends = []
     if train.most_epochs:
         ends.append(train.most_epochs * plan.steps_per_epoch)

@@ -27,6 +27,11 @@ TRUSTED_MODULES = (
     "ddp_train.tasks",
     "torch.nn",
     "torch.optim",
+    "torch.utils.data.RandomSampler",
+    "torch.utils.data.SequentialSampler",
+    "torch.utils.data.SubsetRandomSampler",
+    "torch.utils.data.WeightedRandomSampler",
+    "torch.utils.data.sampler",
     "torchvision.datasets",
     "torchvision.models",
     "torchvision.transforms",
@@ -63,6 +68,10 @@ def code_named(config: Config) -> Iterator[Problem]:
     trusted = config.trusted_modules
     for section, option in _own_options(config).items():
         yield from _problems_of_option(section, option, trusted)
+    sampler = config.data.sampler.get("_target_")
+    if isinstance(sampler, str) and not config.uses_trained:
+        found = f"data.sampler._target_={sampler}"
+        yield from loading_problems(found, sampler, TRUSTED_MODULES, trusted)
     for metric in _own_metrics(config):
         target = metric.code.target
         found = f"{metric.key}._target_={shown(target or None)}"

@@ -208,6 +208,8 @@ def _own_packages(config: Config, from_elsewhere: Collection[str]) -> list[str]:
         option = getattr(config, group)
         if group not in from_elsewhere and isinstance(option, CustomOption):
             paths += [path for _, path in option.paths()]
+    if "data" not in from_elsewhere:
+        paths.append(str(config.data.sampler.get("_target_", "")))
     if "metrics" not in from_elsewhere:
         paths += [metric.code.target for metric in metrics.further_metrics(config)]
     if "hooks" not in from_elsewhere:

@@ -39,6 +39,9 @@ from ddp_train.options.custom import (
 from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.text import did_you_mean
 
+LONGEST_ARGUMENT = 100
+"""Letters of an argument in a message."""
+
 
 def instantiate(section: str, code: Code, *args: Any, **more: Any) -> Any:
     """Import `code.target` and call it, with the values of `${oc.env:...}` among its arguments.
@@ -61,7 +64,8 @@ def _called(
         inspect.signature(target).bind(*args, **values, **more)
     except TypeError as error:
         # The arguments as written: a value of the environment may be a secret.
-        written = ", ".join(f"{key}={value!r}" for key, value in {**arguments, **more}.items())
+        given = {**arguments, **more}
+        written = ", ".join(f"{key}={_shortened(repr(value))}" for key, value in given.items())
         parameters = list(inspect.signature(target).parameters)[len(args) :]
         free = [name for name in parameters if name not in more]
         # The one that Python names, too.
@@ -72,6 +76,12 @@ def _called(
     except ValueError:  # written in C, without a signature: the call itself fails
         pass
     return target(*args, **values, **more)
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= LONGEST_ARGUMENT:
+        return text
+    return f"{text[: LONGEST_ARGUMENT - 3]}..."
 
 
 def parameters_of(section: str, code: Code) -> list[str]:

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -62,12 +63,27 @@ class MicroBatch:
         return self.indices % NUMBERS
 
 
+class NumberedEpochs(Protocol):
+    """Epochs whose samples somebody else chooses: see `data.sampled_epochs`."""
+
+    name: str
+    """For people."""
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        ...
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """The sample numbers in their order, int64 [n]."""
+        ...
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """The samples of one process in each optimizer step of a run."""
 
     samples: int
-    """Samples of the training set, and of an epoch; with weights, draws."""
+    """Samples of the training set, and of an epoch; with weights or a sampler, draws."""
     global_batch_size: int
     """Samples of an optimizer step; with lengths the most tokens, padding included."""
     accumulation_steps: int
@@ -85,6 +101,10 @@ class BatchPlan:
     """None: each sample once in an epoch."""
     lengths: LengthBatches | None = field(default=None, compare=False)
     """None: global batches of one number of samples."""
+    sampled: NumberedEpochs | None = field(default=None, compare=False)
+    """None: the order is drawn by seed and epoch."""
+    drop_last: bool = False
+    """The last global batch of an epoch is left out if it is not full."""
 
     def __post_init__(self) -> None:
         require_memory_for(self.samples)
@@ -93,7 +113,16 @@ class BatchPlan:
     def steps_per_epoch(self) -> int:
         if self.lengths:
             return self.lengths.steps
+        if self.drop_last:
+            return self.samples // self.global_batch_size
         return -(-self.samples // self.global_batch_size)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples that are trained on in an epoch."""
+        if self.drop_last:
+            return self.steps_per_epoch * self.global_batch_size
+        return self.samples
 
     @property
     def micro_batch_size(self) -> int:
@@ -116,21 +145,22 @@ class BatchPlan:
         if self.lengths:
             return False
         is_last_of_epoch = (step + 1) % self.steps_per_epoch == 0
-        return not is_last_of_epoch or self.samples % self.global_batch_size == 0
+        return not is_last_of_epoch or self.samples_per_epoch % self.global_batch_size == 0
 
     @property
     def has_empty_parts(self) -> bool:
         """True if some process may have no sample in some micro-batch."""
         if self.lengths:
             return True
-        sizes = {min(self.samples, self.global_batch_size)}
-        sizes.add(self.samples % self.global_batch_size or self.global_batch_size)
+        samples = self.samples_per_epoch
+        sizes = {min(samples, self.global_batch_size)}
+        sizes.add(samples % self.global_batch_size or self.global_batch_size)
         return any(self._parts(size) > size for size in sizes)
 
     def samples_seen(self, step: int) -> int:
         """Samples in the first `step` optimizer steps, over all processes."""
         epochs, steps = divmod(step, self.steps_per_epoch)
-        seen_before = epochs * self.samples
+        seen_before = epochs * self.samples_per_epoch
         if not steps:
             return seen_before
         if self.lengths:
@@ -146,7 +176,9 @@ class BatchPlan:
         if self.lengths:
             return self.lengths.batch(_length_epoch(self.lengths, self.seed, epoch), step_in_epoch)
         start = step_in_epoch * self.global_batch_size
-        if self.weights:
+        if self.sampled:
+            samples = self.sampled.epoch(epoch)
+        elif self.weights:
             samples = _weighted_epoch(self.weights, self.seed, epoch)
         else:
             samples = epoch_order(self.seed, epoch, self.samples)
@@ -162,12 +194,15 @@ class BatchPlan:
         return PlannedMicroBatches(self, first_step)
 
     def digests(self) -> dict[str, str]:
-        """sha256 of the weights, or lengths, that decide which samples a batch has."""
+        """sha256 of the weights, lengths or first epoch of a sampler, which decide which samples a
+        batch has."""
         arrays = {}
         if self.weights:
             arrays["weights"] = self.weights.sums
         if self.lengths:
             arrays["lengths"] = self.lengths.lengths
+        if self.sampled:
+            arrays["order"] = self.sampled.epoch(0)
         return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
 
     def _split(self, step: int, indices: np.ndarray) -> Iterator[MicroBatch]:

@@ -6,9 +6,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from ddp_train.options.data_keys import mixing_alpha, sample_weights, validation_part
+from ddp_train.options.data_keys import (
+    drop_last,
+    mixing_alpha,
+    sample_weights,
+    sampler,
+    validation_part,
+)
 from ddp_train.options.key import key
 from ddp_train.options.problem import Problem
 from ddp_train.options.schema import Config, DataConfig
@@ -23,6 +29,8 @@ class BuiltInDataConfig(DataConfig):
     limit: int | None = key(None, "use only this many samples of each split", at_least=1)
     validation: float | None = validation_part()
     weights: str | None = sample_weights()
+    sampler: dict[str, Any] = sampler()
+    drop_last: bool = drop_last()
     placement: str = key(
         "auto",
         "where the data are held; auto: device if they fit",

@@ -111,7 +111,7 @@ class SampledBatches:
             self.state_at_start = holder.state_dict()
         if self.keeps_state and not holder:
             self.history.append([begun.epoch, begun.repetition, 0])
-        self.portions = self._drawn(begun)
+        self.portions = self.draw(begun)
         first = next(self.portions, [])
         self.kept = [first]
         self.digest = digest_of(first)
@@ -169,11 +169,11 @@ class SampledBatches:
         if in_pass and history:
             history.pop()
         for epoch, repetition, portions in history:
-            for _ in islice(self._drawn(Pass(epoch, repetition), is_noted=False), portions):
+            for _ in islice(self.draw(Pass(epoch, repetition), is_noted=False), portions):
                 pass
         self.history = history
 
-    def _drawn(self, begun: Pass, is_noted: bool = True) -> Iterator[list[np.ndarray]]:
+    def draw(self, begun: Pass, is_noted: bool = True) -> Iterator[list[np.ndarray]]:
         """The batches of a pass, a portion at a time."""
         draws = InterruptedDraws(hash_key(self.key, "sampler", begun.key))
         drawing = draws.drawing

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ddp_train.options.data_keys import (
+    drop_last,
     mixing_alpha,
     named_test_sets,
     named_validation_sets,
     sample_weights,
+    sampler,
     validation_part,
 )
 from ddp_train.options.key import key
@@ -187,6 +189,8 @@ class CustomDataConfig(CustomOption, DataConfig):
     mixup: float = mixing_alpha("mixup, the weighted mean of")
     cutmix: float = mixing_alpha("CutMix, which exchanges a box between")
     weights: str | None = sample_weights()
+    sampler: dict[str, Any] = sampler()
+    drop_last: bool = drop_last()
     batch_by: str = key(
         "samples",
         "what the global batch counts; tokens: samples of about one length together, by the data's"

@@ -31,6 +31,18 @@ def mixing_alpha(what: str) -> Any:
     return key(0.0, f"alpha of {what} two samples of the global batch; 0: off", at_least=0)
 
 
+def sampler() -> Any:
+    meaning = (
+        "class of a sampler that gives the numbers of an epoch's samples, {_target_:"
+        " torch.utils.data.RandomSampler, num_samples: 500}; {}: each sample once, in a new order"
+    )
+    return key({}, meaning)
+
+
+def drop_last() -> Any:
+    return key(False, "leave out the last global batch of an epoch if it is not full")
+
+
 def sample_weights() -> Any:
     meaning = (
         "draw an epoch's n samples with replacement: balanced, each class as often; or a file, .npy"

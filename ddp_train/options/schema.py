@@ -276,6 +276,8 @@ class DataConfig:
     validation_sets = cast("dict[str, Any]", {})
     test_sets = cast("dict[str, Any]", {})
     weights = cast("str | None", None)
+    sampler = cast("dict[str, Any]", {})
+    drop_last = False
     limit = cast("int | None", None)
     batch_by = "samples"
     mixup = cutmix = random_erasing = 0.0
@@ -353,6 +355,7 @@ class DataConfig:
                 "contradicts data.batch_by=tokens: the number of steps would depend on the draws",
                 "give one of them",
             )
+        yield from self._sampler_problems()
         has_labels = not self.is_regression and self.task != "language_model"
         if self.weights == "balanced" and not has_labels:
             yield Problem(
@@ -360,6 +363,40 @@ class DataConfig:
                 f"data={self.name} has no class labels",
                 "use data.weights=FILE with a weight for each sample, or leave it out",
             )
+
+    def _sampler_problems(self) -> Iterator[Problem]:
+        if self.drop_last and self.batch_by == "tokens":
+            yield Problem(
+                "data.drop_last=true",
+                "contradicts data.batch_by=tokens, whose batches differ in size",
+                "leave it out",
+            )
+        if not self.sampler:
+            return
+        target = self.sampler.get("_target_")
+        if not isinstance(target, str):
+            rule = "must be a class with its arguments"
+            found = f"data.sampler={shown(self.sampler)}"
+            yield Problem(found, rule, "use data.sampler._target_=package.Name")
+            return
+        found = f"data.sampler._target_={target}"
+        if target.rpartition(".")[2] == "DistributedSampler":
+            yield Problem(
+                found,
+                "gives each process a part, and the processes share each global batch here",
+                "leave it out: each sample comes once in an epoch",
+            )
+        others = {
+            f"data.weights={self.weights}": self.weights is not None,
+            "data.batch_by=tokens": self.batch_by == "tokens",
+        }
+        for other, is_given in others.items():
+            if is_given:
+                yield Problem(
+                    found,
+                    f"contradicts {other}: both say which samples meet in a batch",
+                    "give one of them",
+                )
 
     def _name_problems(self) -> Iterator[Problem]:
         """Further sets whose names would not stand in a metric, validation/noisy.accuracy."""

@@ -152,7 +152,13 @@ def task_row(section: Any, task: Task) -> str:
 
 
 def _data_row(data: Any, plan: BatchPlan, set_sizes: Mapping[str, int]) -> str:
-    parts = [_name_of(data), f"{plan.samples:,} samples to train on"]
+    samples = f"{plan.samples:,} samples to train on"
+    if plan.sampled:
+        samples = f"{plan.samples:,} draws of {plan.sampled.name} to train on"
+    parts = [_name_of(data), samples]
+    left_out = plan.samples - plan.samples_per_epoch
+    if left_out:
+        parts.append(f"{left_out:,} of them left out in each epoch (data.drop_last)")
     if plan.weights:
         parts.append(
             f"an epoch is {plan.samples:,} draws with replacement (weights {data.weights})"

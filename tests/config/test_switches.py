@@ -45,6 +45,7 @@ from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.metrics import build_selection
 from ddp_train.assembly.model import build_module, build_task
 from ddp_train.assembly.plan import build_plan
+from ddp_train.assembly.sampler import sampled_epochs
 from ddp_train.assembly.schedule import metric_of, schedule_of
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.checkpoints import reader
@@ -707,7 +708,8 @@ def first_epoch(case: Case) -> Any:
         lengths = lengths_of(splits.train, case.config.train.global_batch_size)
     else:
         lengths = None
-    made = build_plan(case.config, World(), len(splits.train), splits.weights, lengths)
+    sampled = sampled_epochs(case.config, splits.train)
+    made = build_plan(case.config, World(), len(splits.train), splits.weights, lengths, sampled)
     return [made.global_batch(step).tolist() for step in range(made.steps_per_epoch)]
 
 
@@ -1206,6 +1208,12 @@ ROWS: dict[str, Row] = {
         "data.random_erasing=1", batch_trained_on, f"model=mlp {NO_WORKERS}"
     ),
     "data.weights": Row("data.weights=balanced", first_epoch),
+    "data.sampler": Row("data.sampler={_target_:torch.utils.data.SequentialSampler}", first_epoch),
+    "data.drop_last": Row(
+        "data.drop_last=true",
+        first_epoch,
+        "data.limit=6 launch.nproc_per_node=1 train.global_batch_size=4",
+    ),
     "data.batch_by": Row("data.batch_by=tokens", first_epoch),
     "data.placement": Row("data.placement=device", where_data_are_held, "data.placement=host"),
     "data.augment": Row("data.augment=FLIPPED", samples),
