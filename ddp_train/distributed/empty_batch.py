@@ -34,8 +34,8 @@ def step_without_samples() -> contextlib.ExitStack:
 
 
 class TakesNoRows(TorchFunctionMode):
-    """Inside, `x.view(len(x), -1)` works without rows too, and so do some functions of images; in
-    torch they are errors."""
+    """Inside, `x.view(len(x), -1)` works without rows too, and so do some functions of images and
+    attention with masks; in torch they are errors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -48,7 +48,19 @@ class TakesNoRows(TorchFunctionMode):
             images, *others = args
             one_row = torch.cat([images, images.new_zeros(1, *images.shape[1:])])
             return func(one_row, *others, **kwargs)[:0]
+        elif func is functional.multi_head_attention_forward and not args[0].numel():
+            kwargs = without_masks_of_samples(kwargs)
         return func(*args, **kwargs)
+
+
+def without_masks_of_samples(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of multi_head_attention_forward without what it cannot reshape: masks that
+    each sample has for itself, of which there is none. One that all share stays."""
+    kwargs = {**kwargs, "key_padding_mask": None}
+    mask = kwargs.get("attn_mask")
+    if mask is not None and mask.dim() == 3:
+        kwargs.update(attn_mask=None, is_causal=False)
+    return kwargs
 
 
 def reshaped_size(shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:

@@ -39,3 +39,21 @@ def test_networks_take_no_rows_and_give_zero_gradients() -> None:
     for parameter in (*network.parameters(), *head.parameters()):
         assert parameter.grad is not None and not parameter.grad.any()
     assert not torch.as_tensor(norm.running_mean).any()
+
+
+@pytest.mark.parametrize("masks", ["none", "padding", "shared", "both", "each"])
+def test_attention_with_masks_takes_no_rows(masks: str) -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    arguments = {}
+    if masks in ("padding", "both"):
+        arguments["src_key_padding_mask"] = torch.zeros(0, 5, dtype=torch.bool)
+    if masks in ("shared", "both"):
+        arguments["src_mask"] = torch.zeros(5, 5, dtype=torch.bool)
+    if masks == "each":
+        arguments["src_mask"] = torch.zeros(0, 5, 5)
+    with step_without_samples():
+        outputs = layer(torch.zeros(0, 5, 4), **arguments)
+        outputs.sum().backward()
+    assert outputs.shape == (0, 5, 4)
+    for parameter in layer.parameters():
+        assert parameter.grad is not None and not parameter.grad.any()
