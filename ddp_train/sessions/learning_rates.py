@@ -28,6 +28,8 @@ def check_same_rates(objects: Mapping[str, Any], device: str) -> None:
         if isinstance(value, Optimizer)
         for place, group in enumerate(value.param_groups)
     }
+    if not rates:
+        return  # the loop updates the weights by itself
     of_ranks = from_all_ranks(torch.tensor([*rates.values()], dtype=torch.float64, device=device))
     differs = (of_ranks != of_ranks[0]) & ~(of_ranks.isnan() & of_ranks[0].isnan())
     if not bool(differs.any()):

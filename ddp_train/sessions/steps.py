@@ -403,6 +403,8 @@ class Steps:
         """
         if self.micro_batch is not begun:
             return  # it ended with its epoch
+        if not self.optimizers:
+            self._check_gradients(self.models)  # the loop has updated the weights by itself
         self._count_step()
         self.has_samples = True
         if not is_last and self.position.step % self.numbers.every_steps == 0:
@@ -550,7 +552,7 @@ class Steps:
 
     def see_forward(self, *_: object) -> None:
         """Called before each forward pass of the wrapped model."""
-        if not torch.is_grad_enabled() and not self.micro_batch:
+        if not self.micro_batch:
             self.score_watch.see_score()
 
     def _in_backward(self, _: Tensor) -> None:
@@ -595,7 +597,7 @@ class Steps:
                 "loss = run.mean(losses), of one loss for each sample (reduction='none'), then"
                 " loss.backward()",
             )
-        self._check_gradients(optimizer)
+        self._check_gradients(self.optimizers[optimizer])
         self.gradients.see_step(optimizer)
         self.status.phase = "optimizer step"
         return None
@@ -623,9 +625,9 @@ class Steps:
                 " run.resume the optimizer too",
             )
 
-    def _check_gradients(self, optimizer: Optimizer) -> None:
-        """Raise an error if an optimizer would use gradients that are not those of all."""
-        for model in self.optimizers[optimizer]:
+    def _check_gradients(self, models: Iterable[Wrapped]) -> None:
+        """Raise an error if an update of models would use gradients that are not those of all."""
+        for model in models:
             model.gradient_exchange.check_gradients(type(model.module).__name__)
 
     @torch.no_grad()
@@ -639,7 +641,7 @@ class Steps:
                 "in it: optimizer.zero_grad(), loss = run.mean(losses), of one loss for each"
                 " sample (reduction='none'), loss.backward(), return loss",
             )
-        self._check_gradients(optimizer)
+        self._check_gradients(self.optimizers[optimizer])
         if not isinstance(loss, Tensor):
             return loss
         return total(loss.detach().clone()) / self.world.size

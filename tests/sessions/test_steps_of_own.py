@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging.handlers
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ from ddp_train.errors import PeerError
 from ddp_train.sessions.settings import UsageError
 from examples import sam
 from tests.support.ranks import on_ranks
-from tests.support.session_ranks import session_on
+from tests.support.session_ranks import Interrupted, session_on
 
 EPOCHS = 2
 SAMPLES = 33
@@ -190,3 +192,47 @@ def test_a_loss_for_each_sample_may_have_a_dimension_of_one() -> None:
                     run.mean((outputs - labels.double()).square())
                 with pytest.raises(UsageError, match=r"shape \[8, 3\], and the batch 8 samples$"):
                     run.mean(losses.expand(8, 3))
+
+
+def updated_by_hand(world: World) -> tuple[Tensor, str, list[str]]:
+    """The weights of a loop without an optimizer, what is said of a loss that is a mean there, and
+    warnings of a score by all samples on each process."""
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("ddp_train").addHandler(handler)
+    inputs = torch.arange(12.0).double().view(6, 2)
+    refusal = ""
+    weights = torch.empty(0)
+    with session_on(world) as run, contextlib.suppress(Interrupted):
+        layer = nn.Linear(2, 1, bias=False).double()
+        nn.init.ones_(layer.weight)
+        model = run.wrap(layer)
+        loader = run.loader(inputs, global_batch_size=4, shuffle=False)
+        run.resume(model=model)
+        for epoch in run.epochs(2):
+            try:
+                for batch in loader:
+                    model.zero_grad()
+                    losses = model(batch).square()[:, 0]
+                    if epoch:
+                        losses.mean().backward()
+                    else:
+                        run.mean(losses).backward()
+                    assert layer.weight.grad is not None
+                    layer.weight.data.sub_(1e-3 * layer.weight.grad)
+            except UsageError as error:
+                refusal = str(error)
+                raise Interrupted from None
+            weights = layer.weight.detach().clone()
+            run.sum(model(inputs).sum().item())
+    return weights, refusal, [record.getMessage() for record in handler.buffer]
+
+
+def test_a_loop_without_an_optimizer_is_that_of_one() -> None:
+    weights = torch.ones(1, 2).double()
+    inputs = torch.arange(12.0).double().view(6, 2)
+    for batch in inputs.split(4):
+        weights = weights - 1e-3 * 2 * (batch @ weights.T * batch).mean(0)
+    for found, refusal, warnings in on_ranks(2, updated_by_hand):
+        torch.testing.assert_close(found, weights)
+        assert "from a loss that did not come by run.mean" in refusal
+        assert any("not from run.test_loader" in warning for warning in warnings)
