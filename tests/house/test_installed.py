@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.commands import LIMIT_SECONDS, ONE, ROOT, checkpoints, read
 
-SMALL = ("data.limit=60", "train.epochs=1", ONE)
+SMALL = ("data.limit=60", "train.epochs=1", "launch.threads_per_process=1", ONE)
 NET = """
 from torch import nn
 
@@ -46,17 +46,6 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
-    wheel = [
-        *pip,
-        "wheel",
-        "--no-build-isolation",
-        "--no-deps",
-        "--no-index",
-        "--wheel-dir",
-        folder,
-        source,
-    ]
-    subprocess.run(wheel, check=True, timeout=LIMIT_SECONDS)
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", folder / "venv"],
         check=True,
@@ -65,16 +54,16 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     python = folder / "venv/bin/python"
     (packages,) = folder.glob("venv/lib/python*/site-packages")
     (packages / "shared.pth").write_text(sysconfig.get_path("purelib"))
-    (built,) = folder.glob("*.whl")
     install = [
         *pip,
         "--python",
         python,
         "install",
+        "--no-build-isolation",
         "--no-deps",
         "--no-index",
         "--no-compile",
-        built,
+        source,
     ]
     subprocess.run(install, check=True, timeout=LIMIT_SECONDS)
     return python.parent
@@ -127,26 +116,24 @@ def test_the_wheel_trains_from_any_folder(
     start(python, "-m", "pytest", "-q", "-p", "no:cacheprovider")  # one of them is a run
     monkeypatch.chdir(tmp_path)
 
-    torchrun = [python, "-m", "torch.distributed.run", "--nproc_per_node=1", "-m", "ddp_train"]
-    start(*torchrun, "experiment=wide", *SMALL[:2])
-    (run_dir,) = Path("runs/wide").iterdir()
-    assert checkpoints(run_dir) == ["step_00000001"]
-    assert (run_dir / "report.html").stat().st_size > 1_000_000, (
+    start(command, "-m", "experiment=wide", "model.width=3", "run_dir=sweep", *SMALL)
+    (row,) = (json.loads(line) for line in Path("sweep/results.jsonl").read_text().splitlines())
+    assert (row["trial"], row["status"]) == (0, "completed")
+    said = Path("sweep/report.md").read_text()
+    assert "ddp-train -m experiment=wide model.width=3" in said
+    trial = Path("sweep/0")
+    assert checkpoints(trial) == ["step_00000001"]
+
+    longer = ("ddp_train", f"run_dir={trial}", "train.epochs=2")
+    assert "loads code from outside" in start(python, "-m", *longer, ONE, code=2), (
+        "of the folder as of any other"
+    )
+    torchrun = [python, "-m", "torch.distributed.run", "--nproc_per_node=1", "-m"]
+    start(*torchrun, *longer, "trusted_modules=[my_net]")  # model, data, optimizer as before
+    assert checkpoints(trial)[-1] == "step_00000002"
+    assert (trial / "report.html").stat().st_size > 1_000_000, (
         "the wheel has the library that draws the plots"
     )
-
-    longer = (python, "-m", "ddp_train", f"run_dir={run_dir}", "train.epochs=2", ONE)
-    assert "loads code from outside" in start(*longer, code=2), "of the folder as of any other"
-    start(*longer, "trusted_modules=[my_net]")  # model, data, optimizer as before
-    assert checkpoints(run_dir)[-1] == "step_00000002"
-    assert read(run_dir, "summary.json")["command"].startswith(
-        f"python -m ddp_train run_dir={run_dir} train.epochs=2 "
+    assert read(trial, "summary.json")["command"] == (
+        "python -m ddp_train run_dir=sweep/0 train.epochs=2 'trusted_modules=[my_net]'"
     )
-
-    start(command, "-m", "model=narrow", "model.width=3,5", "run_dir=sweep", *SMALL)
-    rows = [json.loads(line) for line in Path("sweep/results.jsonl").read_text().splitlines()]
-    assert [(row["overrides"], row["status"]) for row in rows] == [
-        (["model.width=3"], "completed"),
-        (["model.width=5"], "completed"),
-    ]
-    assert "ddp-train -m model=narrow model.width=3,5" in Path("sweep/report.md").read_text()
