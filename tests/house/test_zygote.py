@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_fork_server import facts_of
 from tests.support import zygote
 from tests.support.commands import (
     ENDLESS,
@@ -25,26 +24,6 @@ from tests.support.commands import (
 )
 
 pytestmark = pytest.mark.timeout(300)  # the machine may be busy
-
-
-@pytest.mark.slow
-def test_a_worker_finds_what_that_of_a_real_command_finds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "facts").mkdir()
-    forked = facts_of(tmp_path / "facts")
-    monkeypatch.setattr(zygote, "_fits", lambda _: False)
-    real = facts_of(tmp_path / "facts", "checkpoint.resume=never")
-    for one, other in zip(forked, real, strict=True):
-        for facts in (one, other):  # the zygote has also loaded scikit-learn's BLAS
-            facts["common"]["BLAS threads"] = set(facts["common"]["BLAS threads"])
-            for name in (
-                "KMP_DUPLICATE_LIB_OK",
-                "KMP_INIT_AT_FORK",
-                "TORCHINDUCTOR_CACHE_DIR",
-            ):  # set by imports
-                facts["common"]["environment"].pop(name, None)
-        assert one["common"] == other["common"] and one["forked"] == other["forked"]
 
 
 def test_command_is_a_child_with_its_own_command_line(tmp_path: Path) -> None:
@@ -82,6 +61,7 @@ def test_what_reads_its_settings_at_import_is_started_for_real(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_zygote_that_has_ended_is_replaced() -> None:
     assert run("modle=mlp").returncode == 2
     before = zygote.zygote_pid()

@@ -3,6 +3,7 @@ fork server."""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ from unittest import mock
 
 import pytest
 
+from ddp_train.launcher import fork_server
 from ddp_train.launcher.fork_server import ForkServer, WorkerSpec
 from ddp_train.linux import adopting_orphans, children_of
+from tests.support import zygote
 from tests.support.commands import (
     ENDLESS,
     LAUNCH,
@@ -38,7 +41,7 @@ import collections
 import gc
 import json
 import logging
-import multiprocessing
+import multiprocessing.spawn
 import os
 import signal
 import sys
@@ -72,11 +75,14 @@ class Net(nn.Module):
         open_files = [entry for entry in os.listdir("/proc/self/fd") if Path(f"/proc/self/fd/{entry}").exists()]
         common = {
             "environment": {name: value for name, value in os.environ.items()
-                            if name not in ("RANK", "LOCAL_RANK", "MASTER_PORT", "DDP_TRAIN_LAUNCHER_PID")},
+                            if name not in ("RANK", "LOCAL_RANK", "MASTER_PORT", "DDP_TRAIN_LAUNCHER_PID",
+                                            "PYTEST_CURRENT_TEST")},
             "arguments": sys.argv[1:2],
             "path": sys.path,
             "directory": os.getcwd(),
             "main": [main.__spec__.name, Path(main.__file__).name],
+            "what it would spawn": [value for name, value in multiprocessing.spawn.get_preparation_data("it").items()
+                                    if name.startswith("init_main")],
             "torch threads": torch.get_num_threads(),
             "BLAS threads": [info["num_threads"] for info in threadpool_info() if info["user_api"] == "blas"],
             "garbage collection": gc.isenabled(),
@@ -130,11 +136,24 @@ def facts_of(folder: Path, *words: str, spawn: bool = False) -> list[dict[str, A
     return [json.loads((written / str(rank)).read_text()) for rank in range(2)]
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("facts")
+
+
+@pytest.fixture(scope="module")
+def forked(place: Path) -> list[dict[str, Any]]:
+    """What the forked workers of a real command found."""
+    with mock.patch.object(zygote, "_fits", return_value=False):
+        return facts_of(place)
+
+
 @pytest.mark.slow
 @pytest.mark.true_command
-def test_a_forked_worker_finds_what_a_new_interpreter_finds(tmp_path: Path) -> None:
-    forked = facts_of(tmp_path, spawn=True)
-    fresh = facts_of(tmp_path, "launch.fork_server=false")
+def test_a_forked_worker_finds_what_a_new_interpreter_finds(
+    place: Path, forked: list[dict[str, Any]]
+) -> None:
+    fresh = facts_of(place, "launch.fork_server=false")
     assert [facts["forked"] for facts in forked + fresh] == [True] * 2 + [False] * 2
     for one, other in zip(forked, fresh, strict=True):
         assert one["common"] == other["common"]
@@ -147,18 +166,37 @@ def test_a_forked_worker_finds_what_a_new_interpreter_finds(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.true_command
-def test_a_server_with_threads_forks_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_forked_worker_spawns_processes(place: Path) -> None:
+    assert facts_of(place, spawn=True)[0]["forked"]
+
+
+@pytest.mark.slow
+def test_a_worker_of_the_zygote_finds_what_a_real_one_finds(
+    place: Path, forked: list[dict[str, Any]]
 ) -> None:
-    """The thread comes from a module that Python imports at every start, as a profiler's may."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,),"
-        " daemon=True).start()\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    server = ForkServer(ROOT)
-    with caplog.at_level("DEBUG"), adopting_orphans():
+    """See tests/support/zygote.py."""
+    for one, other in zip(facts_of(place), copy.deepcopy(forked), strict=True):
+        for facts in (one, other):  # the zygote has also loaded scikit-learn's BLAS
+            facts["common"]["BLAS threads"] = set(facts["common"]["BLAS threads"])
+            for name in (
+                "KMP_DUPLICATE_LIB_OK",
+                "KMP_INIT_AT_FORK",
+                "TORCHINDUCTOR_CACHE_DIR",
+            ):  # set by imports
+                facts["common"]["environment"].pop(name, None)
+        assert one["common"] == other["common"] and one["forked"] == other["forked"]
+
+
+def test_a_server_with_threads_forks_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """What it looks at: `test_a_process_with_cuda_or_threads_is_not_forked`."""
+    with (
+        mock.patch.object(fork_server, "unfit", return_value="it has 2 threads"),
+        caplog.at_level("DEBUG"),
+        adopting_orphans(),
+    ):
+        server = ForkServer(ROOT, changed={})
         assert server.fork([SPEC], given_up=lambda: False) == []
     assert "the fork server failed: it has 2 threads" in caplog.text
 
