@@ -1,5 +1,5 @@
-"""Ten cases of tests/campaigns/fuzz.py, of all kinds of faults, and further ones at night; `make
-fuzz` runs hundreds. And its judge, which must see."""
+"""Six cases of tests/campaigns/fuzz.py, whose faults no other test has, and further ones at night;
+`make fuzz` runs hundreds. And its judge, which must see."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ once."""
 NIGHTLY = {
     "after: newest checkpoint damaged",
     "SIGTERM: launcher",
-    "SIGKILL: rank",
-    "own code: sample raises",
-    "own code: nan",
+    "SIGTERM, then SIGKILL: rank",
+    "SIGKILL: fork server",
+    *CASES[1040],
     *CASES[1020],
 }
 """Faults that have tests of their own: docs/test_map.md."""
