@@ -223,7 +223,7 @@ def test_trials_are_slurm_jobs_and_resume(slurm: SlurmLab) -> None:
         "-m",
         "hydra/launcher=slurm",
         *asked,
-        "optimizer.lr=0.01,0.02,0.05,0.1",
+        "optimizer.lr=0.01,0.02",
         *words,
     )
     with slurm.popen(
@@ -240,11 +240,11 @@ def test_trials_are_slurm_jobs_and_resume(slurm: SlurmLab) -> None:
     assert re.search(r"^steps .*, from step \d+$", log.read_text(), re.M)
     rows = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
     assert sorted((row["trial"], row["status"]) for row in rows) == [
-        (trial, "completed") for trial in range(4)
+        (trial, "completed") for trial in range(2)
     ]
-    assert [read(sweep / str(trial), "summary.json")["steps"] for trial in range(4)] == [40] * 4
+    assert [read(sweep / str(trial), "summary.json")["steps"] for trial in range(2)] == [40] * 2
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines if "completed" in line] == ["0", "1", "2", "3"], out
+    assert [line.split()[0] for line in lines if "completed" in line] == ["0", "1"], out
     assert any(line.startswith("best trial ") for line in lines)
 
 
