@@ -17,7 +17,8 @@ from tests.support.commands import ROOT
 
 @pytest.mark.slow
 def test_our_kernels_compute_what_torchs_do() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1"} | one_thread
     command = [sys.executable, "-m", "tests.kernels.triton_kernels"]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
