@@ -648,7 +648,8 @@ def test_a_process_that_left_its_session_ends_with_the_run(
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path: Path) -> None:
-    command = [*LAUNCH, *SMALL, ONE, "train.epochs=20", f"run_dir={tmp_path}/run"]
+    words = (*SMALL, ONE, "launch.threads_per_process=1", "train.epochs=20")
+    command = [*LAUNCH, *words, f"run_dir={tmp_path}/run"]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as job:
