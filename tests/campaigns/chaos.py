@@ -147,7 +147,7 @@ def _digest(value: Any, digest: Any) -> None:
         digest.update(repr(value).encode())
 
 
-def check_ledger(folder: Path, ranks: int) -> None:
+def check_ledger(folder: Path, ranks: int, epochs: int = EPOCHS) -> None:
     """Every sample once per epoch, over all ranks, in the history that led to the final weights."""
     passes_per_epoch = -(-SAMPLES // (BATCH // ACCUMULATION))
     seen: dict[int, list[int]] = collections.defaultdict(list)
@@ -161,7 +161,7 @@ def check_ledger(folder: Path, ranks: int) -> None:
                 history[number] = samples
         for number, samples in history.items():
             seen[number // passes_per_epoch] += samples
-    assert sorted(seen) == list(range(EPOCHS)), sorted(seen)
+    assert sorted(seen) == list(range(epochs)), sorted(seen)
     for epoch, samples in seen.items():
         assert sorted(samples) == list(range(SAMPLES)), f"epoch {epoch}: {len(samples)} samples"
 

@@ -150,7 +150,7 @@ def _strike(job: Running, what: Kill, board: StatusBoard, workers: dict[int, int
 
 def outcome(folder: Path, ranks: int, kills: list[Kill], *more: str) -> Outcome:
     """The outcome of a run of the workload with these kills, one after the other."""
-    given = {word.partition("=")[0] for word in more}
+    given = dict(word.split("=", 1) for word in more)
     always = [word for word in ALWAYS if word.partition("=")[0] not in given]
     command, env = chaos.words(folder, ranks, "launch.max_restarts=9", *always, *more)
     with running(
@@ -160,7 +160,7 @@ def outcome(folder: Path, ranks: int, kills: list[Kill], *more: str) -> Outcome:
         assert job.end() == 0, job.said()
         wait_until(lambda: not processes_of(folder / "run"), "end of all processes", seconds=5)
     if "strategy=ordered" not in more:  # where the statistics of batch norm do not count the passes
-        chaos.check_ledger(folder, ranks)
+        chaos.check_ledger(folder, ranks, int(given.get("train.epochs", chaos.EPOCHS)))
     texts = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     lines = [
         {name: value for name, value in json.loads(text).items() if name not in CLOCKS}

@@ -41,6 +41,7 @@ from ddp_train.resilience.preemption import StopController
 from ddp_train.runs.mirror_run import fetch_alone, finish
 from tests.checkpoints.test_checkpoint import snapshot, write_checkpoint
 from tests.support.commands import (
+    ONE,
     PROGRAM,
     SMALL,
     THREE,
@@ -360,14 +361,15 @@ def test_of_two_runs_that_live_the_later_one_has_the_mirror(
 
 @pytest.mark.slow
 def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> None:
-    words = [*SMALL, THREE, "checkpoint.best=true", "data.validation=0.1", "deterministic=true"]
+    words = [*SMALL, "checkpoint.best=true", "data.validation=0.1", "deterministic=true"]
+    two = "launch.nproc_per_node=2"
     url = f"checkpoint.mirror=file://{tmp_path}/store"
-    assert run(*words, "train.epochs=5", f"run_dir={tmp_path}/calm").returncode == 0
-    began = run(*words, "train.epochs=5", "train.max_steps=7", url, f"run_dir={tmp_path}/lost")
+    assert run(*words, two, "train.epochs=5", f"run_dir={tmp_path}/calm").returncode == 0
+    began = run(*words, two, "train.epochs=5", "train.max_steps=7", url, f"run_dir={tmp_path}/lost")
     assert began.returncode == 0, began.stderr
     best = read(tmp_path / "lost", "summary.json")["best"]["step"]
     shutil.rmtree(tmp_path / "lost")
-    again = run(*words, "train.epochs=5", url, f"run_dir={tmp_path}/run")
+    again = run(*words, two, "train.epochs=5", url, f"run_dir={tmp_path}/run")
     assert again.returncode == 0, again.stderr
     assert f"the checkpoint of step 7 was copied from {url}" in again.stdout
     assert weights(tmp_path / "run") == weights(tmp_path / "calm")
@@ -377,12 +379,12 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_mirror(tmp_path: Path) -> Non
     found, expected = (read(tmp_path / name, "summary.json")["best"] for name in ("run", "calm"))
     assert {**found, "checkpoint": ""} == {**expected, "checkpoint": ""} and best <= 7
     shutil.rmtree(tmp_path / "store")
-    assert run(*words, "train.epochs=5", url, f"run_dir={tmp_path}/run").returncode == 0
+    assert run(*words, ONE, "train.epochs=5", url, f"run_dir={tmp_path}/run").returncode == 0
     left = set(checkpoints(tmp_path / "store")) - {"owner.json"}
     assert set(checkpoints(tmp_path / "run")) - {"best"} == left, (
         "nothing was left to train, but to copy"
     )
-    refused = run(*words, url, "checkpoint.resume=never", f"run_dir={tmp_path}/other")
+    refused = run(*words, ONE, url, "checkpoint.resume=never", f"run_dir={tmp_path}/other")
     assert refused.returncode == 65 and len(fatal_lines(refused.stderr)) == 1, refused.stderr
 
 

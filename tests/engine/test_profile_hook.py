@@ -17,7 +17,7 @@ from ddp_train.engine.profile_hook import profile_hooks
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
 from ddp_train.resilience.preemption import StopController
 from ddp_train.telemetry.console import Display
-from tests.support.commands import SMALL, THREE, fatal_lines, read, run
+from tests.support.commands import ONE, SMALL, THREE, fatal_lines, read, run
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,21 +44,21 @@ def test_the_steps_asked_for_are_traced_on_every_rank(tmp_path: Path) -> None:
         and "rank_0.json.gz; open it at https://ui.perfetto" in line
     )
 
-    again = run(f"run_dir={run_dir}", "train.max_steps=8", "train.profile_steps=4:99")
+    again = run(f"run_dir={run_dir}", ONE, "train.max_steps=8", "train.profile_steps=4:99")
     assert again.returncode == 0, again.stderr
-    assert steps_in(run_dir / "profile/rank_2.json.gz") == [
+    assert steps_in(run_dir / "profile/rank_0.json.gz") == [
         "step 7",
         "step 8",
     ], "to the end, but for the first step"
 
-    late = run(f"run_dir={run_dir}", "train.max_steps=9", "train.profile_steps=7:8")
+    late = run(f"run_dir={run_dir}", ONE, "train.max_steps=9", "train.profile_steps=7:8")
     assert (
         late.returncode == 0
         and "profile: nothing is traced: 8 steps are done already" in late.stdout
     )
 
     never = run(
-        *SMALL, THREE, "train.max_steps=5", "train.profile_steps=6:9", f"run_dir={tmp_path}/never"
+        *SMALL, ONE, "train.max_steps=5", "train.profile_steps=6:9", f"run_dir={tmp_path}/never"
     )
     assert never.returncode == 2 and len(fatal_lines(never.stderr)) == 1, never.stderr
     said = (

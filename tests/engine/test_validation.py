@@ -42,7 +42,7 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.sweeps.outcomes import completed_outcome
 from tests.checkpoints.test_checkpoint import snapshot
-from tests.support.commands import ONE, ROOT, SMALL, THREE, checkpoints, read, run, weights
+from tests.support.commands import ONE, SMALL, THREE, checkpoints, read, run, weights
 from tests.support.commands import metrics as lines_of
 from tests.support.jobs import config_of
 
@@ -465,7 +465,7 @@ def test_sweep_selects_by_validation_in_the_right_direction(tmp_path: Path) -> N
 def test_optuna_finds_the_trial_that_our_table_names(tmp_path: Path) -> None:
     words = [*SMALL, ONE, "train.epochs=2", f"run_dir={tmp_path}/sweep", "objective=test.accuracy"]
     interval = "optimizer.lr=tag(log,interval(0.0001,0.2))"
-    done = run("-m", "hydra/sweeper=pool_optuna", "hydra.sweeper.n_trials=3", *words, interval)
+    done = run("-m", "hydra/sweeper=pool_optuna", "hydra.sweeper.n_trials=2", *words, interval)
     assert done.returncode == 0, done.stderr
     rows = [
         json.loads(line) for line in (tmp_path / "sweep/results.jsonl").read_text().splitlines()
@@ -757,14 +757,19 @@ def test_without_validation_the_test_set_selects_with_a_note(tmp_path: Path) -> 
 OWN = '''
 import torch
 from ddp_train.tasks.builtin import Classification
-from tests.engine.test_validation import Table
+from torch.utils.data import Dataset
 
 
-class Rows(Table):
+class Rows(Dataset):
+    """Ten of each split."""
+
     classes = ("left", "right")
 
     def __init__(self, split):
-        super().__init__(self.OFFSETS[split], augment=False)
+        assert split in ("train", "validation", "test")
+
+    def __len__(self):
+        return 10
 
     def __getitem__(self, number):
         return torch.randn(64, generator=torch.Generator().manual_seed(number)) + number % 2, number % 2
@@ -785,18 +790,17 @@ class Halves(Classification):
 @pytest.mark.slow
 def test_data_and_tasks_of_ones_own_select_by_their_own_metric(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    env = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    env = {"PYTHONPATH": str(tmp_path)}
     words = [
         "data._target_=mine.Rows",
         "task._target_=mine.Halves",
         "model=mlp",
-        THREE,
         "train.epochs=3",
         "train.global_batch_size=6",
         "checkpoint.best=true",
         f"run_dir={tmp_path}/run",
     ]
-    done = run(*words, "checkpoint.best_metric=validation.margn", env=env)
+    done = run(*words, ONE, "checkpoint.best_metric=validation.margn", env=env)
     assert done.returncode == 2
     assert (
         "checkpoint.best_metric=validation.margn: the task has no metric margn; it has loss, margin"
@@ -804,7 +808,7 @@ def test_data_and_tasks_of_ones_own_select_by_their_own_metric(tmp_path: Path) -
     )
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "typo.py").write_text(OWN.replace('"margin": "max"', '"margn": "max"'))
-    done = run(*words, "task._target_=typo.Halves", env=env)
+    done = run(*words, THREE, "task._target_=typo.Halves", env=env)
     assert done.returncode == 2
     problem = (
         "task._target_=typo.Halves: better['margn']: there is no metric margn, but loss, margin;"
@@ -812,7 +816,7 @@ def test_data_and_tasks_of_ones_own_select_by_their_own_metric(tmp_path: Path) -
     )
     assert done.stderr.count(problem) == 1 and "Traceback" not in done.stderr
     shutil.rmtree(tmp_path / "run")
-    done = run(*words, "checkpoint.best_metric=validation.margin", env=env)
+    done = run(*words, THREE, "checkpoint.best_metric=validation.margin", env=env)
     assert done.returncode == 0, done.stderr
     summary = read(tmp_path / "run", "summary.json")
     margins = {

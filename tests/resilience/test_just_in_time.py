@@ -364,7 +364,10 @@ def test_a_second_rank_may_die_meanwhile(undisturbed: Outcome, tmp_path: Path) -
 @pytest.mark.slow
 def test_the_best_checkpoint_of_the_same_step_keeps_its_score(tmp_path: Path) -> None:
     """A rank dies in the step after a checkpoint: that is the state, and it has been scored."""
-    words = ("checkpoint.every_steps=5", "checkpoint.best=true", "checkpoint.keep=99")
+    words = (
+        *("checkpoint.every_steps=5", "checkpoint.best=true", "checkpoint.keep=99"),
+        "train.epochs=4",
+    )
     expected = outcome(tmp_path / "whole", 3, [], *words)
     found = outcome(tmp_path / "lost", 3, [Kill(1, 10, "forward"), Kill(0, 15, "backward")], *words)
     assert len(found.killed) == 2, found.killed
@@ -416,7 +419,10 @@ def test_the_same_command_continues_a_run_without_restarts(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_ordered_ranks_have_nothing_of_their_own(tmp_path: Path) -> None:
-    words = ("strategy=ordered", "strategy.virtual_shards=4", "train.accumulation_steps=1")
+    words = (
+        *("strategy=ordered", "strategy.virtual_shards=4", "train.accumulation_steps=1"),
+        "train.epochs=4",
+    )
     expected = outcome(tmp_path / "whole", 2, [], *words)
     found = outcome(tmp_path / "lost", 2, [Kill(0, 4, "forward"), Kill(1, 15, "backward")], *words)
     assert len(found.killed) == 2, found.killed
