@@ -21,6 +21,7 @@ from ddp_train.config.freeze import load_frozen, to_values
 from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.distributed.world import World
 from ddp_train.errors import PeerError
+from tests.house.test_agents import told
 from tests.support.commands import (
     LAUNCH,
     ONE,
@@ -217,8 +218,8 @@ def test_torchrun_is_refused_and_leaves_no_file(
     assert done.returncode != 0
     parts = (done.stdout + done.stderr).split("launch.py FAILED")
     assert len(parts) == 2
-    for told in parts:  # at once, and on torchrun's last page
-        assert told.count(problem) == told.count("1 problem in the configuration") == 1
+    for part in parts:  # at once, and on torchrun's last page
+        assert part.count(problem) == part.count("1 problem in the configuration") == 1
     assert list(tmp_path.iterdir()) == []
 
 
@@ -436,16 +437,25 @@ def test_nothing_is_imported_from_where_the_user_stands(tmp_path: Path) -> None:
 # --- sweeps ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
+@pytest.fixture(scope="module")
+def half_failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A sweep of two trials, the first of which fails, and its standard output."""
+    sweep = tmp_path_factory.mktemp("half_failed") / "sweep"
     done = run("-m", "optimizer.lr=1e30,0.01", *SMALL, "train.max_steps=6", ONE, f"run_dir={sweep}")
-    assert done.returncode == 70
+    assert done.returncode == 70, done.stderr
+    return sweep, done.stdout
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(
+    half_failed: tuple[Path, str],
+) -> None:
+    sweep, said = half_failed
     failed, completed = (
         json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()
     )
     assert (failed["trial"], failed["status"], failed["exit_code"]) == (0, "failed", 70)
-    assert "trial 0 (1 of 2): optimizer.lr=1e+30" in done.stdout
+    assert "trial 0 (1 of 2): optimizer.lr=1e+30" in said
     assert "not finite" in failed["reason"]
     assert (completed["trial"], completed["status"], completed["exit_code"]) == (1, "completed", 0)
     assert completed["overrides"] == ["optimizer.lr=0.01"], "what all trials share is left out"
@@ -454,21 +464,30 @@ def test_a_sweep_goes_on_after_a_failed_trial_and_shows_both(tmp_path: Path) -> 
     assert read(sweep / "0", "failure.json")["kind"] == "non_finite_loss"
     assert read(sweep / "0", "summary.json")["status"] == "failed"
     assert not (sweep / "1/failure.json").exists()
-    assert re.search(r"^ *trials *$", done.stdout, re.M)
-    assert f"best trial 1: optimizer.lr=0.01  test.loss {completed['objective']:.4f}" in done.stdout
-    assert re.search(r"^ +0 .*failed", done.stdout, re.M) and re.search(
-        r"^ +1 .*completed", done.stdout, re.M
-    )
-    assert f"results {sweep}/results.jsonl" in done.stdout.replace("\n", "")
-    assert f"report {sweep}/report.html" in done.stdout.replace("\n", "")
+    assert re.search(r"^ *trials *$", said, re.M)
+    assert f"best trial 1: optimizer.lr=0.01  test.loss {completed['objective']:.4f}" in said
+    assert re.search(r"^ +0 .*failed", said, re.M) and re.search(r"^ +1 .*completed", said, re.M)
+    assert f"results {sweep}/results.jsonl" in said.replace("\n", "")
+    assert f"report {sweep}/report.html" in said.replace("\n", "")
     trials, reasons = json.loads((sweep / "report.json").read_text())["tables"]
     assert trials["columns"][:4] == ["trial", "test.loss", "optimizer.lr", "status"]
     good, bad = trials["rows"]
     assert good[:4] == [1, completed["objective"], "0.01", "completed"], "the best first"
     assert bad[:4] == [0, None, "1e+30", "failed (70): non_finite_loss"]
     assert reasons["rows"] == [[0, "optimizer.lr=1e+30", failed["reason"]]]
-    assert f"mode=evaluate checkpoint.resume={sweep}/1" in done.stdout
+    assert f"mode=evaluate checkpoint.resume={sweep}/1" in said
     assert (failed["run_dir"], completed["run_dir"]) == (f"{sweep}/0", f"{sweep}/1")
+
+
+@pytest.mark.slow
+def test_the_page_for_agents_has_the_keys_that_are_written(half_failed: tuple[Path, str]) -> None:
+    sweep, _ = half_failed
+    rows = [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
+    others = {"at_once", "alone", "evaluations", "last_value", "metrics"}
+    assert {key for row in rows for key in row} | others == told("results.jsonl")
+    assert read(sweep / "1", "summary.json").keys() == told("summary.json")
+    assert read(sweep / "0", "failure.json").keys() == told("failure.json")
+    assert {key for line in metrics(sweep / "1") for key in line} == told("metrics.jsonl")
 
 
 @pytest.mark.slow
