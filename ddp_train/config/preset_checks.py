@@ -12,7 +12,14 @@ from typing import Any
 
 from ddp_train.config.keys import kinds_of
 from ddp_train.config.overrides import Overrides
-from ddp_train.config.presets import BY_OVERRIDE, built_in_option, compose_options, content_of
+from ddp_train.config.presets import (
+    BY_OVERRIDE,
+    built_in_option,
+    compose_options,
+    content_of,
+    defaults_of,
+    included_options,
+)
 from ddp_train.config.program import PRESETS, Program, sets_a_run
 from ddp_train.config.yaml_files import ambiguous
 from ddp_train.options.custom import NAME as CUSTOM
@@ -57,7 +64,7 @@ def _ambiguous_values(
             key = f"{prefix}{found.key}"
             if _is_of_own_class(key, values) or not found.is_settled(kinds_of(key)):
                 yield found.message(program.shown(path))
-        yield from _chosen_twice(program.shown(path), content_of(path).get("defaults"))
+        yield from _chosen_twice(program.shown(path), defaults_of(path))
 
 
 def _is_of_own_class(key: str, values: dict[str, Any]) -> bool:
@@ -66,10 +73,10 @@ def _is_of_own_class(key: str, values: dict[str, Any]) -> bool:
     return isinstance(content, dict) and content.get("name") == CUSTOM
 
 
-def _chosen_twice(place: str, defaults: Any) -> Iterator[str]:
+def _chosen_twice(place: str, defaults: list[Any]) -> Iterator[str]:
     """Groups of which the `defaults` of a file choose an option twice. place: the file."""
     seen = set()
-    for item in defaults if isinstance(defaults, list) else ():
+    for item in defaults:
         for group in item if isinstance(item, dict) else ():
             if group in seen:
                 yield f"{place}: {group} stands there twice; keep one of them"
@@ -91,24 +98,10 @@ def _own_files(program: Program, choices: dict[str, str]) -> list[Path]:
         if path in files or not path.is_file():
             continue
         files.append(path)
-        defaults = content_of(path).get("defaults")
-        for item in defaults if isinstance(defaults, list) else ():
-            waiting += _included(program.own, path.parent, item)
+        for group, name in included_options(path):  # from its folder on, or from conf/
+            file = f"{group}/{name}.yaml".lstrip("/")
+            waiting += (path.parent / file, program.own / file)
     return sorted(files)
-
-
-def _included(own: Path, folder: Path, item: Any) -> Iterator[Path]:
-    """The files that an item of `defaults` may mean: from the folder of its file on, or from conf/.
-
-    own: conf/.
-    """
-    choices = item if isinstance(item, dict) else {"": item}
-    for place, option in choices.items():
-        group = str(place).split(" ")[-1].partition("@")[0]
-        for name in option if isinstance(option, list) else [option]:
-            file = str(name).partition("@")[0].removesuffix(".yaml")
-            text = f"{group}/{file}.yaml".lstrip("/")
-            yield from (folder / text, own / text)
 
 
 def _misplaced_options(program: Program, choices: dict[str, str]) -> Iterator[str]:

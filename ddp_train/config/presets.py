@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,35 @@ def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig,
 
     Returns the config, with the section `hydra`, and the option of each group.
     """
+    with composed(program, arguments) as config:
+        choices = {str(group): str(name) for group, name in config.hydra.runtime.choices.items()}
+    OmegaConf.set_struct(config, False)
+    return config, choices
+
+
+@contextlib.contextmanager
+def composed(
+    program: Program, arguments: list[str], is_sweep: bool = False
+) -> Iterator[DictConfig]:
+    """The config that Hydra composes, with its section `hydra`. Hydra is initialized inside.
+
+    Raises what Hydra and OmegaConf raise.
+    """
     import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.types import RunMode
 
     register_schema(program)
-    arguments = [*arguments, *search_path_of(program)]
     with hydra.initialize_config_dir(str(program.presets), version_base="1.3"):
-        composed = hydra.compose("config", arguments, return_hydra_config=True)
-    choices = {str(group): str(option) for group, option in composed.hydra.runtime.choices.items()}
-    OmegaConf.set_struct(composed, False)
-    return composed, choices
+        application = GlobalHydra.instance().hydra
+        assert application is not None
+        yield application.compose_config(
+            "config",
+            [*arguments, *search_path_of(program)],
+            run_mode=RunMode.MULTIRUN if is_sweep else RunMode.RUN,
+            from_shell=False,
+            with_log_configuration=False,
+        )
 
 
 def search_path_of(program: Program) -> list[str]:
@@ -102,17 +123,26 @@ def built_in_option(program: Program, group: str, path: Path) -> str:
             return str(content["name"])
         if "_target_" in content:
             return CUSTOM
-        current = _included_file(program, group, content)
+        names = [name for of_group, name in included_options(current) if not of_group]
+        files = [program.file(group, name) for name in reversed(names)]
+        current = next(filter(None, files), None)
     return ""
 
 
-def _included_file(program: Program, group: str, content: dict[str, Any]) -> Path | None:
-    """The file of the same group that the `defaults` of an option include last."""
-    defaults = content.get("defaults")
-    if not isinstance(defaults, list):
-        return None
-    files = [program.file(group, item) for item in defaults if isinstance(item, str)]
-    return next((file for file in reversed(files) if file), None)
+def defaults_of(path: Path) -> list[Any]:
+    """The `defaults` of a file: what it includes."""
+    defaults = content_of(path).get("defaults")
+    return defaults if isinstance(defaults, list) else []
+
+
+def included_options(path: Path) -> Iterator[tuple[str, str]]:
+    """The options that a file includes: the group, "" for that of the file, and the name."""
+    for item in defaults_of(path):
+        choices = item if isinstance(item, dict) else {"": item}
+        for place, option in choices.items():
+            group = str(place).split(" ")[-1].partition("@")[0]
+            for name in option if isinstance(option, list) else [option]:
+                yield group, str(name).partition("@")[0].removesuffix(".yaml")
 
 
 def content_of(path: Path) -> dict[str, Any]:
