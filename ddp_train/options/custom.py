@@ -70,7 +70,7 @@ class CustomOption:
         yield "_target_", self.target
 
     def values(self) -> dict[str, Any]:
-        """The values that the class is called with, by the first part of their keys."""
+        """The values that the class is called with, by their keys below the section."""
         return self.arguments
 
     def all_values(self) -> dict[str, Any]:
@@ -259,28 +259,21 @@ class CustomDataConfig(CustomOption, DataConfig):
         for name, items in self._transforms().items():
             for place, item in enumerate(items):
                 yield from paths_in(item, f"{name}[{place}]")
-        for key_name, place, item in self._items_of_sets():
-            if isinstance(item, dict) and "_target_" in item:
-                yield f"{key_name}.{place}._target_", str(item["_target_"])
+        for key_of_set, given in self.sets_by_key().items():
+            if isinstance(given, dict) and "_target_" in given:
+                yield f"{key_of_set.removeprefix('data.')}._target_", str(given["_target_"])
         if self.collate_fn is not None:
             yield "collate_fn", self.collate_fn
-
-    def _items_of_sets(self) -> Iterator[tuple[str, str, Any]]:
-        """What is given of each further set: its key, its name, and the value."""
-        for name, item in self.validation_sets.items():
-            yield "validation_sets", name, item
-        for name, item in self.test_sets.items():
-            yield "test_sets", name, item
 
     def _transforms(self) -> dict[str, list[Any]]:
         return {"transform": self.transform, "test_transform": self.test_transform or []}
 
     def values(self) -> dict[str, Any]:
         values = {**self.arguments, "splits": self.splits}
-        for key_name, place, item in self._items_of_sets():
-            if isinstance(item, dict):  # its class may be named, and only there
-                item = {name: value for name, value in item.items() if name != "_target_"}
-            values.setdefault(key_name, {})[place] = item
+        for key_of_set, given in self.sets_by_key().items():
+            if isinstance(given, dict):  # its class may be named, and only there
+                given = {name: value for name, value in given.items() if name != "_target_"}
+            values[key_of_set.removeprefix("data.")] = given
         return values
 
     def all_values(self) -> dict[str, Any]:
@@ -295,11 +288,11 @@ class CustomDataConfig(CustomOption, DataConfig):
         if self.splits and not wrong:
             yield from self._same_split_problems()
         yield from self._validation_problems()
-        for key_name, name, item in self._items_of_sets():
-            if not isinstance(item, dict):
-                found = f"data.{key_name}.{name}={shown(item)}"
+        for key_of_set, given in self.sets_by_key().items():
+            if not isinstance(given, dict):
+                found = f"{key_of_set}={shown(given)}"
                 rule = "must be the arguments of the set"
-                yield Problem(found, rule, f"use data.{key_name}.{name}.NAME=VALUE")
+                yield Problem(found, rule, f"use {key_of_set}.NAME=VALUE")
         for name, items in self._transforms().items():
             for place, item in enumerate(items):
                 if not is_named_code(item):
