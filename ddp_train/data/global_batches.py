@@ -100,21 +100,25 @@ def number_of_batches(samples: int, size: int, drop_last: bool) -> int:
     return -(-samples // size)
 
 
+def part_of_rank(samples: int, rank: int, world_size: int) -> slice:
+    """The places of one process among some samples, which are split as evenly as possible."""
+    smaller, larger_parts = divmod(samples, world_size)
+    start = rank * smaller + min(rank, larger_parts)
+    return slice(start, start + smaller + (rank < larger_parts))
+
+
 def share_of(
     indices: np.ndarray, epoch: int, number: int, rank: int, world_size: int
 ) -> MicroBatch:
-    """The share of one process in a global batch, which is split as evenly as possible.
+    """The share of one process in a global batch, see `part_of_rank`.
 
-    indices: of the global batch, int64 [n].
-    epoch: what the draws of samples are keyed by.
-    number: of the batch in its pass.
+    indices: those of the global batch, int64 [n].
+    epoch: the key of its pass, for the draws of samples.
+    number: the place of the batch in its pass.
     """
-    size = len(indices)
-    smaller, larger_parts = divmod(size, world_size)
-    start = rank * smaller + min(rank, larger_parts)
-    count = smaller + (rank < larger_parts)
-    part = indices[start : start + count]
-    scale = world_size / size
+    part = indices[part_of_rank(len(indices), rank, world_size)]
+    count = len(part)
+    scale = world_size / len(indices)
     if not count:
         part = indices[:1]  # stands in for it
         scale = 0.0

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_train.data.global_batches import part_of_rank
 from ddp_train.data.no_samples import without_samples
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.tensor_tree import tensors
@@ -86,9 +87,8 @@ class StreamReader(IterableDataset[StreamedBatch]):
             number += 1
 
     def _part(self, number: int, samples: list[Any], is_first: bool) -> StreamedBatch:
-        smaller, larger_parts = divmod(len(samples), self.world_size)
-        start = self.rank * smaller + min(self.rank, larger_parts)
-        part = samples[start : start + smaller + (self.rank < larger_parts)]
+        places = part_of_rank(len(samples), self.rank, self.world_size)
+        part = samples[places]
         # Before the other batches are made: what it draws must not depend on whether they are.
         data = self.collate(part) if part else None
         empty = None
@@ -98,7 +98,7 @@ class StreamReader(IterableDataset[StreamedBatch]):
         if not part:
             data = empty
         digest = digest_of(self.collate(samples[: self.compared])) if is_first else 0
-        return StreamedBatch(number, data, len(part), len(samples), start, digest, empty)
+        return StreamedBatch(number, data, len(part), len(samples), places.start, digest, empty)
 
 
 def digest_of(batch: Any) -> int:
