@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ddp_train.options.key import key
 from ddp_train.options.schema import ScheduleConfig
+
+
+def _final_factor() -> Any:
+    return key(0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1)
 
 
 @dataclass
@@ -23,18 +28,14 @@ class StepConfig(ScheduleConfig):
 @dataclass
 class CosineConfig(ScheduleConfig):
     name: str = "cosine"
-    final_factor: float = key(
-        0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1
-    )
+    final_factor: float = _final_factor()
 
 
 @dataclass
 class PolynomialConfig(ScheduleConfig):
     name: str = "polynomial"
     power: float = key(2.0, "exponent of the decay", above=0)
-    final_factor: float = key(
-        0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1
-    )
+    final_factor: float = _final_factor()
 
 
 @dataclass
@@ -66,6 +67,4 @@ class WsdConfig(ScheduleConfig):
         "how it falls; sqrt: 1 - sqrt(progress), arXiv:2405.18392",
         choices=("linear", "cosine", "sqrt"),
     )
-    final_factor: float = key(
-        0.0, "learning rate of the last step, as a fraction of lr", at_least=0, at_most=1
-    )
+    final_factor: float = _final_factor()
