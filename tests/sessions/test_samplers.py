@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -26,10 +26,21 @@ from torch.utils.data import (
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
+from ddp_train.sessions.run import Run
+from tests.sessions.seen_batches import (
+    EPOCHS,
+    SAMPLES,
+    losses_of,
+    net,
+    plain_loop,
+    session_loop,
+    sgd,
+    weights_of,
+)
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import Interrupted, session_on
 
-EPOCHS, SAMPLES, BATCH = 3, 23, 6
+BATCH = 6
 RANKS = [3, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 4))]
 
 
@@ -95,71 +106,42 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def net() -> nn.Module:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-
-
-def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    return (model(inputs)[:, 0] - inputs.sum(1)).square()
-
-
-def plain_loop(kind: str, taken_apart: bool) -> tuple[list[list[int]], Tensor]:
-    """The batches of one process without this package, and its weights in the end."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def batches_of_torch(kind: str, taken_apart: bool) -> Callable[[int], DataLoader[Any]]:
+    """The batches of an epoch, without this package."""
     more: dict[str, Any] = {"generator": generator(9)} if taken_apart else {}
     arguments = SAMPLERS[kind]()
     loader = DataLoader(data(), **arguments, **more)
-    seen = []
-    for epoch in range(EPOCHS):
+
+    def batches(epoch: int) -> DataLoader[Any]:
         if kind == "halves":
             arguments["sampler"].set_epoch(epoch)
-        for inputs, numbers in loader:
-            seen.append(numbers.tolist())
-            optimizer.zero_grad()
-            losses_of(model, inputs).mean().backward()
-            optimizer.step()
-    return seen, nn.utils.parameters_to_vector(model.parameters()).detach()
+        return loader
+
+    return batches
 
 
-def session_loop(
-    world: World, folder: Path, kind: str, taken_apart: bool, until: int | None = None
-) -> tuple[list[list[int]], Tensor]:
-    """The same in a session. until: the step at which it is saved and interrupted."""
-    seen: list[list[int]] = []
-    model = net()
-    with session_on(world, str(folder)) as run:
-        model = run.wrap(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def loader_of(kind: str, taken_apart: bool) -> Callable[[Run], Any]:
+    """The same batches in a session."""
+
+    def loader(run: Run) -> Any:
         arguments = SAMPLERS[kind]()
         if taken_apart:
-            loader = run.loader(DataLoader(data(), **arguments, generator=generator(9)))
-        else:
-            size = {"global_batch_size": arguments.pop("batch_size", None)}
-            loader = run.loader(data(), **arguments, **size)
-        run.resume(model=model, optimizer=optimizer)
-        for _ in run.epochs(EPOCHS):
-            for inputs, numbers in loader:
-                if until is not None and run.step == until:
-                    raise Interrupted
-                if until is not None and run.step == until - 1:
-                    run.save()
-                seen.append(run.gather(numbers).tolist())
-                optimizer.zero_grad()
-                run.mean(losses_of(model, inputs)).backward()
-                optimizer.step()
-    return seen, nn.utils.parameters_to_vector(model.parameters()).detach()
+            return run.loader(DataLoader(data(), **arguments, generator=generator(9)))
+        size = {"global_batch_size": arguments.pop("batch_size", None)}
+        return run.loader(data(), **arguments, **size)
+
+    return loader
 
 
 def all_kinds(world: World, folder: str) -> dict[tuple[str, bool], Any]:
     found = {}
     for place, kind in enumerate(SAMPLERS):
         taken_apart = place % 2 == 0
-        calm = session_loop(world, Path(folder, kind), kind, taken_apart)
+        loader = loader_of(kind, taken_apart)
+        calm = session_loop(world, Path(folder, kind), loader)
         again = Path(folder, f"again_{kind}")
-        first, _ = session_loop(world, again, kind, taken_apart, until=6)
-        rest, weights = session_loop(world, again, kind, taken_apart)
+        first, _ = session_loop(world, again, loader, until=6)
+        rest, weights = session_loop(world, again, loader)
         assert torch.equal(weights, calm[1]), kind
         assert first + rest == calm[0], kind
         found[kind, taken_apart] = calm
@@ -171,7 +153,7 @@ def all_kinds(world: World, folder: str) -> dict[tuple[str, bool], Any]:
 def test_samplers_give_the_batches_of_a_plain_loop(processes: int, tmp_path: Path) -> None:
     for found in on_ranks(processes, all_kinds, str(tmp_path)):
         for (kind, taken_apart), (seen, weights) in found.items():
-            expected_seen, expected_weights = plain_loop(kind, taken_apart)
+            expected_seen, expected_weights = plain_loop(batches_of_torch(kind, taken_apart))
             assert seen == expected_seen, (kind, taken_apart)
             torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-10)
 
@@ -244,17 +226,17 @@ def loaders_of_pairs() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 def plain_pairs(pairs: Any) -> Tensor:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model)
     for (one, _), (other, _) in pairs(*loaders_of_pairs(), range(EPOCHS), int):
         step_on_pair(model, optimizer, one, other, (torch.mean, torch.mean))
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    return weights_of(model)
 
 
 def session_pairs(world: World, folder: Path, pairs: Any, until: int | None = None) -> Tensor:
     """The same in a session. until: the step at which it is saved and interrupted."""
     with session_on(world, str(folder)) as run:
         model = run.wrap(net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = sgd(model)
         labelled, unlabelled = map(run.loader, loaders_of_pairs())
         run.resume(model=model, optimizer=optimizer)
         means = [
@@ -268,7 +250,7 @@ def session_pairs(world: World, folder: Path, pairs: Any, until: int | None = No
             if until is not None and run.step == until - 1:
                 run.save()
             step_on_pair(model, optimizer, one, other, means)
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    return weights_of(model)
 
 
 def all_pairs(world: World, folder: str) -> list[Tensor]:

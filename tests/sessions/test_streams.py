@@ -11,16 +11,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
+from ddp_train.sessions.run import Run
 from examples import streaming_text
+from tests.sessions.seen_batches import (
+    SAMPLES,
+    losses_of,
+    net,
+    plain_loop,
+    session_loop,
+    weights_of,
+)
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import Interrupted, session_on
 
-EPOCHS, SAMPLES, BATCH = 3, 23, 4
+BATCH = 4
 RANKS = [3, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 4))]
 Sample = tuple[Tensor, int]
 
@@ -69,49 +78,8 @@ class Positioned(Stream):
         self.place = 0
 
 
-def net() -> nn.Module:
-    torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-
-
-def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    return (model(inputs)[:, 0] - inputs.sum(1)).square()
-
-
-def plain_loop(batches_of: Callable[[int], Any]) -> tuple[list[list[int]], Tensor]:
-    """Global batches, and the weights in the end. batches_of: the batches of an epoch."""
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    seen = []
-    for epoch in range(EPOCHS):
-        for inputs, numbers in batches_of(epoch):
-            seen.append(numbers.tolist())
-            optimizer.zero_grad()
-            losses_of(model, inputs).mean().backward()
-            optimizer.step()
-    return seen, nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-def session_loop(
-    world: World, folder: Path, data: Any, until: int | None = None, **arguments: Any
-) -> tuple[list[list[int]], Tensor]:
-    seen: list[list[int]] = []
-    with session_on(world, str(folder)) as run:
-        model = run.wrap(net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        loader = run.loader(data, global_batch_size=BATCH, **arguments)
-        run.resume(model=model, optimizer=optimizer)
-        for _ in run.epochs(EPOCHS):
-            for inputs, numbers in loader:
-                if until is not None and run.step == until:
-                    raise Interrupted
-                if until is not None and run.step == until - 1:
-                    run.save()
-                seen.append(run.gather(numbers).tolist())
-                optimizer.zero_grad()
-                run.mean(losses_of(model, inputs)).backward()
-                optimizer.step()
-    return seen, nn.utils.parameters_to_vector(model.parameters()).detach()
+def loader_of(stream: Any, **arguments: Any) -> Callable[[Run], Any]:
+    return lambda run: run.loader(stream, global_batch_size=BATCH, **arguments)
 
 
 def part_of(world: World) -> slice:
@@ -131,11 +99,11 @@ STREAMS: dict[str, tuple[Callable[[World], Any], dict[str, Any]]] = {
 def all_streams(world: World, folder: str) -> dict[str, Any]:
     found = {}
     for kind, (stream_of, arguments) in STREAMS.items():
-        calm = session_loop(world, Path(folder, kind), stream_of(world), **arguments)
+        calm = session_loop(world, Path(folder, kind), loader_of(stream_of(world), **arguments))
         again = Path(folder, f"again {kind}")
-        first, _ = session_loop(world, again, stream_of(world), until=8, **arguments)
+        first, _ = session_loop(world, again, loader_of(stream_of(world), **arguments), until=8)
         stream = stream_of(world)
-        rest, weights = session_loop(world, again, stream, **arguments)
+        rest, weights = session_loop(world, again, loader_of(stream, **arguments))
         assert torch.equal(weights, calm[1]), kind
         assert first + rest == calm[0], kind
         if "positioned" in kind and world.rank == 0:
@@ -212,7 +180,7 @@ def refusals(world: World, folder: str) -> list[str]:
     found = []
     for part, split in ((part_of(world), False), (slice(None), True), (slice(0, world.rank), True)):
         try:
-            session_loop(world, Path(folder), Stream(part), split_by_node=split)
+            session_loop(world, Path(folder), loader_of(Stream(part), split_by_node=split))
         except (PeerError, DataError) as error:
             found.append(str(error))
     return found
@@ -320,7 +288,7 @@ def weights_of_example(world: World, folder: str) -> Tensor:
     with session_on(world, folder) as run:
         model = streaming_text.main(run)
     torch.set_default_dtype(torch.float32)
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    return weights_of(model)
 
 
 @pytest.mark.slow
