@@ -188,7 +188,11 @@ class TestLoader:
 
     __test__ = False  # no tests, for pytest
 
-    def __init__(self, steps: Steps, source: Any, batch_size: int, options: LoaderOptions) -> None:
+    def __init__(
+        self, steps: Steps, source: Any, dataset: Any, batch_size: int, options: LoaderOptions
+    ) -> None:
+        """dataset: what the user gave; source: gives its samples."""
+        self.dataset = dataset
         self.shares = TestShares(source, batch_size, steps.world)
         batches = len(self.shares.starts)
         if batches < steps.world.size and steps.world.is_leader:

@@ -134,14 +134,15 @@ class Run:
         arguments = whole_arguments(arguments, "run.loader")
         if is_stream(arguments.dataset):
             feed = stream_feed(steps, arguments, split_by_node)
-            return TrainingLoader(steps, feed, repeat)
+            return TrainingLoader(steps, feed, arguments.dataset, repeat)
         if split_by_node:
             raise UsageError(
                 "run.loader: split_by_node=True is for streams, and"
                 f" {type(arguments.dataset).__name__} has numbered samples",
                 "leave it out: global batches are shared out exactly",
             )
-        return TrainingLoader(steps, numbered_feed(steps, arguments), repeat)
+        feed = numbered_feed(steps, arguments)
+        return TrainingLoader(steps, feed, arguments.dataset, repeat)
 
     def test_loader(
         self,
@@ -164,14 +165,15 @@ class Run:
         arguments = DataArguments(
             dataset, batch_size=batch_size, num_workers=num_workers, collate_fn=collate_fn
         )
+        samples = dataset
         if isinstance(dataset, DataLoader):
             arguments = whole_arguments(arguments, method)
-            dataset = scored_samples(arguments, seed)
+            samples = scored_samples(arguments, seed)
         size = checked_batch_size(arguments.batch_size, "batch_size", TEST_BATCH_SIZE, method)
-        source = source_of(dataset, seed, arguments.collate_fn, method)
+        source = source_of(samples, seed, arguments.collate_fn, method)
         common_digests(source, steps.device, method)
         options = options_of(steps.device, arguments.num_workers)
-        return TestLoader(steps, source, size, options)
+        return TestLoader(steps, source, arguments.dataset, size, options)
 
     def resume(self, **objects: Any) -> int:
         """Name what a checkpoint consists of, and load the newest one of the run directory.

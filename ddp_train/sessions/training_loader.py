@@ -20,8 +20,11 @@ class TrainingLoader:
     asked for the next batch. What other loaders give meanwhile belongs to the same step.
     """
 
-    def __init__(self, steps: Steps, feed: Feed, repeat: bool = False) -> None:
-        """repeat: after a pass the next one follows, without an end."""
+    def __init__(self, steps: Steps, feed: Feed, dataset: Any, repeat: bool = False) -> None:
+        """dataset: what the user gave.
+        repeat: after a pass the next one follows, without an end.
+        """
+        self.dataset = dataset
         self.steps = steps
         self.feed = feed
         self.repeat = repeat

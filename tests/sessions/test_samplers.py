@@ -428,6 +428,15 @@ def test_each_mistake_is_named(mistake: Any, message: str, tmp_path: Path) -> No
         mistake(run)
 
 
+def test_loaders_have_the_data_set_that_they_got(tmp_path: Path) -> None:
+    rows = TensorDataset(torch.zeros(6, 2))
+    with session_on(World(), str(tmp_path)) as run:
+        whole = DataLoader(rows, 3, shuffle=True)
+        assert run.test_loader(rows, batch_size=3).dataset is rows
+        assert run.test_loader(whole).dataset is rows
+        assert run.loader(whole).dataset is rows
+
+
 def test_a_data_loader_to_score_keeps_its_samples(tmp_path: Path) -> None:
     with session_on(World(), str(tmp_path)) as run:
         loaders = {
