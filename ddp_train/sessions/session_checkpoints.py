@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ddp_train.checkpoints import reader
@@ -109,6 +110,7 @@ class SessionCheckpoints:
         self.resumed_from: Path | None = None
         self.state_at_start: dict[str, str] | None = unsaved_state(self.module)
         """None once it was compared."""
+        self.has_warned_of_buffers = False
         self.earlier_batches: dict[str, Any] = {}
         """Facts that identify the batches of the checkpoint that the run resumed from."""
         self.saved_loaders: list[dict[str, Any]] = []
@@ -252,6 +254,7 @@ class SessionCheckpoints:
         gradients = exchanged(module, watch.wanted(module))
         self._warn_of_unsaved_state()
         with averaged_buffers(module, keep_if_alike=True) as buffers:
+            self._warn_of_other_buffers(buffers)
             if self.world.is_leader:
                 if self.writer is None:
                     keep = self.settings.keep
@@ -286,6 +289,23 @@ class SessionCheckpoints:
                 ", ".join(sorted(names)[:MOST_NAMES]),
             )
 
+    def _warn_of_other_buffers(self, of_ranks: Tensor) -> None:
+        """Name once the buffers that each process fills by its own samples.
+
+        of_ranks: those of all processes, [ranks, n].
+        """
+        if self.has_warned_of_buffers:
+            return
+        names = apart(self.module, of_ranks)
+        if names:
+            self.has_warned_of_buffers = True
+            log.warning(
+                "%s: not the same on all processes: the model fills it by the samples of each, and"
+                " another number of them has another result (checkpoints and scores have the mean);"
+                " fill it by those of all, which ddp_train.all_gather gives",
+                ", ".join(names[:MOST_NAMES]),
+            )
+
     def _snapshot(self, step: int, session: dict[str, Any], buffers: Tensor) -> Snapshot:
         module = self.module
         state = TrainingState(
@@ -306,6 +326,28 @@ class SessionCheckpoints:
         """Wait until all is written. Raises WriteError if the last one could not be."""
         if self.writer:
             self.writer.finish()
+
+
+def apart(module: nn.Module, of_ranks: Tensor) -> list[str]:
+    """The names of the floating-point buffers that differ between processes, but for statistics of
+    norms, which may by a choice of the user's.
+
+    of_ranks: the buffers of all processes, [ranks, n].
+    """
+    differs = ((of_ranks != of_ranks[0]) & ~(of_ranks.isnan() & of_ranks[0].isnan())).any(0)
+    if not bool(differs.any()):
+        return []
+    names = []
+    first = 0
+    for name, buffer in module.named_buffers():
+        if not buffer.is_floating_point():
+            continue
+        end = first + buffer.numel()
+        owner = module.get_submodule(name.rpartition(".")[0])
+        if bool(differs[first:end].any()) and not isinstance(owner, _NormBase):
+            names.append(name)
+        first = end
+    return names
 
 
 def unsaved_state(module: nn.Module) -> dict[str, str]:
