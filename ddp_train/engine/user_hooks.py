@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ class UserHook:
     def _copy(self, value: Any) -> Any:
         # Subclasses are refused: numpy's numbers derive from float.
         kind = type(value)
-        if kind is dict:
+        if kind in (dict, OrderedDict):  # state_dict() of a module gives the latter
             return {self._copy(name): self._copy(item) for name, item in value.items()}
         if kind in (list, tuple):
             return kind(map(self._copy, value))

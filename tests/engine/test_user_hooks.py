@@ -179,6 +179,14 @@ def test_a_state_is_a_copy_and_kept_for_hooks_that_only_enter() -> None:
     assert hooks.state() == [["a.Enters", {"n": 7}]] and hooks.acting == []
 
 
+def test_the_state_of_a_module_is_a_hooks_too() -> None:
+    """As an average of the weights has it: an OrderedDict."""
+    module = torch.nn.BatchNorm1d(2)
+    ((_, state),) = hooks_of([Acts({"average": module.state_dict()})], ["a.A"]).state()
+    assert type(state["average"]) is dict
+    torch.nn.BatchNorm1d(2).load_state_dict(state["average"])
+
+
 @pytest.mark.parametrize("state", [np.float64(0.5), {"best": [np.float64(0.5)]}, Counter("aab")])
 def test_numbers_that_are_only_derived_from_pythons_are_refused(state: Any) -> None:
     """torch.load refuses them with weights_only, and the whole checkpoint with them. Before the
