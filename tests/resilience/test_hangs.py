@@ -511,7 +511,9 @@ LEAVING = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", LEAVING)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.nightly] * (how == "abort")) for how in LEAVING]
+)
 def test_a_rank_that_leaves_is_named_with_what_it_died_of(
     how: str, tmp_path: Path, env: dict[str, str]
 ) -> None:
