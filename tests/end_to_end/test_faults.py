@@ -81,6 +81,7 @@ def test_names_may_have_any_letters_in_any_locale(tmp_path: Path) -> None:
         words = [
             *SMALL,
             ONE,
+            "launch.threads_per_process=1",
             "train.max_steps=3",
             "checkpoint.resume=never",
             name,
