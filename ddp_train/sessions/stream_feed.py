@@ -122,7 +122,9 @@ class StreamFeed:
         """The first part of a stream that a resumed run has found at its end."""
         self.stream.load_state_dict(json.loads(self.state_at_start))
         self.reader.first = self.reader.skipped = 0
-        return next(iter(self.reader))
+        part = next(iter(self.reader))
+        self.stream.load_state_dict(json.loads(self.state_at_start))  # for the next pass
+        return part
 
     def pass_facts(self) -> dict[str, Any]:
         return {}

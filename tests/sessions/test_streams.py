@@ -144,12 +144,12 @@ def test_streams_are_those_of_a_plain_loop(processes: int, tmp_path: Path) -> No
             torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10, msg=kind)
 
 
-def batches_until(folder: Path, step: int | None) -> list[list[int]]:
+def batches_until(folder: Path, part: slice, step: int | None) -> list[list[int]]:
     """The batches of two epochs of a stream. step: after which it is saved and interrupted."""
     seen: list[list[int]] = []
     with session_on(World(), str(folder)) as run:
         model = run.wrap(net())
-        loader = run.loader(Positioned(), global_batch_size=BATCH)
+        loader = run.loader(Positioned(part), global_batch_size=BATCH)
         run.resume(model=model)
         steps = run._steps
         end_step = steps.end_step
@@ -168,12 +168,18 @@ def batches_until(folder: Path, step: int | None) -> list[list[int]]:
     return seen
 
 
-def test_a_stream_saved_at_its_end_is_not_read_again(tmp_path: Path) -> None:
-    """Its own state is that of its beginning then."""
-    calm = batches_until(tmp_path / "calm", None)
-    for step in (6, 12):
-        first = batches_until(tmp_path / f"again {step}", step)
-        assert first + batches_until(tmp_path / f"again {step}", None) == calm
+@pytest.mark.parametrize(
+    ("part", "steps"), [(slice(None), (6, 12)), (slice(20), (5, 10))], ids=["short", "full"]
+)
+def test_a_stream_saved_behind_its_last_batch_goes_on(
+    part: slice, steps: tuple[int, ...], tmp_path: Path
+) -> None:
+    """A short one has ended, and its own state is that of its beginning; a full one has not, and
+    a resumed run finds its end."""
+    calm = batches_until(tmp_path / "calm", part, None)
+    for step in steps:
+        first = batches_until(tmp_path / f"again {step}", part, step)
+        assert first + batches_until(tmp_path / f"again {step}", part, None) == calm
 
 
 def refusals(world: World, folder: str) -> list[str]:
