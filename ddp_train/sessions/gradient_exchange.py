@@ -45,19 +45,16 @@ class GradientExchange:
         """DDP exchanges the gradients of the next backward pass."""
         self.in_backward = False
         """A loss of run.mean goes backward."""
-        self.reached: list[nn.Parameter] = []
-        """Parameters that this backward pass reaches, if it is not DDP's."""
-        self.is_own_pass = False
-        """This backward pass is exchanged when it ends."""
-        self.early_pass = -1
-        """The backward pass in which a gradient came before that of a loss of run.mean."""
-        self.is_foreign = False
-        """A gradient came from a loss that is not of run.mean."""
+        self.reached: list[nn.Parameter] | None = None
+        """The parameters that this backward pass reaches, if it is exchanged when it ends."""
+        self.foreign_pass: int | None = None
+        """The number of the backward pass in which a gradient came before a loss of run.mean, or
+        without one."""
         self.is_local = False
         """A gradient came that was not exchanged."""
         self.parameters: list[nn.Parameter] = []
         self.trains: list[bool] = []
-        """Which of them had `requires_grad` when DDP was laid out."""
+        """`requires_grad` of each parameter when DDP was laid out."""
         self.kind: tuple[torch.dtype, torch.device] | None = None
         self.watched: nn.Parameter | None = None
         self.handles: list[Any] = []
@@ -98,36 +95,38 @@ class GradientExchange:
         Raises UsageError where static_graph does not allow this pass.
         """
         self.in_backward = True
-        if self.early_pass == number:
-            self.is_foreign = False  # a parameter beside the loss, as a learned factor
+        self.reached = None
+        if self.foreign_pass == number:
+            self.foreign_pass = None  # a parameter beside the loss, as a learned factor
         elif self.watched is not None and self.watched.grad is None:
-            self.is_foreign = False
+            self.foreign_pass = None
             self.is_local = False
         if self.options is None or self.is_prepared:
             return
-        self.reached = self._reached()
-        self.is_own_pass = bool(self.reached) or self.finds_unused
-        if self.is_own_pass and self.options.get("static_graph"):
+        reached = self._reached()
+        if not reached and not self.finds_unused:
+            return
+        if self.options.get("static_graph"):
             raise UsageError(
                 "static_graph=True allows one backward pass after each forward pass of the model of"
                 " run.wrap, and no call past it",
                 "run.wrap(model) without it",
             )
+        self.reached = reached
 
     def end_backward(self) -> None:
         """Called when a backward pass has ended. A collective if it was not DDP's."""
         self.in_backward = False
-        if self.is_own_pass:
-            self.is_own_pass = False
+        if self.reached is not None:
             average_reached(list(self.module.parameters()), self.reached)
-        self.reached = []
+            self.reached = None
 
     def check_gradients(self, name: str) -> None:
         """Raise UsageError, or ModelError, if a step would use gradients that are not of all.
 
         name: of the model's class.
         """
-        if self.is_foreign:
+        if self.foreign_pass is not None:
             raise UsageError(
                 f"optimizer.step() with gradients of {name} from a loss that did not come by"
                 " run.mean",
@@ -183,13 +182,12 @@ class GradientExchange:
 
     def _see_gradient(self, _: Tensor) -> None:
         """Called when the gradient of the watched parameter has come."""
-        is_exchanged = self.options is None or self.is_prepared or self.is_own_pass
+        is_exchanged = self.options is None or self.is_prepared or self.reached is not None
         self.is_prepared = False
         if CURRENT.step is None or CURRENT.is_shared_out:
             return
         if not self.in_backward:
-            self.early_pass = torch._C._current_graph_task_id()
-            self.is_foreign = True
+            self.foreign_pass = torch._C._current_graph_task_id()
         elif not is_exchanged:
             self.is_local = True
 

@@ -39,8 +39,8 @@ class Models:
         self.device = device
         self.processes = processes
         self.wrapped: list[Wrapped] = []
-        self.is_backward = False
-        """A loss of run.mean goes backward."""
+        self.backward_pass = -1
+        """The number of the last backward pass of a loss of run.mean; torch counts from 0."""
         self._handles: list[Any] = []
 
     def __iter__(self) -> Iterator[Wrapped]:
@@ -87,22 +87,18 @@ class Models:
         """The models whose parameters an optimizer updates."""
         return [model for model in self.wrapped if model.is_trained_by(optimizer)]
 
-    def begin_step(self) -> None:
-        self.is_backward = False  # an error may have ended a backward pass
-
     def see_backward(self) -> None:
         """Called when a loss of run.mean goes backward; several may in one backward pass."""
-        if self.is_backward:
-            return
-        self.is_backward = True
-        Variable._execution_engine.queue_callback(self._see_end)
         number = torch._C._current_graph_task_id()
+        if number == self.backward_pass:
+            return
+        self.backward_pass = number
+        Variable._execution_engine.queue_callback(self._see_end)
         for model in self.wrapped:
             model.gradient_exchange.begin_backward(number)
 
     def _see_end(self) -> None:
         """Called when a backward pass has ended, before DDP's buckets are copied back."""
-        self.is_backward = False
         for model in self.wrapped:
             model.gradient_exchange.end_backward()
 

@@ -381,7 +381,6 @@ class Steps:
         self.has_samples = True
         self.is_epoch_complete = False
         self.had_backward = False
-        self.models.begin_step()
         position = self.position
         rows = StepRows(
             self.settings.seed, position.epoch, position.step, share.indices, share.num_real

@@ -25,6 +25,7 @@ from tests.sessions.loops import LOOPS, PlainRun, Weights
 from tests.support import zygote
 from tests.support.commands import LIMIT_SECONDS, ROOT, environment
 from tests.support.ranks import on_ranks
+from tests.support.session_ranks import session_on
 
 RESUMED = ("adversarial", "penalised", "in_parts", "unfrozen")
 STEPS_BEFORE = 6
@@ -277,3 +278,41 @@ def test_the_example_gives_one_loss_on_any_processes(tmp_path: Path) -> None:
         printed.append(done.stdout)
     assert printed[0] == printed[1]
     assert "epoch 1: loss" in printed[0]
+
+
+class FailsOnce(torch.autograd.Function):
+    """An identity whose first backward pass runs out of memory."""
+
+    failures = 0
+
+    @staticmethod
+    def forward(ctx: Any, outputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return outputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        if not FailsOnce.failures:
+            FailsOnce.failures += 1
+            raise MemoryError
+        return grad_outputs[0]
+
+
+def pass_after_a_failure(world: World) -> torch.Tensor:
+    with session_on(world) as run:
+        model = run.wrap(loops.net(), find_unused_parameters=True)
+        optimizer = loops.sgd(model)
+        loader = run.loader(loops.rows(), global_batch_size=loops.SAMPLES)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(1):
+            for inputs, targets in loader:
+                with contextlib.suppress(MemoryError):
+                    run.mean(FailsOnce.apply(model(inputs)[:, 0] - targets) ** 2).backward()
+                optimizer.zero_grad()
+                run.mean((model(inputs)[:, 0] - targets) ** 2).backward()
+                optimizer.step()
+        return torch.cat([part.detach().flatten() for part in model.parameters()])
+
+
+def test_pass_after_one_that_failed_is_exchanged() -> None:
+    first, second = on_ranks(2, pass_after_a_failure)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
