@@ -111,7 +111,7 @@ class StreamFeed:
         self.digest = 0
         self.state_at_start = ""
         if self.saved_state:
-            self.state_at_start = json.dumps(self.stream.state_dict())
+            self.state_at_start = state_as_json(self.stream)
             self.stream.load_state_dict(json.loads(self.saved_state))
             self.saved_state = ""
             self.reader.first = self.reader.skipped = first
@@ -143,10 +143,7 @@ class StreamFeed:
         text = ""
         is_at_batch = in_pass and self.given == batch and not self.reader.is_at_end
         if is_at_batch and self._has_state():
-            try:
-                text = json.dumps(self.stream.state_dict())
-            except TypeError:  # tensors, or objects: it is read past
-                text = ""
+            text = state_as_json(self.stream)
         states = [text]
         if self.split_by_node:
             states = texts_from_all_ranks(text, self.device)
@@ -300,6 +297,19 @@ class StreamedParts:
 
     def close(self) -> None:
         """Loader processes end with their pass."""
+
+
+def state_as_json(stream: Any) -> str:
+    """The state of a stream; "" if it would come back as another one.
+
+    JSON has no tensors and tuples, and its keys are texts: the stream is read past then.
+    """
+    try:
+        state = stream.state_dict()
+        text = json.dumps(state)
+    except TypeError:
+        return ""
+    return text if json.loads(text) == state else ""
 
 
 def is_stream(dataset: Any) -> bool:

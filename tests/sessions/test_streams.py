@@ -38,6 +38,9 @@ def rows() -> Tensor:
     return torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
+ALONE = World(0, 1, 0, 1)
+
+
 class Stream(IterableDataset[Sample]):
     """Numbered rows in the order of the epoch, for each loader process a part."""
 
@@ -78,6 +81,16 @@ class Positioned(Stream):
         self.place = 0
 
 
+class PositionedByPart(Positioned):
+    """A stream whose position JSON would not give back: its key is a number."""
+
+    def state_dict(self) -> dict[Any, int]:  # type: ignore[override]
+        return {0: self.place}
+
+    def load_state_dict(self, state: dict[Any, int]) -> None:
+        self.place = state.get(0, 0)
+
+
 def loader_of(stream: Any, **arguments: Any) -> Callable[[Run], Any]:
     return lambda run: run.loader(stream, global_batch_size=BATCH, **arguments)
 
@@ -110,6 +123,13 @@ def all_streams(world: World, folder: str) -> dict[str, Any]:
             assert stream.read < len(calm[0]) * BATCH, "what was done is not read again"
         found[kind] = calm
     return found
+
+
+def test_state_that_json_would_change_is_read_past(tmp_path: Path) -> None:
+    calm, _ = session_loop(ALONE, tmp_path / "calm", loader_of(PositionedByPart()))
+    first, _ = session_loop(ALONE, tmp_path / "again", loader_of(PositionedByPart()), until=8)
+    rest, _ = session_loop(ALONE, tmp_path / "again", loader_of(PositionedByPart()))
+    assert first + rest == calm
 
 
 def expected_batches(kind: str, processes: int, epoch: int) -> Any:
