@@ -18,8 +18,9 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.distributed.training_step import TrainingStep, beside
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised_on
+from ddp_train.sessions.open_step import StepRows
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.steps import StepRows, Steps
+from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.training_loader import TrainingLoader
 from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN, Wrapped
 

@@ -31,7 +31,7 @@ TEST_BATCH_SIZE = "run.test_loader(dataset, batch_size=256): the samples of a ba
 
 @dataclass(frozen=True)
 class DataArguments:
-    """What to make batches of, and how, by the names of torch's DataLoader."""
+    """The arguments from which batches are made, by the names of torch's DataLoader."""
 
     dataset: Any
     batch_size: int | None = None
@@ -44,7 +44,7 @@ class DataArguments:
     num_workers: int = 0
     collate_fn: Callable[[list[Any]], Any] | None = None
     generator: torch.Generator | None = None
-    """Of a DataLoader."""
+    """The generator of a DataLoader."""
     worker_init_fn: Callable[[int], Any] | None = None
     prefetch_factor: int = 2
 
@@ -53,7 +53,7 @@ class DataArguments:
         return self.shuffle is not False
 
     def any_batch_sampler(self) -> Any:
-        """What gives the batches, as lists of sample numbers; None without a sampler."""
+        """An iterable of batches as lists of sample numbers; None without a sampler."""
         if self.batch_sampler is not None:
             return self.batch_sampler
         if self.sampler is None:
@@ -62,28 +62,26 @@ class DataArguments:
         return BatchSampler(self.sampler, self.batch_size, self.drop_last)
 
     def check(self, method: str) -> None:
-        """Raise UsageError if they contradict each other. method: that was called."""
-        contradictions = {
-            "sampler and batch_sampler": self.sampler is not None
-            and self.batch_sampler is not None,
-            "shuffle and a sampler": bool(self.shuffle)
-            and (self.sampler is not None or self.batch_sampler is not None),
-            "batch_sampler and global_batch_size, or drop_last": self.batch_sampler is not None
-            and (self.batch_size is not None or self.drop_last),
-        }
-        for both, is_so in contradictions.items():
-            if is_so:
-                raise UsageError(
-                    f"{method} was given {both}: they contradict each other",
-                    "give sampler= with global_batch_size=, or batch_sampler= alone, whose batches"
-                    " are those of all processes together",
-                )
+        """Raise UsageError if arguments contradict each other. method: the one that was called."""
+        samplers = {"sampler": self.sampler, "batch_sampler": self.batch_sampler}
+        given = {name: value for name, value in samplers.items() if value is not None}
+        both = ""
+        if len(given) == 2:
+            both = "sampler and batch_sampler"
+        elif given and self.shuffle:
+            both = "shuffle and a sampler"
+        elif "batch_sampler" in given and (self.batch_size is not None or self.drop_last):
+            both = "batch_sampler and global_batch_size, or drop_last"
+        if both:
+            raise UsageError(
+                f"{method} was given {both}: they contradict each other",
+                "give sampler= with global_batch_size=, or batch_sampler= alone, whose batches"
+                " are those of all processes together",
+            )
         if self.batch_sampler is None:
             checked_batch_size(self.batch_size, "global_batch_size", BATCH_SIZE, method)
-        for name in ("sampler", "batch_sampler"):
-            sampler = getattr(self, name)
-            if sampler is not None:
-                _check_sampler(name, sampler, method)
+        for name, sampler in given.items():
+            _check_sampler(name, sampler, method)
 
 
 def checked_batch_size(size: Any, name: str, remedy: str, method: str) -> int:

@@ -1,4 +1,4 @@
-"""What the loaders of a session take their batches from."""
+"""The sources of batches for the loaders of a session."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ class Feed(Protocol):
     """This process's share of the global batches of each pass over some data."""
 
     facts: dict[str, Any]
-    """Those that identify the batches; inside of a pass they must not change."""
+    """Facts that identify the batches; inside of a pass they must not change."""
 
     def __len__(self) -> int:
-        """Batches of a pass, of the data as they are now. Raises TypeError if nobody knows."""
+        """The number of batches of a pass over the data as they are now.
+
+        Raises TypeError if nobody knows it.
+        """
         ...
 
     def set_epoch(self, epoch: int) -> None:
@@ -55,7 +58,7 @@ class Feed(Protocol):
         ...
 
     def state(self, in_pass: bool, batch: int) -> dict[str, Any]:
-        """What `restore` needs, plain data. A collective: every process must call it.
+        """The state that `restore` takes, plain data. A collective: every process must call it.
 
         in_pass: inside of the current pass.
         batch: its batches that are done.
@@ -159,7 +162,7 @@ def reported_batches(
 
 
 def look_at_empty_batch(source: Any, smallest: int, world: World) -> None:
-    """Say that some process will have no sample in some step, if so.
+    """Print a note if some process will have no sample in some step.
 
     smallest: samples of the smallest global batch.
 

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_train.distributed.process_group import from_all_ranks, ranks, total
+from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.windows import Windows
 
 PART_BYTES = 2**25
 """Gradients that are exchanged at once: an exchange needs a copy of them."""
 Gradients = dict[str, Tensor]
-"""By the names of the model's parameters; one that has none is not there."""
+"""Gradients by the names of their parameters; a parameter without one is not there."""
 
 
 class GradientWatch:
@@ -32,12 +33,12 @@ class GradientWatch:
         self.windows = Windows()
         self.updates = 0
         """Steps of optimizers of the model."""
-        self._looked_at: dict[int, nn.Parameter] = {}
-        """By the `id` of an optimizer one of its parameters, which had a gradient at a step."""
-        self._stepped: dict[int, Optimizer] = {}
-        """The optimizers that have stepped since the last backward pass, by `id`."""
-        self._drops = False
-        self._carries = False
+        self._looked_at: dict[Optimizer, Tensor] = {}
+        """A parameter of each optimizer, which had a gradient at a step."""
+        self._stepped: set[Optimizer] = set()
+        """The optimizers that have stepped since the last backward pass."""
+        self._keeps_used: bool | None = None
+        """The loop was seen to keep used gradients; None: it was not seen to do either."""
 
     def see_loss(self) -> None:
         """Called when a loss is made."""
@@ -45,14 +46,11 @@ class GradientWatch:
 
     def see_backward(self) -> None:
         """Called when a backward pass begins."""
-        for key in self._stepped:
-            parameter = self._looked_at.get(key)
-            if parameter is None:
-                continue
-            if parameter.grad is None:
-                self._drops = True
-            else:
-                self._carries = True
+        for optimizer in self._stepped & self._looked_at.keys():
+            if self._looked_at[optimizer].grad is not None:
+                self._keeps_used = True
+            elif self._keeps_used is None:
+                self._keeps_used = False
         self._stepped.clear()
 
     def see_step(self, optimizer: Optimizer) -> None:
@@ -60,23 +58,20 @@ class GradientWatch:
         self.are_used = True
         self.updates += 1
         self.windows.see_step(optimizer)
-        key = id(optimizer)
-        self._stepped[key] = optimizer
-        if key in self._looked_at:
+        self._stepped.add(optimizer)
+        if optimizer in self._looked_at:
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._looked_at[key] = parameter
-                    return
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._looked_at[optimizer] = parameter
+                return
 
     def wanted(self, module: nn.Module) -> Gradients:
         """The gradients that a checkpoint must hold, not copied."""
         used: set[int] = set()
-        if self._drops and not self._carries:
-            for optimizer in self._stepped.values():
-                for group in optimizer.param_groups:
-                    used |= {id(parameter) for parameter in group["params"]}
+        if self._keeps_used is False:
+            for optimizer in self._stepped:
+                used |= {id(parameter) for parameter in parameters_of(optimizer)}
         return {
             name: parameter.grad
             for name, parameter in module.named_parameters()

@@ -52,7 +52,7 @@ def _list_of(kind: type, living: LivingObjects, nothing: list[Any]) -> list[Any]
 
 
 def _is_scheduler(kind: type) -> bool:
-    """Whether a class is one of schedulers: torch's, or one like those of timm."""
+    """True for classes of schedulers: torch's, and those that are like timm's."""
     if issubclass(kind, LRScheduler):
         return True
     has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")

@@ -226,12 +226,12 @@ class TestLoader:
             )
         averaged = averaged_buffers(steps.models.together(), keep_if_alike=True)
         step = steps.position.step
-        share = steps.micro_batch
+        open_step = steps.open_step
         with steps.score_watch.scoring(averaged, shared_out(), no_numbers()):
             for batch in self.batches:
                 with scored(batch.micro_batch):
                     yield batch.data
-                if steps.position.step != step or steps.micro_batch is not share:
+                if steps.position.step != step or steps.open_step is not open_step:
                     raise UsageError(*TAKEN_OVER_STEPS)
         steps.status.phase = "hook"
 

@@ -16,8 +16,9 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ddp_train.sessions.parameter_groups import shared_parameters
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.wrapped import Wrapped, shared_parameters
+from ddp_train.sessions.wrapped import Wrapped
 
 DDP_OPTIONS = frozenset(signature(DistributedDataParallel.__init__).parameters) - {
     "self",
@@ -29,7 +30,7 @@ DDP_OPTIONS = frozenset(signature(DistributedDataParallel.__init__).parameters) 
     "process_group",
     "device_mesh",
 }
-"""Those that a session leaves to its user."""
+"""Options of torch's DDP that a session leaves to its user."""
 
 
 class Models:

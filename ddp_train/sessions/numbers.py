@@ -1,4 +1,4 @@
-"""Numbers that a session logs: lines of metrics.jsonl at each logging interval."""
+"""Numbers that a session logs, in lines of metrics.jsonl at each logging interval."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Place:
 
     step: int
     epoch: int
-    """From 1."""
+    """The number of the epoch, from 1."""
     time: float
     seconds: float
-    """Of training since the line before."""
+    """Seconds of training since the line before."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Sent:
 
 
 class SessionNumbers:
-    """What a session logs, on one process.
+    """The numbers that a session logs, on one process.
 
     All processes call `line`, `flush` and `catch_up` at the same steps: these exchange something.
     On a GPU the host does not wait in `line`: it reads the numbers at the next one.
@@ -75,11 +75,11 @@ class SessionNumbers:
         self.metrics: MetricsFile | None = None
         """None before the first line: it is known then where the run resumes."""
         self.samples = 0
-        """Those of this process since the last exchange."""
+        """Samples of this process since the last exchange."""
         self.samples_seen = 0
-        """Those of all processes since the start of the run."""
+        """Samples of all processes since the start of the run."""
         self.samples_of_line = 0
-        """Those since the last line of training, of the processes that are here now: their clock
+        """Samples since the last line of training, of the processes that are here now: their clock
         knows nothing of earlier ones."""
         self.first_step = 0
         """The step that the run began at here."""
@@ -99,7 +99,7 @@ class SessionNumbers:
         self.began = time.perf_counter()  # set-up does not count in the first line
 
     def state(self) -> dict[str, Any]:
-        """What is in no line yet, for a checkpoint; after `catch_up`."""
+        """The numbers that are in no line yet, for a checkpoint; to be called after `catch_up`."""
         return {
             "samples_seen": self.samples_seen,
             "logged": self.logged.state(),

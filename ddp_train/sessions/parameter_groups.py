@@ -7,12 +7,27 @@ a checkpoint was saved, they are found by name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
 Groups = list[list[str]]
 """The names of the parameters in each group; "" for one that has none."""
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters of all groups of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def shared_parameters(some: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that are in both, in the order of `others`."""
+    known = {id(parameter) for parameter in some}
+    return [parameter for parameter in others if id(parameter) in known]
 
 
 def problem_of(before: Groups, now: Groups) -> str:

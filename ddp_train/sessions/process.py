@@ -94,7 +94,7 @@ class SessionProcess:
         """None until they are prepared."""
 
     def meet(self) -> None:
-        """Where no launcher of ours has started the processes, wait until all are here.
+        """Wait until all processes are here, where no launcher of ours has started them.
 
         Rank 0 holds the run directory by then. Before, nothing is written there: it may be that of
         a run that lives.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,21 +35,22 @@ from ddp_train.sessions.models import Models, as_one
 from ddp_train.sessions.parameter_groups import (
     Groups,
     has_rates_by_place,
+    parameters_of,
     places_of_groups,
     problem_of,
     reordered,
+    shared_parameters,
 )
+from ddp_train.sessions.position import Position
 from ddp_train.sessions.settings import Settings, UsageError
-from ddp_train.sessions.wrapped import Wrapped, parameters_of, shared_parameters
-from ddp_train.text import counted
+from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
 PLAIN_DATA = (
     "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a checkpoint is"
     " read"
 )
-
-
+SAME_OBJECTS = "give run.resume what it got when that was saved, or start over in another run_dir"
 MOST_NAMES = 3
 """The most names of state that a warning lists: a list has one for each item."""
 
@@ -60,25 +61,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
-
-
-@dataclass
-class Position:
-    """The place of a loop: `batch` of the current epoch's batches are done."""
-
-    epoch: int = 0
-    batch: int = 0
-    step: int = 0
-    """Batches done in all epochs."""
-
-    def end_epoch(self) -> None:
-        self.epoch += 1
-        self.batch = 0
-
-    def __str__(self) -> str:
-        if not self.batch:
-            return f"epoch {self.epoch}"
-        return f"epoch {self.epoch}, after {counted(self.batch, 'step')}"
 
 
 class SessionCheckpoints:
@@ -128,14 +110,14 @@ class SessionCheckpoints:
             earlier = before.get(name, value)
             if earlier == value:
                 continue
-            changed = f"{name} was {earlier} and is {value}"
+            change = f"{name} was {earlier} and is {value}"
             if name.startswith("data"):
-                changed = "its samples are others"
+                change = "its samples are others"
             elif name.startswith("drawn"):
-                changed = "its samples come in another order than before"
+                change = "its samples come in another order than before"
             raise DataError(
                 f"{self.resumed_from} lies inside of an epoch, and run.loader changed since:"
-                f" {changed}",
+                f" {change}",
                 "finish the epoch with what it began with, or start over in another run_dir",
             )
 
@@ -182,7 +164,7 @@ class SessionCheckpoints:
         raise DataError(
             f"{path} has the models {', '.join(saved)}, and run.resume got"
             f" {', '.join(self.models)}",
-            "give run.resume what it got when that was saved, or start over in another run_dir",
+            SAME_OBJECTS,
         )
 
     def _check_names(self, path: Path, saved: dict[str, Any]) -> None:
@@ -191,7 +173,7 @@ class SessionCheckpoints:
             raise DataError(
                 f"{path} has {_listed(saved)} beside the model, and run.resume got"
                 f" {_listed(self.objects)}; they differ in {', '.join(differing)}",
-                "give run.resume what it got when that was saved, or start over in another run_dir",
+                SAME_OBJECTS,
             )
 
     def _groups(self) -> dict[str, Groups]:

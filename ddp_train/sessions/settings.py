@@ -163,9 +163,9 @@ class Settings:
     grace_seconds: float
     log_every_steps: int = 50
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
-    """By their names; rank 0 alone opens them."""
+    """The trackers by their names; rank 0 alone opens them."""
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    """What trackers show of the run."""
+    """Values that trackers show of the run."""
 
     def __post_init__(self) -> None:
         least_values = {

@@ -197,7 +197,7 @@ def _check_started_once() -> None:
 
 
 def _processes_and_device(processes: int | None, device: str) -> tuple[int, str]:
-    """How many processes this host starts, and cuda or cpu. Raises UsageError."""
+    """The number of processes that this host starts, and cuda or cpu. Raises UsageError."""
     if device not in ("auto", "cuda", "cpu"):
         raise _usage_error(
             f"device={device!r}", "use auto, cuda or cpu; which GPU is decided by rank"

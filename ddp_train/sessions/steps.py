@@ -8,9 +8,8 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -32,14 +31,22 @@ from ddp_train.sessions.learning_rates import check_same_rates
 from ddp_train.sessions.living_objects import living_objects
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
+from ddp_train.sessions.open_step import (
+    OpenStep,
+    Place,
+    StatefulLoader,
+    StepRows,
+    check_one_for_each_sample,
+)
 from ddp_train.sessions.other_means import other_mean
-from ddp_train.sessions.session_checkpoints import Position, SessionCheckpoints
+from ddp_train.sessions.parameter_groups import parameters_of
+from ddp_train.sessions.position import Position
+from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
 from ddp_train.sessions.unsaved_copies import UnsavedCopies
 from ddp_train.sessions.values import meet
-from ddp_train.sessions.wrapped import Wrapped, parameters_of
-from ddp_train.text import counted
+from ddp_train.sessions.wrapped import Wrapped
 
 SAME_UPDATES = (
     "each process has its own part of a loss: decide for all of them by a sum,"
@@ -64,68 +71,6 @@ class StoppedError(BaseException):
     """
 
 
-@dataclass
-class Place:
-    """Where a training loader is: `batch` batches of a pass are done."""
-
-    epoch: int
-    """The epoch in which the pass began."""
-    repetition: int = 0
-    """Passes of the loader that began in this epoch before."""
-    batch: int = 0
-    is_over: bool = False
-    step: int = 0
-    """Steps that were done after the last one with a batch of it."""
-    left_at: int = -1
-    """Steps that were done when a `break` ended the pass."""
-    first: int = 0
-    """Batches of the pass that were done before it was resumed here."""
-
-    def next(self, epoch: int) -> Place:
-        """The beginning of a new pass."""
-        if self.epoch == epoch:
-            return Place(epoch, self.repetition + 1)
-        return Place(epoch)
-
-    def leave(self, step: int) -> None:
-        """End the pass by `break`. step: steps that are done."""
-        self.is_over = True
-        self.left_at = step
-
-    def reopen(self, step: int) -> None:
-        """Take back a `break` with which the whole training ended: a resumed run goes on there."""
-        if self.left_at == step:
-            self.is_over = False
-
-    def was_done_before(self, position: Position) -> bool:
-        """True if the loop over the loader was done in this epoch, and steps of others followed."""
-        return self.is_over and self.epoch == position.epoch and self.step < position.step
-
-
-class StepRows(NamedTuple):
-    """The samples of a step, and what their keyed draws depend on: see data/keyed_noise.py."""
-
-    seed: int
-    epoch: int
-    step: int
-    indices: np.ndarray
-    """Those of the batch that begins the step; with several loaders it is the first one's."""
-    num_real: int
-
-
-class StatefulLoader(Protocol):
-    """A loader that is trained on."""
-
-    place: Place
-
-    @property
-    def facts(self) -> dict[str, Any]: ...
-
-    def begin_epoch(self, epoch: int) -> None: ...
-
-    def state(self) -> dict[str, Any]: ...
-
-
 class Steps:
     """The position of one process in the user's loop, and what happens between two steps."""
 
@@ -146,17 +91,17 @@ class Steps:
         self.models = Models(device, world.size)
         self.checkpoints: SessionCheckpoints | None = None
         self.training_loaders: list[StatefulLoader] = []
-        """Those that there are in the current epoch."""
+        """The loaders that there are in the current epoch."""
         self.lasting_loaders = 0
-        """How many of them were made before the first epoch: the others end with theirs."""
+        """The number of loaders that were made before the first epoch; others end with theirs."""
         self.saved_loaders: dict[int, dict[str, Any]] = {}
-        """By number the states in the checkpoint, until the loader goes on from there."""
+        """The states in the checkpoint by number of the loader, until it goes on from there."""
         self.optimizers: dict[Optimizer, list[Wrapped]] = {}
-        """Those that run.resume got, and the models of each."""
+        """The optimizers that run.resume got, and the models of each."""
         self.foreign_optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Those of other models, and the step in which each was seen first."""
-        self.looked_at: set[int] = set()
-        """The `id` of each optimizer whose scaler, if it has one, is saved."""
+        """Optimizers of other models, and the step in which each was seen first."""
+        self.looked_at: set[Optimizer] = set()
+        """The optimizers whose scaler, if they have one, is saved."""
         self.copies = UnsavedCopies([], [])
         self.saves = 0
         """Checkpoints of this process."""
@@ -164,14 +109,8 @@ class Steps:
         """The checkpoint at which all objects are looked through again."""
         self.closings: list[Callable[[], object]] = []
         """Functions that end the processes of each loader, if that still has some."""
-        self.micro_batch: MicroBatch | None = None
-        """The share of the current step, in the batch that began it; None between two steps."""
-        self.shares: dict[int, MicroBatch] = {}
-        """By the `id` of each loader that gave a batch in the current step this process's share."""
-        self.places: list[Place] = []
-        """Those of the loaders, once for each batch that they gave in the current step."""
-        self.empty_step = contextlib.ExitStack()
-        """The context of a step whose batch is empty here."""
+        self.open_step: OpenStep | None = None
+        """The current step; None between two steps."""
         self.has_samples = True
         """False in a step whose batch is empty here, and after it if that was left by an error."""
         self.in_epoch = False
@@ -190,7 +129,7 @@ class Steps:
         self.media = self.numbers.media
         self.seed_step = StepSeed(settings.seed, world.rank, device)
         self.draws_of_first_step: DrawsOfStep | None = None
-        """Looks what the first step of this process draws, on rank 0 of several."""
+        """Looks at what the first step of this process draws, on rank 0 of several."""
         if world.is_leader and world.size > 1:
             self.draws_of_first_step = DrawsOfStep(self.seed_step)
         self.is_over = False
@@ -202,7 +141,7 @@ class Steps:
         self._handle.remove()
         for close in self.closings:
             close()
-        self._leave_micro_batch()
+        self._close_step()
         self.models.release()
 
     # --- epochs -----------------------------------------------------------------------------------
@@ -354,30 +293,30 @@ class Steps:
 
     # --- steps ------------------------------------------------------------------------------------
 
-    def hand_out(self, loader: StatefulLoader, place: Place, share: MicroBatch) -> bool:
-        """Take note of a batch before it is handed out; between two steps it begins one.
+    def hand_out(self, loader: StatefulLoader, place: Place, share: MicroBatch) -> OpenStep | None:
+        """Take note of a batch before it is handed out.
 
-        loader, place: what gives it.
-        share: of this process.
+        loader, place: the loader that gives it, and where it is.
+        share: this process's share of it.
 
-        Returns True if a step begins.
+        Returns the step that begins with it; None inside of a step.
         """
-        begins = self.micro_batch is None
-        if begins:
-            self._begin_step(share)
+        step = self.open_step
+        begins = step is None
+        if step is None:
+            step = self._begin_step(share)
         elif share.num_real:
             CURRENT.step = TrainingStep(True)
         if not share.num_real and self.has_samples:
             self.has_samples = False
-            self.empty_step = step_without_samples()
-        self.shares[id(loader)] = share
-        self.places.append(place)
-        return begins
+            step.without_samples = step_without_samples()
+        step.add(loader, place, share)
+        return step if begins else None
 
-    def _begin_step(self, share: MicroBatch) -> None:
+    def _begin_step(self, share: MicroBatch) -> OpenStep:
         """Begin a step. Its draws depend on seed, rank and step alone."""
         self.score_watch.end()
-        self.micro_batch = share
+        self.open_step = OpenStep()
         self.has_samples = True
         self.is_epoch_complete = False
         self.had_backward = False
@@ -392,19 +331,19 @@ class Steps:
         random.seed(key)
         if self.draws_of_first_step:
             self.draws_of_first_step.begin(self.position.step)
+        return self.open_step
 
-    def end_step(self, begun: MicroBatch, is_last: bool) -> None:
+    def end_step(self, step: OpenStep, is_last: bool) -> None:
         """End a step, after the user's code is done with its batch.
 
-        begun: the share that it began with.
         is_last: the batch is the last one of its epoch, whose end is not reached yet: what follows
             the loop over batches belongs to it.
         """
-        if self.micro_batch is not begun:
+        if self.open_step is not step:
             return  # it ended with its epoch
         if not self.optimizers:
             self._check_gradients(self.models)  # the loop has updated the weights by itself
-        self._count_step()
+        self._count(step)
         self.has_samples = True
         if not is_last and self.position.step % self.numbers.every_steps == 0:
             self.numbers.line(self.position.step, self.position.epoch + 1)
@@ -417,32 +356,28 @@ class Steps:
         if self.position.step >= self.stop.limit:
             self._stop_if_agreed()
 
-    def leave_step(self, begun: MicroBatch) -> None:
-        """End the last step of a loop that was left by `break`: it counts if it went backward.
-
-        begun: the share that it began with.
-        """
-        if self.micro_batch is not begun:
+    def leave_step(self, step: OpenStep) -> None:
+        """End the last step of a loop that was left by `break`: it counts if it went backward."""
+        if self.open_step is not step:
             return
         if self.had_backward:
-            self._count_step()
-        self._leave_micro_batch()
+            self._count(step)
+        self._close_step()
 
     def _end_open_step(self) -> None:
         """End the step of an iterator that goes on in the next epoch."""
-        if self.micro_batch is not None:
-            self._count_step()
+        if self.open_step is not None:
+            self._count(self.open_step)
 
-    def _leave_micro_batch(self) -> None:
-        self.micro_batch = None
-        self.shares.clear()
-        self.places.clear()
+    def _close_step(self) -> None:
+        if self.open_step is not None:
+            self.open_step.without_samples.close()
+        self.open_step = None
         CURRENT.end()
-        self.empty_step.close()
 
-    def _count_step(self) -> None:
-        samples = self.micro_batch.num_real if self.micro_batch else 0
-        self.numbers.end_step(self.position.step, samples)
+    def _count(self, step: OpenStep) -> None:
+        """Count a step as done, and close it."""
+        self.numbers.end_step(self.position.step, step.samples)
         if self.draws_of_first_step:
             if self.draws_of_first_step.are_by_rank():
                 print(DRAWS_BY_RANK, file=sys.stderr)
@@ -450,21 +385,21 @@ class Steps:
         self.is_first_step = False
         self.position.batch += 1
         self.position.step += 1
-        for place in self.places:
+        for place in step.places:
             place.batch += 1
             place.step = self.position.step
-        self._leave_micro_batch()
+        self._close_step()
         self.status.step = self.position.step
 
     def log(self, name: str, values: Any, over: Any, how: str) -> None:
         """See Run.log."""
-        in_step = self.micro_batch is not None and not self.score_watch.is_scoring
+        in_step = self.open_step is not None and not self.score_watch.is_scoring
         self.numbers.log(self.log_step, name, values, over, how, in_step)
 
     @property
     def log_step(self) -> int:
         """The number of updates that are done, for what is logged now."""
-        in_step = self.micro_batch is not None
+        in_step = self.open_step is not None
         return self.position.step + (in_step and self.gradients.are_used and self.had_backward)
 
     def mean(
@@ -475,7 +410,12 @@ class Steps:
         accumulate: Optimizer | None,
     ) -> Tensor:
         """See Run.mean."""
-        share = self._share(of)
+        if self.open_step is None:
+            raise UsageError(
+                "run.mean was called outside of a step",
+                "call it inside of: for batch in loader, of loader = run.loader(...)",
+            )
+        share = self.open_step.share_of(of)
         self.score_watch.check_ended()
         if over is None:
             check_one_for_each_sample(losses, share)
@@ -492,30 +432,6 @@ class Steps:
             self.gradients.see_loss()
             loss.register_hook(self._in_backward)
         return loss
-
-    def _share(self, of: StatefulLoader | None) -> MicroBatch:
-        """This process's share of the batch that losses are of. of: the loader that gave it."""
-        if self.micro_batch is None:
-            raise UsageError(
-                "run.mean was called outside of a step",
-                "call it inside of: for batch in loader, of loader = run.loader(...)",
-            )
-        if of is None:
-            if len(self.shares) == 1:
-                return next(iter(self.shares.values()))
-            raise UsageError(
-                f"run.mean: {counted(len(self.shares), 'loader')} gave batches in this step, and"
-                " processes share each in another way",
-                "say whose samples the losses are of: run.mean(losses, of=loader)",
-            )
-        share = self.shares.get(id(of))
-        if share is None:
-            raise UsageError(
-                "run.mean: the loader of `of` gave no batch in this step",
-                "take a batch of it in each step: run.loader(..., repeat=True) begins anew by"
-                " itself, where itertools.cycle gives copies of earlier batches",
-            )
-        return share
 
     def _mean_of_window(
         self, losses: Tensor, over: float | Tensor | None, share: MicroBatch, optimizer: Optimizer
@@ -551,7 +467,7 @@ class Steps:
 
     def see_forward(self, *_: object) -> None:
         """Called before each forward pass of the wrapped model."""
-        if not self.micro_batch:
+        if not self.open_step:
             self.score_watch.see_score()
 
     def _in_backward(self, _: Tensor) -> None:
@@ -580,8 +496,8 @@ class Steps:
         if optimizer not in self.optimizers:
             self._check_foreign(optimizer)
             return None
-        if id(optimizer) not in self.looked_at and self.checkpoints:
-            self.looked_at.add(id(optimizer))
+        if optimizer not in self.looked_at and self.checkpoints:
+            self.looked_at.add(optimizer)
             refuse_unsaved_scaler(self.checkpoints.objects)
         _, *given = arguments  # the first one is the optimizer
         closure = given[0] if given else named.get("closure")
@@ -614,7 +530,7 @@ class Steps:
                 )
             self.foreign_optimizers[optimizer] = step
             return
-        if self.micro_batch is None or step == first_step:
+        if self.open_step is None or step == first_step:
             return  # made for this step, as a few updates of a copy
         if any(isinstance(parameter, nn.Parameter) for parameter in parameters_of(optimizer)):
             raise UsageError(
@@ -646,22 +562,6 @@ class Steps:
         return total(loss.detach().clone()) / self.world.size
 
 
-def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
-    """Raise UsageError unless there is one loss for each sample: [n], or [n, 1]."""
-    samples = share.num_real
-    if losses.shape == (samples,) or (losses.ndim and len(losses) == losses.numel() == samples):
-        return
-    cause = ""
-    if samples > 1 and losses.shape[:2] == (samples, samples):
-        cause = ", one loss for each pair of them: outputs [n, 1] were compared with targets [n]"
-    raise UsageError(
-        f"run.mean: the losses have the shape {list(losses.shape)}, and the batch"
-        f" {samples} samples{cause}",
-        "give it one loss for each sample, with reduction='none'; of several numbers per"
-        " sample their mean, or say with over=NUMBER how many they are",
-    )
-
-
 def warn_of_other_mean(losses: Tensor) -> None:
     """Say where torch's own mean of the losses is not that over samples."""
     warning = other_mean(losses)
@@ -676,7 +576,7 @@ class DrawsOfStep:
         self.seed_step = seed_step
 
     def begin(self, step: int) -> None:
-        """To be called when the generators were seeded for this step."""
+        """Note the generators' states. To be called when they were seeded for this step."""
         self.step = step
         self.others = other_generators()
 

@@ -49,6 +49,7 @@ class StreamFeed:
         size = arguments.batch_size
         assert size, "check has seen to it"
         self.stream = arguments.dataset
+        self.name = type(self.stream).__name__
         self.world = world
         self.device = steps.device
         self.size = size
@@ -57,44 +58,43 @@ class StreamFeed:
         self.num_workers = arguments.num_workers
         self.key = hash_key(steps.settings.seed, "loader", len(steps.training_loaders))
         self.facts: dict[str, Any] = {
-            "stream": type(self.stream).__name__,
+            "stream": self.name,
             "global_batch_size": size,
             "drop_last": arguments.drop_last,
             "num_workers": arguments.num_workers,
             "seed": steps.settings.seed,
         }
-        rank, parts = world.rank, world.size
-        read_size = compared = size
+        collate = arguments.collate_fn or default_collate
         self.place_of_rank = 0
         """The place of this process's part in a full batch, where each reads its own."""
         if split_by_node:
             self.facts["processes"] = world.size
             self.key = hash_key(self.key, "rank", world.rank)
-            read_size = size // world.size + (world.rank < size % world.size)
-            rank, parts = 0, 1
-            compared = size // world.size
-            self.place_of_rank = world.rank * compared + min(world.rank, size % world.size)
-        collate = arguments.collate_fn or default_collate
-        self.reader = StreamReader(self.stream, collate, read_size, rank, parts, compared)
+            smaller, larger_parts = divmod(size, world.size)
+            self.place_of_rank = world.rank * smaller + min(world.rank, larger_parts)
+            size_here = smaller + (world.rank < larger_parts)
+            self.reader = StreamReader(self.stream, collate, size_here, 0, 1, smaller)
+        else:
+            self.reader = StreamReader(self.stream, collate, size, world.rank, world.size, size)
         self.streamed = StreamedParts(self, arguments)
         self.reported = ReportedBatches(self.streamed, steps.status)
         self.saved_state = ""
         """The stream's own state where a resumed run goes on, as JSON."""
         self.state_at_start = ""
-        """Its state at its beginning, in the pass in which it was brought to a later one."""
+        """The stream's state at its beginning, as JSON, in the pass that goes on at a later one."""
         self.begun = Pass(0)
         self.first = 0
         self.digest = 0
-        """Of the first batch of the pass; 0 where that was not read."""
+        """A digest of the first batch of the pass; 0 where that was not read."""
         self.digest_before = 0
-        """The same where the run was saved inside of the pass."""
+        """The digest of the first batch of the pass inside of which the run was saved."""
         self.given = 0
         """Batches of the pass that were given, and those that were read past."""
 
     def __len__(self) -> int:
         samples = known_length(self.stream)
         if samples is None:
-            raise TypeError(f"{type(self.stream).__name__} has no length")
+            raise TypeError(f"{self.name} has no length")
         return samples // self.size if self.drop_last else -(-samples // self.size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -180,34 +180,33 @@ class StreamFeed:
         Raises PeerError for a stream that gives each process other samples, where all should read
         the same, and DataError for the opposite, and for a process without any sample.
         """
-        name = type(self.stream).__name__
         digest = 0
         if part and not part.number:
             digest = self.digest = part.digest
         if not self.split_by_node and self.digest_before not in (0, digest) and digest:
             raise DataError(
-                f"run.loader: {name} gives other samples than where the run was saved, inside of"
-                " this pass",
+                f"run.loader: {self.name} gives other samples than where the run was saved, inside"
+                " of this pass",
                 "let it give the same again: seed its shuffling, or give it state_dict and"
                 " load_state_dict; or start over in another run_dir",
             )
         self.digest_before = 0
         if not self.split_by_node:
-            what = f"run.loader: the first samples of {name}"
+            what = f"run.loader: the first samples of {self.name}"
             same_everywhere(digest, self.device, what, SAME_STREAM)
             return
         digests = from_all_ranks(torch.tensor([digest, part is None], device=self.device)).tolist()
         without = [rank for rank, (_, is_missing) in enumerate(digests) if is_missing]
         if without and len(without) < len(digests) and not self.first:
             raise DataError(
-                f"run.loader: {name} has no sample for rank {without[0]}",
+                f"run.loader: {self.name} has no sample for rank {without[0]}",
                 "give it as many files (shards) as there are processes, or let every process read"
                 " all: leave split_by_node out",
             )
         if len(digests) > 1 and digest and len({first for first, _ in digests}) == 1:
             raise DataError(
-                f"run.loader: {name} gives all processes the same samples, and split_by_node=True"
-                " says that it does not",
+                f"run.loader: {self.name} gives all processes the same samples, and"
+                " split_by_node=True says that it does not",
                 "split it, by split_dataset_by_node(data, run.rank, run.processes) for instance,"
                 " or leave split_by_node out: then every process reads all, and keeps its rows",
             )
@@ -282,7 +281,7 @@ class StreamedParts:
             if number < feed.num_workers:
                 if part.digest and part.digest in digests:
                     raise DataError(
-                        f"run.loader: {type(feed.stream).__name__} gives several loader processes"
+                        f"run.loader: {feed.name} gives several loader processes"
                         " the same samples, so that each would come several times",
                         "share them out in __iter__ by torch.utils.data.get_worker_info(), or use"
                         " num_workers=1",

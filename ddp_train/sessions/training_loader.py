@@ -8,8 +8,9 @@ from typing import Any
 from ddp_train.data.batch import Batch
 from ddp_train.data.global_batches import Pass
 from ddp_train.sessions.feed import Feed
+from ddp_train.sessions.position import Place
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.steps import Place, Steps
+from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.wrapped import is_in_update_bn
 
 
@@ -33,7 +34,7 @@ class TrainingLoader:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Those that identify the batches."""
+        """Facts that identify the batches."""
         return self.feed.facts
 
     def __len__(self) -> int:
@@ -64,15 +65,16 @@ class TrainingLoader:
         place = self._begin()
         if place is None:
             return
+        # A pass without batches is over at once, like one whose last batch began a step.
         leads = True
         for batch in self.feed:
-            number = batch.micro_batch.step
-            leads = steps.hand_out(self, place, batch.micro_batch)
+            step = steps.hand_out(self, place, batch.micro_batch)
+            leads = step is not None
             try:
                 yield batch.data
             except GeneratorExit:
-                if leads:
-                    steps.leave_step(batch.micro_batch)
+                if step:
+                    steps.leave_step(step)
                 place.leave(steps.position.step)
                 raise
             if place is not self.place:
@@ -80,9 +82,9 @@ class TrainingLoader:
                     "a loader of run.loader was begun anew, and is still used from before",
                     "go on with one iterator of it at a time; for two orders make two loaders",
                 )
-            if leads:
-                is_last = self.feed.is_last(number) and not self.repeat
-                steps.end_step(batch.micro_batch, is_last)
+            if step:
+                is_last = self.feed.is_last(batch.micro_batch.step) and not self.repeat
+                steps.end_step(step, is_last)
         place.is_over = True
         if leads:
             steps.is_epoch_complete = True
@@ -144,7 +146,7 @@ class TrainingLoader:
         self.feed.set_epoch(epoch)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it, plain data."""
+        """The loader's part of a checkpoint, plain data."""
         saved = self.steps.saved_loaders.get(self.number)
         if saved:
             return saved  # nothing was taken since

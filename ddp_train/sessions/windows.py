@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.settings import UsageError
 
 TWO_LOSSES = (
@@ -29,7 +30,7 @@ class Window:
     """The batches whose gradients one optimizer has not used yet."""
 
     def __init__(self, optimizer: Optimizer, scalers: list[torch.amp.GradScaler]) -> None:
-        """scalers: those of the loop, which may leave out a step of the optimizer."""
+        """scalers: all of the loop's, which may leave out a step of the optimizer."""
         self.optimizer = optimizer
         self.scalers = scalers
         self.is_used = True
@@ -37,7 +38,7 @@ class Window:
         self.units: Tensor | None = None
         """A scalar, float64, over all processes."""
         self.records: list[Any] = []
-        """What each scaler keeps of the current step; another one after its `update`."""
+        """The record that each scaler keeps of the current step; another one after its `update`."""
 
     def begin(self, units: Tensor) -> Tensor:
         """The units of the window with those of a further batch.
@@ -75,12 +76,8 @@ class Window:
         self.records = self._records()
 
     def gradients(self) -> list[Tensor]:
-        return [
-            parameter.grad
-            for group in self.optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        gradients = [parameter.grad for parameter in parameters_of(self.optimizer)]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _records(self) -> list[Any]:
         return [scaler._per_optimizer_states for scaler in self.scalers]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from ddp_train.distributed.training_step import CURRENT
 from ddp_train.parallel.naming_ddp import ddp_arguments
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised_on
 from ddp_train.sessions.gradient_exchange import GradientExchange
+from ddp_train.sessions.parameter_groups import parameters_of, shared_parameters
 from ddp_train.sessions.settings import UsageError
 
 OWN_ATTRIBUTES = frozenset({*vars(nn.Module()), "_compiled_call_impl", "_exchange", "module"})
@@ -63,7 +64,7 @@ class Wrapped(nn.Module):
 
     @property
     def gradient_exchange(self) -> GradientExchange:
-        """That of this model, while the session lasts."""
+        """The exchange of this model's gradients, while the session lasts."""
         assert self._exchange
         return self._exchange
 
@@ -128,18 +129,6 @@ class Wrapped(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         delattr(self.module, name)
-
-
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of all groups of an optimizer."""
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-def shared_parameters(some: Iterable[Tensor], others: Iterable[Tensor]) -> list[Tensor]:
-    """Those of `others` that are among `some`."""
-    known = {id(parameter) for parameter in some}
-    return [parameter for parameter in others if id(parameter) in known]
 
 
 def compiled_in_place(module: nn.Module) -> nn.Module:
