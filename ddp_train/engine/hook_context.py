@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,11 +19,13 @@ from ddp_train.tasks.logged_numbers import HOOK_LOG, LogCall, Moment, Rule
 from ddp_train.tasks.score import Score
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.telemetry.own_numbers import HOOK
+from ddp_train.telemetry.trackers.media import Media
+from ddp_train.telemetry.trackers.media_calls import MediaCalls
 
 log = logging.getLogger(__name__)
 
 
-class HookContext:
+class HookContext(MediaCalls):
     """The training job as a hook sees it. It is always up to date, and may be kept.
 
     `batches` and `wrapped` may be replaced when the hook is entered.
@@ -43,7 +44,7 @@ class HookContext:
 
     @property
     def plan(self) -> BatchPlan:
-        """Which samples are in which step; `steps` of the run, `epoch_end(step)`."""
+        """The samples of each step; `steps` of the run, `epoch_end(step)`."""
         return self._job.plan
 
     @property
@@ -110,21 +111,8 @@ class HookContext:
         logged.check(HOOK_LOG, name, call.rule)
         logged.add_at(Moment(HOOK, self.step), call.entry())
 
-    def log_image(self, name: str, image: Any) -> None:
-        """Send an image of rank 0 to the trackers; it waits for the device.
-
-        image: a tensor or an array, [1 or 3, height, width] or [height, width]; of bytes, or of
-            numbers from 0 to 1.
-        """
-        self._job.media.image(self.step, name, image)
-
-    def log_text(self, name: str, text: str) -> None:
-        """Send a text of rank 0 to the trackers."""
-        self._job.media.text(self.step, name, text)
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Send a table of rank 0 to the trackers."""
-        self._job.media.table(self.step, name, columns, rows)
+    def _media_of(self, method: str) -> tuple[Media, int]:
+        return self._job.media, self.step
 
     def observe(self, observer: StepObserver) -> None:
         """Have an observer called around each backward pass and each update from now on."""

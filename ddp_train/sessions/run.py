@@ -36,9 +36,11 @@ from ddp_train.sessions.unsaved import refuse_unsaved_schedulers
 from ddp_train.sessions.unsaved_copies import UnsavedCopies
 from ddp_train.sessions.values import gather_over_ranks, sum_over_ranks
 from ddp_train.sessions.wrapped import Wrapped
+from ddp_train.telemetry.trackers.media import Media
+from ddp_train.telemetry.trackers.media_calls import MediaCalls
 
 
-class Run:
+class Run(MediaCalls):
     """One process of a run. Every process calls the same methods in the same order."""
 
     def __init__(self, steps: Steps) -> None:
@@ -294,24 +296,9 @@ class Run:
         """
         self._open_steps("run.log").log(name, values, over, how)
 
-    def log_image(self, name: str, image: Any) -> None:
-        """Send an image of rank 0 to the trackers; it waits for the device.
-
-        image: a tensor or an array, [1 or 3, height, width] or [height, width]; of bytes, or of
-            numbers from 0 to 1.
-        """
-        steps = self._open_steps("run.log_image")
-        steps.media.image(steps.log_step, name, image)
-
-    def log_text(self, name: str, text: str) -> None:
-        """Send a text of rank 0 to the trackers."""
-        steps = self._open_steps("run.log_text")
-        steps.media.text(steps.log_step, name, text)
-
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Send a table of rank 0 to the trackers."""
-        steps = self._open_steps("run.log_table")
-        steps.media.table(steps.log_step, name, columns, rows)
+    def _media_of(self, method: str) -> tuple[Media, int]:
+        steps = self._open_steps(f"run.{method}")
+        return steps.media, steps.log_step
 
     @overload
     def sum(self, value: Tensor) -> Tensor: ...

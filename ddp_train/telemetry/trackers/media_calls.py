@@ -1,0 +1,36 @@
+"""The methods by which code of the user's sends images, texts and tables to trackers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from ddp_train.telemetry.trackers.media import Media
+
+
+class MediaCalls(ABC):
+    """`log_image`, `log_text` and `log_table`, of a run in a session and of a hook's job."""
+
+    @abstractmethod
+    def _media_of(self, method: str) -> tuple[Media, int]:
+        """Where what a method is given goes, and the step that it is of."""
+
+    def log_image(self, name: str, image: Any) -> None:
+        """Send an image of rank 0 to the trackers; it waits for the device.
+
+        image: a tensor or an array, [1 or 3, height, width] or [height, width]; of bytes, or of
+            numbers from 0 to 1.
+        """
+        media, step = self._media_of("log_image")
+        media.image(step, name, image)
+
+    def log_text(self, name: str, text: str) -> None:
+        """Send a text of rank 0 to the trackers."""
+        media, step = self._media_of("log_text")
+        media.text(step, name, text)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Send a table of rank 0 to the trackers."""
+        media, step = self._media_of("log_table")
+        media.table(step, name, columns, rows)
