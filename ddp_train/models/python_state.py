@@ -12,10 +12,8 @@ import itertools
 import operator
 import random
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -30,10 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ddp_train.resilience.failure_report import is_foreign
 from ddp_train.tensor_tree import attributes_of
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-OURS = tuple(f"{CHECKOUT / name}/" for name in ("ddp_train", "ddp_lab"))
 MOST_ITEMS = 64
 """The most items of a list or dict that are inspected one by one."""
 MOST_NUMBERS = 2**20
@@ -78,14 +75,9 @@ ATTRIBUTES_OF_TORCH = (
 """Attributes of every torch module."""
 
 
-@functools.cache
 def is_users(file: str) -> bool:
-    """True if a source file is not of these packages, of what is installed, or of Python."""
-    is_installed = "site-packages" in file or "dist-packages" in file
-    if is_installed or not file.endswith(".py") or file.startswith(OURS):
-        return False
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return not file.startswith(tuple(places))
+    """True for a source file that is not of these packages, of what is installed, or of Python."""
+    return file.endswith(".py") and not is_foreign(file)
 
 
 def defined_by_user(module: str) -> bool:

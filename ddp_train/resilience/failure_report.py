@@ -240,12 +240,14 @@ def _leave_out_libraries(part: traceback.TracebackException) -> int:
 
 @functools.cache
 def is_foreign(filename: str) -> bool:
-    """Whether a frame's file is part of this package, of Python or of an installed library."""
+    """True for a frame's file that is part of these packages, of Python or of a library."""
     if filename.startswith("<"):
         return True
     path = Path(filename)
     if {"site-packages", "dist-packages"} & {*path.parts}:  # the user's own too, those of a .pth
         return True
-    paths = sysconfig.get_paths()
-    foreign = (Path(__file__).parents[1], paths["stdlib"], paths["purelib"], paths["platlib"])
+    checkout = Path(__file__).parents[2]
+    ours = (checkout / "ddp_train", checkout / "ddp_lab")
+    places = ("stdlib", "platstdlib", "purelib", "platlib")
+    foreign = (*ours, *map(sysconfig.get_path, places))
     return any(path.is_relative_to(folder) for folder in foreign)
