@@ -16,9 +16,9 @@ class EpochHook:
     """
 
     def __init__(self, metrics_hook: MetricsHook) -> None:
-        """To be called after the selection hook, which may end the plan in the middle of an epoch.
+        """metrics_hook: has the numbers.
 
-        metrics_hook: has the numbers.
+        The selection hook acts before: it may end the plan in the middle of an epoch.
         """
         self.metrics_hook = metrics_hook
         self.epochs = metrics_hook.intervals.epochs
@@ -38,7 +38,6 @@ class EpochHook:
             self._show_evaluation(job)
 
     def _show_epoch(self, job: Job, epochs: int) -> None:
-        record = self.metrics_hook
         steps_per_epoch = job.plan.steps_per_epoch
         epoch = epoch_of(job)
         steps_before = (epoch - 1) * steps_per_epoch
@@ -47,8 +46,9 @@ class EpochHook:
         title = epoch_title(epoch, epochs)
         if steps < steps_per_epoch:
             title += f"  cut to {steps} of {counted(steps_per_epoch, 'step')}"
-        seconds = record.epoch_seconds[-1]
-        self._show(epoch_line(title, record.last_epoch_loss, self._scores(job), seconds, samples))
+        seconds = self.metrics_hook.epoch_seconds[-1]
+        loss = self.metrics_hook.last_epoch_loss
+        self._show(epoch_line(title, loss, self._scores(job), seconds, samples))
 
     def _show_evaluation(self, job: Job) -> None:
         interval = self.metrics_hook.last_interval

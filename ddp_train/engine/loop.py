@@ -33,7 +33,7 @@ class Evaluation:
     batches: Iterable[Batch]
     new_scorer: Callable[[], Scorer]
     close: Callable[[], None] = lambda: None
-    """To be called after the last use: ends what keeps batches coming."""
+    """End what keeps batches coming. To be called after the last use."""
     stop: StopController = field(default_factory=StopController)
     explain: Callable[[], str] = lambda: OF_THE_MODEL
     """Why a loss of these data is not finite. A collective."""
@@ -51,8 +51,8 @@ class Job:
     stepper: Stepper
     batches: Iterable[Batch]
     evaluations: Mapping[str, Evaluation]
-    """Those of the sets that are scored while it trains, by their names: `validation`. The first is
-    the one that selects, unless the user names another."""
+    """Evaluations of the sets that are scored while it trains, by their names: `validation`. The
+    first is the one that selects, unless the user names another."""
     seed_step: Callable[[int], None]
     hooks: Sequence[Hook] = ()
     stop: StopController = field(default_factory=StopController)
@@ -60,14 +60,14 @@ class Job:
     scores: Mapping[str, Score] = field(default_factory=dict)
     """The scores of `step` by the name of the set; empty if it was not evaluated."""
     media: Media = field(default_factory=Media)
-    """Where hooks send images, texts and tables."""
+    """The way of images, texts and tables from hooks to trackers."""
     stand_ins_count: bool = False
     """A process without a sample in a micro-batch gets another's, which has no weight in the loss,
     and what the model or the task counts beside it has one sample too many."""
 
     @property
     def evaluation(self) -> Evaluation:
-        """That of the first set."""
+        """The evaluation of the first set."""
         return next(iter(self.evaluations.values()))
 
     @property

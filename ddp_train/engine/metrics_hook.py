@@ -22,7 +22,7 @@ RESIZE = "resize"
 
 @dataclass(frozen=True)
 class Intervals:
-    """When a run logs its loss and scores its model, beside its last step."""
+    """The steps after which a run logs its loss and scores its model, beside the last one."""
 
     epochs: int | None
     """Number of epochs of the run; None: its steps end it."""
@@ -39,7 +39,7 @@ class Intervals:
         return job.plan.epoch_end(job.step)
 
     def include_evaluation(self, job: Job) -> bool:
-        """Tell whether the model is scored after `job.step`."""
+        """True if the model is scored after `job.step`."""
         if job.step == job.plan.steps:
             return True
         if self.evaluate_every_steps:
@@ -89,9 +89,9 @@ class MetricsHook:
         self.resizes = [line for line in metrics.kept if line["kind"] == RESIZE]
         """Each change of the number of processes, for summary.json."""
         self.hooks_log = False
-        """Whether hooks of the user's may log numbers, after this hook has acted."""
+        """Hooks of the user's may log numbers, after this hook has acted."""
         self.owes_score = False
-        """Whether a stop has cut off the evaluation of the step that was done last. The run that
+        """A stop has cut off the evaluation of the step that was done last. The run that
         resumes there makes up for it: best checkpoint and early stopping depend on it."""
         self.start_clocks(step=0)
 

@@ -12,9 +12,9 @@ class PlateauHook:
     """Gives a schedule the metric of each evaluation, which is the same on all processes."""
 
     def __init__(self, schedule: PlateauSchedule, metric: str, split: str | None = None) -> None:
-        """To be called after the metrics hook.
+        """split: the set that has the metric; None: the first that is scored.
 
-        split: the set that has the metric; None: the first that is scored.
+        The metrics hook acts before.
         """
         self.schedule = schedule
         self.name = metric

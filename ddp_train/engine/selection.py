@@ -1,4 +1,4 @@
-"""Which evaluation of a run is the best.
+"""The best evaluation of a run.
 
 Scores are the same on all ranks to the last bit, so all of them find the same one: nothing is
 exchanged.

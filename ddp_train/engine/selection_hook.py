@@ -18,7 +18,7 @@ from ddp_train.text import counted
 
 
 class TimeLimit:
-    """Whether the minutes for training are over, by the clock of rank 0.
+    """The limit of the minutes for training, by the clock of rank 0.
 
     It is looked at after the first step, then after half of the steps that seem to fit, and after
     each epoch and each evaluation, which may have taken long: every look waits for the device and
@@ -36,7 +36,7 @@ class TimeLimit:
 
     @property
     def was_over(self) -> bool:
-        """Whether it was over before the run resumed."""
+        """True if the time was over before the run resumed."""
         return self.metrics_hook.seconds_before >= self.seconds
 
     def due(self, job: Job) -> int:
@@ -45,7 +45,7 @@ class TimeLimit:
         return max(self.next_look, job.step + 1)
 
     def is_over(self, job: Job) -> bool:
-        """The same on all ranks. A collective, if it is time for a look."""
+        """True if the time is over, on all ranks alike. A collective, if it is time for a look."""
         is_time = job.step >= self.next_look or job.plan.ends_epoch(job.step) or bool(job.scores)
         if self.last_look is None or not is_time:
             return False
@@ -95,7 +95,7 @@ class SelectionHook:
         early_stopping: EarlyStopping | None = None,
         time_limit: TimeLimit | None = None,
     ) -> None:
-        """To be called after the metrics hook. best: evaluation of the run."""
+        """best: the best evaluation of the run. The metrics hook acts before this one."""
         self.best = best
         self.early_stopping = early_stopping
         self.time_limit = time_limit

@@ -28,7 +28,7 @@ since the last logging interval. Returns a function to call before the update.""
 
 
 class BatchLoader(Protocol):
-    """What brings the batches of a stream to the device."""
+    """A stream of batches, and the way of each to the device."""
 
     @property
     def stream(self) -> BatchStream: ...

@@ -12,7 +12,7 @@ from ddp_train.models.freezing import Frozen
 
 @dataclass(frozen=True)
 class UnfreezeHook:
-    """From a step on the frozen parameters train too.
+    """Lets the frozen parameters train too, from a step on.
 
     The optimizer has had them all along, and has left them alone for want of gradients. DDP has
     not: its buckets are made once, of what wants gradients then, so the model is wrapped again.

@@ -1,4 +1,4 @@
-"""Whether torch's compiler cuts a model inside DDP into several graphs."""
+"""The number of graphs into which torch's compiler cuts a model inside DDP: one or several."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def with_bucket_size(options: dict[str, Any], buckets: str, comm_hook: str) -> d
 
 
 def is_exchanged_at_once(wrapped: DistributedDataParallel) -> bool:
-    """Whether no bucket is full before the backward pass ends: there is one for each number
+    """True if no bucket is full before the backward pass ends: there is one for each number
     type."""
     caps = getattr(wrapped, "bucket_bytes_cap_list", None) or [wrapped.bucket_bytes_cap]
     nbytes = sum(parameter.nbytes for parameter in trained_parameters(wrapped.module).values())

@@ -35,14 +35,14 @@ NO_GATHER = (
 
 
 class Strategy(Protocol):
-    """How the processes of a run share one model. One object per run, on each process."""
+    """The way in which the processes of a run share one model: one object on each."""
 
     allow_missing_grads: bool
-    """Whether a parameter may be without a gradient in some steps."""
+    """A parameter may be without a gradient in some steps."""
     buffers_differ: bool
-    """Whether each process has buffers of its own, batch norm's statistics for example."""
+    """Each process has buffers of its own, batch norm's statistics for example."""
     replicates: bool
-    """Whether every process holds every weight and every moment of the optimizer.
+    """Every process holds every weight and every moment of the optimizer.
 
     A strategy that shards them answers False, and each of these must ask it: the weights of a
     checkpoint (`full_weights`) and their loading (`reader.load_model`), the optimizer's state
@@ -61,8 +61,9 @@ class Strategy(Protocol):
     def wrap(
         self, module: ModelWithTask, step_flops: Callable[[], int | None] | None = None
     ) -> nn.Module:
-        """What the training step calls. Evaluation and checkpoints use the module itself, which has
-        the plain names.
+        """The model as the training step calls it.
+
+        Evaluation and checkpoints use the module itself, which has the plain names.
 
         To be called again when other parameters want gradients.
 
@@ -124,7 +125,7 @@ class Strategy(Protocol):
 
 
 class Replicas:
-    """What strategies have in common whose processes hold all weights."""
+    """The common part of strategies whose processes hold all weights."""
 
     allow_missing_grads = False
     replicates = True

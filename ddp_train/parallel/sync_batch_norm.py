@@ -14,8 +14,7 @@ from ddp_train.distributed.training_step import CURRENT
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """In training, mean and variance of a batch are those of all processes' samples, however many
-    each one has.
+    """A batch norm with mean and variance of all processes' samples, however many each one has.
 
     In evaluation it is torch's BatchNorm, and so are the names in its state_dict. The variance is
     taken around the mean in a second pass: a sum of squares would lose digits where the mean is

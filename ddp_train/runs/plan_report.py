@@ -33,7 +33,7 @@ class PlanFacts:
     parameters: int = 0
     """Number of parameters of the model."""
     trained_parameters: int | None = None
-    """How many of them train now; None for all."""
+    """Number of parameters that train now; None for all."""
     warmup_steps: int = 0
     schedule_metric: str | None = None
     """The metric that the schedule follows; None if it follows the steps."""

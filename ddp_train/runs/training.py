@@ -477,11 +477,15 @@ def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
 
 
 def build_checkpoint_hook(training: Training) -> CheckpointHook:
-    """The hook that saves, with the facts of data and model that every manifest has."""
+    """The hook that saves. Raises ConfigError if no checkpoint could be read with its model."""
     run = training.run
     config = run.config
     section = config.checkpoint
     selection_hook = training.selection_hook
+    problem = problem_of_extra_state(training.job.module.model)
+    if problem:
+        remedy = "keep tensors, numbers and texts, in dicts and lists"
+        raise ConfigError([f"model: {problem}; {remedy}"])
     writer = None
     if run.world.is_leader:
         mirroring = None
@@ -494,25 +498,35 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
             run.status.set_saving,
             mirroring,
         )
-    origin = training.start.manifest.get("begun_with")
-    if training.origin:
-        origin = dataclasses.asdict(training.origin)
-    module = training.job.module
-    problem = problem_of_extra_state(module.model)
-    if problem:
-        remedy = "keep tensors, numbers and texts, in dicts and lists"
-        raise ConfigError([f"model: {problem}; {remedy}"])
     further_hooks: dict[str, StatefulHook] = {
         SELECTION: selection_hook,
         USER_HOOKS: training.user_hooks,
     }
     if training.plateau_hook:
         further_hooks[SCHEDULE] = training.plateau_hook
-    digests_then = training.start.manifest.get("scored_digests", {})
     every_steps = section.every_steps
     if every_steps is None and config.train.most_epochs is None:
         every_steps = config.train.evaluate_every_steps
-    manifest = {
+    return CheckpointHook(
+        writer,
+        training.metrics_hook,
+        manifest_facts(training),
+        SaveTimes(every_steps, section.every_minutes, section.best),
+        further_hooks,
+    )
+
+
+def manifest_facts(training: Training) -> dict[str, Any]:
+    """The facts of config, data and model that the manifest of every checkpoint has."""
+    run = training.run
+    config = run.config
+    manifest_then = training.start.manifest
+    origin = manifest_then.get("begun_with")
+    if training.origin:
+        origin = dataclasses.asdict(training.origin)
+    module = training.job.module
+    digests_then = manifest_then.get("scored_digests", {})
+    return {
         "config": to_values(config),
         "world_size": run.world.size,
         "torch": torch.__version__,
@@ -521,15 +535,8 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
         **facts_of_model(config, training.splits.train, module.task),
         "scored_digests": scored_digests(training.splits, digests_then),
         "begun_with": origin,
-        "best_by": dataclasses.asdict(selection_hook.best.selection),
+        "best_by": dataclasses.asdict(training.selection_hook.best.selection),
     }
-    return CheckpointHook(
-        writer,
-        training.metrics_hook,
-        manifest,
-        SaveTimes(every_steps, section.every_minutes, section.best),
-        further_hooks,
-    )
 
 
 def _lost_rank(run: RunContext) -> dict[str, Any] | None:

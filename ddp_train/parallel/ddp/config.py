@@ -58,7 +58,7 @@ class DdpConfig(StrategyConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether DDP only averages gradients: a process that is alone needs none then."""
+        """True if DDP only averages gradients: a process that is alone needs none then."""
         return self.comm_hook == "none" and not (self.find_unused_parameters or self.static_graph)
 
     def problems(self, run: RequestedRun) -> Iterator[Problem]:
