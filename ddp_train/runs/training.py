@@ -69,7 +69,7 @@ from ddp_train.models.initial_weights import Origin, describe_origin
 from ddp_train.optim.schedules.torch_schedules import PlateauSchedule
 from ddp_train.options.custom import hooks_of as hooks_named_by
 from ddp_train.options.schema import Config
-from ddp_train.parallel.sync_batch_norm import own_statistics
+from ddp_train.parallel.sync_batch_norm import cost_of, own_statistics
 from ddp_train.recovery.just_in_time import RecoveryHook
 from ddp_train.recovery.lost_host import saver_of
 from ddp_train.resilience import lost_hosts
@@ -228,6 +228,9 @@ class Training:
             has_validation = bool(self.splits.validation_sets)
             follows_scores = self.plateau_hook is not None
             notes = selects_by_test(run.config, has_validation, follows_scores)
+            cost = cost_of(job.module.model, "strategy.sync_bn=false")
+            if cost and run.world.size > 1:
+                notes.append(f"note: {cost}")
             for line in [*advice, *notes]:
                 run.display.line(line)
         self.selection_hook.stop_if_due(job)

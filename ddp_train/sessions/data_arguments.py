@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.data import (
 
 from ddp_train.checkpoints.training_state import problem_of_state
 from ddp_train.data.rng import hash_key, keyed_generators
+from ddp_train.data.streams.loader_processes import start_method
 from ddp_train.sessions.settings import UsageError
 
 BATCH_SIZE = (
@@ -47,6 +49,8 @@ class DataArguments:
     """The generator of a DataLoader."""
     worker_init_fn: Callable[[int], Any] | None = None
     prefetch_factor: int = 2
+    persistent_workers: bool = True
+    """Loader processes live on from pass to pass, while the data set stays as it is."""
 
     @property
     def is_shuffled(self) -> bool:
@@ -152,6 +156,7 @@ def taken_apart(loader: DataLoader[Any], method: str) -> DataArguments:
             "give the DataLoader a batch_size, or a batch_sampler",
         )
     collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
+    _check_processes(loader, method)
     arguments = DataArguments(
         loader.dataset,
         collate_fn=collate_fn,
@@ -159,6 +164,8 @@ def taken_apart(loader: DataLoader[Any], method: str) -> DataArguments:
         generator=loader.generator,
         worker_init_fn=loader.worker_init_fn,
         prefetch_factor=loader.prefetch_factor or 2,
+        # Whether a function is called for each pass can be seen, the start of a process cannot.
+        persistent_workers=loader.persistent_workers or loader.worker_init_fn is None,
     )
     if type(loader.batch_sampler) is not BatchSampler:
         return replace(arguments, batch_sampler=loader.batch_sampler)
@@ -171,6 +178,32 @@ def taken_apart(loader: DataLoader[Any], method: str) -> DataArguments:
     if is_plain_shuffle(sampler):
         return replace(arguments, shuffle=True)
     return replace(arguments, sampler=sampler)
+
+
+def _check_processes(loader: DataLoader[Any], method: str) -> None:
+    """Raise UsageError if its processes are to be started in another way than those of a session.
+
+    What it says of hangs and of pinned memory has no effect, which is noted.
+    """
+    context = loader.multiprocessing_context
+    if context is not None:
+        asked = context.get_start_method()
+        used = start_method()
+        if asked != used:
+            raise UsageError(
+                f"{method}: its DataLoader has multiprocessing_context={asked!r}, and loader"
+                f" processes are started by {used!r}",
+                f"multiprocessing.set_start_method({asked!r}) before the data are opened, and no"
+                " multiprocessing_context",
+            )
+    unused = {}
+    if loader.timeout:
+        unused[f"timeout={loader.timeout:g}"] = "timeout_seconds of the session finds what hangs"
+    if loader.pin_memory_device:
+        device = loader.pin_memory_device
+        unused[f"pin_memory_device={device!r}"] = "batches come on run.device"
+    for option, instead in unused.items():
+        print(f"note: {method}: {option} has no effect: {instead}", file=sys.stderr)
 
 
 def is_plain_shuffle(sampler: Any) -> bool:

@@ -135,6 +135,7 @@ def numbered_feed(steps: Steps, arguments: DataArguments) -> NumberedFeed:
         options,
         worker_init_fn=arguments.worker_init_fn,
         prefetch_factor=arguments.prefetch_factor,
+        persistent_workers=options.persistent_workers and arguments.persistent_workers,
     )
     return NumberedFeed(steps, source, batches, options, facts)
 

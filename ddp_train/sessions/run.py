@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ddp_train.parallel.sync_batch_norm import cost_of
 from ddp_train.sessions.batch_norm import update_statistics
 from ddp_train.sessions.data_arguments import (
     TEST_BATCH_SIZE,
@@ -81,6 +84,9 @@ class Run(MediaCalls):
         """
         steps = self._open_steps("run.wrap")
         wrapped = steps.models.add(model, sync_batch_norm, options)
+        note = cost_of(wrapped.module, "run.wrap(model, sync_batch_norm=False)")
+        if note and steps.world.is_leader:
+            print(f"note: run.wrap: {note}", file=sys.stderr)
         wrapped.register_forward_pre_hook(steps.see_forward)
         return wrapped
 
@@ -174,7 +180,11 @@ class Run(MediaCalls):
         size = checked_batch_size(arguments.batch_size, "batch_size", TEST_BATCH_SIZE, method)
         source = source_of(samples, seed, arguments.collate_fn, method)
         common_digests(source, steps.device, method)
-        options = options_of(steps.device, arguments.num_workers)
+        options = dataclasses.replace(
+            options_of(steps.device, arguments.num_workers),
+            worker_init_fn=arguments.worker_init_fn,
+            prefetch_factor=arguments.prefetch_factor,
+        )
         return TestLoader(steps, source, arguments.dataset, size, options)
 
     def resume(self, **objects: Any) -> int:

@@ -139,6 +139,13 @@ class SessionCheckpoints:
                 f"{path} was not saved by a session: it says no epoch and no batch to resume at",
                 "name another run_dir",
             )
+        if "loaders" not in state.session:
+            raise DataError(
+                f"{path} was saved by an earlier version, without the states of the loaders: nobody"
+                " knows its next batch",
+                "finish it with the version that began it, or name another run_dir and load its"
+                " weights: load_file('model.safetensors')",
+            )
         self._check_models(path, state.session.get("models", self.models))
         self._check_names(path, state.objects)
         states = self._in_order(path, state.objects, state.session.get("groups", {}))

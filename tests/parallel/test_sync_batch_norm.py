@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ddp_train.assembly.strategy import build_strategy
 from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.distributed.world import World
-from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised
+from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, cost_of, synchronised
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
 from tests.support.jobs import config_of, largest_difference, table, trained
@@ -160,6 +160,14 @@ def test_what_is_converted_keeps_its_tensors_names_and_mode() -> None:
     assert list(before) == list(after) and all(before[name] is after[name] for name in before)
     layer = converted[1]["norm"]
     assert (layer.eps, layer.momentum, layer.training) == (0.1, 0.3, False)
+
+
+def test_what_it_costs_is_said_with_the_way_out() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    assert cost_of(model, "run.wrap(model)") == ""
+    said = cost_of(synchronised(model), "strategy.sync_bn=false")
+    assert said.startswith("2 batch norms over all processes: ")
+    assert "; strategy.sync_bn=false takes those of each process" in said
 
 
 def ladder_run(world: World, samples: int, sync_bn: bool) -> dict[str, Tensor]:

@@ -24,8 +24,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ddp_train.checkpoints.training_state import TrainingState
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
+from ddp_train.sessions import data_arguments
 from ddp_train.sessions.run import Run
 from tests.sessions.seen_batches import (
     EPOCHS,
@@ -410,6 +412,12 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
         "its DataLoader has batch_size=None",
     ),
     (
+        lambda run: run.loader(
+            DataLoader(data(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
+        ),
+        "its DataLoader has multiprocessing_context='spawn', and loader processes are started by",
+    ),
+    (
         loop_over(loader_by(global_batch_size=4), loader_by(global_batch_size=4)),
         "run.mean: 2 loaders gave batches in this step",
     ),
@@ -435,6 +443,47 @@ def test_loaders_have_the_data_set_that_they_got(tmp_path: Path) -> None:
         assert run.test_loader(rows, batch_size=3).dataset is rows
         assert run.test_loader(whole).dataset is rows
         assert run.loader(whole).dataset is rows
+
+
+def test_what_has_no_effect_of_a_data_loader_is_noted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loader = DataLoader(data(), num_workers=1, timeout=5, multiprocessing_context="fork")
+    assert data_arguments.taken_apart(loader, "run.loader").persistent_workers
+    said = capsys.readouterr().err
+    assert said.startswith("note: run.loader: timeout=5 has no effect: timeout_seconds of the")
+    each_pass = DataLoader(data(), num_workers=1, worker_init_fn=print)
+    assert not data_arguments.taken_apart(each_pass, "run.loader").persistent_workers
+    assert capsys.readouterr().err == ""
+
+
+def test_a_checkpoint_without_states_of_loaders_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun() -> None:
+        with session_on(World(), str(tmp_path)) as run:
+            model = run.wrap(torch.nn.Linear(4, 1).double())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.resume(model=model, optimizer=optimizer)
+            loader = run.loader(data(), global_batch_size=6)
+            for _ in run.epochs(1):
+                for inputs, _ in loader:
+                    optimizer.zero_grad()
+                    run.mean(model(inputs).flatten()).backward()
+                    optimizer.step()
+
+    begun()
+    load = TrainingState.load
+
+    def of_an_earlier_version(path: Path) -> TrainingState:
+        state = load(path)
+        assert state.session
+        del state.session["loaders"]
+        return state
+
+    monkeypatch.setattr(TrainingState, "load", of_an_earlier_version)
+    with pytest.raises(DataError, match="was saved by an earlier version, without the states"):
+        begun()
 
 
 def test_a_data_loader_to_score_keeps_its_samples(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class LoaderProcesses:
         If a process does not wake up within START_SECONDS, all are started again: they have no
         state, and no batch was taken.
         """
-        if self.awake is None and _start_method() == "fork":
+        if self.awake is None and start_method() == "fork":
             self.awake = mmap.mmap(-1, self.count)
         if self.awake is None:
             return iter(loader)
@@ -78,7 +78,7 @@ class LoaderProcesses:
         loader._iterator = None
 
 
-def _start_method() -> str:
+def start_method() -> str:
     """The start method of multiprocessing, which asking for it does not fix."""
     chosen = multiprocessing.get_start_method(allow_none=True)
     return chosen or multiprocessing.get_all_start_methods()[0]
