@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pickle
 import sys
 import time
 import types
 from collections.abc import Iterator
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_train.resilience.failure_report import is_foreign
 
@@ -17,12 +22,55 @@ LIMIT_BYTES = 2**25
 """The most time and memory of a digest: new loader processes start in about that time."""
 
 
-def content_of(dataset: Any) -> str:
+LARGE_BYTES = 2**20
+"""Bytes from which on a tensor is told by what it is."""
+LOOKED_AT = 4096
+"""Elements of such a tensor that are read all the same."""
+
+
+class LargeTensors:
+    """Tells whether large tensors were changed without reading all of them.
+
+    torch counts what changes a tensor in place. It does not know of changes through memory that
+    numpy shares: such tensors are read, and so are small ones. A change by `tensor.data` or DLPack
+    is seen only where it meets one of LOOKED_AT elements.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = WeakIdKeyDictionary()
+        """Of each tensor one that no other ever has: memory may be used again by another."""
+        self.next_number = itertools.count()
+
+    def identity(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """Values that are others once torch has changed the tensor; None if it must be read."""
+        is_plain = tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
+        if not is_plain or tensor.nbytes < LARGE_BYTES:
+            return None
+        # torch forbids to resize what numpy has a view of, or has made.
+        if tensor.is_inference() or not tensor.untyped_storage().resizable():
+            return None
+        if tensor not in self.numbers:
+            self.numbers[tensor] = next(self.next_number)
+        step = max(1, tensor.numel() // LOOKED_AT)
+        some = tensor.detach().view(-1)[::step].contiguous().view(torch.uint8)
+        return (
+            self.numbers[tensor],
+            tensor.data_ptr(),
+            tensor._version,
+            tuple(tensor.shape),
+            str(tensor.dtype),
+            bytes(some.tolist()),
+        )
+
+
+def content_of(dataset: Any, large_tensors: LargeTensors | None = None) -> str:
     """sha256 of what a data set holds, and of the global variables that its code reads.
+
+    large_tensors: those of earlier calls; None: every tensor is read.
 
     Returns "" if that cannot be told: it is large, or is not to be pickled, as open files are.
     """
-    reader = _Reader()
+    reader = _Reader(large_tensors)
     try:
         reader.dump(dataset)
         for code in reader.code:  # grows meanwhile
@@ -40,8 +88,9 @@ class _TooMuchError(Exception):
 class _Reader(pickle.Pickler):
     """Reads objects as pickle does, and notes the classes and functions that it comes upon."""
 
-    def __init__(self) -> None:
+    def __init__(self, large_tensors: LargeTensors | None) -> None:
         super().__init__(self, pickle.HIGHEST_PROTOCOL, buffer_callback=self._read_buffer)
+        self.large_tensors = large_tensors
         self.digest = hashlib.sha256()
         self.bytes = 0
         self.end = time.monotonic() + LIMIT_SECONDS
@@ -57,6 +106,10 @@ class _Reader(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle with each object that is not of Python's own types."""
+        if type(obj) is Tensor and self.large_tensors is not None:
+            identity = self.large_tensors.identity(obj)
+            if identity is not None:
+                return str, (repr(identity),)
         is_code = isinstance(obj, type | types.FunctionType)
         if not is_code or not _is_of_the_user(obj):
             return NotImplemented

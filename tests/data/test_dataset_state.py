@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, epoch_order
-from ddp_train.data.dataset_content import content_of
+from ddp_train.data.dataset_content import LargeTensors, content_of
 from ddp_train.data.dataset_state import READS, AttributeWatch
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.streams.worker import WorkerStream
@@ -201,6 +201,25 @@ def test_a_change_in_one_of_many_parts_is_refused_in_its_pass() -> None:
             list(batches)
     finally:
         loader.close()
+
+
+def test_a_change_of_a_large_tensor_is_seen_without_reading_it() -> None:
+    held = TensorDataset(torch.zeros(12_000_000))
+    assert content_of(held) == "", "48 MB are too much to read"
+    large = LargeTensors()
+    first = content_of(held, large)
+    assert first and content_of(held, large) == first
+    held.tensors[0][7] = 1
+    second = content_of(held, large)
+    assert second not in ("", first)
+    held.tensors[0].data.fill_(3)  # which torch does not count
+    assert content_of(held, large) not in ("", second)
+    held.tensors = (held.tensors[0].clone(),)
+    third = content_of(held, large)
+    held.tensors = (held.tensors[0].clone(),)  # in the memory that the last one had, perhaps
+    assert content_of(held, large) not in ("", third)
+    held.tensors[0].numpy()  # may be changed unseen from now on
+    assert content_of(held, large) == ""
 
 
 def test_content_follows_all_that_samples_follow_from() -> None:
