@@ -36,6 +36,15 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Test processes are forked from one that has imported torch, and do not import it themselves:
+    tests/support/zygote.py. On a host with GPUs they do: a process that had been asked for GPUs
+    could not hand them on."""
+    if not Path("/dev/nvidiactl").exists():
+        subprocess.Popen = zygote.Command  # type: ignore[misc]  # pyright: ignore
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """What is imported stays: to search it for garbage again and again took a tenth of the time."""

@@ -43,6 +43,16 @@ def test_command_is_a_child_with_its_own_command_line(tmp_path: Path) -> None:
         assert job.end() == -signal.SIGKILL
 
 
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" not in os.environ or Path("/dev/nvidiactl").exists(),
+    reason="test processes are forked by pytest-xdist (-n), and without GPUs",
+)
+def test_a_test_process_is_forked_and_does_not_import_torch_itself() -> None:
+    """If it were not, nothing would fail, and the gate take half a minute more."""
+    line = Path("/proc/self/cmdline").read_bytes()
+    assert len(line) > zygote.ROOM or not zygote._fits(environment()), "it shows it as commands do"
+
+
 def test_what_reads_its_settings_at_import_is_started_for_real(tmp_path: Path) -> None:
     assert zygote._fits(environment())
     for name, value in {

@@ -7,7 +7,8 @@ stays real: the command is a child of the caller, with the arguments, environmen
 directory, open files, session and signal handlers that it would have; `ps` shows its own command
 line (with NULs after it); it has its own exit code. In it, the launcher's fork server, the runs of
 a study and the workers of torchrun are forked in the same way. Scripts that call ddp_train.session
-are such commands too.
+are such commands too. So are pytest-xdist's test processes: each of them forks its zygote before it
+does anything else (`Beside`), and all together import torch once.
 
 What differs from a real command, and therefore has tests of its own with `LAUNCH` and subprocess:
 the time of start-up, what is imported when, Python's flags and PYTHON* variables, the seed of str
@@ -61,6 +62,8 @@ MODULES = (
     "ddp_lab.prove.examine",
     AGENT,
 )
+TEST_PROCESS = "import sys;exec(eval(sys.stdin.readline()))"
+"""What execnet starts for pytest-xdist, with `python -u -c`."""
 PRELOAD = (
     *(
         "torch",
@@ -202,6 +205,7 @@ def stop() -> None:
     """Ends the zygote of this process; the next command starts another one."""
     global _connection, _process
     if _connection and _process:
+        _connection.shutdown(socket.SHUT_RDWR)  # the server of ranks may have it too
         _connection.close()
         _process.wait()
         _connection = _process = None
@@ -232,6 +236,7 @@ def _execute(process: Any, arguments: tuple[Any, ...], connect: Any) -> bool:
     group = arguments[22] if len(arguments) > 22 else -1
     plain = not (executable or shell or isinstance(argv, str | bytes))
     plain = plain and (gid, gids, uid, umask, group) == (None, None, None, -1, -1)
+    target = _main([os.fspath(word) for word in argv])[0] if plain else None
     streams = [
         given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))
     ]
@@ -243,7 +248,8 @@ def _execute(process: Any, arguments: tuple[Any, ...], connect: Any) -> bool:
         bool(session),
     )
     request.host = getattr(process, "host", 0)
-    if not plain or _main([os.fspath(word) for word in argv])[0] is None or not _fits(request.env):
+    read_later = {"CUDA_VISIBLE_DEVICES": ""} if target == TEST_PROCESS else {}
+    if target is None or not _fits(request.env | read_later):
         return False
     request.argv = [os.fspath(word) for word in argv]
     request.numbers = [0, 1, 2, *pass_fds]
@@ -306,6 +312,8 @@ def _main(argv: list[str]) -> tuple[str | None, list[str]]:
         words = words[1:]
     if words[:1] == ["-m"] and len(words) > 1 and words[1] in MODULES:
         return words[1], words[2:]
+    if words == ["-c", TEST_PROCESS]:
+        return TEST_PROCESS, []
     if words and Path(words[0]).name == "launch.py" and Path(words[0]).resolve() == Path(SCRIPT):
         return words[0], words[1:]
     if words and words[0].endswith(".py") and SESSION in Path(words[0]).read_text():
@@ -470,6 +478,8 @@ def _become(request: Request, descriptors: list[int], writing: int, between: int
                 [between], [], []
             )  # getppid() is 0 where the parent is of another PID namespace
         _renew_files(request.numbers, descriptors)
+        if target == TEST_PROCESS:
+            _start_beside()
         _renew_python(request, target, words)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if request.preexec:
@@ -520,10 +530,11 @@ def _renew_python(request: Request, target: str, words: list[str]) -> None:
     sys.orig_argv = request.argv
     for finalizer in set(weakref.finalize._registry) - _finalizers:  # type: ignore[attr-defined]  # pyright: ignore
         finalizer.detach()  # the parent's: a folder that it will remove
-    subprocess.Popen._execute_child = _execute_within  # type: ignore[attr-defined]  # pyright: ignore
     sys.modules["numpy"].random.seed()
-    for module in ("composition", "preset_checks"):
-        sys.modules[f"ddp_train.config.{module}"].compose_options = _take_composed  # type: ignore[attr-defined]
+    if target != TEST_PROCESS:
+        subprocess.Popen._execute_child = _execute_within  # type: ignore[attr-defined]  # pyright: ignore
+        for module in ("composition", "preset_checks"):
+            sys.modules[f"ddp_train.config.{module}"].compose_options = _take_composed  # type: ignore[attr-defined]
     gc.enable()
 
 
@@ -547,16 +558,49 @@ def _start_nursery() -> None:
     theirs.close()
 
 
+class Beside(subprocess.Popen[Any]):
+    """The zygote of a test process, which forks it: both share what is imported."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        super().__init__(["zygote"])
+
+    def _execute_child(self, *_arguments: Any) -> None:
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            end_with_parent()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal
+            set_title(["zygote"])
+            if os.getppid() == parent:
+                _serve(self.connection)
+            os._exit(0)
+        self._child_created = True
+
+
+def _start_beside() -> None:
+    global _connection, _process
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    _process = Beside(theirs)
+    _connection = ours
+    theirs.close()
+    atexit.register(stop)
+
+
 def _run_as_main(target: str) -> int:
-    """Runs a script or a module as __main__, to the end of the interpreter. Returns its exit
-    code."""
-    spec = None if target.endswith(".py") else importlib.util.find_spec(target)
+    """Runs a script, a module or the line of a test process as __main__, to the end of the
+    interpreter. Returns its exit code."""
     main = types.ModuleType("__main__")
-    main.__file__ = sys.argv[0] = str(spec.origin) if spec else target
-    main.__spec__ = spec
-    main.__package__ = target.rpartition(".")[0] if spec else None
     main.__dict__["__builtins__"] = __builtins__
-    source = compile(Path(main.__file__).read_bytes(), main.__file__, "exec", dont_inherit=True)
+    if target == TEST_PROCESS:
+        sys.argv[0] = "-c"
+        source = compile(target, "<string>", "exec", dont_inherit=True)
+    else:
+        spec = None if target.endswith(".py") else importlib.util.find_spec(target)
+        main.__file__ = sys.argv[0] = str(spec.origin) if spec else target
+        main.__spec__ = spec
+        main.__package__ = target.rpartition(".")[0] if spec else None
+        source = compile(Path(main.__file__).read_bytes(), main.__file__, "exec", dont_inherit=True)
     sys.modules["__main__"] = main
     try:
         exec(source, main.__dict__)
