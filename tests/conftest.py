@@ -25,6 +25,7 @@ LEAVE_SECONDS = 5.0
 SET_BY_IMPORTS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_", "TRITON_")
 SET_BY_LIBRARIES = {signal.SIGALRM, signal.SIGCHLD}
 """pytest-timeout's, and for good that of torch's DataLoader with processes."""
+SIGNALS = sorted(signal.valid_signals() - SET_BY_LIBRARIES)
 CACHES = {".pytest_cache", ".ruff_cache", ".hypothesis", "__pycache__", "build"}
 """Ignored by git. build/ holds SLURM's packages, which tests/support/slurmlab.py unpacks once."""
 
@@ -145,9 +146,7 @@ def surroundings() -> dict[str, Any]:
         "environment": {
             n: value for n, value in os.environ.items() if not n.startswith(SET_BY_IMPORTS)
         },
-        "signal handlers": {
-            number: signal.getsignal(number) for number in signal.valid_signals() - SET_BY_LIBRARIES
-        },
+        "signal handlers": {number: signal.getsignal(number) for number in SIGNALS},
         "threads": {thread for thread in threading.enumerate() if not thread.daemon},
         "child processes": children(),
         "files": {path.name for path in ROOT.iterdir()} - CACHES,
@@ -164,8 +163,11 @@ def surroundings() -> dict[str, Any]:
     return found
 
 
-def leaks(before: dict[str, Any], tmp_path: Path | None) -> dict[str, Any]:
-    """What differs, by name; of sets only what was added."""
+def leaks(before: dict[str, Any], tmp_path: Path | None, earlier: set[int]) -> dict[str, Any]:
+    """What differs, by name; of sets only what was added.
+
+    earlier: the processes that there were before the test.
+    """
     found: dict[str, Any] = {}
     for name, now in surroundings().items():
         then = before.get(name, now)
@@ -185,19 +187,20 @@ def leaks(before: dict[str, Any], tmp_path: Path | None) -> dict[str, Any]:
                 found["child processes"].remove(pid)
     if not found.get("child processes", True):
         del found["child processes"]
-    if tmp_path and (left := commands_of(tmp_path)):
+    if tmp_path and (left := commands_of(tmp_path, processes() - earlier)):
         found["processes"] = left
     return found
 
 
-def commands_of(folder: Path) -> list[str]:
+def processes() -> set[int]:
+    """All of this machine: to read what each of them is takes longer than most tests."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}  # noqa: PTH208
+
+
+def commands_of(folder: Path, pids: set[int]) -> list[str]:
     """Command lines of processes, of whatever parent and session, that name the folder of a
     test."""
-    lines = [
-        _read(entry / "cmdline").rstrip("\0")
-        for entry in Path("/proc").glob("[0-9]*")
-        if int(entry.name) > 1
-    ]
+    lines = [_read(Path(f"/proc/{pid}/cmdline")).rstrip("\0") for pid in sorted(pids)]
     return [line.replace("\0", " ") for line in lines if str(folder) in line]
 
 
@@ -208,11 +211,11 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
     What a fixture of its module started is not its own: it is looked at after those are made.
     """
-    before = surroundings()
+    before, earlier = surroundings(), processes()
     yield
     tmp_path = (request.node.funcargs or {}).get("tmp_path")  # None after Ctrl-C
     deadline = time.monotonic() + LEAVE_SECONDS
-    while (found := leaks(before, tmp_path)) and time.monotonic() < deadline:
+    while (found := leaks(before, tmp_path, earlier)) and time.monotonic() < deadline:
         if not {"child processes", "processes", "threads"} & set(found):
             break  # it will not go away
         time.sleep(0.05)
