@@ -418,7 +418,7 @@ def config_asked():
 
 
 def words(root: Path, *more: str) -> list[str]:
-    """Three epochs of six steps on three ranks, two loader processes each."""
+    """Three epochs of six steps on three ranks, two loader processes each, and one evaluation."""
     return [
         "model=mlp",
         "data=image_folder",
@@ -427,7 +427,8 @@ def words(root: Path, *more: str) -> list[str]:
         "data.decode=processes",
         "train.global_batch_size=6",
         "train.epochs=3",
-        "checkpoint.every_steps=1",
+        "train.evaluate_every_epochs=3",
+        "checkpoint.every_steps=4",
         "checkpoint.keep=99",
         "tuning.num_workers=2",
         THREE,
