@@ -532,7 +532,7 @@ def test_run_begins_with_another_and_keeps_what_is_frozen(tmp_path: Path) -> Non
     assert resumed.returncode == 0 and "begins with" not in resumed.stdout, resumed.stderr
     newest = tuned / "checkpoints" / checkpoints(tuned)[-1]
     assert read(newest, "manifest.json")["begun_with"] == said
-    scored = run("mode=evaluate", f"checkpoint.resume={tuned}", f"run_dir={tmp_path}/scored")
+    scored = run("mode=evaluate", f"checkpoint.resume={tuned}", f"run_dir={tmp_path}/scored", ONE)
     assert scored.returncode == 0, scored.stderr
     assert read(tmp_path / "scored", "summary.json")["test"] == read(tuned, "summary.json")["test"]
     assert torch.equal(load(tuned).model.state_dict()["0.weight"], theirs["0.weight"])

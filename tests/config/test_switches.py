@@ -775,6 +775,15 @@ def made_with_a_trained_model(case: Case) -> Any:
     return files, predicted, sets_of(summary)
 
 
+def formats_asked_for(case: Case) -> Any:
+    """Of an export of a trained model. Nothing is exported: that both can be is shown in
+    tests/inference/test_inference_of_runs.py."""
+    freeze(case.config)
+    with mock.patch("ddp_train.runs.inference_run.export_model", return_value=[]) as export:
+        run_of(case.config).execute()
+    return export.call_args.args[-1]
+
+
 TENSORBOARD = "ddp_train.telemetry.trackers.tensorboard.TensorBoard"
 
 
@@ -1171,7 +1180,7 @@ ROWS: dict[str, Row] = {
     "prove.runs": Row("prove.runs=false", parts_of_a_proof, "mode=train"),
     "export.formats": Row(
         "export.formats=[onnx]",
-        made_with_a_trained_model,
+        formats_asked_for,
         f"{SMALL} mode=export checkpoint.resume=trained",
     ),
     "checkpoint.keep": Row("checkpoint.keep=1", run, SMALL),

@@ -206,10 +206,15 @@ def test_data_without_targets_and_a_task_with_own_columns(
     for name, task in {"plain": [], "task": ["task._target_=mine.Task"]}.items():
         done = run(*own, *task, ONE, f"run_dir={tmp_path / name}", env=env)
         assert done.returncode == 0, done.stderr
-    words = ["mode=predict", trusted, at_once, THREE]
+    words = ["mode=predict", trusted, at_once]
     new = ["data.splits={train: {train: true}, test: {train: false, labels: false, samples: 21}}"]
     done = run(
-        *words, *new, f"checkpoint.resume={tmp_path}/plain", f"run_dir={tmp_path}/new", env=env
+        *words,
+        *new,
+        f"checkpoint.resume={tmp_path}/plain",
+        f"run_dir={tmp_path}/new",
+        THREE,
+        env=env,
     )
     assert done.returncode == 0, done.stderr
     found = dict(np.load(tmp_path / "new/predictions.npz"))
@@ -217,7 +222,8 @@ def test_data_without_targets_and_a_task_with_own_columns(
         found["label"]
     ) == 21
     assert found["label"].tolist() == [found["classes"][one] for one in found["prediction"]]
-    done = run(*words, f"checkpoint.resume={tmp_path}/task", f"run_dir={tmp_path}/margins", env=env)
+    margins = [f"checkpoint.resume={tmp_path}/task", f"run_dir={tmp_path}/margins", THREE]
+    done = run(*words, *margins, env=env)
     assert done.returncode == 0, done.stderr
     assert dict(np.load(tmp_path / "margins/predictions.npz"))["margin"].shape == (50,)
     monkeypatch.syspath_prepend(tmp_path)
@@ -236,7 +242,7 @@ def test_data_without_targets_and_a_task_with_own_columns(
         f"checkpoint.resume={tmp_path}/task",
         f"run_dir={tmp_path}/silent",
     ]
-    done = run(*words, *silent, env=env)
+    done = run(*words, *silent, ONE, env=env)
     assert (
         done.returncode == 65 and "the task Silent does not say what it predicts" in done.stderr
     ), done.stderr
@@ -245,7 +251,7 @@ def test_data_without_targets_and_a_task_with_own_columns(
         f"checkpoint.resume={tmp_path}/task",
         f"run_dir={tmp_path}/short",
     ]
-    done = run(*words, *short, env=env)
+    done = run(*words, *short, ONE, env=env)
     (fatal,) = fatal_lines(done.stderr)
     assert (
         done.returncode == TaskError.exit_code
