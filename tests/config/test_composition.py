@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 
 from ddp_train.assembly.plan import build_plan, warmup_steps
+from ddp_train.config import presets
 from ddp_train.config.composition import read_config
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare
@@ -34,9 +36,12 @@ pytestmark = pytest.mark.usefixtures("folder_without_gpus")
 WHOLE_RUNS = ("experiment", "debug")
 SEVERAL = ("tracker",)
 """Groups whose options are added to each other; what they have in common is in the main file."""
+one_process = pytest.mark.xdist_group("composition")
+"""Hydra composes each option once for all of these tests: tests/support/configs.py."""
 
 
 @pytest.mark.slow
+@one_process
 @pytest.mark.parametrize("name", FILES)
 def test_every_file_composes_and_keeps_the_rules(name: str) -> None:
     group, option = name.split("/")
@@ -74,6 +79,7 @@ def test_a_whole_run_means_what_its_file_says(name: str) -> None:
 
 
 @pytest.mark.slow
+@one_process
 @pytest.mark.parametrize("section", OPTIONS)
 def test_a_chosen_option_has_the_defaults_of_its_schema(section: str) -> None:
     for option, schema in OPTIONS[section].items():
@@ -115,6 +121,19 @@ def test_every_option_has_its_file() -> None:
     for name, tracker in TRACKERS.items():
         path = f"{tracker.__module__}.{tracker.__name__}"
         assert composed(f"tracker={name}").tracker.classes == {name: {"_target_": path}}
+
+
+def test_a_choice_is_composed_once_until_its_file_changes() -> None:
+    whole = presets.composed
+    with mock.patch("ddp_train.config.presets.composed", wraps=whole) as compose:
+        for momentum in (0.3, 0.25):
+            program = own_presets(optimizer__mine=f"name: sgd\nmomentum: {momentum}\n")
+            for more in (["optimizer.lr=0.5"], ["optimizer.momentum=0.1"], []):
+                read = read_overrides(program, ["optimizer=mine", *more])
+                optimizer = read_config(program, read)[0].optimizer
+                assert (optimizer.lr == 0.5) == ("optimizer.lr=0.5" in more)
+                assert optimizer.momentum == (0.1 if "optimizer.momentum=0.1" in more else momentum)
+    assert compose.call_count == 2
 
 
 @pytest.mark.parametrize(
