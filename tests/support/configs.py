@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
+import pickle
 import shlex
 import subprocess
 from pathlib import Path
@@ -39,7 +39,8 @@ def composed(*words: str) -> Config:
     return config
 
 
-COMPOSED: dict[str, Any] = {}
+COMPOSED: dict[str, bytes] = {}
+"""Pickled: OmegaConf takes 1 ms to load a config, and 7 to copy it."""
 
 
 def composed_once(program: Program, arguments: list[str]) -> Any:
@@ -49,8 +50,8 @@ def composed_once(program: Program, arguments: list[str]) -> Any:
         return compose_options(program, arguments)
     key = shlex.join([str(program.presets), *arguments])
     if key not in COMPOSED:
-        COMPOSED[key] = compose_options(program, arguments)
-    return copy.deepcopy(COMPOSED[key])
+        COMPOSED[key] = pickle.dumps(compose_options(program, arguments))
+    return pickle.loads(COMPOSED[key])
 
 
 def problems_of(*words: str) -> list[str]:
