@@ -1614,10 +1614,16 @@ def test_every_key_has_a_row() -> None:
     assert keys == {key for _, key in all_switches()}
 
 
+IMPORTS_MUCH = {"tracker.details", "checkpoint.mirror", "train.profile_steps", "tuning.gc_freeze"}
+"""Keys whose looks take a second or two: TensorBoard, fsspec, torch's profiler, all garbage."""
+
+
 def takes_long(option: str, key: str) -> bool:
     """`make test` looks at the keys outside of options, without compiling, and without whole
     runs."""
-    return bool(option) or ROWS[key].observe in (
+    if option or key in IMPORTS_MUCH:
+        return True
+    return ROWS[key].observe in (
         run,
         compiled,
         asked_of_the_compiler,
