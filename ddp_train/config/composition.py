@@ -62,23 +62,10 @@ def read_config(
     checkpoint; all of a file is adopted with `config=FILE`. Code that is adopted must be in
     `trusted_modules`; what the command line and conf/ name is trusted (SECURITY.md).
     """
-    from hydra.errors import HydraException
-
     try:
-        composition = _compose(program, overrides)
-        if _choose_own_classes(overrides, composition):
-            composition = _compose(program, overrides)
+        composition = _composition_of(program, overrides)
     except ConfigError as error:
         return Config(), [*overrides.problems, *error.problems]
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        yaml.YAMLError,
-        RecursionError,
-        ValueError,
-    ) as error:
-        message = HydraErrors(program, overrides).message(error)
-        return Config(), [*overrides.problems, message]
     values = composition.values
     of_presets = list(preset_checks.problems(program, overrides, values, composition.choices))
     if of_presets:
@@ -99,6 +86,28 @@ def read_config(
         *problems_of_ground,
         *located,
     ]
+
+
+def _composition_of(program: Program, overrides: Overrides) -> Composition:
+    """Compose the options, again if a preset names a class of the user's in place of one.
+
+    Raises ConfigError for what cannot be composed.
+    """
+    from hydra.errors import HydraException
+
+    try:
+        composition = _compose(program, overrides)
+        if _choose_own_classes(overrides, composition):
+            composition = _compose(program, overrides)
+    except (
+        HydraException,
+        OmegaConfBaseException,
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+    ) as error:
+        raise ConfigError([HydraErrors(program, overrides).message(error)]) from error
+    return composition
 
 
 def _compose(program: Program, overrides: Overrides) -> Composition:
