@@ -389,8 +389,8 @@ def log(
     over: what a sum is taken over, for a mean: a number of tokens, a mask.
     how: mean, sum, or last: one number, the same on all processes, as a temperature is.
 
-    Raises LogError for a name of the house's, for a number by itself of which nobody knows what it
-    is a mean of, and where a step is being captured as a CUDA graph.
+    Raises LogError for a name that lines of metrics.jsonl have already, for a mean without the
+    number that it is taken over, and where a step is being captured as a CUDA graph.
     """
     _log(name, values, over, how)
 
@@ -445,8 +445,8 @@ class LogCall:
         if rule is Rule.MEAN and is_one and over is None:
             if alone is None:
                 raise LogError(
-                    f"{call}({name!r}): it was given one number, and not of how many samples that"
-                    " is the mean: processes have different numbers of them",
+                    f"{call}({name!r}): it was given one number, without the number of samples that"
+                    " it is the mean of: processes have different numbers of them",
                     f"give it a number for each sample, [n]: {call}({name!r}, losses); or a sum"
                     f" with what it is taken over: {call}({name!r}, total, over=count); or"
                     " how='sum'; or how='last', if it is the same on all processes",

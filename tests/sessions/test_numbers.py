@@ -210,7 +210,7 @@ def test_four_processes_agree_on_what_some_of_them_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "options", "message"),
     [
-        ("loss", torch.tensor(1.0), {}, "not of how many samples that is the mean"),
+        ("loss", torch.tensor(1.0), {}, "without the number of samples that it is the mean of"),
         ("samples_seen", torch.ones(2), {}, "have a samples_seen already"),
         ("loss", torch.ones(2), {"how": "sum", "over": 2}, "over= is what a mean is taken over"),
     ],

@@ -34,7 +34,7 @@ class CorpusConfig(BuiltInDataConfig):
     pattern: ClassVar[str] = ""
     """The files that are read of a folder."""
     a_set: ClassVar[str] = ""
-    """What a further set is given as."""
+    """The form in which a further set is given, for messages."""
 
     def sample_bytes(self) -> int:
         return 16 * self.length
