@@ -141,7 +141,7 @@ class TrainingState:
         module: owner of the buffers: the network, or the network with its task.
         """
         reader.load_model(path, model)
-        _apply_buffers(module, self.buffers, rank)
+        apply_buffers(module, self.buffers, rank)
 
     def _apply_average(
         self, path: Path, average: WeightAverage | None, module: ModelWithTask, rank: int
@@ -162,7 +162,7 @@ class TrainingState:
                 " the next step"
             )
         reader.load_model(path, module.model, reader.AVERAGE)
-        _apply_buffers(module, self.average.buffers, rank)
+        apply_buffers(module, self.average.buffers, rank)
         average.begin(self.average.updates)
         return ""
 
@@ -225,7 +225,7 @@ def problem_of_extra_state(model: nn.Module) -> str:
     return ""
 
 
-def _apply_buffers(module: nn.Module, buffers: Tensor, rank: int) -> None:
+def apply_buffers(module: nn.Module, buffers: Tensor, rank: int) -> None:
     """Set this rank's own buffers, if as many processes saved them as there are now.
 
     Otherwise the mean, which came with the weights, stays.

@@ -225,7 +225,7 @@ class TestLoader:
                 " would be the statistics of its average",
                 WAY_OF_UPDATE_BN,
             )
-        averaged = averaged_buffers(steps.models.together(), keep_if_alike=True)
+        averaged = averaged_buffers(steps.modules_together(), keep_if_alike=True)
         step = steps.position.step
         open_step = steps.open_step
         with steps.score_watch.scoring(averaged, shared_out(), no_numbers()):

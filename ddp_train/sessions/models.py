@@ -80,10 +80,6 @@ class Models:
         for model in self.wrapped:
             model.release()
 
-    def together(self) -> nn.Module:
-        """All models as one."""
-        return nn.ModuleList(model.module for model in self.wrapped)
-
     def trained_by(self, optimizer: Optimizer) -> list[Wrapped]:
         """The models whose parameters an optimizer updates."""
         return [model for model in self.wrapped if model.is_trained_by(optimizer)]

@@ -19,6 +19,7 @@ from ddp_train.checkpoints import reader
 from ddp_train.checkpoints.layout import read_manifest
 from ddp_train.checkpoints.training_state import (
     TrainingState,
+    apply_buffers,
     copies_of,
     problem_of_extra_state,
     problem_of_state,
@@ -83,6 +84,8 @@ class SessionCheckpoints:
         self.models = list(models)
         self.module = as_one(models)
         self.objects = objects
+        self.copies = [item for item in objects.values() if isinstance(item, nn.Module)]
+        """The modules among the objects: averages, teachers, losses with buffers."""
         self.status = status
         self.writer: Writer | None = None
         self.saved: Position | None = None
@@ -153,6 +156,9 @@ class SessionCheckpoints:
         state.apply_weights(path, module, module, self.world.rank)
         for name, holder in self.objects.items():
             holder.load_state_dict(states[name])
+        buffers_of_copies = state.session.get("buffers_of_copies")
+        if buffers_of_copies is not None:
+            apply_buffers(self.copies_here(device), buffers_of_copies, self.world.rank)
         put_back(module, state.session.get("gradients", {}))
         watch.windows.put_back(self.objects, state.session.get("windows", {}), device)
         position = Position(**state.session["position"])
@@ -163,6 +169,16 @@ class SessionCheckpoints:
         self.saved_loaders = state.session["loaders"]
         print(f"resumed from step {position.step} ({position}): {path}", file=sys.stderr)
         return position
+
+    def copies_here(self, device: str) -> nn.Module:
+        """The copies whose buffers are on this process's device, as one module.
+
+        Batch norm's statistics in them differ between processes, where they are not synchronised.
+        """
+        place = torch.device(device)
+        return nn.ModuleList(
+            copy for copy in self.copies if all(buffer.device == place for buffer in copy.buffers())
+        )
 
     def _check_models(self, path: Path, saved: list[str]) -> None:
         # A single model is saved by its own names.
@@ -228,6 +244,7 @@ class SessionCheckpoints:
         loading: dict[str, Any],
         watch: GradientWatch,
         numbers: dict[str, Any],
+        device: str,
     ) -> None:
         """Save the state after this step. A collective: every process must call it.
 
@@ -242,7 +259,10 @@ class SessionCheckpoints:
         check_same_weights(module)
         gradients = exchanged(module, watch.wanted(module))
         self._warn_of_unsaved_state()
-        with averaged_buffers(module, keep_if_alike=True) as buffers:
+        with (
+            averaged_buffers(module, keep_if_alike=True) as buffers,
+            averaged_buffers(self.copies_here(device), keep_if_alike=True) as buffers_of_copies,
+        ):
             self._warn_of_other_buffers(buffers)
             if self.world.is_leader:
                 if self.writer is None:
@@ -257,6 +277,7 @@ class SessionCheckpoints:
                     "windows": watch.windows.state(self.objects),
                     "groups": self._groups(),
                     "models": self.models,
+                    "buffers_of_copies": buffers_of_copies,
                 }
                 self.writer.submit(partial(self._snapshot, position.step, session, buffers))
 

@@ -193,6 +193,13 @@ class Steps:
         if is_inside or self.position.batch:
             self.check_batches(self.checkpoints.earlier_batches, self.facts_of_loaders())
 
+    def modules_together(self) -> nn.Module:
+        """All models as one, with the copies of them that run.resume got."""
+        modules = nn.ModuleList(model.module for model in self.models)
+        if self.checkpoints:
+            modules.append(self.checkpoints.copies_here(self.device))
+        return modules
+
     def check_batches(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         """See SessionCheckpoints."""
         assert self.checkpoints, "epochs() has seen to it"
@@ -277,7 +284,7 @@ class Steps:
         loading = {"batches": self.facts_of_loaders(), "loaders": states}
         self.numbers.catch_up(self.position.step, self.position.epoch + self.in_epoch)
         numbers = self.numbers.state()
-        self.checkpoints.save(self.position, loading, self.gradients, numbers)
+        self.checkpoints.save(self.position, loading, self.gradients, numbers, self.device)
         self.status.phase = phase
 
     def _warn_of_unsaved(self, objects: Mapping[str, Any]) -> None:

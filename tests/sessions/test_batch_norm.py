@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, update_bn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, update_bn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from ddp_train.distributed.world import World
 from ddp_train.sessions.run import Run
 from ddp_train.sessions.settings import UsageError
-from tests.sessions import moving_copies
+from tests.sessions import loops, moving_copies
 from tests.sessions.loops import BATCH, Weights, rows, sgd
 from tests.sessions.moving_copies import LOOPS, PlainRun, net
 from tests.support.ranks import on_ranks
@@ -222,3 +222,45 @@ def test_a_loader_of_its_own_serves_within_a_step() -> None:
         assert run.step == 4
         assert average.module[1].momentum == 0.3
         assert not any(module.training for module in average.modules())
+
+
+def with_statistics_of_its_own(
+    world: World, folder: Path, is_interrupted: bool
+) -> tuple[Weights, Weights]:
+    """An average whose statistics are of this process's samples: at the end, and as it is scored."""
+    scored: Weights = {}
+    for attempt in range(1 + is_interrupted):
+        with session_on(world, str(folder)) as run:
+            model = run.wrap(net(), sync_batch_norm=False)
+            average = AveragedModel(model, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)
+            optimizer = sgd(model)
+            data = TensorDataset(*rows()[:18])
+            loader = run.loader(data, global_batch_size=6)
+            test_loader = run.test_loader(data, batch_size=6)
+            run.resume(model=model, optimizer=optimizer, average=average)
+            if is_interrupted and not attempt:
+                interrupt(run)
+            for _ in run.epochs(3):
+                for inputs, labels in loader:
+                    optimizer.zero_grad()
+                    run.mean((model(inputs).squeeze(1) - labels).square()).backward()
+                    optimizer.step()
+                    average.update_parameters(model)
+                for _ in test_loader:
+                    scored = loops.weights_of(average=average)
+    return loops.weights_of(average=average), scored
+
+
+def statistics_and_resumed(world: World, folder: Path) -> list[tuple[Weights, Weights]]:
+    whole = with_statistics_of_its_own(world, folder / "whole", False)
+    return [whole, with_statistics_of_its_own(world, folder / "again", True)]
+
+
+@pytest.mark.slow
+def test_statistics_of_each_process_are_its_own_in_an_average(tmp_path: Path) -> None:
+    found = on_ranks(3, statistics_and_resumed, tmp_path)
+    name = "average.module.1.running_mean"
+    assert not torch.equal(found[0][0][0][name], found[1][0][0][name])
+    for whole, again in found:
+        torch.testing.assert_close(again, whole, rtol=0, atol=0)
+        torch.testing.assert_close(whole[1], found[0][0][1], rtol=0, atol=0)
