@@ -1,5 +1,5 @@
-"""What the fuzzed runs of tests/campaigns/fuzz.py name as their own code: a data set, a network,
-and a hook that misbehaves.
+"""What the fuzzed runs of tests/campaigns/fuzz.py name as their own code: data sets, networks,
+tasks, a schedule, and a hook that misbehaves.
 
 The environment variable FUZZ holds JSON: `ledger`, a folder; `delay`, seconds per step; and of the
 fault its `kind`, `rank`, `step`, `sample`, and `once`, a file that is there after it has happened
@@ -16,11 +16,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
+
+import ddp_train
+from tests.support.batch_types import Attributes, Encoding, InPlace
 
 
 def own_rank() -> int:
@@ -66,9 +70,10 @@ class Rows(Dataset[tuple[Tensor, int]]):
 
     classes = tuple("0123456789")
 
-    def __init__(self, train: bool, samples: int = 60) -> None:
+    def __init__(self, train: bool, samples: int = 60, shift: float = 0.0) -> None:
         self.train = train
         self.samples = samples if train else 30
+        self.shift = shift
 
     def __len__(self) -> int:
         return self.samples
@@ -82,9 +87,110 @@ class Rows(Dataset[tuple[Tensor, int]]):
                 if fault["kind"] == "sample stops"
                 else ValueError(f"sample {number} is broken")
             )
-        image = torch.zeros(1, 8, 8)
+        image = torch.full((1, 8, 8), self.shift)
         image[0, :, number % 8] = 1 + number % 10
         return image + torch.randn(1, 8, 8) * self.train, number % 10
+
+
+class Drawn:
+    """A task that draws keyed noise in each step, and logs a number of each kind."""
+
+    unit = "image"
+    units_are_samples = True
+    better: ClassVar = {"right": "max"}
+
+    def loss(self, model: Any, batch: Any) -> tuple[Tensor, int]:
+        images, labels = batch
+        kept = ddp_train.dropout(images + 0.1 * ddp_train.noise_like(images), 0.1)
+        losses = nn.functional.cross_entropy(model(kept), labels, reduction="none")
+        is_one = torch.eq(labels, 1)
+        ddp_train.log("own/samples", torch.ones_like(losses).sum(), how="sum")
+        ddp_train.log("own/loss", losses)
+        ddp_train.log("own/ones", losses[is_one].sum(), over=is_one.sum())
+        ddp_train.log("own/samples_now", 24, how="last")
+        return losses.sum(), len(labels)
+
+    def score(self, model: Any, batch: Any) -> dict[str, Any]:
+        images, labels = batch
+        outputs = model(images + 0.1 * ddp_train.noise_like(images))
+        loss = nn.functional.cross_entropy(outputs, labels, reduction="sum")
+        right = (outputs.argmax(1) == labels).sum()
+        return {"loss": (loss, len(labels)), "right": (right, len(labels))}
+
+
+class Sentences(Dataset[Tensor]):
+    """Words of any number, in batches of some type."""
+
+    def __init__(self, train: bool, samples: int = 60, batch: str = "encoding") -> None:
+        self.samples = samples if train else 30
+        self.batch = batch
+        generator = torch.Generator().manual_seed(int(train))
+        self.words = torch.randint(0, 11, (self.samples, 9), generator=generator)
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, number: int) -> Tensor:
+        return self.words[number, : 2 + number % 8]
+
+    def collate_fn(self, samples: list[Tensor]) -> Any:
+        words = pad_sequence(samples, batch_first=True, padding_value=-1)
+        match self.batch:
+            case "encoding":
+                return Encoding({"words": words})
+            case "attributes":
+                return Attributes(words=words)
+            case "in place":
+                return InPlace(words)
+        return {"words": [words], "count": len(samples)}
+
+
+def words_of(batch: Any) -> Tensor:
+    """The words of a batch of any type, [n, longest]."""
+    match batch:
+        case InPlace():
+            return batch.x
+        case Encoding() | Attributes():
+            return batch["words"]
+    return batch["words"][0]
+
+
+class Reader(nn.Module):
+    """Tells the next word; it takes no sentences too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(12, 6), nn.Linear(6, 6), nn.Tanh())
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.layers(words + 1))
+
+
+class NextWord:
+    """The mean is over words, of which batches have different numbers."""
+
+    unit = "word"
+    better: ClassVar = {"right": "max"}
+
+    def loss(self, model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        words = words_of(batch)
+        logits = model(words[:, :-1])
+        targets = words[:, 1:]
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum", ignore_index=-1
+        )
+        return losses, (targets >= 0).sum()
+
+    def score(self, model: Any, batch: Any) -> dict[str, Any]:
+        words = words_of(batch)
+        right = (model(words[:, :-1]).argmax(2) == words[:, 1:]).sum()
+        return {"right": (right, (words[:, 1:] >= 0).sum())}
+
+
+def falling(step: int, steps: int) -> float:
+    """A schedule."""
+    return 1 - 0.7 * step / steps
 
 
 class Hook:

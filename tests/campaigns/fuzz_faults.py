@@ -86,6 +86,7 @@ class Stage:
     unwritable: bool = False
     """Whether failure.json may be impossible."""
     resized: bool = False
+    rank_lost: bool = False
     given: int = 0
     """How many commands have been."""
 
@@ -616,7 +617,7 @@ def several(command: Command) -> bool:
 
 def may_change(command: Command) -> bool:
     """On another number batch norm and dropout are not the same."""
-    return several(command) and command.kind in ("mlp", "linear", "gpt", "folder")
+    return several(command) and command.kind not in ("cnn", "own")
 
 
 def has_loaders(command: Command) -> bool:

@@ -8,8 +8,10 @@ must agree with in float64 on any number of processes, disturbed or not.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -20,11 +22,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.optim import lr_scheduler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
-from ddp_train.data.batch_plan import epoch_order
+import ddp_train
+from ddp_train.data.batch_plan import NUMBERS, epoch_order
+from tests.support.batch_types import Encoding, InPlace, Pair
+from tests.support.keyed_numbers import KeyedNumbers
 
 CLASSES = 3
+LOG_EVERY_STEPS = 2
+SEED = 0
+"""Of the session."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +55,8 @@ class Loop:
     epochs: int
     accumulate: int
     """Batches whose gradients add up; a step may lie in the next epoch."""
+    windows: bool
+    """Their mean is one over all samples, or numbers of the mask, of these batches."""
     optimizer: str
     norm: bool
     """Batch norm."""
@@ -46,7 +65,18 @@ class Loop:
     changes: str
     """What `set_epoch` changes of the data: nothing, samples or length."""
     workers: int
-    shuffle: bool
+    order: str
+    """One of ORDERS."""
+    second: str
+    """A further loader in each step: none, one that repeats, or one that may end before."""
+    batch: str
+    """One of BATCHES."""
+    models: int
+    """One network, or an encoder and a head with an optimizer each."""
+    schedule: str
+    """none, by batch, or plateau."""
+    noise: bool
+    """Keyed, on the inputs."""
     save_every_step: bool
     break_at: int
     """The batch of each epoch after which the loop is left; -1 for none."""
@@ -60,8 +90,24 @@ class Loop:
         return self.fault == "none"
 
 
-class Rows(Dataset[tuple[Tensor, Tensor, int]]):
-    """Rows with a mask and a class, which `set_epoch` may change."""
+ORDERS = {
+    "keyed": "shuffled by the session",
+    "as it is": "",
+    "weighted": "a sampler of torch's with a generator of its own",
+    "pairs": "a batch sampler that draws each batch when it is asked for",
+    "loader": "a DataLoader that drops the last batch",
+    "stream": "each process reads all",
+    "positioned": "a stream that says where it is",
+    "split": "each process reads a part",
+}
+SAMPLED = ("weighted", "pairs", "loader")
+"""A sample that comes twice is keyed by its places in the order."""
+STREAMS = ("stream", "positioned", "split")
+Sample = tuple[Tensor, Tensor, int, int]
+
+
+class Rows(Dataset[Sample]):
+    """Rows with a mask, a class and a number, which `set_epoch` may change."""
 
     def __init__(self, samples: int, changes: str, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -78,10 +124,105 @@ class Rows(Dataset[tuple[Tensor, Tensor, int]]):
     def __len__(self) -> int:
         return self.samples + 3 * self.epoch * (self.changes == "length")
 
-    def __getitem__(self, number: int) -> tuple[Tensor, Tensor, int]:
+    def __getitem__(self, number: int) -> Sample:
         shift = 0.1 * self.epoch * (self.changes == "samples")
         row = self.rows[number]
-        return row + shift, self.masks[number], int(row[0] > 0) + int(row[1] > 0)
+        return row + shift, self.masks[number], int(row[0] > 0) + int(row[1] > 0), number
+
+
+class Stream(IterableDataset[Sample]):
+    """The rows of a part, in an order of the epoch; loader processes share them."""
+
+    def __init__(self, rows: Rows, part: slice = slice(None)) -> None:
+        self.rows = rows
+        self.part = part
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        numbers = random.Random(self.epoch).sample(range(len(self.rows)), len(self.rows))[self.part]
+        if worker:
+            numbers = numbers[worker.id :: worker.num_workers]
+        for number in numbers:
+            yield self.rows[number]
+
+
+class Positioned(Stream):
+    """A stream that goes on where it was."""
+
+    place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[Sample]:
+        for sample in itertools.islice(super().__iter__(), self.place, None):
+            self.place += 1
+            yield sample
+        self.place = 0
+
+
+class PairBatches(Sampler[list[int]]):
+    """Batches of two samples, or of one sample twice."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.random = random.Random(5)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            yield [self.random.randrange(self.samples) for _ in range(2)]
+
+
+class Moving(InPlace):
+    """An object that moves its inputs, and beside them what stays."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        super().__init__(parts[0])
+        self.rest = parts[1:]
+
+    def to(self, place: Any) -> None:
+        super().to(place)
+        self.rest = [part.to(place) for part in self.rest]
+
+
+BATCHES = {
+    "list": lambda parts: parts,
+    "mapping": lambda parts: Encoding(dict(zip("abcd", parts, strict=True))),
+    "named": lambda parts: Pair(parts[0], parts[1:]),
+    "object": Moving,
+}
+
+
+class Collate:
+    """Puts samples together in a batch of some type."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, samples: list[Sample]) -> Any:
+        return BATCHES[self.kind](list(default_collate(samples)))
+
+
+def parts_of(batch: Any) -> tuple[Tensor, ...]:
+    """Rows, masks, classes and numbers of a batch of any type."""
+    match batch:
+        case Encoding():
+            return tuple(batch.data.values())
+        case Pair():
+            return (batch.inputs, *batch.targets)
+        case Moving():
+            return (batch.x, *batch.rest)
+    return tuple(batch)
 
 
 class Kept:
@@ -103,17 +244,45 @@ class Alone:
     """What a plain script does in place of a session's `run`."""
 
     rank = 0
-    processes = 1
     step = 0
+    epoch = 0
+
+    def __init__(self, processes: int = 1) -> None:
+        """processes: of the session, which share a stream that is split."""
+        self.processes = processes
+        self.has_loader = False
+        self.is_trained = False
+        """Whether a loss was computed of the current batch: else a loop left it unused."""
+        self.place = 0
+        """Samples of the epoch before the current batch."""
+        self.units: dict[Any, float] = {}
+        """What the gradients of an optimizer have added up over."""
+        self.logged: dict[int, list[float]] = {}
+        """Sum and number of what was logged in each step."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
 
-    def loader(self, data: Any, global_batch_size: int, shuffle: bool, **_: Any) -> Batches:
-        return Batches(self, data, global_batch_size, shuffle)
+    def loader(
+        self, data: Any, *, global_batch_size: int = 1, repeat: bool = False, **arguments: Any
+    ) -> Batches:
+        loader: Any = data
+        if not isinstance(data, Stream) and "batch_sampler" not in arguments:
+            arguments.pop("num_workers", 0)  # what is drawn does not depend on them
+        if arguments.pop("split_by_node", False):
+            loader = Shares(data.rows, self.processes, global_batch_size, arguments)
+        elif not isinstance(data, DataLoader):
+            if arguments.pop("shuffle", False):
+                arguments["sampler"] = KeyedOrder(self, data)
+            if "batch_sampler" not in arguments:
+                arguments["batch_size"] = global_batch_size
+            loader = DataLoader(data, **arguments)
+        leads = not self.has_loader
+        self.has_loader = True
+        return Batches(self, loader, leads, repeat)
 
-    def test_loader(self, data: Any, batch_size: int) -> Batches:
-        return Batches(None, data, batch_size, False)
+    def test_loader(self, data: Any, batch_size: int, collate_fn: Any) -> Batches:
+        return Batches(self, DataLoader(data, batch_size, collate_fn=collate_fn))
 
     def resume(self, **_: Any) -> None:
         pass
@@ -125,8 +294,23 @@ class Alone:
         for self.epoch in range(count):
             yield self.epoch
 
-    def mean(self, losses: Tensor, over: Tensor | None = None) -> Tensor:
-        return losses.mean() if over is None else losses.sum() / over
+    def mean(
+        self, losses: Tensor, over: Tensor | None = None, of: Any = None, accumulate: Any = None
+    ) -> Tensor:
+        self.is_trained = True
+        units = float(len(losses) if over is None else over)
+        if accumulate is None:
+            return losses.sum() / units
+        parameters = [one for group in accumulate.param_groups for one in group["params"]]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        before = self.units.get(accumulate, 0.0) * bool(gradients)
+        self.units[accumulate] = before + units
+        for gradient in gradients:
+            gradient *= before / (before + units)
+        return losses.sum() / (before + units)
+
+    def log(self, name: str, values: Tensor) -> None:
+        self.logged[self.step + 1] = [values.sum().item(), len(values)]
 
     def sum(self, value: Any) -> Any:
         return value
@@ -135,88 +319,218 @@ class Alone:
         return torch.cat(rows)
 
 
-class Batches:
-    """The batches of a plain loop. run: that of the training batches, whose steps are counted."""
+class KeyedOrder(Sampler[int]):
+    """The order of a session in the epoch that it is in."""
 
-    def __init__(self, run: Alone | None, data: Any, size: int, shuffle: bool) -> None:
+    def __init__(self, run: Alone, data: Any) -> None:
         self.run = run
         self.data = data
-        self.size = size
-        self.shuffle = shuffle
 
     def __len__(self) -> int:
-        return -(-len(self.data) // self.size)
+        return len(self.data)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(epoch_order(SEED, self.run.epoch, len(self.data)).tolist())
+
+
+class Shares:
+    """The batches of a stream of which each process reads a part, put together."""
+
+    def __init__(self, rows: Rows, processes: int, size: int, arguments: dict[str, Any]) -> None:
+        self.collate = arguments.pop("collate_fn")
+        self.parts = []
+        for rank in range(processes):
+            part = Stream(rows, slice(rank, None, processes))
+            share = size // processes + (rank < size % processes)
+            self.parts.append(DataLoader(part, share, collate_fn=list, **arguments))
+        self.dataset = self
+
+    def set_epoch(self, epoch: int) -> None:
+        for part in self.parts:
+            part.dataset.set_epoch(epoch)  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[Any]:
-        order = torch.arange(len(self.data))
-        if self.run and self.shuffle:
-            order = torch.as_tensor(epoch_order(0, self.run.epoch, len(self.data)))
-        for numbers in order.split(self.size):
-            samples = [self.data[int(number)] for number in numbers]
-            rows, masks, classes = zip(*samples, strict=True)
+        for shares in itertools.zip_longest(*self.parts, fillvalue=[]):
+            yield self.collate([sample for share in shares for sample in share])
+
+
+class Batches:
+    """The batches of a plain loop."""
+
+    def __init__(self, run: Alone, loader: Any, leads: bool = False, repeat: bool = False) -> None:
+        """leads: steps of the loop are counted by its batches. repeat: without an end."""
+        self.run = run
+        self.loader = loader
+        self.leads = leads
+        self.repeat = repeat
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._one_pass()
+        while self.repeat:
+            yield from self._one_pass()
+
+    def _one_pass(self) -> Iterator[Any]:
+        if isinstance(self.loader.dataset, Stream | Shares):
+            self.loader.dataset.set_epoch(self.run.epoch)
+        if not self.leads:
+            yield from self.loader
+            return
+        self.run.place = 0
+        for batch in self.loader:
+            self.run.is_trained = False
             try:
-                yield torch.stack(rows), torch.stack(masks), torch.tensor(classes)
+                yield batch
             finally:
-                if self.run:
-                    self.run.step += 1
+                self.run.place += len(parts_of(batch)[0])
+                self.run.step += self.run.is_trained
 
 
-def network(norm: bool) -> nn.Module:
+def network(norm: bool, models: int) -> list[nn.Module]:
+    """One network, or its two parts."""
     torch.manual_seed(1)
     # before a norm a bias has no gradient but rounding, which Adam would enlarge
     layers = [nn.Linear(4, 6, bias=not norm), nn.Tanh(), nn.Linear(6, CLASSES)]
     if norm:
         layers.insert(1, nn.BatchNorm1d(6))
-    return nn.Sequential(*layers).double()
+    if models == 1:
+        return [nn.Sequential(*layers).double()]
+    return [nn.Sequential(*layers[:-1]).double(), layers[-1].double()]
+
+
+def loader_of(loop: Loop, run: Any, data: Rows) -> Any:
+    """The loader of the training batches."""
+    arguments: dict[str, Any] = {"collate_fn": Collate(loop.batch)}
+    size = {"global_batch_size": loop.global_batch_size, "num_workers": loop.workers}
+    generator = torch.Generator().manual_seed(3)
+    match loop.order:
+        case "keyed" | "as it is":
+            return run.loader(data, shuffle=loop.order == "keyed", **arguments, **size)
+        case "weighted":
+            weights = range(1, loop.samples + 1)
+            sampler = WeightedRandomSampler(weights, loop.samples, generator=generator)
+            return run.loader(data, sampler=sampler, **arguments, **size)
+        case "pairs":
+            pairs = PairBatches(loop.samples)
+            return run.loader(data, batch_sampler=pairs, num_workers=loop.workers, **arguments)
+        case "loader":
+            plain = DataLoader(
+                data,
+                loop.global_batch_size,
+                shuffle=True,
+                drop_last=True,
+                generator=generator,
+                **arguments,
+            )
+            return run.loader(plain)
+        case "stream" | "positioned":
+            kind = {"stream": Stream, "positioned": Positioned}[loop.order]
+            return run.loader(kind(data), **arguments, **size)
+    part = slice(run.rank, None, run.processes)
+    return run.loader(Stream(data, part), split_by_node=True, **arguments, **size)
+
+
+class Parts:
+    """The models, optimizers and schedulers of a loop."""
+
+    def __init__(self, loop: Loop, run: Any) -> None:
+        self.models = [run.wrap(model) for model in network(loop.norm, loop.models)]
+        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[loop.optimizer]
+        self.optimizers = [kind(model.parameters(), lr=0.02) for model in self.models]
+        self.schedulers: list[Any] = []
+        first = self.optimizers[0]
+        if loop.schedule == "by batch":
+            self.schedulers = [lr_scheduler.ExponentialLR(first, 0.9)]
+        elif loop.schedule == "plateau":
+            self.schedulers = [lr_scheduler.ReduceLROnPlateau(first, patience=0, threshold=0.05)]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        for model in self.models:
+            rows = model(rows)
+        return rows
+
+    def named(self) -> dict[str, Any]:
+        """All of them, for `run.resume`."""
+        lists = {"model": self.models, "optimizer": self.optimizers, "scheduler": self.schedulers}
+        return {f"{name}_{n}": one for name, each in lists.items() for n, one in enumerate(each)}
+
+    def set_training(self, is_training: bool) -> None:
+        for model in self.models:
+            model.train(is_training)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def weights(self) -> list[Any]:
+        return [value.tolist() for model in self.models for value in model.state_dict().values()]
 
 
 def train(loop: Loop, run: Any, folder: Path) -> dict[str, Any]:
     """The loop. Returns what it learned: numbers that a session must have too."""
     data = Rows(loop.samples, loop.changes, seed=1)
-    model = run.wrap(network(loop.norm))
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[loop.optimizer]
-    optimizer = kind(model.parameters(), lr=0.02)
-    loader = run.loader(
-        data,
-        global_batch_size=loop.global_batch_size,
-        shuffle=loop.shuffle,
-        num_workers=loop.workers,
-    )
+    parts = Parts(loop, run)
+    loader = loader_of(loop, run, data)
+    second = None
+    if loop.second != "none":
+        further = Rows(6, "nothing", seed=3)
+        collate = Collate("list")
+        is_endless = loop.second == "repeats"
+        second = run.loader(
+            further, global_batch_size=2, shuffle=False, repeat=is_endless, collate_fn=collate
+        )
     test_data = Rows(loop.test_samples, "nothing", seed=2)
-    test_loader = run.test_loader(test_data, batch_size=loop.test_batch_size)
+    collate = Collate(loop.batch)
+    test_loader = run.test_loader(test_data, batch_size=loop.test_batch_size, collate_fn=collate)
     kept = Kept()
-    run.resume(model=model, optimizer=optimizer, kept=kept)
+    run.resume(kept=kept, **parts.named())
     for epoch in run.epochs(loop.epochs):
         data.set_epoch(epoch)
-        train_epoch(loop, run, folder, kept, (model, optimizer, loader))
-        kept.scores.append(score(run, model, test_loader))
-    weights = [value.tolist() for value in model.state_dict().values()]
-    learned = {"weights": weights, "centre": kept.centre.tolist(), "scores": kept.scores}
+        train_epoch(loop, run, folder, kept, (parts, loader, second))
+        kept.scores.append(score(run, parts, test_loader))
+        if loop.schedule == "plateau":
+            parts.schedulers[0].step(kept.scores[-1][1])
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in parts.optimizers]
+    learned = {"weights": parts.weights(), "centre": kept.centre.tolist(), "rates": rates}
+    learned["scores"] = kept.scores
     if loop.learned_at_once():
         learned["sums"] = kept.sums
     return learned
 
 
-def train_epoch(loop: Loop, run: Any, folder: Path, kept: Kept, parts: tuple[Any, ...]) -> None:
-    model, optimizer, loader = parts
-    model.train()
+def train_epoch(loop: Loop, run: Any, folder: Path, kept: Kept, objects: tuple[Any, ...]) -> None:
+    parts, loader, second = objects
+    parts.set_training(True)
     seen = 0
     loss_sum = 0.0
-    by_class: Any = 0
+    by_class = torch.zeros(CLASSES, dtype=torch.int64)
     outputs = []
-    for number, (rows, masks, classes) in enumerate(loader):
+    lead = None
+    if second is not None:
+        lead = loader
+    steps = zip(loader, further_batches(second), strict=False)
+    for number, (batch, more) in enumerate(steps):
         disturb(loop, run, folder)
-        logits = model(rows)
+        rows, masks, classes, numbers = parts_of(batch)
+        if loop.noise:
+            rows = rows + 0.1 * noise_like(loop, run, rows, numbers)
+        logits = parts(rows)
         losses = nn.functional.cross_entropy(logits, classes, reduction="none")
-        if loop.masked:
-            weights = masks.double().sum(1)
-            loss = run.mean(losses * weights, over=weights.sum())
-        else:
-            loss = run.mean(losses)
-        (loss / loop.accumulate).backward()
+        mean_of(loop, run, parts, lead, (losses, masks)).backward()
+        if loop.models == 2:  # a loss of the encoder alone
+            others = parts.models[0](rows).square().mean(1)
+            (run.mean(others, of=lead) / loop.accumulate).backward()
+        if second is not None:
+            others = parts(parts_of(more)[0]).square().mean(1)
+            (run.mean(others, of=second) / loop.accumulate).backward()
+        run.log("own/loss", losses.detach())
         if (run.step + 1) % loop.accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
+            parts.step()
+            if loop.schedule == "by batch":
+                parts.schedulers[0].step()
         count = run.sum(len(classes))
         kept.centre = 0.9 * kept.centre + 0.1 * run.sum(rows.sum(0)) / count
         seen += len(classes)
@@ -232,14 +546,43 @@ def train_epoch(loop: Loop, run: Any, folder: Path, kept: Kept, parts: tuple[Any
     kept.sums.append([run.sum(seen), run.sum(loss_sum), added, *total.tolist()])
 
 
-def score(run: Any, model: nn.Module, test_loader: Any) -> list[float]:
-    model.eval()
+def further_batches(second: Any) -> Any:
+    """The batches of the second loader; None in each step if there is none."""
+    if second is None:
+        return itertools.repeat(None)
+    return second
+
+
+def mean_of(loop: Loop, run: Any, parts: Parts, of: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of a batch. batch: losses and masks. of: the loader, where there are two."""
+    losses, masks = batch
+    options: dict[str, Any] = {"of": of}
+    if loop.masked:
+        weights = masks.double().sum(1)
+        losses = losses * weights
+        options["over"] = weights.sum()
+    if loop.windows:
+        return run.mean(losses, accumulate=parts.optimizers[0], **options)
+    return run.mean(losses, **options) / loop.accumulate
+
+
+def noise_like(loop: Loop, run: Any, rows: Tensor, numbers: Tensor) -> Tensor:
+    if not isinstance(run, Alone):
+        return ddp_train.noise_like(rows)
+    if loop.order in SAMPLED:
+        numbers = numbers + (run.place + torch.arange(len(numbers))) * NUMBERS
+    return KeyedNumbers(numbers.numpy(), SEED, run.epoch, run.step).normal(rows.shape[1])
+
+
+def score(run: Any, parts: Parts, test_loader: Any) -> list[float]:
+    parts.set_training(False)
     correct = 0
     loss: Any = 0
     outputs = []
     with torch.no_grad():
-        for rows, _, classes in test_loader:
-            logits = model(rows)
+        for batch in test_loader:
+            rows, _, classes, _ = parts_of(batch)
+            logits = parts(rows)
             correct += (logits.argmax(1) == classes).sum().item()
             loss += nn.functional.cross_entropy(logits, classes).item()
             outputs.append(logits)
@@ -263,12 +606,16 @@ def disturb(loop: Loop, run: Any, folder: Path) -> None:
 
 
 def main() -> None:
-    import ddp_train
-
     loop = Loop(**json.loads(sys.argv[1]))
     folder = Path(sys.argv[2])
     restarts = int(loop.fault == "kill")
-    with ddp_train.session(folder / "run", device="cpu", max_restarts=restarts) as run:
+    with ddp_train.session(
+        folder / "run",
+        device="cpu",
+        seed=SEED,
+        max_restarts=restarts,
+        log_every_steps=LOG_EVERY_STEPS,
+    ) as run:
         learned = train(loop, run, folder)
         if run.rank == 0:
             (folder / "learned.json").write_text(json.dumps(learned))

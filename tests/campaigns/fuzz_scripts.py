@@ -32,6 +32,8 @@ CLOSE = 1e-9
 REFUSED = (2, 65)
 STOPPED = 75
 MOST_COMMANDS = 3
+SHOWN = 200
+"""Letters of a value that is wrong."""
 
 
 class OddError(Exception):
@@ -49,32 +51,72 @@ class Ended:
 
 def drawn_loop(draw: random.Random, processes: int) -> Loop:
     samples = draw.randint(2, 40)
-    global_batch_size = draw.randint(1, 12)
-    last = samples % global_batch_size or global_batch_size
-    changes = draw.choice(["nothing", "nothing", "samples", "length"])
-    smallest = 1 if changes == "length" else min(last, global_batch_size)
-    test_samples = draw.randint(1, 20)
+    order = draw.choice(["keyed", "keyed", *fuzz_loop.ORDERS])
+    global_batch_size = drawn_batch_size(draw, order, samples, processes)
+    workers = draw.choice([0, 0, 0, 2])
+    changes = "nothing"
+    if order in ("keyed", "as it is"):
+        changes = draw.choice(["nothing", "nothing", "samples", "length"])
+    accumulate = draw.choice([1, 1, 2, 3])
+    windows = accumulate > 1 and draw.random() < 0.5
+    second = "none"
+    models = 1
+    if not windows:  # which have one loss, and gradients of one optimizer
+        second = draw.choice(["none", "none", "repeats", "shorter"])
+        models = draw.choice([1, 1, 2])
+    smallest = smallest_batch(order, samples, global_batch_size)
+    if changes == "length" or (order in fuzz_loop.STREAMS and workers):
+        smallest = 1  # it may be
     fault = draw.choice(["none", "none", "none", "kill", "stop"])
+    may_break = fault == "none" and second == "none"
     return Loop(
         samples=samples,
-        test_samples=test_samples,
+        test_samples=draw.randint(1, 20),
         global_batch_size=global_batch_size,
         test_batch_size=draw.randint(1, 8),
         epochs=draw.randint(2, 3),
-        accumulate=draw.choice([1, 1, 2, 3]),
+        accumulate=accumulate,
+        windows=windows,
         optimizer=draw.choice(["sgd", "adam"]),
         norm=smallest > 1 and draw.random() < 0.4,  # torch has none of one sample
         masked=draw.random() < 0.3,
         changes=changes,
-        workers=draw.choice([0, 0, 0, 2]),
-        shuffle=draw.random() < 0.8,
+        workers=workers,
+        order=order,
+        second=second,
+        batch=draw.choice(list(fuzz_loop.BATCHES)),
+        models=models,
+        schedule=draw.choice(["none", "none", "by batch", "plateau"]),
+        noise=order not in fuzz_loop.STREAMS and draw.random() < 0.3,
         save_every_step=draw.random() < 0.3,
         # a loop that counts its batches itself begins anew where it resumes
-        break_at=draw.choice([-1, -1, 0, 1, 2]) if fault == "none" else -1,
+        break_at=draw.choice([-1, -1, 0, 1, 2]) if may_break else -1,
         fault=fault,
         fault_rank=0 if fault == "stop" else draw.randrange(processes),
         fault_step=draw.randint(1, 4),
     )
+
+
+def drawn_batch_size(draw: random.Random, order: str, samples: int, processes: int) -> int:
+    """The global batch size of an order; a part of a stream has a sample of each batch."""
+    smallest = 1
+    largest = 12
+    if order == "split":
+        smallest = processes
+    elif order == "loader":  # which drops the last batch
+        largest = min(samples, 12)
+    return draw.randint(smallest, largest)
+
+
+def smallest_batch(order: str, samples: int, global_batch_size: int) -> int:
+    """The number of samples of the smallest global batch, as far as it is known."""
+    if order == "pairs":
+        return 2
+    if order == "loader":
+        return global_batch_size
+    if order == "split":
+        return 1
+    return min(samples % global_batch_size or global_batch_size, global_batch_size)
 
 
 def play_loop(draw: random.Random, folder: Path, said: list[str]) -> Ended:
@@ -83,7 +125,8 @@ def play_loop(draw: random.Random, folder: Path, said: list[str]) -> Ended:
     loop = drawn_loop(draw, processes)
     said.append(f"{processes} processes: {fuzz_loop.as_argument(loop)}")
     with torch.random.fork_rng():
-        expected = fuzz_loop.train(loop, Alone(), folder)
+        plain = Alone(processes)
+        expected = fuzz_loop.train(loop, plain, folder)
     script = ROOT / "tests/campaigns/fuzz_loop.py"
     argv = [sys.executable, str(script), fuzz_loop.as_argument(loop), str(folder)]
     env = environment(
@@ -105,13 +148,35 @@ def play_loop(draw: random.Random, folder: Path, said: list[str]) -> Ended:
         raise OddError(f"ended with {codes}")
     learned = json.loads((folder / "learned.json").read_text())
     wrong = [
-        f"{name}: {learned.get(name)}, not {value}"
+        f"{name}: {str(learned.get(name))[:SHOWN]}, not {str(value)[:SHOWN]}"
         for name, value in json.loads(json.dumps(expected)).items()
         if not close(learned.get(name), value)
     ]
+    wrong += wrong_lines(folder / "run/metrics.jsonl", plain.logged)
     if wrong:
         raise OddError("; ".join(wrong))
     return Ended("as in one process" if loop.fault == "none" else "resumed", codes)
+
+
+def wrong_lines(file: Path, logged: dict[int, list[float]]) -> list[str]:
+    """What lines of a loop's numbers have that a plain loop has not logged.
+
+    logged: of each step the sum and the number of the values.
+    """
+    lines = [json.loads(text) for text in file.read_text().splitlines()]
+    training = [line for line in lines if line["kind"] == "train"]
+    wrong = []
+    before = 0
+    for line in training:
+        steps = range(before + 1, line["step"] + 1)
+        values = [logged[step] for step in steps if step in logged]
+        mean = sum(total for total, _ in values) / max(1, sum(count for _, count in values))
+        if not values or not close(line["own/loss"], mean):
+            wrong.append(f"metrics.jsonl: {line} after step {before}, not {mean}")
+        before = line["step"]
+    if before != len(logged):
+        wrong.append(f"metrics.jsonl ends with step {before} of {len(logged)}")
+    return wrong
 
 
 def check_refusal(text: str) -> None:
