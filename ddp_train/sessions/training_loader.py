@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from ddp_train.data.batch import Batch
@@ -55,16 +55,17 @@ class TrainingLoader:
                 "update_bn was given a run.loader, whose batches are steps of training",
                 "run.update_bn(loader, average), whose are not",
             )
-        yield from self._one_pass()
-        while self.repeat and self.place.batch:
-            yield from self._one_pass()
+        has_batches = yield from self._one_pass()
+        while self.repeat and has_batches:
+            has_batches = yield from self._one_pass()
 
-    def _one_pass(self) -> Iterator[Any]:
+    def _one_pass(self) -> Generator[Any, None, bool]:
+        """The batches of a pass, or what is left of them. Returns whether it has some at all."""
         steps = self.steps
         steps.open_epoch("the loader of run.loader")
         place = self._begin()
         if place is None:
-            return
+            return self.place.batch > 0
         # A pass without batches is over at once, like one whose last batch began a step.
         leads = True
         for batch in self.feed:
@@ -89,6 +90,7 @@ class TrainingLoader:
         if leads:
             steps.is_epoch_complete = True
         steps.status.phase = "hook"
+        return place.batch > 0 or not leads  # a step that goes on is not counted yet
 
     def further_pass(self) -> Iterator[Batch]:
         """The batches of a pass that is no training: those of the epoch that began last, with its

@@ -291,6 +291,19 @@ def test_repeating_loaders_begin_anew_in_another_order(tmp_path: Path) -> None:
     assert not torch.equal(first[:6], second)
 
 
+def test_a_loader_of_one_batch_repeats_within_a_step(tmp_path: Path) -> None:
+    with session_on(World(), str(tmp_path)) as run:
+        model = run.wrap(net())
+        run.resume(model=model)
+        long = run.loader(data(), global_batch_size=5)
+        short = run.loader(data(4), global_batch_size=4, repeat=True)
+        for _ in run.epochs(1):
+            further = iter(short)
+            for _ in long:
+                assert sorted(next(further)[1].tolist()) == [0, 1, 2, 3]
+                assert sorted(next(further)[1].tolist()) == [0, 1, 2, 3]
+
+
 class Noisy(Dataset[Tensor]):
     """The samples are what the generator gives."""
 
