@@ -53,7 +53,7 @@ def update_statistics(steps: Steps, loader: Any, model: nn.Module) -> None:
 
 
 def _key_of_draws(steps: Steps) -> int:
-    """What the model draws by, as dropout does: each process its own numbers."""
+    """The key of the model's draws, dropout for one: each process has its own."""
     return hash_key(steps.settings.seed, "update_bn", steps.world.rank, steps.position.step)
 
 
@@ -64,7 +64,7 @@ def _step_of(share: MicroBatch, steps: Steps) -> TrainingStep:
 
 
 def _inputs_of(batch: Any) -> Any:
-    """What torch's `update_bn` gives the model of a batch."""
+    """The part of a batch that torch's `update_bn` gives the model."""
     if isinstance(batch, list | tuple):
         return batch[0]
     return batch

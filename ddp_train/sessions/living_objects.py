@@ -15,10 +15,10 @@ WORDS_OF_AVERAGES = ("ema", "average", "averaging", "shadow", "teacher")
 
 @dataclass
 class LivingObjects:
-    """What there is at one moment. Not to be kept: nothing in it could be freed."""
+    """The objects that there are at one moment. Not to be kept: nothing in it could be freed."""
 
     schedulers: list[Any] = field(default_factory=list)
-    """Torch's, and those like timm's."""
+    """Schedulers of torch's, and those that are like timm's."""
     modules: list[nn.Module] = field(default_factory=list)
     averages: list[Any] = field(default_factory=list)
     """Objects that may hold averages of weights, and are no modules."""

@@ -10,7 +10,7 @@ from torch import Tensor
 MOST_NODES = 64
 """Operations of the graph that are looked at, those behind the losses first."""
 NODES_OF_NLL = ("NllLossBackward", "NllLoss2DBackward")
-"""What nll_loss, which ends cross_entropy, leaves in a graph."""
+"""Names of the nodes that nll_loss, which ends cross_entropy, leaves in a graph."""
 WEIGHTED = (
     "run.mean: the losses have class weights, and this is their mean over samples: torch's"
     " reduction='mean' divides by the sum of the weights, run.mean(losses, over=weight[targets])"
@@ -23,7 +23,7 @@ LEFT_OUT = (
 
 
 def other_mean(losses: Tensor) -> str | None:
-    """What to say of losses by cross_entropy whose own mean is another; None of all others.
+    """A warning of losses by cross_entropy whose own mean is another; None for all others.
 
     losses: as run.mean gets them without `over`.
 

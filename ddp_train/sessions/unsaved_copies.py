@@ -32,7 +32,7 @@ class Candidate:
 
     holder: weakref.ref[Any]
     norms: Tensor
-    """Those of its tensors, where they were looked at last."""
+    """The norms of its tensors, where they were looked at last."""
     is_named: bool = False
     """The user was told that it changes."""
 
@@ -45,10 +45,10 @@ class UnsavedCopies:
         self.models = list(models)
         self.objects = list(objects)
         self.candidates: dict[int, Candidate] = {}
-        """By the `id` of each."""
+        """The candidates by the `id` of what each is of."""
 
     def look_for(self, living: LivingObjects) -> None:
-        """Add those that there are now."""
+        """Add the candidates that there are now."""
         saved = Saved(self.models, self.objects)
         parts = {id(part) for module in living.modules for part in module._modules.values()}
         roots = [module for module in living.modules if id(module) not in parts]
@@ -62,13 +62,13 @@ class UnsavedCopies:
                 self.candidates[id(holder)] = Candidate(weakref.ref(holder), norms_of(tensors))
 
     def note(self) -> None:
-        """Note what their weights are now: from here on they are not to change."""
+        """Note the present weights: from here on they are not to change."""
         saved = Saved(self.models, self.objects)
         for candidate in self.candidates.values():
             candidate.norms = norms_of(saved.unsaved_of(candidate.holder()))
 
     def warn_of_changed(self) -> None:
-        """Name those that have changed since they were noted, each once."""
+        """Warn of the candidates that have changed since they were noted, once of each."""
         if not self.candidates:
             return
         saved = Saved(self.models, self.objects)
@@ -84,7 +84,7 @@ class UnsavedCopies:
 
 
 class Saved:
-    """What a checkpoint holds at one moment: a model may get other layers."""
+    """The tensors that a checkpoint holds at one moment: a model may get other layers."""
 
     def __init__(self, models: list[nn.Module], objects: list[Any]) -> None:
         self.objects = {id(item) for item in objects}
@@ -98,7 +98,8 @@ class Saved:
         self.tensors = {id(tensor) for module in modules.values() for tensor in state_of(module)}
 
     def unsaved_of(self, holder: Any) -> list[Tensor]:
-        """What no checkpoint holds of a module's state, or of an object's lists and dicts."""
+        """The tensors of a module's state, or of an object's lists and dicts, that no checkpoint
+        holds."""
         if holder is None or id(holder) in self.objects:
             return []
         if isinstance(holder, nn.Module):
@@ -154,7 +155,7 @@ def norms_of(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def name_of(value: Any) -> str:
-    """What the user's code calls an object: `teacher`, `self.teacher`; "" if nothing has a name
+    """The name of an object in the user's code: `teacher`, `self.teacher`; "" if nothing has a name
     for it where the session was called from."""
     frame = sys._getframe(1)
     while frame is not None:
