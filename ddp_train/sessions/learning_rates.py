@@ -1,7 +1,8 @@
-"""A check that all processes train with the same learning rates."""
+"""Checks that the learning rates are the same on all processes, and after a resume."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,27 @@ from torch.optim import Optimizer
 
 from ddp_train.distributed.process_group import from_all_ranks, ranks
 from ddp_train.sessions.settings import UsageError
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_fractions(objects: Mapping[str, Any]) -> None:
+    """Name the schedulers that were stepped by a fraction of an epoch, in which a run resumes.
+
+    `scheduler.step(epoch + number / batches)` follows a count that begins at 0 there.
+
+    objects: those that run.resume got, by their names, as they were restored.
+    """
+    for name, value in objects.items():
+        epochs = getattr(value, "T_cur", None)  # of CosineAnnealingWarmRestarts
+        if isinstance(epochs, float) and not epochs.is_integer():
+            log.warning(
+                "%s was stepped by a fraction of an epoch, and the run resumes inside of one: if"
+                " that follows enumerate(loader), which begins at 0 here, use %s.step(run.step /"
+                " batches), with batches = len(loader) before run.epochs",
+                name,
+                name,
+            )
 
 
 def check_same_rates(objects: Mapping[str, Any], device: str) -> None:

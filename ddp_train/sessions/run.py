@@ -21,6 +21,7 @@ from ddp_train.sessions.data_arguments import (
     scored_samples,
     whole_arguments,
 )
+from ddp_train.sessions.learning_rates import warn_of_fractions
 from ddp_train.sessions.living_objects import living_objects
 from ddp_train.sessions.loader import (
     Collate,
@@ -213,6 +214,8 @@ class Run(MediaCalls):
         steps.watch_optimizers(others.values())
         steps.gradients.windows.see_objects(others.values())
         steps.position = steps.checkpoints.restore(steps.device, steps.gradients)
+        if steps.position.batch:
+            warn_of_fractions(others)
         steps.numbers.resume(steps.position.step, steps.checkpoints.numbers)
         steps.status.step = steps.position.step
         return steps.position.step
