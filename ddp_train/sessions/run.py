@@ -202,7 +202,11 @@ class Run(MediaCalls):
         """
         steps = self._open_steps("run.resume")
         if steps.checkpoints is not None:
-            raise UsageError("run.resume was called twice", "call it once, with all objects")
+            raise UsageError(
+                "run.resume was called twice",
+                "call it once, with all objects; folds that are trained one after the other are"
+                " commands, each with its run_dir, or sessions with processes=1",
+            )
         named, others = check_objects(objects, steps.models)
         living = living_objects()
         refuse_unsaved_schedulers(others, living)

@@ -420,7 +420,9 @@ class Steps:
         if self.open_step is None:
             raise UsageError(
                 "run.mean was called outside of a step",
-                "call it inside of: for batch in loader, of loader = run.loader(...)",
+                "call it inside of: for batch in loader, of loader = run.loader(...); without a"
+                " data set, as in reinforcement learning, of numbers:"
+                " run.loader(range(1000), global_batch_size=8)",
             )
         share = self.open_step.share_of(of)
         self.score_watch.check_ended()
