@@ -93,7 +93,9 @@ def compiled(world: World) -> Weights:
 @pytest.mark.nightly
 def test_copies_of_compiled_models_are_exact() -> None:
     by_hand = moving_copies.averaged(PlainRun())
-    for weights in on_ranks(3, compiled, timeout_seconds=300):
+    for found in on_ranks(3, compiled, timeout_seconds=300):
+        # A copy of a compiled model may be one itself, whose names say so.
+        weights = {name.replace("._orig_mod", ""): value for name, value in found.items()}
         torch.testing.assert_close(weights, by_hand, rtol=0, atol=1e-12)
 
 
