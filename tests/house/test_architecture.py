@@ -55,10 +55,15 @@ WITH_TORCH = [
     *(
         f"ddp_train.sessions.{name}"
         for name in (
+            "batch_norm",
             "gradient",
+            "living_objects",
             "loader",
             "models",
             "numbers",
+            "open_step",
+            "other_means",
+            "parameter_groups",
             "process",
             "run",
             "session_checkpoints",
