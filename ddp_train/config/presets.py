@@ -6,9 +6,9 @@ Hydra is imported where it is needed: workers load a frozen config, and start wi
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,18 +42,18 @@ def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig,
     0.2 s.
     """
     files = tuple(_states_of_files(program))
-    return pickle.loads(_composed_once(program, tuple(arguments), Path.cwd(), files))
+    return copy.deepcopy(_composed_once(program, tuple(arguments), Path.cwd(), files))
 
 
 @functools.lru_cache(maxsize=256)
 def _composed_once(
     program: Program, arguments: tuple[str, ...], _folder: Path, _files: tuple[Any, ...]
-) -> bytes:
-    """What `compose_options` returns, pickled: who gets it may change it."""
+) -> tuple[DictConfig, dict[str, str]]:
+    """What `compose_options` returns, of which it hands out copies: who gets one may change it."""
     with composed(program, list(arguments)) as config:
         choices = {str(group): str(name) for group, name in config.hydra.runtime.choices.items()}
     OmegaConf.set_struct(config, False)
-    return pickle.dumps((config, choices))
+    return config, choices
 
 
 def _states_of_files(program: Program) -> Iterator[tuple[Path, int, int]]:
