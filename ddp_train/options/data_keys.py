@@ -34,7 +34,7 @@ def mixing_alpha(what: str) -> Any:
 def sampler() -> Any:
     meaning = (
         "class of a sampler that gives the numbers of an epoch's samples, {_target_:"
-        " torch.utils.data.RandomSampler, num_samples: 500}; {}: each sample once, in a new order"
+        " my.Sampler, num_samples: 500}; {}: each sample once, in a new order"
     )
     return key({}, meaning)
 

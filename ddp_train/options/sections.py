@@ -187,7 +187,7 @@ class CheckpointConfig:
 @dataclass
 class EvaluateConfig:
     sets: list[str] = key(
-        [], "the sets that mode=evaluate scores: [validation,test/NAME]; []: all test sets"
+        [], "the sets that mode=evaluate scores: [validation, test/NAME]; []: all test sets"
     )
 
 
