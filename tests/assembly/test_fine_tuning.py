@@ -473,7 +473,7 @@ def test_ordered_ranks_train_the_same_bits() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_die_around_the_unfreezing_cost_no_step(tmp_path: Path) -> None:
     """Three restarts: before, in and after it. Batch norm trains on in layers.1, dropout draws,
     three ranks."""

@@ -436,7 +436,7 @@ def words(root: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_with_loader_processes_resumes_to_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     whole = run(f"run_dir={tmp_path}/run", *words(folder))
     assert whole.returncode == 0, whole.stderr

@@ -298,7 +298,7 @@ def digest(run_dir: Path) -> str:
     ).hexdigest()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=COMPILED)])
 def test_cifar_trains_alike_on_one_and_three_ranks(
     path: str, tmp_path: Path, compiled: bool

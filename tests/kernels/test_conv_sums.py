@@ -522,7 +522,7 @@ class Residual(nn.Module):
         return self.head(x.flatten(1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_compiler_moves_fewer_bytes() -> None:
     """Each output is read once less forward, and backward as often as before: where the compiler
     differentiated sums itself, residual blocks took two passes more."""

@@ -496,7 +496,7 @@ def test_a_change_that_another_followed_at_once_is_noted_too(tmp_path: Path) -> 
     assert ResizeHook(record, [change.as_dict() for change in changes], 5, "cpu").due(job) > 10**9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ordered_four_two_four_has_the_same_bytes(tmp_path: Path) -> None:
     env = slow_net(tmp_path)
     words = [*WORDS, "strategy=ordered", "train.global_batch_size=48", "tuning.precision=fp32"]

@@ -19,12 +19,6 @@ from tests.support.jobs import config_of, job_of
 from tests.support.ranks import on_ranks
 
 INSTALLED = importlib.util.find_spec("torchmetrics") is not None
-if INSTALLED:
-    import torchmetrics
-
-    Base: type = torchmetrics.Metric
-else:
-    Base = object
 needs_library = pytest.mark.skipif(
     not INSTALLED, reason="torchmetrics is not installed: pip install '.[metrics]'"
 )
@@ -32,7 +26,6 @@ needs_library = pytest.mark.skipif(
 HERE = __name__
 IMAGES = 23
 MOST_BOXES = 4
-OVERLAP = 0.5
 
 
 class Scenes:
@@ -103,40 +96,7 @@ class PredictsNames(Detection):
         return ["a cat"], batch[1]
 
 
-class Recall(Base):
-    """Part of the true boxes that a predicted box of the image overlaps; takes lists of dicts."""
-
-    higher_is_better = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("hits", torch.tensor(0), "sum")
-        self.add_state("boxes", torch.tensor(0), "sum")
-        self.add_state("scores", [], None)
-
-    def update(self, outputs: list[dict[str, Tensor]], targets: list[dict[str, Tensor]]) -> None:
-        for output, target in zip(outputs, targets, strict=True):
-            overlaps = overlap(output["boxes"], target["boxes"])
-            self.hits = self.hits + (overlaps > OVERLAP).any(0).sum()
-            self.boxes = self.boxes + len(target["boxes"])
-            self.scores.append(output["scores"])
-
-    def compute(self) -> dict[str, Tensor]:
-        scores = torch.cat(self.scores)
-        in_order = (scores * torch.arange(len(scores))).sum()
-        return {"recall": self.hits / self.boxes, "order": in_order}
-
-
-def overlap(first: Tensor, second: Tensor) -> Tensor:
-    """Intersection over union of each pair of boxes, [n, m]."""
-    low = torch.maximum(first[:, None, :2], second[None, :, :2])
-    high = torch.minimum(first[:, None, 2:], second[None, :, 2:])
-    intersection = (high - low).clamp(min=0).prod(2)
-    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(1) for boxes in (first, second)]
-    return intersection / (areas[0][:, None] + areas[1][None, :] - intersection)
-
-
-METRICS: list[dict[str, Any]] = [{"_target_": f"{HERE}.Recall", "name": "boxes"}]
+METRICS: list[dict[str, Any]] = [{"_target_": "tests.tasks.recall_metric.Recall", "name": "boxes"}]
 if importlib.util.find_spec("pycocotools"):
     METRICS.append({"_target_": "torchmetrics.detection.MeanAveragePrecision", "name": "map"})
 
@@ -169,6 +129,8 @@ def test_detection_has_its_metrics_on_any_number_of_processes() -> None:
     assert on_ranks(3, scored) == [alone] * 3
     outputs = [task.detections(boxes) for boxes in scenes.candidates]
     targets = [scenes.target(number) for number in range(IMAGES)]
+    from tests.tasks.recall_metric import Recall
+
     recall: Any = Recall()
     recall.update(outputs, targets)
     expected = recall.compute()

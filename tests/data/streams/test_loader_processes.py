@@ -53,7 +53,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stuck", [1, 3])
+@pytest.mark.parametrize("stuck", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_process_that_stands_still_in_its_fork_is_restarted(stuck: int, tmp_path: Path) -> None:
     """As if another thread had held a lock that it needs: it waited for its first batch for ever.
     With 3, the first of the second try is stuck too."""
