@@ -49,7 +49,7 @@ def compose_options(program: Program, arguments: list[str]) -> tuple[DictConfig,
 def _composed_once(
     program: Program, arguments: tuple[str, ...], _folder: Path, _files: tuple[Any, ...]
 ) -> tuple[DictConfig, dict[str, str]]:
-    """What `compose_options` returns, of which it hands out copies: who gets one may change it."""
+    """The result of `compose_options`, which hands out copies: its caller may change one."""
     with composed(program, list(arguments)) as config:
         choices = {str(group): str(name) for group, name in config.hydra.runtime.choices.items()}
     OmegaConf.set_struct(config, False)

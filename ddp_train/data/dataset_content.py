@@ -38,7 +38,7 @@ class LargeTensors:
 
     def __init__(self) -> None:
         self.numbers = WeakIdKeyDictionary()
-        """Of each tensor one that no other ever has: memory may be used again by another."""
+        """A number for each tensor that no other ever has: another one may use its memory again."""
         self.next_number = itertools.count()
 
     def identity(self, tensor: Tensor) -> tuple[Any, ...] | None:

@@ -122,7 +122,7 @@ def own_statistics(model: nn.Module) -> int:
 
 
 def cost_of(model: nn.Module, way_out: str) -> str:
-    """What batch norm over all processes costs, for people; "" for a model that has none.
+    """The cost of batch norm over all processes, for people; "" for a model that has none.
 
     way_out: what turns it off.
     """

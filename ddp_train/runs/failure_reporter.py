@@ -23,7 +23,7 @@ from ddp_train.runs.worker_process import WorkerProcess
 PEER_ERROR_GRACE_SECONDS = 3.0
 """Time that a worker with a peer error gives the failing rank to report first."""
 HOST_GRACE_SECONDS = 1.0
-"""That time where other hosts continue once this one has ended."""
+"""The same time where other hosts continue once this one has ended."""
 log = logging.getLogger(__name__)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 WORDS_OF_AVERAGES = ("ema", "average", "averaging", "shadow", "teacher")
@@ -57,3 +59,20 @@ def _is_scheduler(kind: type) -> bool:
         return True
     has_state = hasattr(kind, "state_dict") and hasattr(kind, "load_state_dict")
     return "Scheduler" in kind.__name__ and has_state and hasattr(kind, "step")
+
+
+def objects_within(items: Iterable[Any], levels: int) -> Iterator[Any]:
+    """Objects, and those that they hold in attributes, lists and dicts, so many levels down.
+
+    Modules, optimizers and tensors are among them, and not what these hold.
+    """
+    for item in items:
+        yield item
+        if not levels or isinstance(item, Tensor | nn.Module | Optimizer | str | int | float):
+            continue
+        if isinstance(item, Mapping):
+            yield from objects_within(item.values(), levels - 1)
+        elif isinstance(item, list | tuple):
+            yield from objects_within(item, levels - 1)
+        elif hasattr(item, "__dict__") and not isinstance(item, type):
+            yield from objects_within(vars(item).values(), levels - 1)

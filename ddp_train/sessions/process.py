@@ -255,7 +255,7 @@ class SessionProcess:
 
 
 def seed_in_vain(earlier: int, seed: int) -> str | None:
-    """What to say of a `torch.manual_seed` before the session, which seeds anew; None of none.
+    """A note on a `torch.manual_seed` before the session, which seeds anew; None if there was none.
 
     earlier: the seed that torch has had until now. It has drawn one of 64 bits unless it was given
         one, and those that people give are small.

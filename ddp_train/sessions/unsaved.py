@@ -6,14 +6,13 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ddp_train.sessions.living_objects import LivingObjects, living_objects
+from ddp_train.sessions.living_objects import LivingObjects, living_objects, objects_within
 from ddp_train.sessions.settings import UsageError
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ def refuse_unsaved_scaler(saved: Mapping[str, Any]) -> None:
     To be called within the step.
     """
     scaler = _scaler_that_calls()
-    if scaler is None or id(scaler) in set(_ids_within(saved.values(), DEEPEST)):
+    if scaler is None or id(scaler) in set(map(id, objects_within(saved.values(), DEEPEST))):
         return
     raise UsageError(
         "a GradScaler that run.resume did not get makes a step: its scale would be lost",
@@ -86,7 +85,7 @@ def _unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) -> list
     optimizers = {id(value) for value in saved.values() if isinstance(value, Optimizer)}
     if not optimizers:
         return []
-    held = set(_ids_within(saved.values(), DEEPEST))
+    held = set(map(id, objects_within(saved.values(), DEEPEST)))
     found = [item for item in _schedulers_of(optimizers, living) if id(item) not in held]
     if found:
         found.clear()
@@ -96,7 +95,7 @@ def _unsaved_schedulers(saved: Mapping[str, Any], living: LivingObjects) -> list
             item for item in _schedulers_of(optimizers, living_objects()) if id(item) not in held
         ]
     for item in list(found):  # a SequentialLR is named, and not what it holds
-        within = {*_ids_within([item], DEEPEST)} - {id(item)}
+        within = set(map(id, objects_within([item], DEEPEST))) - {id(item)}
         found = [other for other in found if id(other) not in within]
     return found
 
@@ -106,17 +105,3 @@ def _schedulers_of(optimizers: set[int], living: LivingObjects) -> Iterator[Any]
     for item in living.schedulers:
         if id(getattr(item, "__dict__", {}).get("optimizer")) in optimizers:
             yield item
-
-
-def _ids_within(items: Iterable[Any], levels: int) -> Iterator[int]:
-    """The `id` of each object, and of those that it holds in attributes, lists and dicts."""
-    for item in items:
-        yield id(item)
-        if not levels or isinstance(item, Tensor | nn.Module | Optimizer | str | int | float):
-            continue
-        if isinstance(item, dict):
-            yield from _ids_within(item.values(), levels - 1)
-        elif isinstance(item, list | tuple):
-            yield from _ids_within(item, levels - 1)
-        elif hasattr(item, "__dict__") and not isinstance(item, type):
-            yield from _ids_within(vars(item).values(), levels - 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.resilience.failure_report import is_foreign
-from ddp_train.sessions.living_objects import LivingObjects
+from ddp_train.sessions.living_objects import LivingObjects, objects_within
 from ddp_train.text import snake_case
 
 log = logging.getLogger(__name__)
@@ -90,9 +90,10 @@ class Saved:
         self.objects = {id(item) for item in objects}
         self.shapes = [shapes_of(model.parameters()) for model in models]
         """The shapes of the parameters of each model."""
+        saved = objects_within(objects, DEEPEST)
         modules = {
             id(module): module
-            for holder in [*models, *_modules_within(objects, DEEPEST)]
+            for holder in [*models, *(item for item in saved if isinstance(item, nn.Module))]
             for module in holder.modules()
         }
         self.tensors = {id(tensor) for module in modules.values() for tensor in state_of(module)}
@@ -177,21 +178,6 @@ def _name_among(variables: dict[str, Any], value: Any) -> str:
             if of_item is value:
                 return f"{name}.{attribute}"
     return ""
-
-
-def _modules_within(items: Iterable[Any], levels: int) -> Iterator[nn.Module]:
-    """The modules that objects are, or hold in attributes, lists and dicts."""
-    for item in items:
-        if isinstance(item, nn.Module):
-            yield item
-        elif not levels or isinstance(item, Tensor | torch.optim.Optimizer | str | int | float):
-            continue
-        elif isinstance(item, Mapping):
-            yield from _modules_within(item.values(), levels - 1)
-        elif isinstance(item, list | tuple):
-            yield from _modules_within(item, levels - 1)
-        elif hasattr(item, "__dict__") and not isinstance(item, type):
-            yield from _modules_within(vars(item).values(), levels - 1)
 
 
 def _are_same(before: Tensor, now: Tensor) -> bool:

@@ -94,7 +94,7 @@ KILLED_AS_IT_ENDED = re.compile(
     r"Traceback.*\n(?: .*\n)+RuntimeError: DataLoader worker .* is killed by signal.*\n",
     re.MULTILINE,
 )
-"""What torch prints of a loader process that is killed while it is ended."""
+"""The lines that torch prints of a loader process that is killed while it is ended."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 

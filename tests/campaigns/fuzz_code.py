@@ -1,4 +1,4 @@
-"""What the fuzzed runs of tests/campaigns/fuzz.py name as their own code: data sets, networks,
+"""The code that fuzzed runs of tests/campaigns/fuzz.py name as their own: data sets, networks,
 tasks, a schedule, and a hook that misbehaves.
 
 The environment variable FUZZ holds JSON: `ledger`, a folder; `delay`, seconds per step; and of the

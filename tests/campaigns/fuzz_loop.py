@@ -41,7 +41,7 @@ from tests.support.keyed_numbers import KeyedNumbers
 CLASSES = 3
 LOG_EVERY_STEPS = 2
 SEED = 0
-"""Of the session."""
+"""The seed of the session."""
 
 
 @dataclass(frozen=True)
