@@ -33,6 +33,7 @@ def test_compare_names_all_that_is_no_run_in_one_error(
 
 
 @pytest.mark.parametrize("count", [2, 3, 13])
+@pytest.mark.slow
 def test_comparison_in_80_columns_shows_what_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], count: int
 ) -> None:

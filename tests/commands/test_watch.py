@@ -72,6 +72,7 @@ def thirty_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (80, 12), (120, 30)])
+@pytest.mark.slow
 def test_watch_fits_the_terminal_and_says_why_a_run_failed(
     thirty_runs: Path, width: int, height: int
 ) -> None:

@@ -234,6 +234,7 @@ def test_what_is_no_key_is_no_traceback() -> None:
     assert problems == ["conf/experiment/mine.yaml: line 3: cannot be read: found unhashable key"]
 
 
+@pytest.mark.slow
 def test_a_file_that_gives_a_wrong_value_is_named() -> None:
     program = own_presets(
         schedule__mine="name: cosine\nwarmup_steps: many\n",

@@ -510,6 +510,7 @@ def test_the_command_refuses_once(line: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.true_command
+@pytest.mark.slow
 def test_the_command_refuses_quickly(tmp_path: Path) -> None:
     began = time.monotonic()
     assert launch("optimizer.momentun=0.1").returncode == 2

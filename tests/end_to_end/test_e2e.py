@@ -632,6 +632,7 @@ def test_a_checkpoint_that_is_being_written_survives_the_failure(
     assert processes_of(run_dir) == {}
 
 
+@pytest.mark.slow
 def test_nan_on_one_rank_stops_all_before_the_step_and_names_it(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     words = foreign_net(fault="nan", rank=1, call=4)

@@ -602,6 +602,7 @@ def test_in_16_bits_it_is_as_near_to_32_as_torch_is() -> None:
 
 
 @pytest.mark.parametrize("words", [([1, 1], [0, 0], [1, 1]), ([2, 1], [1, 2], [1, 2])])
+@pytest.mark.slow
 def test_the_operators_keep_torchs_rules(words: Any) -> None:
     """Their shapes without data, their gradients, their place in a compiled graph."""
     x = torch.randn(2, 8, 9, 10, requires_grad=True)

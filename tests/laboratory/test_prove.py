@@ -272,6 +272,7 @@ def test_real_processes_are_compared_and_one_run_is_killed(
     assert Path("here/report.html").is_file() and Path("here/proof/runs.log").is_file()
 
 
+@pytest.mark.slow
 def test_proof_passes_its_lines_on_as_they_come() -> None:
     told: list[str] = []
     with pytest.raises(AssertionError, match="must be at least 1"):

@@ -160,6 +160,7 @@ def test_comparison_with_data_parallel_fits_a_terminal() -> None:
     assert without.brief is not None and without.brief.columns[2] == "times single"
 
 
+@pytest.mark.slow
 def test_a_study_has_the_metrics_of_the_users() -> None:
     request, study = whole("strategies")
     found = {"single": [outcome([9.0, 4.0])], "ddp": [outcome([9.0, 1.0])]}

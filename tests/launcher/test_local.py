@@ -36,6 +36,7 @@ pytestmark = pytest.mark.timeout(300)  # the machine may be busy
 # --- a worker dies --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_and_is_named(tmp_path: Path) -> None:
     with running(tmp_path / "run", *ENDLESS, THREE) as job:
         job.wait_for_step()

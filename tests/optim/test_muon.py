@@ -148,6 +148,7 @@ def test_torchs_own_differs_by_bfloat16_alone() -> None:
     assert (ours.weight - theirs.weight).norm() < 0.02 * moved
 
 
+@pytest.mark.slow
 def test_what_muon_takes() -> None:
     def names(model: nn.Module, *globs: str) -> set[str]:
         inside = hidden_matrices(model, dict(model.named_parameters()), globs)

@@ -132,6 +132,7 @@ def test_looking_through_a_model_draws_no_numbers(capsys: pytest.CaptureFixture[
         "vit_b_16",
     ],
 )
+@pytest.mark.slow
 def test_no_false_alarm(arch: str, caplog: pytest.LogCaptureFixture) -> None:
     from torchvision.models import get_model
 

@@ -68,6 +68,7 @@ def assert_as_by_hand(found: dict[str, Weights]) -> None:
         torch.testing.assert_close(weights, by_hand, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_copies_are_exact_on_one_process() -> None:
     assert_as_by_hand(trained(World(), tuple(LOOPS)))
 

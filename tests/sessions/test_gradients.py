@@ -89,6 +89,7 @@ def assert_same(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("zeroes_first", [False, True])
+@pytest.mark.slow
 def test_half_added_gradients_outlive_a_checkpoint(tmp_path: Path, zeroes_first: bool) -> None:
     for epochs in (1, 2, EPOCHS):
         with ddp_train.session(tmp_path, processes=1, device="cpu") as run:
@@ -113,6 +114,7 @@ def test_half_added_gradients_resume_on_other_processes(tmp_path: Path) -> None:
     assert_same(alone(tmp_path / "run", EPOCHS))
 
 
+@pytest.mark.slow
 def test_a_break_between_two_updates_is_saved(tmp_path: Path) -> None:
     for leaves in (True, False):
         with ddp_train.session(tmp_path, processes=1, device="cpu") as run:

@@ -94,6 +94,7 @@ def assert_as_by_hand(found: dict[str, Weights]) -> None:
         torch.testing.assert_close(found[name], loop(PlainRun()), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_several_models_are_exact_on_one_process(tmp_path: Path) -> None:
     assert_as_by_hand(trained(World(), tmp_path))
 

@@ -125,6 +125,7 @@ def all_streams(world: World, folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_state_that_json_would_change_is_read_past(tmp_path: Path) -> None:
     calm, _ = session_loop(ALONE, tmp_path / "calm", loader_of(PositionedByPart()))
     first, _ = session_loop(ALONE, tmp_path / "again", loader_of(PositionedByPart()), until=8)
@@ -191,6 +192,7 @@ def batches_until(folder: Path, part: slice, step: int | None) -> list[list[int]
 @pytest.mark.parametrize(
     ("part", "steps"), [(slice(None), (6, 12)), (slice(20), (5, 10))], ids=["short", "full"]
 )
+@pytest.mark.slow
 def test_a_stream_saved_behind_its_last_batch_goes_on(
     part: slice, steps: tuple[int, ...], tmp_path: Path
 ) -> None:
@@ -229,6 +231,7 @@ class Endless(IterableDataset[Tensor]):
         return (torch.rand(2) for _ in itertools.count())
 
 
+@pytest.mark.slow
 def test_an_endless_stream_is_left_and_resumed(tmp_path: Path) -> None:
     seen = []
     for steps in (2, 4, 4):

@@ -50,6 +50,7 @@ class EpochScheduler:
         EpochScheduler,
     ],
 )
+@pytest.mark.slow
 def test_a_scheduler_that_is_not_saved_is_refused_with_its_class(make: Any) -> None:
     optimizer = sgd()
     scheduler = make(optimizer)
@@ -61,6 +62,7 @@ def test_a_scheduler_that_is_not_saved_is_refused_with_its_class(make: Any) -> N
     refuse_unsaved_schedulers({"sgd": optimizer, "own": Own(scheduler)}, living_objects())
 
 
+@pytest.mark.slow
 def test_schedulers_within_a_saved_one_and_of_others_are_no_cause() -> None:
     optimizer = sgd()
     parts: list[Any] = [lr_scheduler.ConstantLR(optimizer), lr_scheduler.StepLR(optimizer, 2)]
@@ -81,6 +83,7 @@ def test_a_scheduler_that_nobody_uses_any_more_is_no_cause() -> None:
     refuse_unsaved_schedulers({"optimizer": optimizer}, living_objects())
 
 
+@pytest.mark.slow
 def test_a_scheduler_made_later_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     optimizer = sgd()
     warn_of_unsaved_schedulers({"optimizer": optimizer}, living_objects())

@@ -112,6 +112,7 @@ def test_parameters_of_the_sweeper_are_words_as_others() -> None:
         assert "++seed=int(interval(1,9))" in plan.hydra_arguments and plan.swept == {"seed"}
 
 
+@pytest.mark.slow
 def test_refusal_by_hydra_has_the_exit_code_of_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_sweep_on_slurm_without_its_extra_says_so(monkeypatch: pytest.MonkeyPa
         plan_sweep(PROGRAM, ["-m", "hydra/launcher=slurm", "seed=1,2"])
 
 
+@pytest.mark.slow
 def test_sweep_composes_presets_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
