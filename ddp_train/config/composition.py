@@ -10,7 +10,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -18,7 +17,7 @@ from ddp_train.config import metrics, preset_checks
 from ddp_train.config.bind import bind
 from ddp_train.config.code_checks import package_of
 from ddp_train.config.earlier_runs import CONFIG_KEY, EarlierRun
-from ddp_train.config.hydra_errors import HydraErrors
+from ddp_train.config.hydra_errors import HydraErrors, composition_errors
 from ddp_train.config.hydra_keys import problems_of_presets
 from ddp_train.config.keys import all_keys, list_rule, own_keys
 from ddp_train.config.overrides import Overrides
@@ -93,19 +92,11 @@ def _composition_of(program: Program, overrides: Overrides) -> Composition:
 
     Raises ConfigError for what cannot be composed.
     """
-    from hydra.errors import HydraException
-
     try:
         composition = _compose(program, overrides)
         if _choose_own_classes(overrides, composition):
             composition = _compose(program, overrides)
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        yaml.YAMLError,
-        RecursionError,
-        ValueError,
-    ) as error:
+    except composition_errors() as error:
         raise ConfigError([HydraErrors(program, overrides).message(error)]) from error
     return composition
 

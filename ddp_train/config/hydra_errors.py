@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import yaml
-from omegaconf.errors import GrammarParseError
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from ddp_train.config.keys import list_rule
 from ddp_train.config.overrides import Overrides
@@ -17,6 +17,17 @@ from ddp_train.options.custom import NAME as CUSTOM
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS
 from ddp_train.text import did_you_mean, shown
+
+
+def composition_errors() -> tuple[type[Exception], ...]:
+    """The classes of what Hydra raises where files under conf/ cannot be composed.
+
+    A preset that includes itself ends in a RecursionError, a file that is not UTF-8 in a
+    ValueError.
+    """
+    from hydra.errors import HydraException
+
+    return (HydraException, OmegaConfBaseException, yaml.YAMLError, RecursionError, ValueError)
 
 
 class HydraErrors:

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from ddp_train.config.hydra_errors import composition_errors
 from ddp_train.config.program import PRESETS, Program
 from ddp_train.sweeps.composed_sweep import composed_sweep
 from ddp_train.sweeps.overrides import is_of_hydra, key_of
@@ -64,13 +62,7 @@ def with_words_of_presets(program: Program, words: list[str]) -> SweepWords:
         with composed_sweep(program, asked) as composed:
             pass
         of_presets = [*_choices(composed, keys), *_settings(composed, keys)]
-    except (
-        HydraException,
-        OmegaConfBaseException,
-        yaml.YAMLError,
-        RecursionError,
-        ValueError,
-    ):
+    except composition_errors():
         return SweepWords(words)
     params = _params(composed)
     sweeper = str(composed.hydra.runtime.choices.get(SWEEPER))
