@@ -17,11 +17,20 @@ def build_schedule(name: str, total_steps: int, warmup_steps: int = 0, **argumen
     over the steps after it. arguments: the keys of `schedule=NAME`.
     """
     main = _SCHEDULES[name](max(1, total_steps - warmup_steps), **arguments)
-    if not warmup_steps:
-        return main
-    return lambda step: (
-        (step + 1) / (warmup_steps + 1) if step < warmup_steps else main(step - warmup_steps)
-    )
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return linear_warmup(step, warmup_steps)
+        return main(step - warmup_steps)
+
+    return factor
+
+
+def linear_warmup(step: int, warmup_steps: int) -> float:
+    """The factor of a linear warm-up in optimizer step 0, 1, ...; 1 after it."""
+    if step >= warmup_steps:
+        return 1.0
+    return (step + 1) / (warmup_steps + 1)
 
 
 def _constant(steps: int) -> Factor:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer
 
-from ddp_train.optim.schedules.factors import Factor
+from ddp_train.optim.schedules.factors import Factor, linear_warmup
 
 GroupValues = dict[str, Any]
 """Arguments of one group of parameters: `lr`, and what else a schedule changes."""
@@ -59,6 +59,4 @@ class Pace:
 
     def warmup(self, step: int) -> float:
         """The factor of the linear warm-up; 1 after it."""
-        if step >= self.warmup_steps:
-            return 1.0
-        return (step + 1) / (self.warmup_steps + 1)
+        return linear_warmup(step, self.warmup_steps)
