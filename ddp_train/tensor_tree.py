@@ -24,7 +24,7 @@ LEAVES = (
     *(type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, nn.Module),
     *(torch.device, torch.dtype, torch.Generator),
 )
-"""What is not looked into: it holds no tensors of a batch."""
+"""Types that are not searched: they hold no tensors of a batch."""
 
 Change = Callable[[Tensor], Any]
 ChangeObject = Callable[[Any, Callable[[Any], Any]], Any]

@@ -27,7 +27,7 @@ SPLITS = {
     "train": ([f"data_batch_{number}.png" for number in range(1, 6)], "train_lables.json"),
     "test": (["test_batch.png"], "test_lables.json"),
 }
-"""Of each its files in the package: pictures, and the numbers of their classes."""
+"""Files of each part in the package: pictures, and the numbers of their classes."""
 SIDE = 32
 
 

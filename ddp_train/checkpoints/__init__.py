@@ -1,1 +1,1 @@
-"""What lies in a checkpoint, and how it is written, read and copied elsewhere."""
+"""The contents of a checkpoint: how it is written, read and copied elsewhere."""

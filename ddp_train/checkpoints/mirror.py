@@ -134,7 +134,7 @@ class Mirror:
         self.files.pipe_file(f"{self.root}/{OWNER}", json.dumps(owner).encode())
 
     def owner(self) -> dict[str, Any] | None:
-        """The last claim; None if nobody has claimed it, empty if it cannot be understood."""
+        """The last claim; None if there is none, empty if it cannot be read."""
         try:
             owner = json.loads(self.files.cat_file(f"{self.root}/{OWNER}"))
         except FileNotFoundError:

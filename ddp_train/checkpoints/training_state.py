@@ -1,4 +1,4 @@
-"""What training continues with beside the weights: the contents of training.pt.
+"""State that training resumes from beside the weights: the contents of training.pt.
 
 A configured run, a survivor that saves in its place, and a session all save and resume through
 `TrainingState`. The weights lie beside it, under the model's own names (writer.py).
@@ -168,7 +168,7 @@ class TrainingState:
 
 
 def states_of(hooks: Mapping[str, StatefulHook]) -> HookStates:
-    """What the hooks of a resumed run continue with."""
+    """State that the hooks of a resumed run continue from."""
     return {name: hook.state() for name, hook in hooks.items()}
 
 

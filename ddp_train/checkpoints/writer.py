@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is written of the state after `step` optimizer steps."""
+    """The content of a checkpoint after `step` optimizer steps."""
 
     step: int
     model: dict[str, Any]
@@ -136,7 +136,7 @@ class Writer:
             raise self.error
 
     def wait(self) -> None:
-        """Wait until the checkpoint before is written."""
+        """Wait until the previous checkpoint is written."""
         if self.thread:
             self.thread.join()
         if self.error and not isinstance(self.error, WriteError):

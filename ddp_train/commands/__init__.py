@@ -1,1 +1,1 @@
-"""What one types: flags, and the commands beside training. Torch-free."""
+"""The command line: flags, and the commands beside training. Torch-free."""

@@ -55,7 +55,7 @@ def is_pair(value: Any) -> bool:
 
 
 def is_instance(module: str, name: str, value: Any) -> bool:
-    """True if a value is of a class of a module. The module is not imported for it."""
+    """True if a value is an instance of `module.name`. The module is not imported for it."""
     if module not in sys.modules:
         return False
     return isinstance(value, getattr(sys.modules[module], name, ()))

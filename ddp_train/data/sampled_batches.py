@@ -98,7 +98,7 @@ class SampledBatches:
         return len(self.batch_sampler)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the sampler the epoch, if it wants to know."""
+        """Call the sampler's `set_epoch`, if it has one."""
         for sampler in layers(self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)

@@ -191,7 +191,7 @@ def _address() -> str:
 
 
 def _verdict(store: Store, world: World, timeout_seconds: float) -> list[str]:
-    """What rank 0 finds: [what differs, remedy], the remedy empty for differing command lines.
+    """The finding of rank 0: [difference, remedy], the remedy empty for differing command lines.
 
     Empty if all agree.
     """

@@ -75,7 +75,7 @@ class Current:
     share: Share | None = None
     """The samples in the rows of the current batch, in a training step or in an evaluation."""
     draws: Any = None
-    """What was drawn for these samples, see `data.keyed_noise.Draws`; None before the first."""
+    """The draws for these samples, see `data.keyed_noise.Draws`; None before the first."""
     marks: int = 0
     """How often this process has called `data.rng.draw_mark`."""
     contexts_shared_out: int = 0

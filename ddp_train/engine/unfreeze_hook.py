@@ -1,4 +1,4 @@
-"""A hook that lets the frozen part of a model train from a step on."""
+"""A hook that unfreezes the frozen part of a model at a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a failed attempt of a run: a restart, with how many processes, or the end.
+"""Decides what follows a failed attempt of a run: a restart, with how many processes, or the end.
 
 Pure: no clock, no process, no file. The launcher collects the facts, calls `decide` once for each
 failed attempt, and then does what the result says. Torch-free.
@@ -29,7 +29,7 @@ CUDA_ERRORS = ("CUDA error", "CUDA driver", "CUDA-capable")
 
 @dataclass(frozen=True)
 class FailedAttempt:
-    """What is known of an attempt that has failed."""
+    """Facts about an attempt that has failed."""
 
     code: int
     """The exit code of the run if this is its end."""
@@ -45,7 +45,7 @@ class FailedAttempt:
     stop_requested: bool = False
 
     def signature(self) -> tuple[str, ...]:
-        """What two failures have in common if they are the same; empty if none was reported.
+        """Traits that two equal failures have in common; empty if none was reported.
 
         Numbers in the detail are left out: seconds, sizes and process ids differ between attempts.
         """
@@ -74,7 +74,7 @@ class FailedAttempt:
 
 @dataclass(frozen=True)
 class History:
-    """What counts of a run's earlier failures."""
+    """The part of a run's earlier failures that decides."""
 
     newest_checkpoint: int = -1
     """Step of the newest checkpoint at the last failure, or at the start."""
@@ -137,7 +137,7 @@ class Restart:
     reason: str = ""
     """Why there are fewer processes, or other GPUs; empty if all stays."""
     otherwise: Restart | End | None = None
-    """What follows if the config for another number of processes cannot be written."""
+    """The decision if the config for another number of processes cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class End:
 
 
 def decide(failed: FailedAttempt, history: History, size: Size, max_restarts: int) -> Restart | End:
-    """What follows a failed attempt.
+    """Decide what follows a failed attempt.
 
     history: of the failures before. size: of the failed attempt. max_restarts: between two
     checkpoints.

@@ -1,4 +1,4 @@
-"""What the launcher runs in the processes of a run, and how it speaks of it. Torch-free."""
+"""The program that the launcher runs in each process, and its name in messages. Torch-free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Workload:
     """
 
     program: tuple[str, ...] = (*MODULE, WORKER)
-    """What Python runs in each process, as on its command line."""
+    """The program that Python runs in each process, as on its command line."""
     arguments: Callable[[Path, int], list[str]] = _run_dir_and_rank
     """Arguments of the program, for a run directory and a rank."""
     facts: Callable[[Config], dict[str, Any]] = run_facts

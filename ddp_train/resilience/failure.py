@@ -1,4 +1,4 @@
-"""What ended a run: a value made of an exception, an exit code or a hang. Torch-free."""
+"""The failure that ended a run, made of an exception, an exit code or a hang. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _PEER_ERRORS = (
     "failed to recv",
     "pair closure",
 )
-"""What gloo, NCCL and the store raise in the surviving ranks when a peer is gone: never the cause
-of a failure."""
+"""Errors that gloo, NCCL and the store raise in surviving ranks when a peer is gone: never the
+cause of a failure."""
 _OTHER_NUMBER_TYPE = (
     r"the same dtype|share same datatype|Input type \((?!float|torch\.(cuda\.)?Float).*\) and"
     r" (weight|bias) type"
 )
-"""What torch says of inputs whose number type is not that of the weights."""
+"""Torch's message about inputs whose number type is not that of the weights."""
 _LIMITS = {
     "Too many open files": "raise the limit of open files before the start: ulimit -n 65536",
     r"memory\(shm\)|/torch_\d+_\d+.*No space| in /dev/shm|signal: Bus": (

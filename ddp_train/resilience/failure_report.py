@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Report:
-    """What the terminal shows of a failure."""
+    """The lines that the terminal shows of a failure."""
 
     failure: Failure
     trace: str = ""

@@ -57,7 +57,7 @@ class Hang:
     seconds: float
     """Time since its last progress."""
     reason: str
-    """What is known besides step and phase; may be empty."""
+    """Details besides step and phase; may be empty."""
     others: str
     """Phase and step of the other ranks."""
     called: str
@@ -69,7 +69,7 @@ class Hang:
 
 @dataclass
 class Observation:
-    """What the launcher has observed of one rank."""
+    """The launcher's observations of one rank."""
 
     snapshot: StatusSnapshot
     progress_at: float

@@ -94,7 +94,7 @@ def _newest_stack(text: str) -> list[str]:
 
 
 def _stack_text(run_dir: Path, rank: int) -> str:
-    """What a rank has written to its stack file; empty if there is none."""
+    """The content of a rank's stack file; empty if there is none."""
     try:
         return stack_file(run_dir, rank).read_text(errors="replace")
     except OSError:

@@ -249,7 +249,7 @@ class TestShares:
 
     @property
     def starts(self) -> range:
-        """The first sample of each batch of all processes, of the data set as it is now."""
+        """Numbers of the first sample of each global batch, at the data set's present length."""
         return range(0, len(self.source), self.batch_size)
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -339,8 +339,9 @@ class SessionCheckpoints:
 
 
 def apart(module: nn.Module, of_ranks: Tensor) -> list[str]:
-    """The names of the floating-point buffers that differ between processes, but for statistics of
-    norms, which may by a choice of the user's.
+    """The names of the floating-point buffers that differ between processes.
+
+    Statistics of norms are left out: the user may choose that they differ.
 
     of_ranks: the buffers of all processes, [ranks, n].
     """

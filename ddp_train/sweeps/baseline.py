@@ -1,4 +1,4 @@
-"""What sharing the host cost a trial: `sweep.baseline=true` runs one again, alone."""
+"""The cost of sharing the host for a trial: `sweep.baseline=true` runs one again, alone."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class SweepPage:
             self.running[row["trial"]] = row
 
     def look(self) -> None:
-        """Write the page if it is time for one. Called ten to fifty times a second."""
+        """Write the page if its interval has passed. Called 10 to 50 times a second."""
         if time.monotonic() >= self.due:
             self._write(is_running=True)
 

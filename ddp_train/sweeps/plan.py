@@ -1,4 +1,4 @@
-"""What is known of a sweep before its first trial."""
+"""Facts about a sweep before its first trial."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NO_BASELINE = "sweep.baseline=true has no effect: the trials share no host, or r
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What is known of a sweep before its first trial."""
+    """Facts about a sweep before its first trial."""
 
     sweep_dir: Path
     command: str = ""

@@ -96,7 +96,7 @@ def hardware_of_trial(config: Config, hardware: Hardware) -> Hardware:
 
 
 def pool_problems(config: Config, hardware: Hardware) -> list[str]:
-    """What is wrong with the keys of `sweep`. hardware: the whole host."""
+    """Problems of the keys of `sweep`. hardware: the whole host."""
     gpus = config.sweep.gpus_per_trial
     processes = config.launch.nproc_per_node
     if not gpus or not hardware.gpus or config.device == "cpu":

@@ -1,4 +1,4 @@
-"""What the process of a sweep does while its trials run in others: rows, lines and page."""
+"""Work of the process of a sweep while its trials run in others: rows, lines and page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What presets say of a sweep, as words of its command line.
+"""Keys of a sweep that presets set, as overrides of its command line.
 
 Hydra reads the section `hydra` of a preset itself. A plan that knew the command line alone would
 miss keys that are swept there, and the sweeper and the launcher that are chosen there.

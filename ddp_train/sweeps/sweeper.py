@@ -29,7 +29,7 @@ OPTIMIZERS = ("optuna", OPTUNA)
 """Sweepers that must be given the better direction."""
 DIRECTION = "hydra.sweeper.direction"
 DIRECTIONS = {"max": "maximize", "min": "minimize"}
-"""What DIRECTION must be given, by the better direction."""
+"""The value of DIRECTION, by the better direction."""
 BETTER_WHEN = {"max": "the higher it is", "min": "the lower it is"}
 """The better direction in words, after "is better"."""
 PARAMS = "hydra.sweeper.params."
@@ -104,7 +104,7 @@ def is_drawn() -> bool:
 
 
 def optuna_problems(arguments: list[str], config: Config) -> list[str]:
-    """What contradicts our own sweeper, if it is used."""
+    """Settings that contradict our own sweeper, if it is used."""
     if last_value(arguments, SWEEPER) != OPTUNA:
         return []
     problems = []

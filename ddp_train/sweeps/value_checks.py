@@ -121,7 +121,7 @@ def _unswept(read: Overrides, ends: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _not_shared(configs: Sequence[Config]) -> Iterator[str]:
-    """What all trials share, and a preset or a reference changes from one to the other."""
+    """Keys that all trials must share, but that a preset or a reference changes between them."""
     first = configs[0]
     for config in configs[1:]:
         for key in SHARED:
@@ -215,7 +215,7 @@ def _with_whole_numbers(problem: str, ends: dict[str, list[str]]) -> str:
 def hydra_problems(
     program: Program, arguments: list[str], swept: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """What Hydra and Optuna would refuse of arguments that are right for single trials.
+    """Arguments that Hydra and Optuna would refuse though they are right for single trials.
 
     swept: keys and the values that are tried.
     """

@@ -43,7 +43,7 @@ class Gpu:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What jobs can be given of it."""
+        """The devices of it that jobs can be given."""
         return self.parts or (self.uuid,)
 
 

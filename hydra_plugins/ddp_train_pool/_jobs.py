@@ -73,7 +73,7 @@ class Job:
             os.kill(self.pid, number)
 
     def returned(self) -> JobReturn:
-        """What Hydra gets, once the job has ended."""
+        """The job's return value for Hydra, once it has ended."""
         self.result.seek(0)
         try:
             return pickle.load(self.result)
@@ -195,7 +195,7 @@ def _came_of_interrupt(error: Any) -> bool:
 
 
 def failed(error: BaseException, overrides: list[str] | None = None) -> JobReturn:
-    """What Hydra gets of a job that has failed."""
+    """The return value for Hydra of a job that has failed."""
     returned = JobReturn(overrides=overrides, status=JobStatus.FAILED)
     returned.return_value = error
     return returned

@@ -1,4 +1,4 @@
-"""What an application learns of its sweep, and what it decides."""
+"""Callbacks by which an application follows its sweep and decides about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hydra.core.utils import JobReturn
 
 
 class SweepListener(Protocol):
-    """What an application learns of its sweep, and what it decides.
+    """Callbacks by which an application follows its sweep and decides about it.
 
     Derive a class, override what you need, and call Hydra inside of `listening(...)`. Everything
     is called in the process that starts the jobs. `overrides` are those of one job.
@@ -27,7 +27,7 @@ class SweepListener(Protocol):
         return number
 
     def known_value(self, number: int, overrides: list[str]) -> float | None:
-        """What a job would return, if that is known already; None: it must run."""
+        """The return value of a job, if it is known already; None: the job must run."""
         return None
 
     def job_started(self, number: int, overrides: list[str], devices: list[str]) -> None:

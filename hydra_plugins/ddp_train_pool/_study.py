@@ -151,7 +151,7 @@ def _last_by_key(overrides: Sequence[Override]) -> dict[str, Override]:
 
 
 def distribution_of(override: Override) -> BaseDistribution | None:
-    """What an override draws from; None: it is fixed. Raises PoolError.
+    """The distribution that an override draws from; None: it is fixed. Raises PoolError.
 
     It is read as hydra-optuna-sweeper reads it, except that the end of a range is left out, as
     everywhere in Hydra.

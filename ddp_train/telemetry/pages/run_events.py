@@ -15,7 +15,7 @@ RESUMED = "resumed"
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a run, with its time, and the step before it."""
+    """An event of a run: its time, and the step before it."""
 
     time: float
     step: int | None

@@ -1,4 +1,4 @@
-"""What the network is trained for: the loss of a batch, and how well it does."""
+"""The task of the network: the loss of a batch, and its score."""
 
 from __future__ import annotations
 
