@@ -24,7 +24,7 @@ from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
 
 CONFIG_KEY = "config"
-OF_A_RUN = "the config of an earlier run, its folder or its config.yaml, which further words change"
+OF_A_RUN = "start from an earlier run's config, its folder or config.yaml; overrides apply on top"
 OF_THE_HOST = (
     "device",
     "deterministic",

@@ -662,7 +662,7 @@ class Config:
     hooks: list[Any] = key(
         [],
         "your classes, called with (job, run_dir, world): package.Name, or {_target_: package.Name,"
-        " ARGUMENT: ...}; they act between steps, or are entered around training",
+        " ARGUMENT: ...}; called between steps, or entered as context managers around training",
         example="[package.Name] or [{_target_: package.Name, argument: 1}]",
     )
     trusted_modules: list[str] = key([], "packages whose code a checkpoint's _target_ may name")

@@ -99,8 +99,7 @@ class TrainConfig:
     )
     max_minutes: float | None = key(
         None,
-        "end after so many minutes of training, as at the end of all epochs; no two such runs are"
-        " equal",
+        "finish normally after this many minutes of training; such a run is not reproducible",
         above=0,
     )
     max_grad_norm: float | None = key(None, "clip the global gradient norm to this value", above=0)
@@ -172,8 +171,8 @@ class CheckpointConfig:
     )
     which: str = key(
         "auto",
-        "which checkpoint of the run that resume names; auto: the best if it has one, for a run"
-        " that trains the last",
+        "which checkpoint of checkpoint.resume=RUN; auto: the last when training, else the best if"
+        " there is one",
         choices=("auto", "best", "last"),
     )
     mirror: str | None = key(
