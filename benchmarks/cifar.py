@@ -3,8 +3,8 @@ PAGE.md] [WORD ...]
 
 First: python examples/get_cifar10.py. Each seed is a fresh `python launch.py
 experiment=cifar10_race seed=N WORD ...`. The table has the accuracy on the test set, with the
-standard error of the mean, and seconds as the launcher gives them in summary.json. docs/examples.md
-says what they count.
+standard error of the mean, and seconds as the launcher gives them in summary.json.
+docs/guides/examples.md names the method.
 """
 
 from __future__ import annotations

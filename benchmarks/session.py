@@ -5,10 +5,10 @@ data and batch.
 
 The loops run in the same two processes, one epoch of each in turn, in an order that changes from
 round to round. The plain one is DistributedDataParallel with DataLoader and DistributedSampler, the
-loss with its mean; the other one is that of docs/own_loop.md. A DataLoader collates the rows of a
-TensorDataset one by one, a session cuts them out at once: `rows cut` is a plain loop that does so
-too, without a DataLoader. What is left against it is what the session itself costs. The first round
-is dropped. No checkpoint is written inside of what is measured.
+loss with its mean; the other one is that of docs/guides/own_loop.md. A DataLoader collates the rows
+of a TensorDataset one by one, a session cuts them out at once: `rows cut` is a plain loop that does
+so too, without a DataLoader. What is left against it is what the session itself costs. The first
+round is dropped. No checkpoint is written inside of what is measured.
 """
 
 from __future__ import annotations

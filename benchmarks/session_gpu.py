@@ -154,7 +154,7 @@ class Contender:
 
 
 class InSession(Contender):
-    """The loop of docs/own_loop.md."""
+    """The loop of docs/guides/own_loop.md."""
 
     def __init__(self, model: nn.Module, run: Any) -> None:
         super().__init__(model, run.device)

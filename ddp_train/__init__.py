@@ -6,9 +6,9 @@ your own: `Task` documents the parts that a task may have; `all_gather` gives th
 processes to losses that compare samples; `noise_like`, `rand_like`, `randint_like` and `dropout`
 draw alike on any number of processes; `log` takes numbers of your own, for files, pages and
 trackers. `session` makes a training loop of your own right on any number of processes,
-docs/own_loop.md. Single parts of it, docs/pieces.md: `ExactSampler`, `synchronised` batch norm,
-`Lars`, `Lamb`, `Muon`, `save_checkpoint` and `load_checkpoint`. All are imported when they are
-first asked for: `import ddp_train` does not import torch.
+docs/guides/own_loop.md. Single parts of it, docs/guides/own_loop_more.md: `ExactSampler`,
+`synchronised` batch norm, `Lars`, `Lamb`, `Muon`, `save_checkpoint` and `load_checkpoint`. All are
+imported when they are first asked for: `import ddp_train` does not import torch.
 """
 
 from __future__ import annotations

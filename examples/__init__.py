@@ -1,2 +1,2 @@
-"""Jobs on real data, written as a user would write them; docs/examples.md has a command and the
-result of each."""
+"""Jobs on real data, written as a user would write them; docs/guides/examples.md has
+a command of each."""

@@ -4,7 +4,7 @@ filters.
 First: python examples/get_cifar10.py
 
 After Keller Jordan's airbench (arXiv:2404.00498, and github.com/KellerJordan/cifar10-airbench,
-airbench94_muon.py), whose figures the defaults are; docs/examples.md says what is counted.
+airbench94_muon.py), whose figures the defaults are; docs/guides/examples.md says what is counted.
 """
 
 from __future__ import annotations

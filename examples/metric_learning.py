@@ -1,6 +1,6 @@
 """Embeddings of handwritten digits by a triplet loss: batches of P classes with K images each.
 
-`python examples/metric_learning.py [RUN_DIR]`; docs/own_loop.md, "Samplers".
+`python examples/metric_learning.py [RUN_DIR]`; docs/guides/own_loop.md, "Samplers".
 """
 
 import random

@@ -1,6 +1,6 @@
 """Momentum contrast (MoCo) on handwritten digits: a momentum encoder and a queue of its keys.
 
-`python examples/moco.py [RUN_DIR]`; docs/own_loop.md, "Averages and teachers".
+`python examples/moco.py [RUN_DIR]`; docs/guides/own_loop.md, "Averages and teachers".
 """
 
 import copy

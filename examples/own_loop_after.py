@@ -1,5 +1,5 @@
-"""A small network for handwritten digits, ten epochs. docs/own_loop.md shows what makes it right on
-many processes."""
+"""A small network for handwritten digits, ten epochs. docs/guides/own_loop.md shows what makes it
+right on many processes."""
 
 import torch
 from sklearn.datasets import load_digits

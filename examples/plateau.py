@@ -1,5 +1,5 @@
 """Handwritten digits in a loop of one's own, with a learning rate that falls when the test loss
-does not: ReduceLROnPlateau, given the same number on all processes. docs/own_loop.md, Schedules."""
+does not: ReduceLROnPlateau, given the same number on all processes. docs/guides/own_loop.md."""
 
 import torch
 from sklearn.datasets import load_digits

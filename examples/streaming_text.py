@@ -1,6 +1,6 @@
 """A small language model of bytes, from a stream of text that is shuffled in a buffer.
 
-`python examples/streaming_text.py [RUN_DIR]`; docs/own_loop.md, "Streams".
+`python examples/streaming_text.py [RUN_DIR]`; docs/guides/own_loop.md, "Streams".
 """
 
 import random

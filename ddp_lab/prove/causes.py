@@ -301,7 +301,7 @@ def of_batch_size(scores: str) -> Cause:
     text = f"{scores}: it is averaged by batch, or a sample's depends on the others in its batch"
     remedy = (
         "return sums and numbers of units from score(), and derive a ratio from their totals"
-        " (docs/tasks.md); mask what pads a batch"
+        " (docs/guides/tasks.md); mask what pads a batch"
     )
     return Cause("batches", text, remedy)
 

@@ -94,7 +94,7 @@ def _custom_optimizer(
         raise ConfigError([f"optimizer._target_={section.target}: {rule}; {remedy}"])
     if captured and not getattr(optimizer, READS_FLAG, False):
         rule = f"{section.target} has no attribute {READS_FLAG}: it may wait for the host"
-        remedy = "(docs/optimizers.md); use tuning.cuda_graph=false"
+        remedy = "(docs/guides/optimizers.md); use tuning.cuda_graph=false"
         raise ConfigError([f"tuning.cuda_graph=true: {rule} {remedy}"])
     known = list(optimizer.defaults)
     for group in section.groups:

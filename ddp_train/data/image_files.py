@@ -18,7 +18,7 @@ PNG_BITS = 24
 """The place of a PNG file's bits per number; that of its colour type follows."""
 PNG_GRAY = 0
 OVER_8_BITS = (
-    "scale its numbers to 0 to 255 yourself (docs/data.md#images-of-more-than-8-bits), or return"
+    "scale its numbers to 0 to 255 yourself (docs/guides/data.md#image-folders), or return"
     " them as a tensor from a data set of your own"
 )
 """The remedy for an image whose pixels are not numbers from 0 to 255."""

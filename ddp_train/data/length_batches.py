@@ -1,4 +1,4 @@
-"""Global batches of samples of about one length. docs/batches.md"""
+"""Global batches of samples of about one length. docs/guides/batches.md"""
 
 from __future__ import annotations
 

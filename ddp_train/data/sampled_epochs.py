@@ -1,4 +1,4 @@
-"""Epochs by a sampler of the user's, which all processes draw alike. docs/batches.md"""
+"""Epochs by a sampler of the user's, which all processes draw alike. docs/guides/batches.md"""
 
 from __future__ import annotations
 

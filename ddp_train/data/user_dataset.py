@@ -35,8 +35,8 @@ SeedGenerators = Callable[[int], None]
 """Seeds the global generators with a key."""
 MAP_STYLE = (
     "name a map-style dataset, not an iterable one: for tar files of webdataset data=shards, for"
-    " parquet files Hugging Face's datasets without streaming (docs/data.md); a loop of your own"
-    " trains on streams (ddp_train.session, docs/own_loop.md)"
+    " parquet files Hugging Face's datasets without streaming (docs/guides/data.md); a loop of"
+    " your own trains on streams (ddp_train.session, docs/guides/own_loop.md)"
 )
 
 

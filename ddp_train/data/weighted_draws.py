@@ -1,4 +1,4 @@
-"""Epochs that draw samples by weight. docs/batches.md"""
+"""Epochs that draw samples by weight. docs/guides/batches.md"""
 
 from __future__ import annotations
 

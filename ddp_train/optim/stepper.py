@@ -256,7 +256,7 @@ class Stepper:
             f" {self.values[place]['lr']:g}: it sets the learning rate in each step, and would undo"
             " what a hook, or a scheduler on job.optimizer, has changed; use"
             " schedule._target_=package.function, of (step, steps), or one of torch's schedulers"
-            " (docs/optimizers.md)"
+            " (docs/guides/optimizers.md)"
         )
 
     def update(self) -> None:

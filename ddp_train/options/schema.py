@@ -94,7 +94,7 @@ class StrategyConfig:
 
 @dataclass
 class ModelConfig:
-    """The network, its initial weights, and the parts of it that train. docs/finetuning.md"""
+    """The network, its initial weights, and its parts that train. docs/guides/finetuning.md"""
 
     init_from: str | None = key(
         None,
@@ -457,7 +457,7 @@ class DataConfig:
 
 @dataclass
 class OptimizerConfig:
-    """The optimizer step, and the groups of its parameters. docs/finetuning.md"""
+    """The optimizer step, and the groups of its parameters. docs/guides/finetuning.md"""
 
     groups: list[dict[str, Any]] = key(
         [],

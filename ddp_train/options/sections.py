@@ -231,7 +231,7 @@ class ProveConfig:
 
 @dataclass
 class SweepConfig:
-    """Trials of a sweep (-m) at the same time. docs/sweeps.md"""
+    """Trials of a sweep (-m) at the same time. docs/guides/sweeps.md"""
 
     gpus_per_trial: int | None = key(
         None, "GPUs of each trial of a sweep; null: as many as launch.nproc_per_node", at_least=1

@@ -1,2 +1,2 @@
 """`ddp_train.session`: the user's own training loop, on any number of processes.
-docs/own_loop.md."""
+docs/guides/own_loop.md."""

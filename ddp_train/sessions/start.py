@@ -70,10 +70,10 @@ def session(
 ) -> Iterator[Run]:
     """One run of a training loop of your own, on any number of processes.
 
-    docs/own_loop.md shows a whole script. Under torchrun this process joins the others. Started
-    alone it starts them, by running the same command line again in each, watches them, and ends
-    where the `with` begins, with the exit code of the run: what stands before the `with` runs here
-    too, what follows it in the processes alone.
+    docs/guides/own_loop.md shows a whole script. Under torchrun this process joins the others.
+    Started alone it starts them, by running the same command line again in each, watches them, and
+    ends where the `with` begins, with the exit code of the run: what stands before the `with` runs
+    here too, what follows it in the processes alone.
 
     run_dir: the folder of this run: checkpoints, logs, metrics.jsonl, report.html, failure.json,
         summary.json; given again, the run is resumed.

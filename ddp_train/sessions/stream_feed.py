@@ -351,7 +351,7 @@ def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> 
         print(
             f"note: {method}: each of {steps.world.size} processes reads all of {name} and keeps"
             " its rows; with split_by_node=True each reads a part of its own, see"
-            " docs/own_loop.md",
+            " docs/guides/own_loop.md",
             file=sys.stderr,
         )
     return feed

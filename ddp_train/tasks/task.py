@@ -211,7 +211,7 @@ class ModelWithTask(nn.Module):
             raise TaskError(
                 f"loss() of the task {type(self.task).__name__} failed in eval mode: {cause}",
                 "if the model gives losses in train mode alone, return 'loss': (sum, units) from"
-                " score() as well (docs/tasks.md); else see the traceback in the log",
+                " score() as well (docs/guides/tasks.md); else see the traceback in the log",
             ) from error
         return checked_loss(result, self.task)
 

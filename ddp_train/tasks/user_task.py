@@ -35,7 +35,7 @@ def complete(task: Any) -> Task:
 def _problem(name: str, task: Any) -> str:
     """The reason why an object cannot be a task; "" if it can."""
     if not callable(getattr(task, "loss", None)):
-        return f"{name} has no method loss(model, batch); docs/tasks.md shows one"
+        return f"{name} has no method loss(model, batch); docs/guides/tasks.md shows one"
     if isinstance(task, nn.Module) and next(task.parameters(), None) is not None:
         return f"{name} has parameters that no optimizer gets; move them into the model"
     for metric, direction in getattr(task, "better", {}).items():

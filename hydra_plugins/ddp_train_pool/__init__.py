@@ -1,6 +1,6 @@
 """The jobs of a sweep on all devices of a host at once, in any Hydra application.
 
-`hydra/launcher=pool` and `hydra/sweeper=pool_optuna`: docs/sweeps.md
+`hydra/launcher=pool` and `hydra/sweeper=pool_optuna`: docs/guides/sweeps.md
 
 What an application may import lies here. It imports nothing of ddp_train. Hydra runs this module
 and those without an underscore anew at each start, so classes are defined in the others: there is

@@ -255,7 +255,7 @@ def test_rows_of_tables_become_tensors() -> None:
 
 
 def test_hugging_faces_data_sets_are_map_style(tmp_path: Path) -> None:
-    reason = "pip install datasets: a recipe of docs/data.md, no dependency"
+    reason = "pip install datasets: a recipe of docs/guides/data.md, no dependency"
     datasets = pytest.importorskip("datasets", reason=reason)
     for name, rows in (("train", 8), ("test", 4)):
         table = datasets.Dataset.from_dict(

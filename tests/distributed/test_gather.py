@@ -32,7 +32,7 @@ from tests.support.ranks import on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 (EXAMPLE,) = re.findall(
-    r"```python\n(# contrastive\.py\n.*?)```", (ROOT / "docs/tasks.md").read_text(), re.S
+    r"```python\n(# contrastive\.py\n.*?)```", (ROOT / "docs/guides/tasks.md").read_text(), re.S
 )
 """The example of the docs, as a user would copy it."""
 SAMPLES = 27

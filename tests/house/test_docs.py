@@ -124,7 +124,7 @@ def test_the_page_names_files_that_a_run_leaves() -> None:
 
 
 PAGES = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
 ]
 
@@ -136,7 +136,7 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 
 NAMED_TESTS = re.findall(
-    r"`(tests/\w+\.py)::(\w+)`", "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    r"`(tests/\w+\.py)::(\w+)`", "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
 )
 
 

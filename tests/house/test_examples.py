@@ -1,5 +1,5 @@
 """The jobs of examples/ on little data: what their data sets give, and the commands of
-docs/examples.md."""
+docs/guides/examples.md."""
 
 from __future__ import annotations
 
@@ -302,6 +302,6 @@ def test_an_example_trains_and_is_scored(name: str, tmp_path: Path) -> None:
 
 
 def test_the_page_has_each_command() -> None:
-    page = (ROOT / "docs/examples.md").read_text()
+    page = (ROOT / "docs/guides/examples.md").read_text()
     assert all(f"python launch.py {words[0]}" in page for words, _ in COMMANDS.values())
     assert "python examples/get_reviews.py" in page

@@ -19,47 +19,26 @@ from ddp_train.errors import DataError
 from tests.support.commands import ROOT
 from tests.support.ranks import on_ranks
 
-BEFORE = """
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-import ddp_train
-
-samples = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
-train_set = test_set = TensorDataset(samples, (samples[:, 0] > 0).long())
-
-
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-
-
-"""
 AFTER = """
-seen = sum(len(batch[0]) for batch in DataLoader(test_set, 4, sampler=test_sampler))
+test_sampler = ddp_train.ExactSampler(data, shuffle=False)
+seen = sum(len(batch[0]) for batch in DataLoader(data, 4, sampler=test_sampler))
 scored = torch.tensor([len(test_sampler), seen])
 dist.all_reduce(scored)
 """
 
 
 def documented_loop(world: World, folder: Path, epochs: int) -> tuple[int, list[int]]:
-    """The example of docs/pieces.md with a step in place of its dots, in a process group that is
-    there already.
+    """The script of docs/guides/own_loop_more.md, in a process group that is there already.
 
-    Returns where it began, and the numbers of samples that its test sampler and loader had."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/pieces.md").read_text(), re.S)
-    loss = "torch.nn.functional.cross_entropy(model(batch[0]), batch[1])"
-    step = f"{loss}.backward(); optimizer.step(); optimizer.zero_grad()"
-    _, loop = code.split('dist.init_process_group("gloo")\n')
-    assert loop.count("range(first_epoch, 10)") == loop.count("...") - 1 == 1
-    loop = loop.replace("range(first_epoch, 10)", f"range(first_epoch, {epochs})").replace(
-        "        ...", f"        {step}"
-    )
+    Returns where it began, and the numbers of samples that a test sampler and its loader had."""
+    page = (ROOT / "docs/guides/own_loop_more.md").read_text()
+    (code,) = re.findall(r"```python\n# pieces\.py\n(.*?)```", page, re.S)
+    imports, loop = code.split('dist.init_process_group("gloo")\n')
+    assert loop.count("range(first_epoch, 2)") == 1
+    loop = loop.replace("range(first_epoch, 2)", f"range(first_epoch, {epochs})")
     os.chdir(folder)
     found: dict[str, Any] = {}
-    exec(BEFORE + loop + AFTER, found)
+    exec(imports + loop + AFTER, found)
     return found["first_epoch"], found["scored"].tolist()
 
 
@@ -70,18 +49,18 @@ def test_the_documented_loop_resumes_to_the_same_weights(tmp_path: Path) -> None
     parts = tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
-    each_once = [40, 40]
+    each_once = [64, 64]
     assert on_ranks(3, documented_loop, whole, 4) == [(0, each_once)] * 3
     assert on_ranks(3, documented_loop, parts, 2) == [(0, each_once)] * 3
     assert on_ranks(3, documented_loop, parts, 3) == [(2, each_once)] * 3
-    (parts / "runs/mine/checkpoints/step_00000003/model.safetensors").write_bytes(b"damaged")
+    (parts / "runs/pieces/checkpoints/step_00000003/model.safetensors").write_bytes(b"damaged")
     assert on_ranks(3, documented_loop, parts, 4) == [(2, each_once)] * 3
     ends = [
-        load_file(folder / "runs/mine/checkpoints/step_00000004/model.safetensors")
+        load_file(folder / "runs/pieces/checkpoints/step_00000004/model.safetensors")
         for folder in (whole, parts)
     ]
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-    kept = sorted(path.name for path in (whole / "runs/mine/checkpoints").iterdir())
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-6)
+    kept = sorted(path.name for path in (whole / "runs/pieces/checkpoints").iterdir())
     assert kept == ["step_00000003", "step_00000004"]
 
 

@@ -12,7 +12,7 @@ from ddp_train.options.registry import implementation_of
 
 @dataclass
 class MuonConfig(BuiltInOptimizerConfig):
-    """Momentum orthogonalised for matrices, AdamW for the rest. docs/optimizers.md"""
+    """Momentum orthogonalised for matrices, AdamW for the rest. docs/guides/optimizers.md"""
 
     name: str = "muon"
     implementation: ClassVar[str] = "ddp_train.optim.muon.optimizer:Muon"
