@@ -156,14 +156,20 @@ class SampledBatches:
         state: dict[str, Any] = {"history": history}
         holder = self._state_holder()
         if holder:
-            state["sampler"] = self.state_at_start if in_pass else holder.state_dict()
+            state["sampler"] = holder.state_dict()
+            if in_pass:
+                state["sampler_at_start"] = self.state_at_start
         return state
 
     def restore(self, state: dict[str, Any], in_pass: bool) -> None:
-        """Bring the sampler where it was, before its current pass if it was inside of one."""
+        """Bring the sampler where it was.
+
+        in_pass: before the pass inside of which it was saved, which is drawn again.
+        """
         holder = self._state_holder()
-        if holder and state.get("sampler") is not None:
-            holder.load_state_dict(state["sampler"])
+        saved = state.get("sampler_at_start" if in_pass else "sampler")
+        if holder and saved is not None:
+            holder.load_state_dict(saved)
             return
         history = [list(entry) for entry in state["history"]]
         if in_pass and history:

@@ -66,7 +66,10 @@ class Feed(Protocol):
         ...
 
     def restore(self, state: dict[str, Any], in_pass: bool) -> None:
-        """Called before the first pass of a resumed run."""
+        """Called before the first pass of a resumed run.
+
+        in_pass: it goes on in the pass inside of which `state` was saved; else in the next one.
+        """
         ...
 
 

@@ -153,8 +153,13 @@ class StreamFeed:
         states = state["states"]
         if in_pass:
             self.digest_before = state["digest"]
-        if in_pass and states and self._has_state():
-            self.saved_state = states[self.world.rank if self.split_by_node else 0]
+        if not states or not self._has_state():
+            return
+        saved = states[self.world.rank if self.split_by_node else 0]
+        if in_pass:
+            self.saved_state = saved
+        else:
+            self.stream.load_state_dict(json.loads(saved))
 
     def _has_state(self) -> bool:
         has_both = hasattr(self.stream, "state_dict") and hasattr(self.stream, "load_state_dict")

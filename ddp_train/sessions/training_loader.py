@@ -31,6 +31,8 @@ class TrainingLoader:
         self.repeat = repeat
         self.place = Place(epoch=-1, is_over=True)
         self.number = steps.add_loader(self)
+        self.iterators = 0
+        """Iterators that were made inside of an epoch of a resumed run, until one of them began."""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -55,15 +57,26 @@ class TrainingLoader:
                 "update_bn was given a run.loader, whose batches are steps of training",
                 "run.update_bn(loader, average), whose are not",
             )
-        has_batches = yield from self._one_pass()
-        while self.repeat and has_batches:
-            has_batches = yield from self._one_pass()
+        goes_on = self.iterators == 0
+        if self.steps.in_epoch and self.number in self.steps.saved_loaders:
+            self.iterators += 1
+        return self._passes(goes_on)
 
-    def _one_pass(self) -> Generator[Any, None, bool]:
-        """The batches of a pass, or what is left of them. Returns whether it has some at all."""
+    def _passes(self, goes_on: bool) -> Iterator[Any]:
+        has_batches = yield from self._one_pass(goes_on)
+        while self.repeat and has_batches:
+            has_batches = yield from self._one_pass(goes_on)
+
+    def _one_pass(self, goes_on: bool) -> Generator[Any, None, bool]:
+        """The batches of a pass, or what is left of them. Returns whether it has some at all.
+
+        goes_on: in a resumed run, the pass inside of which that was saved. Where an iterator has
+        been made inside of an epoch, and has given nothing, that pass was left: `zip` makes an
+        iterator of each loader, and ends before the second begins if the first has no more batches.
+        """
         steps = self.steps
         steps.open_epoch("the loader of run.loader")
-        place = self._begin()
+        place = self._begin(goes_on)
         if place is None:
             return self.place.batch > 0
         # A pass without batches is over at once, like one whose last batch began a step.
@@ -115,7 +128,7 @@ class TrainingLoader:
         self.feed.begin(Pass(epoch), 0)
         yield from self.feed
 
-    def _begin(self) -> Place | None:
+    def _begin(self, goes_on: bool) -> Place | None:
         """Begin the next pass, or go on in that of the checkpoint.
 
         None if the loop over it was done when that was saved, and others of the epoch had begun.
@@ -127,8 +140,10 @@ class TrainingLoader:
             self._begin_feed(place)
             return place
         self.place = place = Place(**saved["place"])
+        if not goes_on:
+            place.leave(steps.position.step)
         self.feed.restore(saved["feed"], not place.is_over)
-        if place.was_done_before(steps.position):
+        if goes_on and place.was_done_before(steps.position):
             return None
         if place.is_over:
             place = place.next(steps.position.epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
@@ -202,6 +203,42 @@ def test_a_stream_saved_behind_its_last_batch_goes_on(
     for step in steps:
         first = batches_until(tmp_path / f"again {step}", part, step)
         assert first + batches_until(tmp_path / f"again {step}", part, None) == calm
+
+
+def pairs_until(folder: Path, sampler: Any, until: int | None) -> list[list[int]]:
+    """The numbers that a stream and a longer loader give in each step, up to one that is saved."""
+    seen = []
+    with contextlib.suppress(Interrupted), session_on(World(), str(folder)) as run:
+        model = run.wrap(net())
+        streamed = run.loader(Positioned(slice(0, 7)), global_batch_size=BATCH)
+        numbered = run.loader(
+            torch.arange(20), global_batch_size=BATCH, shuffle=sampler is None, sampler=sampler
+        )
+        run.resume(model=model)
+        for epoch in run.epochs(3):
+            for (inputs, numbers), further in zip(streamed, numbered, strict=False):
+                seen.append([epoch, *numbers.tolist(), *further.tolist()])
+                run.mean(losses_of(model, inputs), of=streamed).backward()
+                if run.step + 1 == until:
+                    run.save()
+            if run.step == until:
+                raise Interrupted
+    return seen
+
+
+@pytest.mark.parametrize("is_drawn", [False, True], ids=["shuffled", "sampler of its own"])
+def test_a_loader_that_zip_left_begins_anew_after_a_resume(is_drawn: bool, tmp_path: Path) -> None:
+    """Where the stream has no batches left, zip makes an iterator of the other and never asks it."""
+
+    def sampler() -> Any:
+        if not is_drawn:
+            return None
+        return RandomSampler(range(20), generator=torch.Generator().manual_seed(4))
+
+    calm = pairs_until(tmp_path / "calm", sampler(), None)
+    first = pairs_until(tmp_path / "again", sampler(), 4)
+    assert len(calm) == 6 and len(first) == 4
+    assert first + pairs_until(tmp_path / "again", sampler(), None) == calm
 
 
 def refusals(world: World, folder: str) -> list[str]:
