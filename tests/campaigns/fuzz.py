@@ -476,6 +476,7 @@ def start(
         ]
         argv = [
             *torchrun()[:1],
+            "--standalone",  # a free port: several cases run at once
             f"--nproc_per_node={stage.command.ranks}",
             str(ROOT / "launch.py"),
             *own,
