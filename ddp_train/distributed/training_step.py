@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 ACCUMULATES = (
@@ -76,6 +77,8 @@ class Current:
     """The samples in the rows of the current batch, in a training step or in an evaluation."""
     draws: Any = None
     """The draws for these samples, see `data.keyed_noise.Draws`; None before the first."""
+    scored: list[ScoredBatch]
+    """The batches whose scoring has begun and not ended, in that order."""
     marks: int = 0
     """How often this process has called `data.rng.draw_mark`."""
     contexts_shared_out: int = 0
@@ -86,6 +89,9 @@ class Current:
     def is_shared_out(self) -> bool:
         """Processes are given batches of their own, of which they have different numbers."""
         return self.contexts_shared_out > 0
+
+    def __init__(self) -> None:
+        self.scored = []
 
     def begin(self, step: TrainingStep) -> None:
         self.step = step
@@ -101,17 +107,44 @@ class Current:
 CURRENT = Current()
 
 
+@dataclass(eq=False)
+class ScoredBatch:
+    """A batch that is scored, and what was current before it."""
+
+    share: Share
+    share_before: Share | None
+    draws_before: Any
+
+    def begin(self) -> None:
+        CURRENT.scored.append(self)
+        CURRENT.share = self.share
+        CURRENT.draws = None
+
+    def end(self) -> None:
+        """Make that current again which was so before, unless another batch has begun since.
+
+        The iterators of a `zip` end their batches in the order in which they began them: the batch
+        that began later then leads back to what was current before both.
+        """
+        CURRENT.scored.remove(self)
+        for later in CURRENT.scored:
+            if later.share_before is self.share:
+                later.share_before = self.share_before
+                later.draws_before = self.draws_before
+        if CURRENT.share is self.share:
+            CURRENT.share = self.share_before
+            CURRENT.draws = self.draws_before
+
+
 @contextlib.contextmanager
 def scored(share: Share) -> Iterator[None]:
     """A context around the forward pass of a batch that is scored, inside of a step or outside."""
-    before = CURRENT.share, CURRENT.draws
-    CURRENT.share = share
-    CURRENT.draws = None
+    batch = ScoredBatch(share, CURRENT.share, CURRENT.draws)
+    batch.begin()
     try:
         yield
     finally:
-        if CURRENT.share is share:  # an iterator that somebody kept may end in a later step
-            CURRENT.share, CURRENT.draws = before
+        batch.end()
 
 
 @contextlib.contextmanager
