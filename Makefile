@@ -21,7 +21,7 @@ test: .venv/ready  ## the quick tests
 check: rewritten lint  ## what CI runs: lint, format, types and every test but the nightly ones
 	$(PYTEST) -n 4 -m "not nightly"
 
-check-all: rewritten lint  ## every test; docs/test_map.md says what the nightly ones add
+check-all: rewritten lint  ## every test; tests/test_map.md says what the nightly ones add
 	$(PYTEST) -n 4
 
 bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop, on an idle machine; both have limits

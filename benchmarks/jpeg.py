@@ -2,7 +2,7 @@
 are there already.
 
     python benchmarks/jpeg.py [--images 16384] [--batch 256] [--steps 40] [--output
-    docs/benchmarks/jpeg.md]
+    docs/inside/benchmarks/jpeg.md]
 
 The images are made: 64 JPEGs of 500 x 375 pixels with the spectrum of photographs (amplitude 1 /
 frequency^1.35), some 51 kB each, hard-linked to --images names in eight classes. The kernel holds

@@ -1,7 +1,7 @@
 """What bit-identical training costs: step times with strategy=ordered against torch's own DDP.
 
     python benchmarks/ordered.py [--rounds 3] [--processes 1 2 4] [--output
-    docs/benchmarks/ordered.md]
+    docs/inside/benchmarks/ordered.md]
 
 Whole runs by the launcher, one thread per process: the digits, global batch 96, 15 steps per epoch.
 A step time is that of an interval of metrics.jsonl, which leaves out starting, evaluations and

@@ -2,7 +2,7 @@
 and kills.
 
     python benchmarks/pool.py [--trials 64] [--seconds 1] [--kills 50] [--output
-    docs/benchmarks/pool.md]
+    docs/inside/benchmarks/pool.md]
 
 The devices are names without hardware behind them, and the trials sleep, so that any machine can
 say what the launcher itself costs. It is driven as any Hydra application drives it: an app of ten

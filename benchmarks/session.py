@@ -1,7 +1,8 @@
 """What a step in `ddp_train.session` costs against plain DDP: two gloo processes, the same model,
 data and batch.
 
-    python benchmarks/session.py [--rounds 151] [--steps 20] [--output docs/benchmarks/session.md]
+    python benchmarks/session.py [--rounds 151] [--steps 20]
+        [--output docs/inside/benchmarks/session.md]
 
 The loops run in the same two processes, one epoch of each in turn, in an order that changes from
 round to round. The plain one is DistributedDataParallel with DataLoader and DistributedSampler, the

@@ -2,7 +2,7 @@
 trial repeated?
 
     python benchmarks/sweep_kills.py [--kills 50] [--seed 0] [--output
-    docs/benchmarks/sweep_kills.md]
+    docs/inside/benchmarks/sweep_kills.md]
 
 Each time a sweep of real trainings on two devices (names without hardware, under the locks that
 GPUs have) is started, by the grid and by hydra/sweeper=pool_optuna in turn, and after a random time

@@ -1,5 +1,5 @@
 """Data-parallel PyTorch training, one process per GPU. Start reading at `__main__.py`, then
-docs/architecture.md.
+docs/inside/architecture.md.
 
 `run` trains with the words of the command line, and `load` gives the model of a run. For code of
 your own: `Task` documents the parts that a task may have; `all_gather` gives the rows of all

@@ -1,8 +1,8 @@
 """Is the run in this container alive? Exit code 0, or 1 and one line that says what is not.
 
 A run that fails or hangs ends by itself, and its container with it, with an exit code that says
-why: docs/failures.md. What remains to be seen from outside is a launcher or a worker that somebody
-stopped, and a container where none runs.
+why: docs/operate/failures.md. What remains to be seen from outside is a launcher or a worker that
+somebody stopped, and a container where none runs.
 """
 
 from __future__ import annotations

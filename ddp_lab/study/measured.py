@@ -196,13 +196,13 @@ MLPERF_NOTE = (
     " the first row of the network. proportional: the step of one GPU is that of the first row, in"
     " proportion to the batch per GPU. with a fixed part: it is a line through the first two rows,"
     " fixed seconds and seconds per sample; the others test it. Waiting for the slowest rank is"
-    " left out, since no deviation of steps is published. docs/simulate.md says what the errors"
-    " mean."
+    " left out, since no deviation of steps is published. docs/operate/simulate.md says what the"
+    " errors mean."
 )
 OURS = (
-    # docs/benchmarks/speed.md: bf16, tuning=max, the best of two runs; docs/benchmarks/gpt2.md:
-    # recommended, windows of 1,024 tokens, 2026-11-22, one run each on two machines; tuning=max,
-    # one graph, 2026-11-25, one run each on one.
+    # docs/inside/benchmarks/speed.md: bf16, tuning=max, the best of two runs;
+    # docs/inside/benchmarks/gpt2.md: recommended, windows of 1,024 tokens, 2026-11-22, one run each
+    # on two machines; tuning=max, one graph, 2026-11-25, one run each on one.
     Series(
         "ResNet-50, H200",
         FP32 * RESNET50,
@@ -224,9 +224,9 @@ OURS = (
 )
 
 OUR_NOTE = (
-    "From docs/benchmarks/speed.md and gpt2.md. GPT-2 ran on one and on two H200 of different"
-    " machines, which differ by 2 to 3 %, on H100s of one machine, where all gradients are"
-    " exchanged behind the backward pass, and never on four."
+    "From docs/inside/benchmarks/speed.md and gpt2.md. GPT-2 ran on one and on two H200 of"
+    " different machines, which differ by 2 to 3 %, on H100s of one machine, where all gradients"
+    " are exchanged behind the backward pass, and never on four."
 )
 
 

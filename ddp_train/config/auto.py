@@ -21,7 +21,7 @@ RESIDENT_SHARE = 0.25
 """Part of a GPU's memory that a data set may take for data.placement=auto to hold it there."""
 CORES_PER_GPU = 8
 """A core decodes and crops 700 to 900 images/s (500 x 375 JPEGs); nvJPEG beside ResNet-50 gave
-5,000 in all on an H200: docs/benchmarks/jpeg.md."""
+5,000 in all on an H200: docs/inside/benchmarks/jpeg.md."""
 HOST_THREADS = 4
 """CPU threads of torch per GPU, which only prepare batches: with 64, an epoch of MNIST in batches
 of 64 took 52 s; with loader processes, which have one each, 4.8 s."""

@@ -202,7 +202,7 @@ class _Switches:
 
         Kernel by kernel one is the fastest: the host launches each graph by itself. Captured, where
         the exchange is a large part of a step, to hide it saves more than a few cuts cost
-        (docs/benchmarks/buckets.md).
+        (docs/inside/benchmarks/buckets.md).
         """
         has_fewer, why = self.choice(self.against_fewer_buckets(), "NVLink")
         if not has_fewer:

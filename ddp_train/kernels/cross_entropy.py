@@ -2,8 +2,8 @@
 once backward.
 
 The logits of 65,536 tokens over GPT-2's 50,304 classes are 6.6 GB in bf16. torch's compiler took
-4.8 ms for the forward and 4.2 for the backward pass over them on an H200 (docs/benchmarks/gpt2.md),
-whose memory needs 1.5 and 3.1.
+4.8 ms for the forward and 4.2 for the backward pass over them on an H200
+(docs/inside/benchmarks/gpt2.md), whose memory needs 1.5 and 3.1.
 """
 
 # Triton's types are those that its compiler sees, not what a call is given.

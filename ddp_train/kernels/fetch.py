@@ -2,7 +2,7 @@
 
 torch does it in three: the rows, a product, a sum. For 1,024 pictures of 224 x 224 the last two
 alone took an H200 0.99 ms, in which the 0.75 GB that must be read and written fit five times
-(docs/benchmarks/speed.md).
+(docs/inside/benchmarks/speed.md).
 """
 
 # Triton's types are those that its compiler sees, not what a call is given.

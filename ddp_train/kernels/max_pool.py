@@ -2,7 +2,7 @@
 
 Each pixel looks which of the few windows over it have it as their maximum. torch's own backward
 pass, and that of its compiler, took 8.2 and 5.8 ms for a batch of 1,024 pictures of ResNet-50 in
-fp16 on an H200, whose 2.5 GB are read and written in 0.6 (docs/benchmarks/speed.md).
+fp16 on an H200, whose 2.5 GB are read and written in 0.6 (docs/inside/benchmarks/speed.md).
 """
 
 # Triton's types are those that its compiler sees, not what a call is given.

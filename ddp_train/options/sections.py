@@ -215,7 +215,7 @@ class ExportConfig:
 
 @dataclass
 class ProveConfig:
-    """The runs and checks that mode=prove makes of a job. docs/prove.md"""
+    """The runs and checks that mode=prove makes of a job. docs/operate/prove.md"""
 
     samples: int = key(
         64, "most samples of a global batch; an epoch has two and a half times as many", at_least=4
@@ -342,7 +342,7 @@ class TuningConfig:
 
 @dataclass
 class TrackerConfig:
-    """Experiment trackers, written by rank 0. docs/tracking.md
+    """Experiment trackers, written by rank 0. docs/operate/tracking.md
 
     `tracker=tensorboard`, `tracker=[wandb,mlflow]`, or yours,
     `tracker=[{_target_: my_package.MyTracker}]`.

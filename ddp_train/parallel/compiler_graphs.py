@@ -20,7 +20,7 @@ FLOPS_PER_BYTE_SENT = 25_000
 
 At 11,000 it was 3 % faster to exchange gradients during the backward pass, at 78,000 the cuts cost
 2 % more than that saves; from 19,000 to 56,000 the two differ by 0.3 %
-(docs/benchmarks/buckets.md: two H100, bf16)."""
+(docs/inside/benchmarks/buckets.md: two H100, bf16)."""
 FIRST_BUCKET_BYTES = 2**20
 """Size of DDP's first bucket, so small that the exchange begins early. The compiler refuses others
 that are smaller."""
@@ -74,10 +74,10 @@ def choose_graphs(wrapped: DistributedDataParallel) -> None:
     The compiler makes a graph for each bucket of gradients, so that buckets are exchanged while the
     backward pass still runs. No kernel reaches beyond its graph, and the host launches each by
     itself. Kernel by kernel that costs more over NVLink than the overlap saves: a step of ViT-B/16
-    on two H100 takes 88.4 ms with the cuts and 84.1 without (docs/benchmarks/buckets.md). One
-    process exchanges nothing, and gradients that fit into one bucket, as with `tuning.buckets=one`,
-    are exchanged behind the backward pass anyway. With DDP's own size there is a small first one,
-    too.
+    on two H100 takes 88.4 ms with the cuts and 84.1 without (docs/inside/benchmarks/buckets.md).
+    One process exchanges nothing, and gradients that fit into one bucket, as with
+    `tuning.buckets=one`, are exchanged behind the backward pass anyway. With DDP's own size there
+    is a small first one, too.
     """
     dynamo = sys.modules.get("torch._dynamo")  # imported by whatever compiles
     if not dynamo or dynamo.config.optimize_ddp is not True:  # the user's choice, not torch's

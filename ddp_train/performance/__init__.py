@@ -1,1 +1,1 @@
-"""The performance tips of docs/tuning.md, each one switch that acts in one place."""
+"""The performance tips of docs/operate/tuning.md, each one switch that acts in one place."""

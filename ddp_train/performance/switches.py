@@ -1,5 +1,5 @@
-"""Performance switches of the process and of the model. docs/tuning.md lists all tips; the loop
-knows none."""
+"""Performance switches of the process and of the model. docs/operate/tuning.md lists all tips; the
+loop knows none."""
 
 from __future__ import annotations
 

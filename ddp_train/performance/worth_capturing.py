@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 HOST_SHARE = 0.5
 """Least part of a step's time in which the host launches it. Above, the GPU waits for the host, at
 least after each line of metrics.jsonl: VGG-16 at 79 % is 4.7 % faster captured
-(docs/benchmarks/models.md). Below, the host gets ahead."""
+(docs/inside/benchmarks/models.md). Below, the host gets ahead."""
 ROOM = 0.9
 """Part of a GPU's memory that may be needed. The rest is for workspaces, and lost between
 blocks."""

@@ -118,7 +118,7 @@ def test_what_torchrun_left_in_the_environment_is_named(
 
 
 def test_a_launcher_shows_its_stack_on_sigusr2_and_goes_on() -> None:
-    """docs/failures.md recommends that signal for workers; one process id is like another."""
+    """docs/operate/failures.md recommends that signal for workers; one process id is like another."""
     code = (
         "import os, signal\nfrom ddp_train import __main__ as program\n"
         "program.main = lambda *_: os.kill(os.getpid(), signal.SIGUSR2) or 7\nprogram.run()"

@@ -697,7 +697,7 @@ def test_gpus_go_and_come_back_and_nothing_but_the_speed_changes(tmp_path: Path)
     env = slow_net(tmp_path) | VISIBLE
     place = tmp_path / "run"
     gone = tmp_path / "gone"
-    # A survivor saves no average that a fused optimizer keeps: docs/failures.md.
+    # A survivor saves no average that a fused optimizer keeps: docs/operate/failures.md.
     words = (*WORDS, "train.ema_decay=null", "train.epochs=40", "launch.max_restarts=1")
     with running(
         tmp_path / "calm", *words, "launch.nproc_per_node=2", "+model.delay=0", env=env
@@ -721,7 +721,7 @@ def test_gpus_go_and_come_back_and_nothing_but_the_speed_changes(tmp_path: Path)
     )
     assert_close(
         place, tmp_path / "calm", without=logged
-    )  # it lacks the dead rank's samples: docs/failures.md
+    )  # it lacks the dead rank's samples: docs/operate/failures.md
     summary = read(place, "summary.json")
     print("resizes", summary["resizes"], "recoveries", summary["recoveries"])
     assert [(one["from"], one["to"]) for one in summary["resizes"]] == [

@@ -1,4 +1,4 @@
-"""The benchmarks run: what they measure is in docs/benchmarks/, and must be measured on an idle
+"""The benchmarks run: what they measure is in docs/inside/benchmarks/, and must be measured on an idle
 machine."""
 
 from __future__ import annotations

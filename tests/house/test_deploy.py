@@ -1,6 +1,6 @@
 """Containers and manifests: what can be known of them without an engine and without a cluster.
 
-They were built and run by hand: docs/docker.md says what, and what was not.
+They were built and run by hand: docs/operate/docker.md says what, and what was not.
 """
 
 from __future__ import annotations

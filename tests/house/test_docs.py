@@ -15,7 +15,7 @@ from ddp_train.options.problem import Problem
 from ddp_train.resilience import failure_report
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs/troubleshooting.md").read_text()
+PAGE = (ROOT / "docs/reference/troubleshooting.md").read_text()
 MESSAGES = [found[1] or found[2] for found in re.finditer(r"^### (?:``(.+)``|`(.+)`)$", PAGE, re.M)]
 HOLE = "\0"
 """Where a message takes a value."""

@@ -77,7 +77,7 @@ NIGHTLY = {
     *CASES[28765],
     *CASES[19955],
 }
-"""Faults that have tests of their own: docs/test_map.md."""
+"""Faults that have tests of their own: tests/test_map.md."""
 
 
 def cases() -> list[Any]:

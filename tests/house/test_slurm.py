@@ -1,5 +1,5 @@
 """deploy/slurm and sweeps as jobs, on a real SLURM of two nodes. See tests/support/slurmlab.py and
-docs/slurm.md."""
+docs/operate/slurm.md."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_a_line_through_two_points_meets_them() -> None:
 
 
 def test_the_page_of_comparisons_is_what_the_study_says() -> None:
-    page = (ROOT / "docs/benchmarks/simulate.md").read_text()
+    page = (ROOT / "docs/inside/benchmarks/simulate.md").read_text()
     told = as_markdown(Report("", "", [*simulate.comparisons()], {}, []))
     rows = [line for line in told.splitlines() if line.startswith("|")]
     assert len(rows) == 18 + 6 + 2 * 2 and not [row for row in rows if row not in page]

@@ -1,7 +1,7 @@
 """Batches of an image folder that a GPU decodes.
 
 Threads read the files ahead, and one more feeds the device. No loader process is involved: reading
-a file releases Python's lock. docs/benchmarks/jpeg.md has the measurements.
+a file releases Python's lock. docs/inside/benchmarks/jpeg.md has the measurements.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class LoaderProcesses:
 
     fork() copies the locks that other threads hold at that moment, and whoever needs one in the
     child waits for ever. Before 3.11.10 Python itself does: for the lock of its list of threads,
-    which a thread of C++ holds while it enters Python (cpython#112275; docs/benchmarks/fuzz.md).
+    which a thread of C++ holds while it enters Python (cpython#112275;
+    docs/inside/benchmarks/fuzz.md).
     """
 
     def __init__(self, count: int, init: Callable[[int], Any] | None = None) -> None:

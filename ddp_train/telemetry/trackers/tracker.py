@@ -35,8 +35,8 @@ class Tracker(ABC):
     """A place outside of the run directory that receives what a run measures.
 
     Derive from this class and name yours: `tracker=[{_target_: my_package.MyTracker, key: 1}]`.
-    docs/tracking.md has an example. Its arguments must not hold secrets, since the config is
-    written to files: `key: '${oc.env:NAME}'` is looked up when the object is made.
+    docs/operate/tracking.md has an example. Its arguments must not hold secrets, since the config
+    is written to files: `key: '${oc.env:NAME}'` is looked up when the object is made.
 
     Rank 0 alone makes the object, in its main thread before training begins, with the arguments
     beside `_target_`. All methods are then called from one thread that belongs to this tracker:
