@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help train test check check-all lint rewritten bench chaos fuzz judge clean
+.PHONY: help train test check check-all lint rewritten bench chaos fuzz judge docs clean
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -44,6 +44,10 @@ judge: .venv/ready  ## ckpt-chaos kills three ranks at every file event of a run
 	  --fail-on HARD_FAIL,SILENT_DIVERGENCE,LOST_WORK,CONTROL_FAIL -- \
 	  $(BIN)/python launch.py 'run_dir={out}' model=mlp data.limit=48 train.global_batch_size=24 train.epochs=2 \
 	  train.evaluate_every_epochs=99 checkpoint.every_steps=2 checkpoint.keep=9
+
+docs: | .venv/bin/pip  ## the site of docs/ in build/site; a dead link or anchor is an error
+	@$(BIN)/python -c 'import material' 2>/dev/null || $(PIP_INSTALL) --quiet mkdocs-material
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 lint: .venv/ready  ## lint, format and types
 	$(BIN)/ruff check .
