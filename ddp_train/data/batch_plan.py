@@ -77,6 +77,10 @@ class NumberedEpochs(Protocol):
         """The sample numbers in their order, int64 [n]."""
         ...
 
+    def digest(self, epoch: int) -> int:
+        """A number below 2**48 that identifies the order of an epoch."""
+        ...
+
 
 @dataclass(frozen=True)
 class BatchPlan:

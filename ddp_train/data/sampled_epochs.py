@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sized
 from typing import Any
 
@@ -16,7 +17,10 @@ from ddp_train.text import counted
 AT_ONCE = 1024
 """Numbers between which the global generators are exchanged."""
 KEPT = 2
-"""Epochs whose numbers are kept: loaders are ahead of who asks for the current one."""
+"""Epochs whose numbers are kept beside the first: loaders are ahead of who asks for the current
+one, and the first is asked for at every start."""
+DIGEST_BYTES = 6
+"""A float64, as which digests travel between processes, holds whole numbers of 53 bits."""
 
 
 class SampledEpochs:
@@ -39,6 +43,8 @@ class SampledEpochs:
         self.samples = samples
         self.key = key
         self.kept: dict[int, np.ndarray] = {}
+        self.digests: dict[int, int] = {}
+        """A digest of each epoch that was drawn, which the processes compare in it."""
         self.batches = self._made()
         self.name = self.batches.name
         self.length = self._told_length()
@@ -86,10 +92,17 @@ class SampledEpochs:
                 " (ddp_train.session)",
             )
         self.next = epoch + 1
+        self.digests[epoch] = digest_of(numbers)
         self.kept[epoch] = numbers
-        while len(self.kept) > KEPT:
-            del self.kept[min(self.kept)]
+        while len(self.kept) > KEPT + 1:
+            del self.kept[min(filter(None, self.kept))]
         return numbers
+
+    def digest(self, epoch: int) -> int:
+        """A number below 2**48 that identifies the order of an epoch."""
+        if epoch not in self.digests:
+            self.epoch(epoch)
+        return self.digests[epoch]
 
     def _make_again(self) -> None:
         self.batches = self._made()
@@ -112,3 +125,9 @@ class SampledEpochs:
         rule = "has no __len__, by which steps are planned, or it is 0"
         remedy = "add one, or train in a loop of your own (ddp_train.session)"
         raise ConfigError([f"data.sampler: {self.name} {rule}; {remedy}"])
+
+
+def digest_of(numbers: np.ndarray) -> int:
+    """A number below 2**48 that identifies an order."""
+    content = hashlib.sha256(numbers.tobytes()).digest()
+    return int.from_bytes(content[:DIGEST_BYTES], "little")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddp_train.engine.loop import Job
+from ddp_train.engine.order_check import order_checks
 from ddp_train.engine.scoring import score_sets
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tasks.score import Score
@@ -212,7 +213,9 @@ class MetricsHook:
 
     def _log_interval(self, job: Job) -> None:
         stepper = job.stepper
-        self._add(stepper.mean_loss(self.hardware, stepper.logged))  # waits for the device
+        orders = order_checks(job.plan, job.step)
+        # Waits for the device.
+        self._add(stepper.mean_loss(self.hardware, stepper.logged, *orders))
         self._write_moments(job)  # of earlier steps than this one
         gradient_norm = stepper.last_gradient_norm
         now = time.perf_counter()
