@@ -111,3 +111,13 @@ def digest_of(batch: Any) -> int:
     if not has_tensors:
         return 0
     return int.from_bytes(content.digest()[:8], "little") >> 3
+
+
+def is_stream(dataset: Any) -> bool:
+    """True for an iterable data set: its samples have no numbers."""
+    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return hasattr(dataset, "__iter__") and (is_iterable_of_torch(dataset) or not is_map_style)
+
+
+def is_iterable_of_torch(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset)  # which inherits a __getitem__

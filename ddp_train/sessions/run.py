@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ddp_train.data.sample_stream import is_stream
 from ddp_train.parallel.sync_batch_norm import cost_of
 from ddp_train.sessions.batch_norm import update_statistics
 from ddp_train.sessions.data_arguments import (
@@ -34,7 +35,7 @@ from ddp_train.sessions.loader import (
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints, check_objects
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
-from ddp_train.sessions.stream_feed import is_stream, stream_feed
+from ddp_train.sessions.stream_feed import stream_feed
 from ddp_train.sessions.training_loader import TrainingLoader
 from ddp_train.sessions.unsaved import refuse_unsaved_schedulers
 from ddp_train.sessions.unsaved_copies import UnsavedCopies

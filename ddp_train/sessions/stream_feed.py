@@ -316,16 +316,6 @@ def state_as_json(stream: Any) -> str:
     return text if json.loads(text) == state else ""
 
 
-def is_stream(dataset: Any) -> bool:
-    """True for an iterable data set: its samples have no numbers."""
-    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    return hasattr(dataset, "__iter__") and (is_iterable_of_torch(dataset) or not is_map_style)
-
-
-def is_iterable_of_torch(dataset: Any) -> bool:
-    return isinstance(dataset, torch.utils.data.IterableDataset)  # which inherits a __getitem__
-
-
 def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> StreamFeed:
     """The batches of a stream.
 
