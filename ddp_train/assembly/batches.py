@@ -11,7 +11,7 @@ import torch
 from ddp_train.assembly.arguments import keys_taken_by
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
-from ddp_train.data.datasets import BatchSource
+from ddp_train.data.datasets import BatchSource, is_read_in_order
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.mix import Mix
 from ddp_train.models.put_back import reading_ahead
@@ -20,15 +20,24 @@ from ddp_train.tasks.supervised import Supervised
 from ddp_train.tasks.task import Task
 
 
-def loader_options(config: Config, task: Task | None = None) -> LoaderOptions:
-    """The options of a run's loaders. task: None if batches may hold anything."""
+def loader_options(
+    config: Config, task: Task | None = None, source: BatchSource | None = None
+) -> LoaderOptions:
+    """The options of a run's loaders.
+
+    task: None if batches may hold anything.
+    source: of a stream one loader process reads: several would each read all of it.
+    """
     dtype = torch.float64 if config.tuning.precision == "fp64" else None
     one_target_per_sample = isinstance(task, Supervised) and task.units_are_samples
-    return LoaderOptions(
+    options = LoaderOptions(
         dtype=dtype,
         one_target_per_sample=one_target_per_sample,
         **keys_taken_by(LoaderOptions, config.tuning),
     )
+    if source is not None and is_read_in_order(source):
+        options = replace(options, num_workers=min(1, options.num_workers))
+    return options
 
 
 def is_resident(data: Any) -> bool:

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 SAME_FILES = (
     "give all hosts the same files; a data set of your own that draws numbers, or goes through a"
-    " set, when it is made needs a generator with a fixed seed, and sorted()"
+    " set, when it is made needs a generator with a fixed seed, and sorted(); a stream gives all"
+    " processes the same samples, of which each keeps its own: leave rank and split_by_node out"
 )
 
 

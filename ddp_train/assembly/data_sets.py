@@ -35,6 +35,10 @@ BESIDE_ARGUMENTS = (
 """Keys of a data set that are not arguments of the function that opens it."""
 
 
+LOOKED_AT = 32
+"""Samples of the training set of which a run that does not train looks at some."""
+
+
 def open_datasets(config: Config, downloads: bool = True) -> Splits:
     """The splits of the data set that a config names.
 
@@ -45,7 +49,7 @@ def open_datasets(config: Config, downloads: bool = True) -> Splits:
     data = config.data
     trains = not config.uses_trained
     if isinstance(data, CustomDataConfig):
-        whole = UserSplits(data, config.seed, downloads, trains).open()
+        whole = UserSplits(data, config.seed, downloads, trains, _samples_of_run(config)).open()
     else:
         whole = _open_built_in(data, config.seed)
     splits = whole.limited(data.limit)
@@ -59,6 +63,18 @@ def open_datasets(config: Config, downloads: bool = True) -> Splits:
     numbers = numbers[: len(splits.train)]
     weights = training_weights(data.weights, splits.train, numbers, samples)
     return splits._replace(weights=weights)
+
+
+def _samples_of_run(config: Config) -> int | None:
+    """The samples that are read of the training set in all; None if its passes are counted."""
+    train = config.train
+    if config.mode == "predict" and config.predict.split == "train":
+        return None
+    if config.uses_trained:
+        return LOOKED_AT
+    if train.most_epochs is None and train.max_steps:
+        return train.max_steps * train.global_batch_size
+    return None
 
 
 def _open_built_in(data: Any, seed: int) -> Splits:

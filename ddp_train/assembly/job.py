@@ -19,7 +19,7 @@ from ddp_train.assembly.sampler import sampled_epochs
 from ddp_train.assembly.schedule import schedule_of
 from ddp_train.config.switches import CAPTURED_IF_IT_PAYS
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
-from ddp_train.data.datasets import BatchSource
+from ddp_train.data.datasets import BatchSource, is_read_in_order
 from ddp_train.data.loader import Loader
 from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.rng import StepSeed
@@ -117,6 +117,7 @@ class JobBuilder:
             lengths,
             sampled,
             units_per_sample=units,
+            in_order=is_read_in_order(source),
         )
         if isinstance(source, UserDataset):
             source.check_lengths(-(-plan.steps // plan.steps_per_epoch))
@@ -202,7 +203,7 @@ class JobBuilder:
     ) -> Loader:
         """The batches of training. One iterator lives through all epochs."""
         options = replace(
-            loader_options(self.config, self.module.task),
+            loader_options(self.config, self.module.task, source),
             persistent_workers=False,
             resident=is_resident(self.config.data),
         )
@@ -227,7 +228,9 @@ class JobBuilder:
             len(source), batch_size, self.world.rank, self.world.size
         )
         task = self.module.task
-        options = replace(loader_options(self.config, task), resident=is_resident(self.config.data))
+        options = replace(
+            loader_options(self.config, task, source), resident=is_resident(self.config.data)
+        )
         loader = Loader(source, micro_batches, self.device, options)
         batch_count = -(-len(source) // batch_size)
         batches = ReportedBatches(loader, self.status, "evaluation ")

@@ -151,14 +151,14 @@ def check_reading(asked: str, name: str, source: BatchSource) -> None:
     labels = targets_of(source, LABELS_READ)
     check_labels(labels, declared)
     told = told_labels(source)
-    numbers = spread(len(source), LABELS_READ)
+    numbers = spread(source, LABELS_READ)
     if told is not None and told[numbers].tolist() == labels.tolist():
         check_labels(torch.from_numpy(told), declared)
 
 
 def targets_of(source: BatchSource, count: int) -> Tensor:
     """The targets of samples from the whole of a data set."""
-    _, targets = source.get_batch(spread(len(source), count), None)
+    _, targets = source.get_batch(spread(source, count), None)
     return targets
 
 

@@ -25,13 +25,14 @@ def build_plan(
     lengths: np.ndarray | None = None,
     sampled: SampledEpochs | None = None,
     units_per_sample: float = 1.0,
+    in_order: bool = False,
 ) -> BatchPlan:
     """The plan of which process computes which samples in which step.
 
     weights: of the samples, where the config asks for draws by weight.
     lengths: of the samples, where it asks for batches by length.
     sampled: the epochs of a sampler, where it names one.
-    units_per_sample: see `BatchPlan`.
+    units_per_sample, in_order: see `BatchPlan`.
 
     Raises ConfigError if no step is left.
     """
@@ -52,6 +53,7 @@ def build_plan(
         sampled=sampled,
         drop_last=config.data.drop_last,
         units_per_sample=units_per_sample,
+        in_order=in_order,
     )
     if not plan.steps_per_epoch:
         size = train.global_batch_size

@@ -14,7 +14,9 @@ from ddp_train.config.user_code import (
     parameters_of,
 )
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.numbered_stream import NumberedStream
 from ddp_train.data.rng import hash_key, keyed_generators
+from ddp_train.data.sample_stream import is_stream
 from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError, DataError
@@ -22,6 +24,17 @@ from ddp_train.options.custom import NOT_TELLING, Code, CustomDataConfig, code_o
 from ddp_train.scored_sets import TEST, VALIDATION, full_name, is_name, key_of_set, kind_of
 from ddp_train.text import first_line, shown
 
+TRAIN = "train"
+SHUFFLE = "shuffle or draw in the stream itself, within a buffer for instance"
+NOT_OF_STREAMS = {
+    "data.sampler": SHUFFLE,
+    "data.weights": SHUFFLE,
+    "data.batch_by": "use data.batch_by=samples",
+    "data.validation": "use data.validation=0, or name a set by data.splits.validation",
+    "data.mixup": "mix in data.collate_fn, or leave it out",
+    "data.cutmix": "mix in data.collate_fn, or leave it out",
+}
+"""Keys that need any sample of the training set at any time, and what to do with a stream."""
 SHARDS = "ddp_train.data.shards.TarShards"
 EXAMPLES = {"train": ("true", "false"), "split": ("train", "test"), "root": ("PATH", "PATH")}
 """Parameters of classes that tell splits apart, with what they are for training and test."""
@@ -72,15 +85,24 @@ def _section_of(name: str) -> str:
 class UserSplits:
     """Opens the splits of a data set of the user's own class."""
 
-    def __init__(self, data: CustomDataConfig, seed: int, downloads: bool, trains: bool) -> None:
+    def __init__(
+        self,
+        data: CustomDataConfig,
+        seed: int,
+        downloads: bool,
+        trains: bool,
+        samples_of_run: int | None = None,
+    ) -> None:
         """Check what the class is called with.
 
         downloads: whether this process may.
         trains: whether the training set is to train, with its augmentation; else its samples are as
             if scored.
+        samples_of_run: those that are read of the training set in all; None if passes are counted.
 
         Raises ConfigError.
         """
+        self.samples_of_run = samples_of_run
         self.data = data
         self.seed = seed
         self.downloads = downloads
@@ -146,13 +168,35 @@ class UserSplits:
             rule = f"its {name} set is a dict of {', '.join(map(str, made))}"
             remedy = "return one data set; further ones stand in data.validation_sets and test_sets"
             raise ConfigError([f"data._target_={self.data.target}: {rule}; {remedy}"])
-        return self._wrapped(made)
+        return self._wrapped(made, is_training_set=name == TRAIN)
 
-    def _wrapped(self, dataset: Any) -> UserDataset:
+    def _wrapped(self, dataset: Any, is_training_set: bool = False) -> UserDataset:
         data = self.data
+        if is_stream(dataset):
+            dataset = self._numbered(dataset, is_training_set)
         return UserDataset(
             dataset, self.seed, self.test_transforms, data.fields, data.outputs, self.collate
         )
+
+    def _numbered(self, stream: Any, is_training_set: bool) -> NumberedStream:
+        """A stream with numbers. Raises ConfigError for keys that need any sample at any time."""
+        data = self.data
+        name = type(stream).__name__
+        problems = []
+        for key, remedy in NOT_OF_STREAMS.items():
+            value = getattr(data, key.removeprefix("data."))
+            if is_training_set and value not in (None, {}, 0.0, "samples"):
+                rule = f"{name} is a stream, whose samples come in its own order"
+                problems.append(f"{key}={shown(value)}: {rule}; {remedy}")
+        if problems:
+            raise ConfigError(problems)
+        needed = None
+        if is_training_set:
+            needed = self.samples_of_run
+        numbered = NumberedStream(stream, self.seed, data.limit, needed)
+        if len(numbered):
+            numbered.check_same_when_begun_again()
+        return numbered
 
     def _make(self, name: str, augments: bool = False) -> Any:
         """The data set of a split or a further set, as its class returns it; it may be a dict."""

@@ -109,9 +109,12 @@ class BatchPlan:
     """None: the order is drawn by seed and epoch."""
     drop_last: bool = False
     """The last global batch of an epoch is left out if it is not full."""
+    in_order: bool = False
+    """The samples come in the order of their numbers: those of a stream."""
 
     def __post_init__(self) -> None:
-        require_memory_for(self.samples)
+        if not self.in_order:
+            require_memory_for(self.samples)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -180,6 +183,8 @@ class BatchPlan:
         if self.lengths:
             return self.lengths.batch(_length_epoch(self.lengths, self.seed, epoch), step_in_epoch)
         start = step_in_epoch * self.global_batch_size
+        if self.in_order:
+            return np.arange(start, min(start + self.global_batch_size, self.samples))
         if self.sampled:
             samples = self.sampled.epoch(epoch)
         elif self.weights:

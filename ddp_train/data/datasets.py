@@ -171,12 +171,30 @@ class ArraySource:
 
 def digests(source: BatchSource, samples: int = 8) -> dict[str, str]:
     """The identity of a data set: `count`, its number of samples, and sha256 of some by number."""
-    last = len(source) - 1
-    steps = max(samples - 1, 1)
-    numbers = dict.fromkeys(place * last // steps for place in range(samples))
-    return {"count": str(len(source))} | {
-        str(number): _digest(source, number) for number in numbers
+    count = str(len(source))
+    if getattr(source, "has_no_end", False):
+        count = "no end"
+    return {"count": count} | {
+        str(number): _digest(source, number) for number in spread(source, samples).tolist()
     }
+
+
+def spread(source: BatchSource, count: int) -> np.ndarray:
+    """Numbers of samples from the first to the last one, int64 [count] at most.
+
+    Of a stream, which comes in its order alone, they are the first ones.
+    """
+    samples = len(source)
+    if is_read_in_order(source):
+        samples = min(samples, count)
+    last = samples - 1
+    steps = max(count - 1, 1)
+    return np.unique(np.array([place * last // steps for place in range(count)], np.int64))
+
+
+def is_read_in_order(source: BatchSource) -> bool:
+    """True for the samples of a stream: to read one, all before it in its pass are read."""
+    return getattr(source, "is_read_in_order", False)
 
 
 def check_same_data(

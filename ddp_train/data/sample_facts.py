@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 from torch import Tensor
 
-from ddp_train.data.datasets import BatchSource
+from ddp_train.data.datasets import BatchSource, spread
 from ddp_train.data.sample_tensors import is_pair
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError
@@ -89,7 +89,7 @@ def _check_told_labels(source: BatchSource, labels: np.ndarray) -> None:
     """Raise ConfigError if the labels that a data set tells are not those of its samples."""
     if not isinstance(source, UserDataset):
         return
-    numbers = spread(len(source), COMPARED_SAMPLES)
+    numbers = spread(source, COMPARED_SAMPLES)
     batch = source.get_batch(numbers, None)
     if not is_pair(batch) or not isinstance(batch[1], Tensor):
         return
@@ -106,13 +106,6 @@ def _check_told_labels(source: BatchSource, labels: np.ndarray) -> None:
                 "let its `targets` (or `labels`) hold what __getitem__ returns, or use"
                 " data.weights=FILE",
             )
-
-
-def spread(samples: int, count: int) -> np.ndarray:
-    """Numbers of samples from the first to the last one, int64 [count] at most."""
-    last = samples - 1
-    steps = max(count - 1, 1)
-    return np.unique(np.array([place * last // steps for place in range(count)], np.int64))
 
 
 def class_names(source: BatchSource) -> list[str] | None:

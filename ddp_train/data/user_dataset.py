@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from ddp_train.data.batch_plan import NUMBERS
 from ddp_train.data.dataset_state import READS, Epochs
 from ddp_train.data.device_copy import to_device
+from ddp_train.data.numbered_stream import NumberedStream
 from ddp_train.data.rng import global_states, hash_key, keyed_generators
+from ddp_train.data.sample_stream import is_iterable_of_torch
 from ddp_train.data.sample_tensors import as_tensors, is_pair
 from ddp_train.data.sample_tensors import collate as default_collate
 from ddp_train.data.sample_transforms import (
@@ -34,9 +35,8 @@ Collate = Callable[[list[Any]], Any]
 SeedGenerators = Callable[[int], None]
 """Seeds the global generators with a key."""
 MAP_STYLE = (
-    "name a map-style dataset, not an iterable one: for tar files of webdataset data=shards, for"
-    " parquet files Hugging Face's datasets without streaming (docs/guides/data.md); a loop of"
-    " your own trains on streams (ddp_train.session, docs/guides/own_loop.md)"
+    "return a map-style data set, with both, or an iterable one, with __iter__"
+    " (docs/guides/data.md)"
 )
 
 
@@ -82,6 +82,8 @@ class UserDataset:
         _check_map_style(dataset)
         self.seed = seed
         self.name = type(dataset).__name__
+        if isinstance(dataset, NumberedStream):
+            self.name = dataset.name
         self.transforms = transforms
         self.fields = fields
         self.given_outputs = outputs
@@ -98,6 +100,16 @@ class UserDataset:
         if self.numbers is None:
             return len(self.dataset)
         return len(self.numbers)
+
+    @property
+    def is_read_in_order(self) -> bool:
+        """Its samples come in their order alone: of a stream, see `NumberedStream`."""
+        return isinstance(self.dataset, NumberedStream)
+
+    @property
+    def has_no_end(self) -> bool:
+        """It is a stream that is read on and on, for as many samples as the run needs."""
+        return isinstance(self.dataset, NumberedStream) and self.dataset.is_repeated
 
     def select(self, numbers: np.ndarray) -> UserDataset:
         selection = copy.copy(self)
@@ -322,7 +334,10 @@ def parts_of(source: Any) -> dict[str, Any]:
     if not isinstance(source, UserDataset):
         return {}
     transforms = {transform_name(transform): transform for transform in source.transforms}
-    return {source.name: source.dataset, **transforms, "collate_fn": source.collate}
+    dataset = source.dataset
+    if isinstance(dataset, NumberedStream):
+        dataset = dataset.stream
+    return {source.name: dataset, **transforms, "collate_fn": source.collate}
 
 
 def transform_name(transform: Any) -> str:
@@ -354,8 +369,10 @@ def makes_batches(dataset: Any) -> bool:
 def _check_map_style(dataset: Any) -> None:
     """Raises DataError if a data set is not a map-style one, or is empty."""
     name = type(dataset).__name__
-    is_iterable = isinstance(dataset, IterableDataset)  # which inherits a __getitem__
-    if is_iterable or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+    if isinstance(dataset, NumberedStream):
+        name = dataset.name
+    has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if is_iterable_of_torch(dataset) or not has_both:
         raise DataError(f"data._target_: {name} has no __getitem__ or no __len__", MAP_STYLE)
     if not len(dataset):
         raise DataError(

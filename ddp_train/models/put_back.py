@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ddp_train.data.datasets import BatchSource
+from ddp_train.data.numbered_stream import NumberedStream
 from ddp_train.data.user_dataset import UserDataset, parts_of
 from ddp_train.distributed.training_step import thrown_away
 from ddp_train.models.python_state import (
@@ -83,6 +84,8 @@ def reading_ahead(source: BatchSource) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if source.epochs:
             stack.enter_context(source.epochs.unchanged())
+        if isinstance(source.dataset, NumberedStream):
+            stack.enter_context(source.dataset.unchanged())
         stack.enter_context(
             leaving_nothing("a sample that is read before training", parts_of(source))
         )

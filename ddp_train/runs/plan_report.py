@@ -155,6 +155,8 @@ def _data_row(data: Any, plan: BatchPlan, set_sizes: Mapping[str, int]) -> str:
     samples = f"{plan.samples:,} samples to train on"
     if plan.sampled:
         samples = f"{plan.samples:,} draws of {plan.sampled.name} to train on"
+    if plan.in_order:
+        samples += ", a stream in its order: each process reads all of it and keeps its samples"
     parts = [_name_of(data), samples]
     left_out = plan.samples - plan.samples_per_epoch
     if left_out:

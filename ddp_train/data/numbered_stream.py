@@ -1,0 +1,212 @@
+"""A stream of samples, an iterable data set, whose samples are numbered by their places in a pass.
+
+With numbers it is read by the plan of a run, as any other data set is: the same global batches on
+any number of processes, evaluations that count each sample once, a resume at any step. Each process
+reads the whole stream in its order, and keeps its samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ddp_train.data.rng import hash_key, keyed_generators
+from ddp_train.data.sample_stream import digest_of
+from ddp_train.data.sample_tensors import as_tensors
+from ddp_train.errors import DataError
+from ddp_train.text import counted
+
+COUNT_SECONDS = 120.0
+"""The longest time for which a stream is counted that tells no length."""
+REMEDY_FOR_LENGTH = (
+    "give it a __len__; or use data.limit=NUMBER, or train.max_steps=NUMBER without train.epochs,"
+    " which reads on and on"
+)
+_NOTHING = object()
+
+
+class NumberedStream:
+    """A stream as a map-style data set. Reading a later number reads past those before it; reading
+    an earlier one begins the pass anew."""
+
+    def __init__(
+        self, stream: Any, seed: int, limit: int | None = None, needed: int | None = None
+    ) -> None:
+        """Count the samples of a pass, unless the stream tells them.
+
+        seed: of what it draws from torch's, numpy's and Python's global generators.
+        limit: samples of a pass that are read at most.
+        needed: samples of the whole run; with it a stream that tells no length is read on and on,
+            one pass after the other. None: the run counts passes.
+
+        Raises DataError for an iterator, for a stream without a sample or an end, and for one that
+        gives other samples when it is begun again.
+        """
+        self.stream = stream
+        self.name = type(stream).__name__
+        self.seed = seed
+        if isinstance(stream, Iterator):
+            raise DataError(
+                f"data._target_: {self.name} is an iterator, used up after one pass",
+                "return an object whose __iter__ begins anew each time it is called",
+            )
+        self.epoch = 0
+        self.begin()
+        self.told = told_length(stream)
+        self.is_repeated = self.told is None and limit is None and needed is not None
+        self.is_whole = self.told is not None and (limit is None or limit >= self.told)
+        """Its last number is the last sample of a pass."""
+        if needed is not None and self.is_repeated:
+            self.length = needed
+        elif self.told is None:
+            self.length = self._count(limit)
+        else:
+            self.length = self.told if limit is None else min(self.told, limit)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the stream tells: `classes`, `collate_fn`."""
+        if name.startswith("_") or name in ("stream", "get_batch", "to"):
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy begins anew: iterators cannot be copied."""
+        return {**self.__dict__, "samples": None, "place": -1, "passes": 0, "last": _NOTHING}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.begin()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next read begin the pass of an epoch."""
+        self.epoch = epoch
+        self.begin()
+
+    def begin(self) -> None:
+        """Let the next read begin the pass anew."""
+        self.samples: Iterator[Any] | None = None
+        self.place = -1
+        """The number of the sample that was read last."""
+        self.passes = 0
+        """Passes that have ended since, where one follows the other."""
+        self.last: Any = _NOTHING
+        """A copy of the sample that was read last: code of the user's may change what it gets."""
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context around reads after which the next one begins the pass of the same epoch."""
+        epoch = self.epoch
+        try:
+            yield
+        finally:
+            self.set_epoch(epoch)
+
+    def __getitem__(self, number: int) -> Any:
+        """The sample of a place. Raises DataError if the pass ends before it, or goes on behind the
+        length that the stream tells."""
+        if number == self.place and self.last is not _NOTHING:
+            return copy.deepcopy(self.last)
+        if number <= self.place:
+            self.begin()
+        sample = _NOTHING
+        while self.place < number:
+            sample = self._next()
+            if sample is _NOTHING:
+                raise DataError(
+                    f"data._target_: {self.name} gave {counted(self.place + 1, 'sample')} in epoch"
+                    f" {self.epoch + 1}, and {self.length:,} were told or counted before",
+                    "let each pass have as many samples; or use data.limit=NUMBER, with fewer than"
+                    " any pass has, or train.max_steps=NUMBER without train.epochs",
+                )
+            self.place += 1
+        self.last = _NOTHING
+        with contextlib.suppress(Exception):  # an object of any type may be no one's to copy
+            self.last = copy.deepcopy(sample)
+        if self.is_whole and number == self.length - 1:
+            self._check_end()
+        return sample
+
+    def check_same_when_begun_again(self) -> None:
+        """Raise DataError if the first sample is another one when the pass is begun again."""
+        first = digest_of(as_tensors(self[0]))
+        self.begin()
+        again = digest_of(as_tensors(self[0]))
+        self.begin()
+        if first != again:
+            raise DataError(
+                f"data._target_: {self.name} gives another first sample each time it is begun, and"
+                " a process that reads it again, or resumes, would train on others",
+                "let it follow from its arguments and from set_epoch(epoch), and draw from torch's,"
+                " numpy's or Python's global generators, which are seeded; a generator of its own"
+                " is made in __iter__",
+            )
+
+    def _next(self) -> Any:
+        """The next sample; _NOTHING behind the last one.
+
+        Its draws follow from seed, epoch and place: who reads past a sample draws the same.
+        """
+        with keyed_generators() as seed_generators:
+            seed_generators(hash_key(self.seed, "stream", self.epoch, self.place + 1))
+            if self.samples is None:
+                self._tell(self.epoch)
+                self.samples = iter(self.stream)
+            sample = next(self.samples, _NOTHING)
+            if sample is _NOTHING and self.is_repeated and self.place >= 0:
+                self.passes += 1
+                self._tell(self.passes)
+                self.samples = iter(self.stream)
+                sample = next(self.samples, _NOTHING)
+            return sample
+
+    def _tell(self, number: int) -> None:
+        """Tell the stream the number of its pass, if it wants to know."""
+        if hasattr(self.stream, "set_epoch"):
+            self.stream.set_epoch(number)
+
+    def _check_end(self) -> None:
+        """Raise DataError if the pass goes on behind its last number."""
+        if self.samples is None:
+            return
+        with keyed_generators() as seed_generators:
+            seed_generators(hash_key(self.seed, "stream", self.epoch, self.length))
+            more = next(self.samples, _NOTHING)
+        self.samples = iter(())
+        if more is not _NOTHING:
+            raise DataError(
+                f"data._target_: {self.name} gives more samples than the {self.length:,} that its"
+                " __len__ tells",
+                f"let it tell as many as it gives, or use data.limit={self.length}",
+            )
+
+    def _count(self, limit: int | None) -> int:
+        """The samples of the first pass, up to a limit."""
+        end = time.monotonic() + COUNT_SECONDS
+        count = 0
+        while (limit is None or count < limit) and self._next() is not _NOTHING:
+            self.place = count
+            count += 1
+            if time.monotonic() > end:
+                raise DataError(
+                    f"data._target_: {self.name} tells no length, and has not ended after"
+                    f" {counted(count, 'sample')} in {COUNT_SECONDS:g} s",
+                    REMEDY_FOR_LENGTH,
+                )
+        self.begin()
+        return count
+
+
+def told_length(stream: Any) -> int | None:
+    """The length that a stream tells; None if it tells none."""
+    if not hasattr(stream, "__len__"):
+        return None
+    try:
+        return len(stream)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,141 @@
+"""A stream with numbers: what it gives, how often it is read, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from ddp_train.data.numbered_stream import NumberedStream
+from ddp_train.errors import DataError
+
+
+class Shuffled(IterableDataset):
+    """Twenty numbers, shuffled within a buffer of five."""
+
+    def __init__(self, samples: int = 20) -> None:
+        self.samples = samples
+        self.epoch = 0
+        self.begun = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.begun += 1
+        buffer: list[int] = []
+        for number in range(self.samples):
+            buffer.append(100 * self.epoch + number)
+            if len(buffer) == 5:
+                yield torch.tensor(buffer.pop(random.randrange(5)))
+        for number in buffer:
+            yield torch.tensor(number)
+
+
+class Telling(Shuffled):
+    """Tells another length than it has."""
+
+    def __init__(self, told: int) -> None:
+        super().__init__()
+        self.told = told
+
+    def __len__(self) -> int:
+        return self.told
+
+
+class OfItsOwn(IterableDataset):
+    """Goes on where it was left."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.number += 1
+        yield torch.tensor(self.number)
+
+
+def whole(stream: NumberedStream) -> list[int]:
+    return [int(stream[number]) for number in range(len(stream))]
+
+
+def test_who_reads_some_samples_reads_those_of_all() -> None:
+    expected = whole(NumberedStream(Shuffled(), seed=3))
+    assert sorted(expected) == list(range(20)) and expected != sorted(expected)
+    for numbers in ([0, 7, 8, 19], [5], [9, 9, 2]):
+        random.seed(8)
+        stream = NumberedStream(Shuffled(), seed=3)
+        random.seed(len(numbers))
+        assert [int(stream[number]) for number in numbers] == [expected[n] for n in numbers]
+
+
+def test_a_pass_in_order_is_read_once() -> None:
+    shuffled = Shuffled()
+    stream = NumberedStream(shuffled, seed=3)
+    assert shuffled.begun == 1, "counted"
+    whole(stream)
+    assert shuffled.begun == 2
+
+
+def test_epochs_differ_and_come_again() -> None:
+    stream = NumberedStream(Shuffled(), seed=3)
+    stream.set_epoch(2)
+    second = whole(stream)
+    assert sorted(second) == list(range(200, 220))
+    with stream.unchanged():
+        stream.set_epoch(0)
+        assert int(stream[3]) < 100
+    assert whole(stream) == second == whole(copy.deepcopy(stream))
+
+
+def test_draws_of_others_do_not_move() -> None:
+    random.seed(4)
+    expected = random.random()
+    random.seed(4)
+    whole(NumberedStream(Shuffled(), seed=3))
+    assert random.random() == expected
+
+
+def test_a_run_by_steps_reads_on_and_on() -> None:
+    stream = NumberedStream(Shuffled(), seed=3, needed=50)
+    read = whole(stream)
+    assert sorted(read[:20]) == list(range(20))
+    assert sorted(read[20:40]) == list(range(100, 120))
+    assert read[40] >= 200 and int(stream[33]) == read[33]
+
+
+@pytest.mark.parametrize(("limit", "length"), [(7, 7), (90, 20), (None, 20)])
+def test_a_limit_cuts_a_pass(limit: int | None, length: int) -> None:
+    assert len(NumberedStream(Shuffled(), seed=3, limit=limit)) == length
+
+
+def test_a_sample_that_is_changed_comes_again_unchanged() -> None:
+    stream = NumberedStream(Shuffled(), seed=3)
+    first = stream[0].clone()
+    stream[0].add_(1000)
+    assert stream[0] == first
+
+
+def test_lengths_that_are_not_true_are_refused() -> None:
+    with pytest.raises(DataError, match="gave 20 samples in epoch 1, and 25 were told"):
+        whole(NumberedStream(Telling(25), seed=3))
+    with pytest.raises(DataError, match="gives more samples than the 18 that its __len__ tells"):
+        whole(NumberedStream(Telling(18), seed=3))
+
+
+def test_streams_that_cannot_be_read_again_are_refused() -> None:
+    iterator: Any = iter([1, 2])
+    with pytest.raises(DataError, match="list_iterator is an iterator, used up"):
+        NumberedStream(iterator, seed=3)
+    with pytest.raises(DataError, match="OfItsOwn gives another first sample each time"):
+        NumberedStream(OfItsOwn(), seed=3).check_same_when_begun_again()
+
+
+def test_a_stream_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddp_train.data.numbered_stream.COUNT_SECONDS", 0.0)
+    with pytest.raises(DataError, match="tells no length, and has not ended after 1 sample"):
+        NumberedStream(Shuffled(), seed=3)

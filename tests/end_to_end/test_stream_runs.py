@@ -1,0 +1,137 @@
+"""A run over a stream, by config: what plain torch learns from it in one process."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+from torch import nn
+
+from tests.support.commands import read, run, weights
+
+MODULE = '''
+import random
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+
+def row(number):
+    inputs = torch.randn(6, generator=torch.Generator().manual_seed(number))
+    return inputs, int(inputs[0] > 0)
+
+
+class Lines(IterableDataset):
+    """Rows, others in each epoch; without a length."""
+
+    classes = ("below", "above")
+
+    def __init__(self, split="train"):
+        self.first, self.samples = (0, 53) if split == "train" else (5000, 17)
+        self.epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for number in range(self.samples):
+            yield row(self.first + 100 * self.epoch + number)
+
+
+class Shuffled(Lines):
+    """The same, shuffled within a buffer."""
+
+    def __iter__(self):
+        buffer = []
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) == 9:
+                yield buffer.pop(random.randrange(9))
+        yield from buffer
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 2)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+'''
+WORDS = (
+    *("model._target_=my_stream.Net", "trusted_modules=[my_stream]", "data.validation=0"),
+    *("optimizer=sgd", "optimizer.lr=0.5", "optimizer.momentum=0", "optimizer.weight_decay=0"),
+    *("schedule=constant", "train.global_batch_size=12", "tuning.precision=fp64"),
+)
+THREE_EPOCHS = "train.epochs=3"
+
+
+@pytest.fixture
+def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    (tmp_path / "my_stream.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    return {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+
+
+def train(run_dir: Path, env: dict[str, str], processes: int, name: str, *more: str) -> bytes:
+    done = run(
+        *WORDS,
+        f"data._target_=my_stream.{name}",
+        f"launch.nproc_per_node={processes}",
+        f"run_dir={run_dir}",
+        *more,
+        env=env,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return weights(run_dir)
+
+
+def plain_weights(epochs: int) -> dict[str, torch.Tensor]:
+    """The weights after a loop of torch alone, in float64."""
+    module = importlib.import_module("my_stream")
+    net = module.Net().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    lines = module.Lines()
+    for epoch in range(epochs):
+        lines.set_epoch(epoch)
+        rows = list(lines)
+        for start in range(0, len(rows), 12):
+            inputs, targets = zip(*rows[start : start + 12], strict=True)
+            loss = nn.functional.cross_entropy(
+                net(torch.stack(inputs).double()), torch.tensor(targets)
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.slow
+def test_a_run_over_a_stream_learns_what_a_plain_loop_does(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    found = load(train(tmp_path / "run", env, 3, "Lines", THREE_EPOCHS, "tuning.num_workers=2"))
+    for name, expected in plain_weights(epochs=3).items():
+        (value,) = (value for key, value in found.items() if key.endswith(name))
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+    assert read(tmp_path / "run", "summary.json")["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_a_run_over_a_stream_resumes_to_the_same_bytes(tmp_path: Path, env: dict[str, str]) -> None:
+    whole = train(tmp_path / "whole", env, 3, "Shuffled", THREE_EPOCHS)
+    train(tmp_path / "part", env, 3, "Shuffled", THREE_EPOCHS, "train.max_steps=7")
+    assert train(tmp_path / "part", env, 3, "Shuffled", THREE_EPOCHS) == whole
+
+
+@pytest.mark.nightly
+def test_a_run_over_a_stream_goes_on_with_other_processes(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    one = load(train(tmp_path / "one", env, 1, "Shuffled", "train.max_steps=9"))
+    train(tmp_path / "run", env, 3, "Shuffled", "train.max_steps=6")
+    run_on = load(train(tmp_path / "run", env, 4, "Shuffled", "train.max_steps=9"))
+    for name, value in one.items():
+        torch.testing.assert_close(run_on[name], value, rtol=0, atol=1e-12)
