@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ddp_train.data.sample_stream import is_stream
+from ddp_train.models.living_objects import living_objects
+from ddp_train.models.unsaved_copies import UnsavedCopies
 from ddp_train.parallel.sync_batch_norm import cost_of
 from ddp_train.sessions.batch_norm import update_statistics
 from ddp_train.sessions.data_arguments import (
@@ -23,7 +25,6 @@ from ddp_train.sessions.data_arguments import (
     whole_arguments,
 )
 from ddp_train.sessions.learning_rates import warn_of_fractions
-from ddp_train.sessions.living_objects import living_objects
 from ddp_train.sessions.loader import (
     Collate,
     TestLoader,
@@ -38,7 +39,6 @@ from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.stream_feed import stream_feed
 from ddp_train.sessions.training_loader import TrainingLoader
 from ddp_train.sessions.unsaved import refuse_unsaved_schedulers
-from ddp_train.sessions.unsaved_copies import UnsavedCopies
 from ddp_train.sessions.values import gather_over_ranks, sum_over_ranks
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.telemetry.trackers.media import Media

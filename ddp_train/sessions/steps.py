@@ -24,11 +24,12 @@ from ddp_train.distributed.process_group import same_everywhere, total
 from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
 from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
+from ddp_train.models.living_objects import living_objects
+from ddp_train.models.unsaved_copies import UnsavedCopies
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
-from ddp_train.sessions.living_objects import living_objects
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
 from ddp_train.sessions.open_step import (
@@ -44,7 +45,6 @@ from ddp_train.sessions.position import Position
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
-from ddp_train.sessions.unsaved_copies import UnsavedCopies
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ddp_train.sessions.living_objects import LivingObjects, living_objects, objects_within
+from ddp_train.models.living_objects import LivingObjects, living_objects, objects_within
 from ddp_train.sessions.settings import UsageError
 
 log = logging.getLogger(__name__)

@@ -57,7 +57,6 @@ WITH_TORCH = [
         for name in (
             "batch_norm",
             "gradient",
-            "living_objects",
             "loader",
             "models",
             "numbers",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from ddp_train.sessions.living_objects import living_objects
+from ddp_train.models.living_objects import living_objects
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.unsaved import (
     refuse_unsaved_scaler,

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_train.models.living_objects import LivingObjects, objects_within
 from ddp_train.resilience.failure_report import is_foreign
-from ddp_train.sessions.living_objects import LivingObjects, objects_within
 from ddp_train.text import snake_case
 
 log = logging.getLogger(__name__)
