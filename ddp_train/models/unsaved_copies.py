@@ -69,8 +69,14 @@ class UnsavedCopies:
 
     def warn_of_changed(self) -> None:
         """Warn of the candidates that have changed since they were noted, once of each."""
+        for holder in self.changed():
+            _warn_of(holder)
+
+    def changed(self) -> list[Any]:
+        """The candidates that have changed since they were noted, each once."""
+        found: list[Any] = []
         if not self.candidates:
-            return
+            return found
         saved = Saved(self.models, self.objects)
         for key, candidate in list(self.candidates.items()):
             holder = candidate.holder()
@@ -80,7 +86,8 @@ class UnsavedCopies:
                 now = norms_of(saved.unsaved_of(holder))
                 candidate.is_named = not _are_same(candidate.norms, now)
                 if candidate.is_named:
-                    _warn_of(holder)
+                    found.append(holder)
+        return found
 
 
 class Saved:

@@ -49,6 +49,7 @@ from ddp_train.distributed.agent import hosts_follow
 from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import from_leader
 from ddp_train.distributed.training_step import CURRENT
+from ddp_train.engine.copies_hook import CopiesHook
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
 from ddp_train.engine.epoch_hook import EpochHook
 from ddp_train.engine.hook_context import HookContext
@@ -67,6 +68,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.models.freezing import parameter_counts
 from ddp_train.models.initial_weights import Origin, describe_origin
 from ddp_train.optim.schedules.torch_schedules import PlateauSchedule
+from ddp_train.options.custom import CustomOption
 from ddp_train.options.custom import hooks_of as hooks_named_by
 from ddp_train.options.schema import Config
 from ddp_train.parallel.sync_batch_norm import cost_of, own_statistics
@@ -464,6 +466,7 @@ def hooks_of(training: Training, tracking: Tracking) -> list[Hook]:
         *user_hooks,
         # Saves all of the above.
         ReportedHook(training.checkpoint_hook, status, "checkpoint"),
+        _copies_hook(training),
         # On rank 0 alone, like samples and traces: nothing here is part of a checkpoint.
         *_tensorboard_hooks(training, tracking),
         # After the save: a run that resumes at this step unfreezes when it is built.
@@ -590,6 +593,22 @@ def _noise_hook(training: Training) -> NoiseHook | None:
         return not draws_by_shard and seed.has_moved(step, CURRENT.marks)
 
     return NoiseHook(run.display, drew_by_rank)
+
+
+def _copies_hook(training: Training) -> CopiesHook | None:
+    """Names what moves along in no checkpoint, on rank 0, where code of the user's may hold it."""
+    run = training.run
+    holders: dict[str, Any] = {}
+    if isinstance(run.config.task, CustomOption):
+        task = training.job.module.task
+        holders["task"] = getattr(task.loss, "__self__", task)  # the user's, which `complete` wraps
+    for hook in training.user_hooks.hooks:
+        if not hasattr(hook.hook, "state_dict"):
+            holders[hook.path] = hook.hook
+    if not run.world.is_leader or not holders:
+        return None
+    next_checkpoint = training.checkpoint_hook.times.next_step
+    return CopiesHook(run.display, training.job.module.model, holders, next_checkpoint)
 
 
 def _sample_hook(training: Training) -> Hook | None:
