@@ -36,6 +36,11 @@ def hash_key(*parts: int | str) -> int:
     return state >> 1
 
 
+def number_of_digest(digest: bytes) -> int:
+    """A number below 2**61 that identifies what a digest of 8 bytes or more is of."""
+    return int.from_bytes(digest[:8], "little") >> 3
+
+
 def hash_bits(key: int, counters: Tensor) -> Tensor:
     """A random non-negative int64 for each counter (int64, any shape), on their device."""
     state = counters * _signed(_GAMMA) + _signed(hash_key(key))

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_train.data.global_batches import part_of_rank
 from ddp_train.data.no_samples import without_samples
-from ddp_train.data.rng import hash_key, keyed_generators
+from ddp_train.data.rng import hash_key, keyed_generators, number_of_digest
 from ddp_train.tensor_tree import tensors
 
 
@@ -110,7 +110,7 @@ def digest_of(batch: Any) -> int:
         content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     if not has_tensors:
         return 0
-    return int.from_bytes(content.digest()[:8], "little") >> 3
+    return number_of_digest(content.digest())
 
 
 def is_stream(dataset: Any) -> bool:

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from ddp_train.data.batch_plan import NUMBERS
 from ddp_train.data.global_batches import Pass
-from ddp_train.data.rng import InterruptedDraws, hash_key
+from ddp_train.data.rng import InterruptedDraws, hash_key, number_of_digest
 from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.errors import DataError
 from ddp_train.text import counted
@@ -284,4 +284,4 @@ def digest_of(portion: list[np.ndarray]) -> int:
     for numbers in portion:
         content.update(len(numbers).to_bytes(8, "little"))
         content.update(numbers.tobytes())
-    return int.from_bytes(content.digest()[:8], "little") >> 3
+    return number_of_digest(content.digest())

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.global_batches import Pass
+from ddp_train.data.global_batches import Pass, part_of_rank
 from ddp_train.data.rng import hash_key
 from ddp_train.data.sample_stream import StreamedBatch, StreamReader
 from ddp_train.data.streams.loader_processes import LoaderProcesses
@@ -70,10 +70,11 @@ class StreamFeed:
         if split_by_node:
             self.facts["processes"] = world.size
             self.key = hash_key(self.key, "rank", world.rank)
-            smaller, larger_parts = divmod(size, world.size)
-            self.place_of_rank = world.rank * smaller + min(world.rank, larger_parts)
-            size_here = smaller + (world.rank < larger_parts)
-            self.reader = StreamReader(self.stream, collate, size_here, 0, 1, smaller)
+            part = part_of_rank(size, world.rank, world.size)
+            self.place_of_rank = part.start
+            size_here = part.stop - part.start
+            smallest = size // world.size
+            self.reader = StreamReader(self.stream, collate, size_here, 0, 1, smallest)
         else:
             self.reader = StreamReader(self.stream, collate, size, world.rank, world.size, size)
         self.streamed = StreamedParts(self, arguments)
