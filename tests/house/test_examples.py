@@ -83,6 +83,19 @@ def test_plateau_in_a_loop_of_ones_own_lowers_all_rates(tmp_path: Path) -> None:
     assert rates == sorted(rates, reverse=True)
 
 
+@pytest.mark.nightly
+def test_an_average_in_a_loop_of_ones_own_is_that_of_one_process(tmp_path: Path) -> None:
+    argv = [sys.executable, str(ROOT / "examples/swa.py")]
+    said = []
+    for processes in ("1", "3"):
+        folder = tmp_path / processes
+        folder.mkdir()
+        done = run(command=argv, cwd=folder, env={"DDP_TRAIN_PROCESSES": processes})
+        assert done.returncode == 0, done.stderr
+        said.append([line for line in done.stdout.splitlines() if "accuracy" in line])
+    assert said[0] == said[1] and said[0][-1].startswith("average of 4 epochs")
+
+
 @pytest.mark.slow
 def test_canvas_picture_mask_and_labels_agree() -> None:
     from examples.canvases import INK, Canvases  # imports scikit-learn, in two seconds
