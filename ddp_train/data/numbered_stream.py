@@ -21,6 +21,8 @@ from ddp_train.text import counted
 
 COUNT_SECONDS = 120.0
 """The longest time for which a stream is counted that tells no length."""
+COMPARED = 8
+"""Samples that are compared when a pass is begun again."""
 REMEDY_FOR_LENGTH = (
     "give it a __len__; or use data.limit=NUMBER, or train.max_steps=NUMBER without train.epochs,"
     " which reads on and on"
@@ -133,14 +135,15 @@ class NumberedStream:
         return sample
 
     def check_same_when_begun_again(self) -> None:
-        """Raise DataError if the first sample is another one when the pass is begun again."""
-        first = digest_of(as_tensors(self[0]))
+        """Raise DataError if the first samples are others when the pass is begun again."""
+        numbers = range(min(COMPARED, self.length))
+        first = [digest_of(as_tensors(self[number])) for number in numbers]
         self.begin()
-        again = digest_of(as_tensors(self[0]))
+        again = [digest_of(as_tensors(self[number])) for number in numbers]
         self.begin()
         if first != again:
             raise DataError(
-                f"data._target_: {self.name} gives another first sample each time it is begun, and"
+                f"data._target_: {self.name} gives other first samples each time it is begun, and"
                 " a process that reads it again, or resumes, would train on others",
                 "let it follow from its arguments and from set_epoch(epoch), and draw from torch's,"
                 " numpy's or Python's global generators, which are seeded; a generator of its own"

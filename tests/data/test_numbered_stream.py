@@ -131,7 +131,7 @@ def test_streams_that_cannot_be_read_again_are_refused() -> None:
     iterator: Any = iter([1, 2])
     with pytest.raises(DataError, match="list_iterator is an iterator, used up"):
         NumberedStream(iterator, seed=3)
-    with pytest.raises(DataError, match="OfItsOwn gives another first sample each time"):
+    with pytest.raises(DataError, match="OfItsOwn gives other first samples each time"):
         NumberedStream(OfItsOwn(), seed=3).check_same_when_begun_again()
 
 
