@@ -59,6 +59,8 @@ def test_the_documented_loop_resumes_to_the_same_weights(tmp_path: Path) -> None
         load_file(folder / "runs/pieces/checkpoints/step_00000004/model.safetensors")
         for folder in (whole, parts)
     ]
+    # torch's DDP orders its buckets anew after the first step of a process, and three processes sum
+    # in another order then; with find_unused_parameters=True, which keeps them, the bytes are equal.
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-6)
     kept = sorted(path.name for path in (whole / "runs/pieces/checkpoints").iterdir())
     assert kept == ["step_00000003", "step_00000004"]
