@@ -203,7 +203,9 @@ def _global_batch_row(plan: BatchPlan, processes: int) -> str:
 
 def _steps_row(train: TrainConfig, plan: BatchPlan, first_step: int) -> str:
     epochs = train.most_epochs
-    if epochs is None:
+    if epochs is None and plan.in_order and plan.steps_per_epoch == plan.steps:
+        text = f"{plan.steps:,}, for which the stream is read as far as that takes"
+    elif epochs is None:
         text = f"{plan.steps:,}, of which {plan.steps_per_epoch:,} go once through the data"
     else:
         whole = plan.steps_per_epoch * epochs
