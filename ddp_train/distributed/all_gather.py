@@ -37,6 +37,7 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
             "ddp_train.all_gather was given a tensor without dimensions", "give it rows, [n, ...]"
         )
     check_peers()  # there is no group any more once it was aborted
+    CURRENT.gathers += 1
     step = CURRENT.step
     if step and step.refused:
         raise ConfigError([step.refused])

@@ -81,6 +81,8 @@ class Current:
     """The batches whose scoring has begun and not ended, in that order."""
     marks: int = 0
     """How often this process has called `data.rng.draw_mark`."""
+    gathers: int = 0
+    """How often this process has called `ddp_train.all_gather`."""
     contexts_shared_out: int = 0
     """Contexts in which processes have different numbers of batches; iterators that hold some may
     end in any order."""

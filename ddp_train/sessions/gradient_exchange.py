@@ -52,6 +52,10 @@ class GradientExchange:
         without one."""
         self.is_local = False
         """A gradient came that was not exchanged."""
+        self.keeps_outputs = True
+        """This is the first step."""
+        self.outputs: Any = None
+        """What the last forward pass gave, in the first step."""
         self.parameters: list[nn.Parameter] = []
         self.trains: list[bool] = []
         """`requires_grad` of each parameter when DDP was laid out."""
@@ -85,6 +89,9 @@ class GradientExchange:
         assert self.ddp
         outputs = self.ddp(*inputs, **keywords)
         self.is_prepared = True
+        # A compiled caller would be compiled again where the flag changes.
+        if not torch.compiler.is_compiling() and self.keeps_outputs:
+            self.outputs = outputs
         return outputs
 
     def begin_backward(self, number: int) -> None:
@@ -120,6 +127,11 @@ class GradientExchange:
         if self.reached is not None:
             average_reached(list(self.module.parameters()), self.reached)
             self.reached = None
+
+    def end_first_step(self) -> None:
+        """Keep no outputs from now on."""
+        self.keeps_outputs = False
+        self.outputs = None
 
     def check_gradients(self, name: str) -> None:
         """Raise UsageError, or ModelError, if a step would use gradients that are not of all.

@@ -30,6 +30,7 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
+from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
 from ddp_train.sessions.open_step import (
@@ -389,7 +390,8 @@ class Steps:
             if self.draws_of_first_step.are_by_rank():
                 print(DRAWS_BY_RANK, file=sys.stderr)
             self.draws_of_first_step = None
-        self.is_first_step = False
+        if self.is_first_step:
+            self._end_first_step()
         self.position.batch += 1
         self.position.step += 1
         for place in step.places:
@@ -430,6 +432,8 @@ class Steps:
             check_one_for_each_sample(losses, share)
             if self.is_first_step:
                 warn_of_other_mean(losses)
+        if self.is_first_step and self.world.is_leader:
+            self._warn_of_mixed_rows(losses, share)
         if accumulate is not None:
             return self._mean_of_window(losses, over, share, accumulate)
         if over is None:
@@ -441,6 +445,20 @@ class Steps:
             self.gradients.see_loss()
             loss.register_hook(self._in_backward)
         return loss
+
+    def _warn_of_mixed_rows(self, losses: Tensor, share: MicroBatch) -> None:
+        """Say once if the losses compare samples of this process alone."""
+        for model in self.models:
+            exchange = model.gradient_exchange
+            if mixes_rows(losses, exchange.outputs, share.num_real):
+                log.warning(MIXED)
+                self._end_first_step()
+                return
+
+    def _end_first_step(self) -> None:
+        self.is_first_step = False
+        for model in self.models:
+            model.gradient_exchange.end_first_step()
 
     def _mean_of_window(
         self, losses: Tensor, over: float | Tensor | None, share: MicroBatch, optimizer: Optimizer

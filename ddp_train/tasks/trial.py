@@ -17,7 +17,7 @@ from torch import Tensor
 from ddp_train.data.batch_plan import evaluation_batch
 from ddp_train.data.rng import moved_by_marks_alone
 from ddp_train.distributed.empty_batch import step_without_samples
-from ddp_train.distributed.process_group import buffer_places
+from ddp_train.distributed.process_group import buffer_places, ranks
 from ddp_train.distributed.training_step import CURRENT, scored
 from ddp_train.errors import ConfigError, LaunchError
 from ddp_train.models.put_back import leaving_nothing
@@ -37,6 +37,12 @@ DISTINCT_SAMPLES = 7
 TOLERANCE = 0.02
 """Relative difference below which two losses count as equal: bfloat16 has 8 bits."""
 DEPENDS_ON_PROCESSES = "the result would depend on the number of processes"
+MIXED = (
+    "loss() of a few samples together is not the sum of what it gives for each: it compares them"
+    " (in-batch negatives, mining, statistics of the batch) or depends on padding, and each process"
+    " has only its own samples: on another number of processes it is another loss. The rows of all:"
+    " rows, own = ddp_train.all_gather(outputs)"
+)
 RETURN_SUMS = "return the sum of the losses of all units, and their number"
 
 
@@ -86,6 +92,16 @@ class LossTrial:
             )
         return ""
 
+    @property
+    def mixes_samples(self) -> bool:
+        """True if the loss of a batch is not the sum of the losses of its samples by themselves."""
+        losses = [loss for loss, _ in self.of_each]
+        whole = self.of_distinct[0]
+        if not all(map(math.isfinite, [whole, *losses])):
+            return False
+        allowed = TOLERANCE * math.fsum(map(abs, losses))
+        return abs(whole - math.fsum(losses)) > allowed
+
 
 @torch.no_grad()
 def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str) -> None:
@@ -95,6 +111,8 @@ def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str)
     mean stays what it is; it would weight the samples of a small micro-batch more than those of a
     large one. Units of a batch are those of its samples one by one: padding, which depends on what
     else is in the batch, has none.
+
+    Warns of a loss that compares the samples of one process, where there are several.
 
     samples: of the data set.
     key: key and value that name the task.
@@ -106,8 +124,9 @@ def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str)
             loss, units = module.loss_of(batch_of(batch))
         return float(loss), float(units)
 
+    gathers = CURRENT.gathers
     try:
-        with undisturbed(module, "the trial of loss()"):
+        with undisturbed(module, "the trial of loss()") as effects:
             trial = LossTrial(
                 of_copies=[loss_of(np.zeros(copies, np.int64)) for copies in COPIES],
                 of_distinct=loss_of(numbers),
@@ -121,6 +140,10 @@ def check_loss(module: ModelWithTask, batch_of: BatchOf, samples: int, key: str)
     problem = trial.problem(module.task)
     if problem:
         raise ConfigError([f"{key}: {problem}"])
+    # What draws random numbers draws others for each batch.
+    is_told = ranks() > 1 and CURRENT.gathers == gathers and not effects
+    if is_told and trial.mixes_samples:
+        log.warning("%s: %s", key, MIXED)
 
 
 @torch.no_grad()

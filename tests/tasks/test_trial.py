@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp_train import noise_like
+from ddp_train import all_gather, noise_like
 from ddp_train.assembly.metrics import metric_names
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import evaluation_batch
 from ddp_train.errors import ConfigError
+from ddp_train.tasks import trial
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tasks.trial import check_loss, check_scores, undisturbed
 from ddp_train.tasks.user_task import complete
@@ -75,6 +76,36 @@ def valid(outputs: Tensor) -> tuple[Tensor, Tensor]:
 )
 def test_a_loss_that_is_a_sum_passes_the_trial(loss: Callable[[Tensor], Any]) -> None:
     tried(OfOutputs(loss))
+
+
+def gathered(outputs: Tensor) -> tuple[Tensor, int]:
+    rows, own = all_gather(outputs)
+    return nn.functional.cross_entropy(outputs @ rows.T, own, reduction="sum"), len(own)
+
+
+@pytest.mark.parametrize(
+    ("loss", "ranks", "is_told"),
+    [
+        (contrast, 3, True),
+        (lambda outputs: ((outputs - outputs.mean(0)).square().sum(), len(outputs)), 3, True),
+        (contrast, 1, False),
+        (gathered, 3, False),
+        (valid, 3, False),
+        (lambda outputs: (outputs.square().sum(), outputs.numel()), 3, False),
+        (lambda outputs: ((outputs * torch.rand_like(outputs)).sum(), len(outputs)), 3, False),
+        (lambda outputs: (outputs.std(0).sum() * len(outputs), len(outputs)), 3, False),
+    ],
+)
+def test_a_loss_that_compares_samples_of_a_process_is_told(
+    loss: Any,
+    ranks: int,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trial, "ranks", lambda: ranks)
+    tried(OfOutputs(loss))
+    assert (trial.MIXED in caplog.text) == is_told
 
 
 @pytest.mark.parametrize(
