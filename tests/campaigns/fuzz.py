@@ -73,7 +73,8 @@ CASES_PER_COMMAND = 5
 COMMAND_SECONDS = 60.0
 SLOW_SECONDS = 25.0
 """For one command: until it is ended, and until it has failed all the same. The longest that is
-meant to be takes ten, on a busy machine; launch.grace_seconds are 30."""
+meant to be takes ten, on a busy machine; launch.grace_seconds are 30. Where more processes want to
+run than there are cores, it is as many times longer."""
 LEAVE_SECONDS = 5.0
 TORCHRUN_PART = 0.15
 """Of the cases whose fault is one for torchrun too."""
@@ -89,6 +90,9 @@ SAMPLES = "own/samples"
 """How many samples a line's numbers are of."""
 
 
+NO_SPACE = 73
+FOLDER_REFUSED = re.compile(r"configuration:\n  - run_dir=.*cannot be written .*; free some space")
+"""Before a run begins its folder is a mistake as any other."""
 KILLED_AS_IT_ENDED = re.compile(
     r"^Exception ignored in: <function _MultiProcessingDataLoaderIter\.__del__ .*\n"
     r"Traceback.*\n(?: .*\n)+RuntimeError: DataLoader worker .* is killed by signal.*\n",
@@ -535,7 +539,9 @@ def finished(job: Running, began: float) -> Ended:
             f"no end within {COMMAND_SECONDS:.0f} s:\n{job.said()}\n{stacks}"
         ) from None
     ended = Ended(code, job.output.read_text(), job.said(), time.monotonic() - began)
-    expect(ended.seconds < SLOW_SECONDS, f"it took {ended.seconds:.1f} s:\n{ended.out}{ended.err}")
+    waiting = max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    slow = ended.seconds > SLOW_SECONDS * waiting
+    expect(not slow, f"it took {ended.seconds:.1f} s:\n{ended.out}{ended.err}")
     return ended
 
 
@@ -564,7 +570,7 @@ def check_said(stage: Stage, ended: Ended, codes: frozenset[int], named: str) ->
             "Traceback" not in KILLED_AS_IT_ENDED.sub("", last),
             f"a traceback in a command that ended with {code}:\n{ended.err}",
         )
-    if code in (0, 2, *STOPPED):
+    if code in (0, 2, *STOPPED) or (code == NO_SPACE and FOLDER_REFUSED.search(last)):
         return
     expect(len(fatal) == 1, f"{len(fatal)} FATAL lines with exit code {code}:\n{ended.err}")
     block = last[last.index(fatal[0]) :]
