@@ -7,7 +7,7 @@ unnamed socket pair. The workers that it forks become children of the launcher a
 on the server. A server that cannot fork safely answers with the reason; the launcher then starts
 each worker as a new interpreter. Only the server imports torch, not the launcher.
 
-multiprocessing's forkserver was tried in its place: docs/inside/log.md, 2026-11-22.
+multiprocessing's forkserver was tried in its place: docs/inside/decisions.md.
 """
 
 from __future__ import annotations
