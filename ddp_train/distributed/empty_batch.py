@@ -1,5 +1,4 @@
-"""What a step whose batch is empty needs: networks take it where torch would not, and errors say
-why it is empty."""
+"""What a step whose batch is empty needs: networks take it where torch would not."""
 
 from __future__ import annotations
 
@@ -13,10 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-NO_SAMPLE = (
-    "(this process has no sample in this step, and a batch of the length 0, which whatever is"
-    " computed of it must take: x.flatten(1), sums, no x[0], no division by len(x))"
-)
 _RESHAPES = frozenset({Tensor.view, Tensor.reshape, torch.reshape})
 _REFUSE_NO_ROWS = frozenset({torch.pixel_shuffle, torch.pixel_unshuffle, functional.instance_norm})
 """Functions of images, each by itself, that torch 2.15 does not do for none, or whose backward pass
@@ -34,8 +29,8 @@ def step_without_samples() -> contextlib.ExitStack:
 
 
 class TakesNoRows(TorchFunctionMode):
-    """Inside, `x.view(len(x), -1)` works without rows too, and so do some functions of images and
-    attention with masks; in torch they are errors."""
+    """Inside, `x.view(len(x), -1)` works without rows too, and so do some functions of images,
+    attention with masks and the CTC loss; in torch they are errors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,6 +45,8 @@ class TakesNoRows(TorchFunctionMode):
             return func(one_row, *others, **kwargs)[:0]
         elif func is functional.multi_head_attention_forward and not args[0].numel():
             kwargs = without_masks_of_samples(kwargs)
+        elif func is functional.ctc_loss and args and not args[0].numel():
+            return ctc_loss_of_none(*args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -61,6 +58,23 @@ def without_masks_of_samples(kwargs: dict[str, Any]) -> dict[str, Any]:
     if mask is not None and mask.dim() == 3:
         kwargs.update(attn_mask=None, is_causal=False)
     return kwargs
+
+
+def ctc_loss_of_none(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Any,
+    target_lengths: Any,
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The CTC loss of no sample, with torch's arguments: [0] with reduction="none", else 0.
+
+    log_probs: [time, 0, classes].
+    """
+    losses = log_probs.sum((0, 2))
+    return losses if reduction == "none" else losses.sum()
 
 
 def reshaped_size(shape: tuple[int, ...], size: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,6 +18,14 @@ from ddp_train.text import first_line
 
 SHOWN_SAMPLES = 20
 """Samples of a lost batch that a failure names."""
+NO_SAMPLE = "(this process has no sample in this step, and a batch of the length 0)"
+"""The note of an error in such a step."""
+_TAKE_NO_SAMPLE = (
+    "let whatever is computed of the batch take no rows: x.flatten(1), sums, no x[0], no division"
+    " by len(x); where a layer takes none, as pack_padded_sequence, leave out the last batch if it"
+    " is small, run.loader(..., drop_last=True), or use a global_batch_size of which each process"
+    " gets a sample"
+)
 DEAD_LOADER = "DataLoader worker (pid"
 """Begin of torch's message about a loader process that died."""
 
@@ -178,6 +186,8 @@ def _cause_of(error: BaseException, status: RankStatus, sizes: str) -> _Cause:
             "give the model the number type of its weights: return float32 inputs (numpy's default"
             " is float64)"
         )
+    elif NO_SAMPLE in getattr(error, "__notes__", []):
+        remedy = _TAKE_NO_SAMPLE
     detail = _detail_of(error)
     if "in DataLoader worker process" in text:  # the message contains that process's traceback
         *_, error_line, detail = text.splitlines()

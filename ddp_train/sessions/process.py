@@ -14,13 +14,13 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from ddp_train.distributed.empty_batch import NO_SAMPLE
 from ddp_train.distributed.environment import launcher_pid, threads_asked
 from ddp_train.distributed.preflight import meet
 from ddp_train.distributed.process_group import Store, open_store
 from ddp_train.distributed.world import World
 from ddp_train.errors import PeerError
 from ddp_train.resilience import failure_report, heartbeat, stacks
+from ddp_train.resilience.failure import NO_SAMPLE
 from ddp_train.resilience.preemption import (
     INTERRUPTED,
     SAVED,

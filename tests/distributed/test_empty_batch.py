@@ -57,3 +57,15 @@ def test_attention_with_masks_takes_no_rows(masks: str) -> None:
     assert outputs.shape == (0, 5, 4)
     for parameter in layer.parameters():
         assert parameter.grad is not None and not parameter.grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_the_ctc_loss_of_no_sample_is_nothing(reduction: str) -> None:
+    log_probs = torch.zeros(7, 0, 3, requires_grad=True)
+    lengths = torch.zeros(0, dtype=torch.long)
+    targets = torch.zeros(0, 2, dtype=torch.long)
+    with step_without_samples():
+        losses = nn.CTCLoss(reduction=reduction)(log_probs, targets, lengths, lengths)
+        losses.sum().backward()
+    assert losses.shape == ((0,) if reduction == "none" else ())
+    assert log_probs.grad is not None and log_probs.grad.shape == (7, 0, 3)

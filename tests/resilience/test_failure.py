@@ -12,6 +12,7 @@ from torch import nn
 
 from ddp_train.resilience import failure_report, hang_detector
 from ddp_train.resilience.failure import (
+    NO_SAMPLE,
     failure_from,
     failure_from_exit,
     failure_from_hang,
@@ -35,6 +36,13 @@ def test_inputs_of_another_number_type_have_a_remedy(layer: nn.Module, dtype: to
     assert failure_from(other, 0, RankStatus(), Path("log"), "").remedy == "see the traceback", (
         "another device"
     )
+
+
+def test_a_layer_that_takes_no_sample_has_a_remedy() -> None:
+    error = RuntimeError("Cannot pack empty tensors.")
+    error.add_note(NO_SAMPLE)
+    failure = failure_from(error, 0, RankStatus(), Path("log"), "")
+    assert NO_SAMPLE in failure.detail and "drop_last=True" in failure.remedy
 
 
 def test_an_oom_kill_is_distinguished_from_other_kills() -> None:
