@@ -22,13 +22,7 @@ from ddp_train.errors import ConfigError, DataError, LaunchError
 from ddp_train.text import counted
 
 Rows = Literal["samples", "views", "parts", "shared"]
-"""The sample of the batch that each row of a tensor belongs to.
-
-samples: row i is sample i.
-views: all samples, and all of them again, as torch.cat([view, other]) has them.
-parts: all parts of the first sample, then those of the second, as flatten(0, 1) has them.
-shared: the rows are no samples; every process draws the same numbers.
-"""
+"""The sample of the batch that each row of a tensor belongs to: see `noise_like`."""
 
 WAYS = (
     "rows='views' if all samples come and then all of them again, as in torch.cat of two views;"
@@ -46,7 +40,10 @@ def noise_like(x: Tensor, *, rows: Rows = "samples", dtype: torch.dtype | None =
     picture between two steps) it is torch.randn_like itself.
 
     x: [n, ...], of which only shape, dtype and device matter.
-    rows: the samples that the rows belong to, see `Rows`.
+    rows: the sample that each row belongs to. samples: row i to sample i. views: all samples, then
+        all of them again, as torch.cat([view, other]) has them. parts: all parts of the first
+        sample, then those of the second, as flatten(0, 1) has them. shared: the rows are no
+        samples, and every process draws the same numbers.
     dtype: of the result, floating-point; that of x by default.
 
     Raises DataError if the rows of x cannot be those of the samples, ConfigError on several GPUs

@@ -19,11 +19,12 @@ from ddp_train.errors import ConfigError, DataError, LaunchError
 def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """The rows of all processes, and which of them are those of this process.
 
-    tensor: [n, ...]; n may differ between processes, what follows it and the dtype may not. Returns
-    rows [all, ...] in the order of the global batch, and `own`, int64 [n]: `rows[own]` equals
-    `tensor`. Gradients flow to the rows of all processes, so for a loss that sums over own rows the
-    gradient is that of the sum over all rows. Every process must call it in the same place and use
-    what it returns: its backward pass is a collective too.
+    tensor: [n, ...]; n may differ between processes, what follows it and the dtype may not.
+
+    Returns rows [all, ...] in the order of the global batch, and `own`, int64 [n]: `rows[own]`
+    equals `tensor`. Gradients flow to the rows of all processes, so for a loss that sums over own
+    rows the gradient is that of the sum over all rows. Every process must call it in the same place
+    and use what it returns: its backward pass is a collective too.
 
     Outside of a training step, in an evaluation above all, and on one process the rows are those of
     this process: the batches of an evaluation are the same on any number of processes already.

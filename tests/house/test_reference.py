@@ -1,0 +1,39 @@
+"""Generated pages of the reference are those that the source gives."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ddp_train.config.keys import all_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "docs/site/reference.py"
+GENERATED = ("keys.md", "python.md")
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The script that writes the pages."""
+    spec = importlib.util.spec_from_file_location("reference", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_page_is_what_the_source_gives(name: str, reference: ModuleType) -> None:
+    assert set(reference.PAGES) == set(GENERATED)
+    page = (ROOT / "docs/reference" / name).read_text()
+    assert page == reference.PAGES[name](), "run python docs/site/reference.py"
+
+
+def test_every_key_has_a_row() -> None:
+    page = (ROOT / "docs/reference/keys.md").read_text()
+    custom = ("target", "arguments", "name")  # rows of `_target_` and ARGUMENT; the preset
+    keys = [key for key in all_keys() if key.rpartition(".")[2] not in custom or key == "name"]
+    assert [key for key in keys if f"| `{key}` |" not in page] == []
