@@ -91,7 +91,7 @@ def session(
         which get these lines.
     hyperparameters: what trackers show of the run, vars(args) for one.
 
-    Ends the process with the exit codes of docs/operate/failures.md, after one line that says why.
+    Ends the process with the exit codes of docs/reference/files.md, after one line that says why.
     In a notebook it raises instead.
     """
     with contextlib.ExitStack() as owned:

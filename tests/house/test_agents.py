@@ -1,4 +1,4 @@
-"""docs/reference/agents.md says what real runs write: its tables have every key that is there, and no other.
+"""docs/reference/files.md says what real runs write: its tables have every key that is there, and no other.
 Those of runs and sweeps: `test_the_page_for_agents_has_the_keys_that_are_written` in test_e2e."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ddp_train.resilience.failure import Failure
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, UNSAVED
 from tests.support.commands import ONE, ROOT, SMALL, run
 
-PAGE = (ROOT / "docs/reference/agents.md").read_text()
+PAGE = (ROOT / "docs/reference/files.md").read_text()
 
 
 def told(heading: str) -> set[str]:
@@ -42,7 +42,7 @@ def test_the_page_is_found_from_the_root() -> None:
     text = (ROOT / "AGENTS.md").read_text()
     paths = re.findall(r"\]\(([^)#]+)", text)
     assert (
-        "docs/reference/agents.md" in paths
+        "docs/reference/files.md" in paths
         and all((ROOT / path).exists() for path in paths)
         and len(text.splitlines()) < 12
     )
