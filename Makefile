@@ -47,7 +47,7 @@ judge: .venv/ready  ## ckpt-chaos kills three ranks at every file event of a run
 
 docs: | .venv/bin/pip  ## the site of docs/ in build/site; a dead link or anchor is an error
 	@$(BIN)/python -c 'import material' 2>/dev/null || $(PIP_INSTALL) --quiet mkdocs-material
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: .venv/ready  ## lint, format and types
 	$(BIN)/ruff check .
