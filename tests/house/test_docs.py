@@ -1,4 +1,4 @@
-"""The pages for those in trouble speak of messages that exist, and of every kind of failure."""
+"""Pages for those in trouble speak of messages that exist, and of every kind of failure."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from ddp_train.errors import LaunchError
 from ddp_train.options.problem import Problem
 from ddp_train.resilience import failure_report
+from tests.house.test_questions import anchors
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/troubleshooting.md").read_text()
@@ -92,7 +93,7 @@ def is_said(message: str, texts: list[str]) -> bool:
 
 
 def test_the_page_has_messages(said_by_the_code: list[str]) -> None:
-    assert len(MESSAGES) > 100 and len(set(MESSAGES)) == len(MESSAGES)
+    assert MESSAGES and len(set(MESSAGES)) == len(MESSAGES)
     nobodys = "no progress for ... s (launch.patience=...)"
     assert not is_said(nobodys, said_by_the_code), "what nobody says is found out"
 
@@ -106,12 +107,22 @@ def test_each_message_is_one_that_the_code_can_say(
 
 
 def test_every_kind_of_failure_is_explained() -> None:
-    kinds = {cls.kind for cls in LaunchError.__subclasses__()} | kinds_in(
+    kinds = {cls.kind for cls in errors_below(LaunchError)} | kinds_in(
         ROOT / "ddp_train/resilience/failure.py"
     )
     assert {"hang", "oom", "died", "data_worker", "exception"} <= kinds
-    explained = set(re.findall(r"[Kk]ind `(\w+)`", PAGE))
-    assert kinds == explained
+    page = (ROOT / "docs/operate/failures.md").read_text()
+    table = re.search(r"^\| kind \|.*?\n\n", page, re.M | re.S)
+    assert table is not None
+    rows = re.findall(r"^\| ([`\w, ]+) \|", table[0], re.M)
+    assert kinds == set(re.findall(r"`(\w+)`", " ".join(rows)))
+
+
+def errors_below(error: type[LaunchError]) -> Iterator[type[LaunchError]]:
+    """The classes that derive from an error, at any depth."""
+    for cls in error.__subclasses__():
+        yield cls
+        yield from errors_below(cls)
 
 
 def kinds_in(path: Path) -> set[str]:
@@ -133,6 +144,17 @@ PAGES = [
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*\.md)?#([^)]+)\)", page.read_text())
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+    assert missing == []
 
 
 NAMED_TESTS = re.findall(
