@@ -196,7 +196,7 @@ MLPERF_NOTE = (
     " the first row of the network. proportional: the step of one GPU is that of the first row, in"
     " proportion to the batch per GPU. with a fixed part: it is a line through the first two rows,"
     " fixed seconds and seconds per sample; the others test it. Waiting for the slowest rank is"
-    " left out, since no deviation of steps is published. docs/operate/simulate.md says what the"
+    " left out, since no deviation of steps is published. docs/operate/studies.md says what the"
     " errors mean."
 )
 OURS = (
