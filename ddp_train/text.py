@@ -73,8 +73,8 @@ def in_double_quotes(text: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 step`, `2,000 steps`, `2 processes`."""
-    plural = noun + ("es" if noun.endswith("s") else "s")
+    """`1 step`, `2,000 steps`, `2 batches`."""
+    plural = noun + ("es" if noun.endswith(("s", "batch")) else "s")
     return f"{number:,} {noun if number == 1 else plural}"
 
 

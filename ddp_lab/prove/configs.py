@@ -61,7 +61,7 @@ def for_proof(config: Config, run_dir: Path) -> Config:
         early_stopping=replace(config.train.early_stopping, patience=None),
     )
     data = config.data
-    if data.batch_by == "samples":
+    if data.batch_by == "samples" and not data.batch_sampler:
         train = replace(train, global_batch_size=min(train.global_batch_size, most_samples))
     if hasattr(data, "limit"):
         limit = 2 * most_samples + most_samples // 2 + 1

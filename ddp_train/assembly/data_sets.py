@@ -25,6 +25,7 @@ BESIDE_ARGUMENTS = (
     "validation",
     "weights",
     "sampler",
+    "batch_sampler",
     "drop_last",
     "mixup",
     "cutmix",

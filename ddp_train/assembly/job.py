@@ -119,8 +119,11 @@ class JobBuilder:
             units_per_sample=units,
             in_order=is_read_in_order(source),
         )
+        epochs = -(-plan.steps // plan.steps_per_epoch)
         if isinstance(source, UserDataset):
-            source.check_lengths(-(-plan.steps // plan.steps_per_epoch))
+            source.check_lengths(epochs)
+        if sampled:
+            sampled.check_epochs(epochs)
         return plan
 
     def build_mix(self, source: BatchSource) -> Mix | None:

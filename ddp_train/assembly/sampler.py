@@ -9,55 +9,67 @@ from torch.utils.data import Subset
 from ddp_train.config.user_code import instantiate, parameters_of
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.rng import hash_key, keyed_generators
-from ddp_train.data.sample_facts import told_labels
-from ddp_train.data.sampled_epochs import SampledEpochs
+from ddp_train.data.sample_facts import told_labels, told_lengths
+from ddp_train.data.sampled_epochs import EpochsInBatches, SampledEpochs
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError
 from ddp_train.options.custom import code_of
 from ddp_train.options.schema import Config
 
-SECTION = "data.sampler"
 DATA = ("data_source", "dataset")
 LABELS = ("labels", "targets")
-"""Parameters that are the training set, and the labels that it tells, unless they are given."""
+"""Parameters that are the training set, and the labels that it tells."""
 
 
 def sampled_epochs(config: Config, source: BatchSource) -> SampledEpochs | None:
-    """The epochs of `data.sampler`; None where the config names none.
+    """The epochs of `data.sampler` or `data.batch_sampler`; None where the config names neither.
 
     source: the training set.
 
     Raises ConfigError if the sampler cannot be made.
     """
-    if not config.data.sampler:
+    data = config.data
+    batch_size = config.train.global_batch_size
+    section = SampledEpochs.option
+    if data.batch_sampler:
+        section = EpochsInBatches.option
+    given = data.batch_sampler or data.sampler
+    if not given:
         return None
-    code = code_of(config.data.sampler)
-    more = _offered(source, parameters_of(SECTION, code), code.arguments)
+    code = code_of(given)
+    offered = _offered(source, batch_size, parameters_of(section, code))
+    more = {name: value for name, value in offered.items() if name not in code.arguments}
     key = hash_key(config.seed, "sampler")
 
     def make() -> Any:
         with keyed_generators() as seed_generators:
             seed_generators(key)
-            return instantiate(SECTION, code, **more)
+            return instantiate(section, code, **more)
 
     try:
+        if data.batch_sampler:
+            return EpochsInBatches(make, source, key, batch_size)
         return SampledEpochs(make, source, key)
     except (TypeError, ValueError) as error:
-        raise ConfigError([f"{SECTION}._target_={code.target}: {error}"]) from error
+        raise ConfigError([f"{section}._target_={code.target}: {error}"]) from error
 
 
-def _offered(source: BatchSource, parameters: list[str], given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that no config can give: the training set, and its labels."""
+def _offered(source: BatchSource, batch_size: int, parameters: list[str]) -> dict[str, Any]:
+    """Arguments that the run knows: the training set, what it tells of its samples, the size of a
+    global batch."""
     offered: dict[str, Any] = {}
     for name in parameters:
-        if name in given:
-            continue
+        told = None
         if name in DATA:
             offered[name] = _samples_of(source)
         elif name in LABELS:
-            labels = told_labels(source)
-            if labels is not None:
-                offered[name] = labels.tolist()
+            told = told_labels(source)
+        elif name == "lengths":
+            told = told_lengths(source)
+        elif name == "batch_size":
+            offered[name] = batch_size
+        if told is not None:
+            offered[name] = told.tolist()
     return offered
 
 

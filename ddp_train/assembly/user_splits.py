@@ -28,6 +28,7 @@ TRAIN = "train"
 SHUFFLE = "shuffle or draw in the stream itself, within a buffer for instance"
 NOT_OF_STREAMS = {
     "data.sampler": SHUFFLE,
+    "data.batch_sampler": SHUFFLE,
     "data.weights": SHUFFLE,
     "data.batch_by": "use data.batch_by=samples",
     "data.validation": "use data.validation=0, or name a set by data.splits.validation",

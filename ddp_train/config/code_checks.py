@@ -68,10 +68,11 @@ def code_named(config: Config) -> Iterator[Problem]:
     trusted = config.trusted_modules
     for section, option in _own_options(config).items():
         yield from _problems_of_option(section, option, trusted)
-    sampler = config.data.sampler.get("_target_")
-    if isinstance(sampler, str) and not config.uses_trained:
-        found = f"data.sampler._target_={sampler}"
-        yield from loading_problems(found, sampler, TRUSTED_MODULES, trusted)
+    for option, given in config.data.samplers().items():
+        sampler = given.get("_target_")
+        if isinstance(sampler, str) and not config.uses_trained:
+            found = f"{option}._target_={sampler}"
+            yield from loading_problems(found, sampler, TRUSTED_MODULES, trusted)
     for metric in _own_metrics(config):
         target = metric.code.target
         found = f"{metric.key}._target_={shown(target or None)}"

@@ -209,7 +209,8 @@ def _own_packages(config: Config, from_elsewhere: Collection[str]) -> list[str]:
         if group not in from_elsewhere and isinstance(option, CustomOption):
             paths += [path for _, path in option.paths()]
     if "data" not in from_elsewhere:
-        paths.append(str(config.data.sampler.get("_target_", "")))
+        samplers = config.data.samplers().values()
+        paths += [str(given.get("_target_", "")) for given in samplers]
     if "metrics" not in from_elsewhere:
         paths += [metric.code.target for metric in metrics.further_metrics(config)]
     if "hooks" not in from_elsewhere:

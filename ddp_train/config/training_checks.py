@@ -15,7 +15,8 @@ from ddp_train.text import counted, did_you_mean, shown
 def problems(run: RequestedRun) -> Iterator[Problem]:
     config = run.config
     trains_by_samples = not config.uses_trained and config.data.batch_by == "samples"
-    if trains_by_samples:  # by tokens, samples are dealt out one by one
+    # Batches of other sizes are dealt out one sample at a time.
+    if trains_by_samples and not config.data.batch_sampler:
         yield from _batch(run)
     yield from _evaluations(config.train)
     if config.train.ema_warmup and config.train.ema_decay is None:

@@ -66,8 +66,12 @@ class MicroBatch:
 class NumberedEpochs(Protocol):
     """Epochs whose samples somebody else chooses: see `data.sampled_epochs`."""
 
+    option: str
+    """The key that says who."""
     name: str
     """For people."""
+    steps: int | None
+    """Global batches of an epoch, where these are chosen too; None: the plan cuts them."""
 
     def __len__(self) -> int:
         """Samples of an epoch."""
@@ -75,6 +79,11 @@ class NumberedEpochs(Protocol):
 
     def epoch(self, epoch: int) -> np.ndarray:
         """The sample numbers in their order, int64 [n]."""
+        ...
+
+    def cuts(self, epoch: int) -> np.ndarray:
+        """The first place of each chosen global batch among them, and the end of the last one:
+        int64 [steps + 1]."""
         ...
 
     def digest(self, epoch: int) -> int:
@@ -106,7 +115,7 @@ class BatchPlan:
     lengths: LengthBatches | None = field(default=None, compare=False)
     """None: global batches of one number of samples."""
     sampled: NumberedEpochs | None = field(default=None, compare=False)
-    """None: the order is drawn by seed and epoch."""
+    """None: the order is drawn by seed and epoch. It may choose the global batches too."""
     drop_last: bool = False
     """The last global batch of an epoch is left out if it is not full."""
     in_order: bool = False
@@ -120,9 +129,18 @@ class BatchPlan:
     def steps_per_epoch(self) -> int:
         if self.lengths:
             return self.lengths.steps
+        if self.sampled is not None and self.sampled.steps:
+            return self.sampled.steps
         if self.drop_last:
             return self.samples // self.global_batch_size
         return -(-self.samples // self.global_batch_size)
+
+    @property
+    def chosen_batches(self) -> NumberedEpochs | None:
+        """The epochs of a batch sampler; None if the plan cuts global batches of one size."""
+        if self.sampled is not None and self.sampled.steps:
+            return self.sampled
+        return None
 
     @property
     def samples_per_epoch(self) -> int:
@@ -151,13 +169,15 @@ class BatchPlan:
         """True if the global batch of an optimizer step has the full size, which most have."""
         if self.lengths:
             return False
+        if self.chosen_batches:
+            return len(self.global_batch(step)) == self.global_batch_size
         is_last_of_epoch = (step + 1) % self.steps_per_epoch == 0
         return not is_last_of_epoch or self.samples_per_epoch % self.global_batch_size == 0
 
     @property
     def has_empty_parts(self) -> bool:
         """True if some process may have no sample in some micro-batch."""
-        if self.lengths:
+        if self.lengths or self.chosen_batches:
             return True
         samples = self.samples_per_epoch
         sizes = {min(samples, self.global_batch_size)}
@@ -172,6 +192,8 @@ class BatchPlan:
             return seen_before
         if self.lengths:
             return seen_before + int(_length_epoch(self.lengths, self.seed, epochs).seen[steps])
+        if self.chosen_batches:
+            return seen_before + int(self.chosen_batches.cuts(epochs)[steps])
         return seen_before + min(steps * self.global_batch_size, self.samples)
 
     def global_batch(self, step: int) -> np.ndarray:
@@ -182,6 +204,9 @@ class BatchPlan:
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
         if self.lengths:
             return self.lengths.batch(_length_epoch(self.lengths, self.seed, epoch), step_in_epoch)
+        if self.chosen_batches:
+            start, end = self.chosen_batches.cuts(epoch)[step_in_epoch:][:2]
+            return self.chosen_batches.epoch(epoch)[start:end]
         start = step_in_epoch * self.global_batch_size
         if self.in_order:
             return np.arange(start, min(start + self.global_batch_size, self.samples))
@@ -204,7 +229,7 @@ class BatchPlan:
 
     def digests(self) -> dict[str, str]:
         """sha256 of the weights, lengths or first epoch of a sampler, which decide which samples a
-        batch has."""
+        batch has, by names."""
         arrays = {}
         if self.weights:
             arrays["weights"] = self.weights.sums
@@ -212,6 +237,8 @@ class BatchPlan:
             arrays["lengths"] = self.lengths.lengths
         if self.sampled:
             arrays["order"] = self.sampled.epoch(0)
+        if self.chosen_batches:
+            arrays["batches"] = self.chosen_batches.cuts(0)
         return {name: hashlib.sha256(array.tobytes()).hexdigest() for name, array in arrays.items()}
 
     def _split(self, step: int, indices: np.ndarray) -> Iterator[MicroBatch]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ddp_train.options.data_keys import (
+    batch_sampler,
     drop_last,
     mixing_alpha,
     sample_weights,
@@ -30,6 +31,7 @@ class BuiltInDataConfig(DataConfig):
     validation: float | None = validation_part()
     weights: str | None = sample_weights()
     sampler: dict[str, Any] = sampler()
+    batch_sampler: dict[str, Any] = batch_sampler()
     drop_last: bool = drop_last()
     placement: str = key(
         "auto",

@@ -154,6 +154,14 @@ def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
     return lengths
 
 
+def told_lengths(source: BatchSource) -> np.ndarray | None:
+    """The lengths that a data set tells of its samples, int64 [n]; None as for `told_labels`."""
+    try:
+        return _whole_numbers(source, ("lengths",), "")
+    except ConfigError:
+        return None
+
+
 def _whole_numbers(source: BatchSource, names: tuple[str, ...], key: str) -> np.ndarray | None:
     """Whole numbers, one for each sample, under the first of these names that a data set has.
 

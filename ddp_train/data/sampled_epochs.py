@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import BatchSampler
@@ -19,8 +19,19 @@ AT_ONCE = 1024
 KEPT = 2
 """Epochs whose numbers are kept beside the first: loaders are ahead of who asks for the current
 one, and the first is asked for at every start."""
+TRIED = 3
+"""Epochs that are drawn before a run begins."""
 DIGEST_BYTES = 6
 """A float64, as which digests travel between processes, holds whole numbers of 53 bits."""
+
+
+class Drawn(NamedTuple):
+    """An epoch that was drawn."""
+
+    numbers: np.ndarray
+    """Of the samples, in their order: int64 [n]."""
+    cuts: np.ndarray
+    """The first place of each portion that the sampler gave, and the end of the last one."""
 
 
 class SampledEpochs:
@@ -29,6 +40,12 @@ class SampledEpochs:
     A sampler that keeps something from epoch to epoch, a generator of its own for instance, draws
     the epochs before the one that is asked for too.
     """
+
+    option = "data.sampler"
+    unit = "number"
+    """What the length of the sampler counts."""
+    steps: int | None = None
+    """Global batches of an epoch, where the sampler gives these; None: it gives single numbers."""
 
     def __init__(self, make: Callable[[], Any], samples: Sized, key: int) -> None:
         """Make the sampler, and draw its first epoch twice.
@@ -42,7 +59,7 @@ class SampledEpochs:
         self.make = make
         self.samples = samples
         self.key = key
-        self.kept: dict[int, np.ndarray] = {}
+        self.kept: dict[int, Drawn] = {}
         self.digests: dict[int, int] = {}
         """A digest of each epoch that was drawn, which the processes compare in it."""
         self.batches = self._made()
@@ -54,7 +71,7 @@ class SampledEpochs:
             if not np.array_equal(first, self.epoch(0)):
                 raise ConfigError(
                     [
-                        f"data.sampler: {self.name} draws other numbers each time that it is made,"
+                        f"{self.option}: {self.name} draws other numbers each time that it is made,"
                         " and no resumed run would have its order; let it draw from torch's,"
                         " numpy's or Python's global generators, or from one with a fixed seed"
                     ]
@@ -65,9 +82,17 @@ class SampledEpochs:
         return self.length
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """The numbers of the samples of an epoch, in their order, int64 [n].
+        """The numbers of the samples of an epoch, in their order, int64 [n]. See `drawn`."""
+        return self.drawn(epoch).numbers
 
-        Raises DataError if they are not as many as the sampler tells, or no numbers of samples.
+    def cuts(self, epoch: int) -> np.ndarray:
+        """The places of an epoch that portions begin at, with its end. See `Drawn`."""
+        return self.drawn(epoch).cuts
+
+    def drawn(self, epoch: int) -> Drawn:
+        """An epoch.
+
+        Raises DataError if it is not as long as the sampler tells, or has no numbers of samples.
         """
         if epoch in self.kept:
             return self.kept[epoch]
@@ -79,24 +104,41 @@ class SampledEpochs:
             self._draw(self.next)
         return self._draw(epoch)
 
-    def _draw(self, epoch: int) -> np.ndarray:
+    def _draw(self, epoch: int) -> Drawn:
         self.batches.set_epoch(epoch)
         portions = self.batches.draw(Pass(epoch))
         batches = [numbers for portion in portions for numbers in portion]
         numbers = np.concatenate([np.empty(0, np.int64), *batches])
-        if len(numbers) != self.length:
+        cuts = np.cumsum([0, *map(len, batches)])
+        drawn = Drawn(numbers, cuts)
+        self._check(drawn, epoch)
+        self.next = epoch + 1
+        self.digests[epoch] = self._digest_of(drawn)
+        self.kept[epoch] = drawn
+        while len(self.kept) > KEPT + 1:
+            del self.kept[min(filter(None, self.kept))]
+        return drawn
+
+    def _check(self, drawn: Drawn, epoch: int) -> None:
+        """Raise DataError if the epoch is not as long as the sampler tells."""
+        self._check_count(len(drawn.numbers), epoch)
+
+    def _check_count(self, count: int, epoch: int) -> None:
+        if count != self.length:
             raise DataError(
-                f"data.sampler: {self.name} gave {counted(len(numbers), 'number')} in epoch"
+                f"{self.option}: {self.name} gave {counted(count, self.unit)} in epoch"
                 f" {epoch + 1}, and its __len__ told {self.length:,}, by which steps are planned",
                 "let both be the same in each epoch, or train in a loop of your own"
                 " (ddp_train.session)",
             )
-        self.next = epoch + 1
-        self.digests[epoch] = digest_of(numbers)
-        self.kept[epoch] = numbers
-        while len(self.kept) > KEPT + 1:
-            del self.kept[min(filter(None, self.kept))]
-        return numbers
+
+    def _digest_of(self, drawn: Drawn) -> int:
+        return digest_of(drawn.numbers)
+
+    def check_epochs(self, epochs: int) -> None:
+        """Draw some of the epochs of a run, to refuse them before it begins. See `drawn`."""
+        for epoch in range(min(epochs, TRIED)):
+            self.drawn(epoch)
 
     def digest(self, epoch: int) -> int:
         """A number below 2**48 that identifies the order of an epoch."""
@@ -111,20 +153,70 @@ class SampledEpochs:
     def _made(self) -> SampledBatches:
         self.next = 0
         """The epoch that a sampler which keeps something draws next."""
-        sampler = BatchSampler(self.make(), AT_ONCE, drop_last=False)
-        return SampledBatches(sampler, self.samples, self.key, "cpu")
+        self.sampler = self.make()
+        return SampledBatches(self._batch_sampler(self.sampler), self.samples, self.key, "cpu")
+
+    def _batch_sampler(self, sampler: Any) -> Any:
+        """What gives the sampler's numbers a portion at a time."""
+        return BatchSampler(sampler, AT_ONCE, drop_last=False)
 
     def _told_length(self) -> int:
-        sampler = self.batches.batch_sampler.sampler  # type: ignore[attr-defined]
         try:
-            length = len(sampler)
+            length = len(self.sampler)
         except (TypeError, NotImplementedError):
             length = 0
         if length:
             return length
         rule = "has no __len__, by which steps are planned, or it is 0"
         remedy = "add one, or train in a loop of your own (ddp_train.session)"
-        raise ConfigError([f"data.sampler: {self.name} {rule}; {remedy}"])
+        raise ConfigError([f"{self.option}: {self.name} {rule}; {remedy}"])
+
+
+class EpochsInBatches(SampledEpochs):
+    """The global batches of each epoch, by a batch sampler: as many in each, of any sizes."""
+
+    option = "data.batch_sampler"
+    unit = "batch"
+
+    def __init__(self, make: Callable[[], Any], samples: Sized, key: int, largest: int) -> None:
+        """Make the batch sampler, and draw its first epoch twice.
+
+        largest: samples that a batch may have; see `SampledEpochs` for the rest.
+
+        Raises ConfigError as there, and DataError for what `_check` refuses.
+        """
+        self.largest = largest
+        super().__init__(make, samples, key)
+        self.steps = self.length
+
+    def __len__(self) -> int:
+        """Samples of an epoch."""
+        return len(self.epoch(0))
+
+    def _batch_sampler(self, sampler: Any) -> Any:
+        return sampler
+
+    def _check(self, drawn: Drawn, epoch: int) -> None:
+        """Raise DataError for other numbers of batches or samples, or a batch that is too large."""
+        self._check_count(len(drawn.cuts) - 1, epoch)
+        found = f"{self.option}: {self.name} gave"
+        largest = int(np.diff(drawn.cuts).max())
+        if largest > self.largest:
+            raise DataError(
+                f"{found} a batch of {largest:,} samples, and train.global_batch_size="
+                f"{self.largest} is the most that one may have, over all processes",
+                f"use train.global_batch_size={largest} or more",
+            )
+        if epoch and len(drawn.numbers) != len(self):
+            raise DataError(
+                f"{found} {len(drawn.numbers):,} samples in epoch {epoch + 1}, and {len(self):,} in"
+                " the first, by which samples are counted",
+                "let both be the same in each epoch, or train in a loop of your own"
+                " (ddp_train.session)",
+            )
+
+    def _digest_of(self, drawn: Drawn) -> int:
+        return digest_of(np.concatenate([drawn.numbers, drawn.cuts]))
 
 
 def digest_of(numbers: np.ndarray) -> int:

@@ -33,9 +33,9 @@ class OrderCheck:
         if len(set(digests)) == 1:
             return
         table = ", ".join(f"rank {rank}: {digest:x}"[:16] for rank, digest in enumerate(digests))
+        sampler = f"{self.sampled.option}: {self.sampled.name}"
         raise DataError(
-            f"data.sampler: {self.sampled.name} gives other numbers on each process in epoch"
-            f" {self.epoch + 1} ({table})",
+            f"{sampler} gives other numbers on each process in epoch {self.epoch + 1} ({table})",
             SAME_DRAWS,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from ddp_train.options.data_keys import (
+    batch_sampler,
     drop_last,
     mixing_alpha,
     named_test_sets,
@@ -190,6 +191,7 @@ class CustomDataConfig(CustomOption, DataConfig):
     cutmix: float = mixing_alpha("CutMix, which exchanges a box between")
     weights: str | None = sample_weights()
     sampler: dict[str, Any] = sampler()
+    batch_sampler: dict[str, Any] = batch_sampler()
     drop_last: bool = drop_last()
     batch_by: str = key(
         "samples",

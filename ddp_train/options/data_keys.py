@@ -39,6 +39,14 @@ def sampler() -> Any:
     return key({}, meaning)
 
 
+def batch_sampler() -> Any:
+    meaning = (
+        "class of a batch sampler that gives an epoch's global batches as lists of numbers of"
+        " samples, at most train.global_batch_size each: {_target_: my.BatchSampler}; {}: none"
+    )
+    return key({}, meaning)
+
+
 def drop_last() -> Any:
     return key(False, "leave out the last global batch of an epoch if it is not full")
 

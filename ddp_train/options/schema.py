@@ -277,6 +277,7 @@ class DataConfig:
     test_sets = cast("dict[str, Any]", {})
     weights = cast("str | None", None)
     sampler = cast("dict[str, Any]", {})
+    batch_sampler = cast("dict[str, Any]", {})
     drop_last = False
     limit = cast("int | None", None)
     batch_by = "samples"
@@ -288,6 +289,10 @@ class DataConfig:
         """The built-in task that fits its targets, as far as is known before they are read."""
         by_targets = {True: "regression", False: "classification", None: None}
         return self.task or by_targets[self.is_regression]
+
+    def samplers(self) -> dict[str, dict[str, Any]]:
+        """Samplers of the user's by their keys, {} where there is none."""
+        return {"data.sampler": self.sampler, "data.batch_sampler": self.batch_sampler}
 
     def has_validation(self) -> bool | None:
         """Tell whether there will be a validation set; None: only the data know."""
@@ -371,15 +376,23 @@ class DataConfig:
                 "contradicts data.batch_by=tokens, whose batches differ in size",
                 "leave it out",
             )
-        if not self.sampler:
-            return
-        target = self.sampler.get("_target_")
+        for option, given in self.samplers().items():
+            if given:
+                yield from self._problems_of_sampler(option, given)
+        if self.batch_sampler and self.drop_last:
+            yield Problem(
+                "data.drop_last=true",
+                "contradicts data.batch_sampler, which gives the batches themselves",
+                "leave it out",
+            )
+
+    def _problems_of_sampler(self, option: str, given: dict[str, Any]) -> Iterator[Problem]:
+        target = given.get("_target_")
         if not isinstance(target, str):
             rule = "must be a class with its arguments"
-            found = f"data.sampler={shown(self.sampler)}"
-            yield Problem(found, rule, "use data.sampler._target_=package.Name")
+            yield Problem(f"{option}={shown(given)}", rule, f"use {option}._target_=package.Name")
             return
-        found = f"data.sampler._target_={target}"
+        found = f"{option}._target_={target}"
         if target.rpartition(".")[2] == "DistributedSampler":
             yield Problem(
                 found,
@@ -389,6 +402,7 @@ class DataConfig:
         others = {
             f"data.weights={self.weights}": self.weights is not None,
             "data.batch_by=tokens": self.batch_by == "tokens",
+            "data.batch_sampler": option == "data.sampler" and self.batch_sampler,
         }
         for other, is_given in others.items():
             if is_given:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch.optim import Optimizer
 
 from ddp_train.config import metrics
@@ -155,6 +156,8 @@ def _data_row(data: Any, plan: BatchPlan, set_sizes: Mapping[str, int]) -> str:
     samples = f"{plan.samples:,} samples to train on"
     if plan.sampled:
         samples = f"{plan.samples:,} draws of {plan.sampled.name} to train on"
+    if plan.chosen_batches:
+        samples = f"{plan.samples:,} samples in batches of {plan.chosen_batches.name} to train on"
     if plan.in_order:
         samples += ", a stream in its order: each process reads all of it and keeps its samples"
     parts = [_name_of(data), samples]
@@ -190,6 +193,13 @@ def _global_batch_row(plan: BatchPlan, processes: int) -> str:
             f"at most {plan.global_batch_size:,} tokens, up to {plan.lengths.padding:.0%} of them"
             f" padding: {sizes.min():,} to {counted(int(sizes.max()), 'sample')} of about one"
             f" length, in {counted(parts, 'part')}"
+        )
+    if plan.chosen_batches:
+        sizes = np.diff(plan.chosen_batches.cuts(0))
+        parts = plan.virtual_shards or over_processes
+        return (
+            f"{sizes.min():,} to {counted(int(sizes.max()), 'sample')}, at most"
+            f" {plan.global_batch_size:,}, in {counted(parts, 'part')}"
         )
     if plan.virtual_shards:
         share = plan.global_batch_size // plan.virtual_shards

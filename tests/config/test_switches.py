@@ -1218,6 +1218,11 @@ ROWS: dict[str, Row] = {
     ),
     "data.weights": Row("data.weights=balanced", first_epoch),
     "data.sampler": Row("data.sampler={_target_:torch.utils.data.SequentialSampler}", first_epoch),
+    "data.batch_sampler": Row(
+        "data.batch_sampler={_target_:torch.utils.data.sampler.BatchSampler,sampler:[0,1,2],batch_size:2,"
+        "drop_last:false}",
+        first_epoch,
+    ),
     "data.drop_last": Row(
         "data.drop_last=true",
         first_epoch,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,8 +20,9 @@ from ddp_train.data.sampled_epochs import SampledEpochs
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError
+from ddp_train.hardware import Hardware
 from ddp_train.options.custom import CustomDataConfig
-from ddp_train.options.schema import Config
+from ddp_train.options.schema import Config, RequestedRun
 
 HERE = "tests.data.test_sampled_epochs"
 
@@ -72,6 +74,33 @@ class ByEpoch(Sampler):
         yield from ((self.epoch + number) % self.samples for number in range(6))
 
 
+class Runs(Sampler):
+    """Batches of 3, 5, 3, 5 ... neighbours, in another order in each epoch."""
+
+    def __init__(self, dataset: Any, batch_size: int, grows: str = "") -> None:
+        self.samples = len(dataset)
+        self.batch_size = batch_size
+        self.grows = grows
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2 * (self.samples // 8)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        starts = torch.randperm(self.samples // 8)
+        batches = []
+        for start in (8 * starts).tolist():
+            batches += [[start, start + 1, start + 2], list(range(start + 3, start + 8))]
+        if self.epoch and self.grows:
+            batches.append([0])
+        if self.epoch and self.grows == "samples":
+            del batches[0]
+        yield from batches
+
+
 class Uneven(ByEpoch):
     def __iter__(self) -> Iterator[int]:
         yield from range(6 - self.epoch)
@@ -86,11 +115,14 @@ class Endless(Sampler):
             yield 0
 
 
-def opened(name: str, samples: np.ndarray | None = None, **arguments: Any) -> SampledEpochs:
+def opened(
+    name: str, samples: np.ndarray | None = None, option: str = "sampler", **arguments: Any
+) -> SampledEpochs:
     """The epochs of a sampler that a config names."""
     target = name if "." in name else f"{HERE}.{name}"
     config = Config(data=CustomDataConfig(target=f"{HERE}.Rows"), trusted_modules=["tests"])
-    config.data.sampler = {"_target_": target, **arguments}
+    config.train.global_batch_size = 12
+    setattr(config.data, option, {"_target_": target, **arguments})
     source = UserDataset(Rows(), seed=0)
     if samples is not None:
         source = source.select(samples)
@@ -156,6 +188,62 @@ def test_samplers_that_no_plan_can_have_are_refused() -> None:
         uneven.epoch(1)
     with pytest.raises(DataError, match="gave the number 20, and the data set has 20 samples"):
         opened("torch.utils.data.SubsetRandomSampler", indices=[3, 20])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_processes_share_the_batches_of_a_batch_sampler(world: int, accumulation: int) -> None:
+    config = Config(data=CustomDataConfig(target=f"{HERE}.Rows"))
+    config.train.epochs = 2
+    config.train.global_batch_size = 6
+    config.train.accumulation_steps = accumulation
+    expected = opened("Runs", option="batch_sampler")
+    cuts = [expected.cuts(epoch).tolist() for epoch in (0, 1)]
+    batches = [
+        expected.epoch(epoch)[start:end].tolist()
+        for epoch in (0, 1)
+        for start, end in pairwise(cuts[epoch])
+    ]
+    found = [Counter[int]() for _ in batches]
+    weights = [0.0] * len(batches)
+    for rank in range(world):
+        sampled = opened("Runs", option="batch_sampler")
+        plan = build_plan(config, World(rank, world, rank, world), 20, sampled=sampled)
+        assert (plan.steps_per_epoch, plan.samples_per_epoch) == (4, 16), "four samples never come"
+        assert [plan.samples_seen(step) for step in range(5)] == cuts[0]
+        assert plan.samples_seen(5) == 16 + cuts[1][1]
+        for micro_batch in plan.micro_batches():
+            real = micro_batch.indices[: micro_batch.num_real]
+            found[micro_batch.step].update(real.tolist())
+            weights[micro_batch.step] += len(real) * micro_batch.scale / world
+    assert found == [Counter(batch) for batch in batches]
+    assert weights == pytest.approx([1.0] * len(batches)), "the mean over each global batch"
+    assert batches[:4] != batches[4:]
+
+
+def test_batch_samplers_that_no_plan_can_have_are_refused() -> None:
+    runs = opened("Runs", option="batch_sampler")
+    assert runs.make().batch_size == 12, "train.global_batch_size"
+    assert runs.digest(0) != runs.digest(1)
+    more = opened("Runs", option="batch_sampler", grows="batches")
+    with pytest.raises(DataError, match="Runs gave 5 batches in epoch 2, and its __len__ told 4"):
+        more.check_epochs(2)
+    fewer = opened("Runs", option="batch_sampler", samples=np.arange(16), grows="samples")
+    with pytest.raises(DataError, match=r"gave 1[24] samples in epoch 2, and 16 in the first"):
+        fewer.check_epochs(9)
+    name = "torch.utils.data.BatchSampler"
+    numbers = {"sampler": [*range(20)], "drop_last": False}
+    assert len(opened(name, option="batch_sampler", **numbers)) == 20
+    with pytest.raises(DataError, match=r"list gave a batch of 16 .* is the most .* may have"):
+        opened(name, option="batch_sampler", batch_size=16, **numbers)
+    with pytest.raises(DataError, match="gave 0, which are no numbers of samples"):
+        opened("ByEpoch", option="batch_sampler")
+    both = CustomDataConfig(target=f"{HERE}.Rows", drop_last=True)
+    both.sampler = both.batch_sampler = {"_target_": "my.Sampler"}
+    config = Config(data=both)
+    run = RequestedRun(config, config, Hardware(cpus=2))
+    found = [problem.key for problem in both.problems(run)]
+    assert "data.sampler._target_=my.Sampler" in found and "data.drop_last=true" in found
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
