@@ -19,6 +19,9 @@ from ddp_train.parallel.naming_ddp import FixedLayoutDdp
 from ddp_train.sessions.gradients import average_reached
 from ddp_train.sessions.settings import UsageError
 
+MOST_PASSES = 4
+"""Forward passes of the first step whose outputs are kept."""
+
 
 class GradientExchange:
     """The DDP of one model, and the exchange of what DDP has not prepared.
@@ -54,8 +57,8 @@ class GradientExchange:
         """A gradient came that was not exchanged."""
         self.keeps_outputs = True
         """This is the first step."""
-        self.outputs: Any = None
-        """What the last forward pass gave, in the first step."""
+        self.outputs: list[Any] = []
+        """What the last forward passes of the first step gave, `MOST_PASSES` at most."""
         self.parameters: list[nn.Parameter] = []
         self.trains: list[bool] = []
         """`requires_grad` of each parameter when DDP was laid out."""
@@ -89,10 +92,15 @@ class GradientExchange:
         assert self.ddp
         outputs = self.ddp(*inputs, **keywords)
         self.is_prepared = True
-        # A compiled caller would be compiled again where the flag changes.
-        if not torch.compiler.is_compiling() and self.keeps_outputs:
-            self.outputs = outputs
         return outputs
+
+    def keep_outputs(self, outputs: Any) -> None:
+        """Keep outputs of a forward pass of the first step, for `mixes_rows`."""
+        # A compiled caller would be compiled again where the flag changes.
+        if torch.compiler.is_compiling() or not self.keeps_outputs:
+            return
+        if torch.is_grad_enabled():
+            self.outputs = [*self.outputs, outputs][-MOST_PASSES:]
 
     def begin_backward(self, number: int) -> None:
         """Called when the first loss of `run.mean` in a backward pass goes backward.
@@ -131,7 +139,7 @@ class GradientExchange:
     def end_first_step(self) -> None:
         """Keep no outputs from now on."""
         self.keeps_outputs = False
-        self.outputs = None
+        self.outputs = []
 
     def check_gradients(self, name: str) -> None:
         """Raise UsageError, or ModelError, if a step would use gradients that are not of all.

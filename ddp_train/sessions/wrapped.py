@@ -70,9 +70,14 @@ class Wrapped(nn.Module):
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         exchange = self._exchange
-        if exchange is None or exchange.options is None or not exchange.is_ready():
+        if exchange is None or exchange.options is None:
             return self.module(*inputs, **keywords)
-        return exchange.forward(inputs, keywords)
+        if exchange.is_ready():
+            outputs = exchange.forward(inputs, keywords)
+        else:
+            outputs = self.module(*inputs, **keywords)
+        exchange.keep_outputs(outputs)
+        return outputs
 
     def is_trained_by(self, optimizer: Optimizer) -> bool:
         """True if an optimizer updates a parameter of this model."""
