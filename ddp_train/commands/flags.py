@@ -16,9 +16,17 @@ from ddp_train.text import did_you_mean
 HELP = ("-h", "--help")
 VERSION = "--version"
 SWEEP = ("-m", "--multirun")
-SHOW = ("-c", "--cfg", "-i", "--info")
+CONFIG = ("-c", "--cfg")
+INFO = ("-i", "--info")
+SHOW = (*CONFIG, *INFO)
 HOW_TO_SHOW = ("--resolve", "-p", "--package")
-OF_HYDRA = ("-sc", "--shell-completion", "--hydra-help")
+COMPLETION = ("-sc", "--shell-completion")
+HYDRA_HELP = ("--hydra-help",)
+OF_HYDRA = (*COMPLETION, *HYDRA_HELP)
+PURPOSES = (SWEEP, CONFIG, INFO, COMPLETION, HYDRA_HELP)
+"""Flags of which a command has those of one tuple at most."""
+COMPLETIONS = ("install=", "uninstall=", "query=")
+"""What COMPLETION takes; the shell itself asks with the last one."""
 FLAGS = (*HELP, VERSION, *SWEEP, *SHOW, *HOW_TO_SHOW, *OF_HYDRA, *CONFIG_DIR)
 WITHOUT_SHARED_SERVER = ("launch.nnodes=", "hydra/launcher=", "sweep.", "launch.fork_server=false")
 """Beginnings of overrides with which the trials of a sweep use no common fork server."""
@@ -39,12 +47,21 @@ def run_with_flags(program: Program, argv: list[str], world: World | None) -> in
     if VERSION in flags:
         print(f"ddp_train {ddp_train.__version__}")
         return 0
+    require_one_purpose(flags)
     if is_sweep and world:
         remedy = program.command([*argv, f"launch.nproc_per_node={world.local_size}"])
         raise ConfigError([f"-m: torchrun would start one sweep per rank; use: {remedy}"])
-    if is_sweep and set(SHOW).isdisjoint(flags):
+    if is_sweep:
         return sweep(program, argv)
-    return show(program, argv, flags, is_sweep)
+    return show(program, argv, flags)
+
+
+def require_one_purpose(flags: list[str]) -> None:
+    """Raise ConfigError if flags ask for a sweep and a listing, or for two listings."""
+    given = [next((flag for flag in flags if flag in purpose), None) for purpose in PURPOSES]
+    purposes = [flag for flag in given if flag]
+    if len(purposes) > 1:
+        raise ConfigError([f"{purposes[0]}: contradicts {purposes[1]}; give one of them"])
 
 
 def print_help(program: Program) -> int:
@@ -84,16 +101,19 @@ def _shares_server(argv: list[str]) -> bool:
     )
 
 
-def show(program: Program, argv: list[str], flags: list[str], is_sweep: bool) -> int:
+def show(program: Program, argv: list[str], flags: list[str]) -> int:
     """Has Hydra show the config, or complete a command line. Returns the exit code."""
     from ddp_train.config.earlier_runs import CONFIG_KEY
-    from ddp_train.sweeps.plan import checked_arguments, plan_sweep
+    from ddp_train.sweeps.plan import checked_arguments
     from ddp_train.sweeps.sweep import call_hydra
 
-    if not is_sweep and set(flags) <= set(HOW_TO_SHOW):
+    if set(flags) <= set(HOW_TO_SHOW):
         raise ConfigError([f"{flags[0]}: needs --cfg job; add that, or leave it out"])
+    completes = not set(COMPLETION).isdisjoint(flags)
+    if completes and not any(word.startswith(COMPLETIONS) for word in argv):
+        raise ConfigError([f"{COMPLETION[0]}: needs a shell; add install=bash (or zsh, fish)"])
     reused = [word for word in argv if word.startswith(f"{CONFIG_KEY}=")]
-    if reused and not is_sweep:
+    if reused:
         raise ConfigError(
             [
                 f"{reused[0]}: flags show what the presets compose; for what that run had, read the"
@@ -101,9 +121,7 @@ def show(program: Program, argv: list[str], flags: list[str], is_sweep: bool) ->
             ]
         )
     arguments = argv
-    if is_sweep:
-        arguments = [*plan_sweep(program, argv).hydra_arguments]
-    elif set(OF_HYDRA).isdisjoint(flags):
+    if set(OF_HYDRA).isdisjoint(flags):
         arguments = checked_arguments(program, argv)
     call_hydra(program, arguments, _no_run)
     return 0

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from ddp_train import __version__
-from ddp_train.commands.flags import suggestion_for
+from ddp_train.commands.flags import require_one_purpose, suggestion_for
 from ddp_train.config.bind import bind
+from ddp_train.errors import ConfigError
 from tests.support.configs import (
     composed,
     launch,
@@ -59,6 +60,32 @@ def test_info_defaults_shows_the_files(tmp_path: Path) -> None:
     ):
         assert name in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--cfg", "--info"], "--cfg: contradicts --info; give one of them"),
+        (["-i", "-m"], "-m: contradicts -i; give one of them"),
+        (["-c", "-sc"], "-c: contradicts -sc; give one of them"),
+        (["-m", "--hydra-help"], "-m: contradicts --hydra-help; give one of them"),
+    ],
+)
+def test_flags_of_two_purposes_are_refused(flags: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        require_one_purpose(flags)
+    assert refused.value.problems == [problem]
+
+
+def test_flags_of_one_purpose_are_taken() -> None:
+    require_one_purpose(["-c", "--cfg", "--resolve", "-p"])
+
+
+@pytest.mark.parametrize("words", [["--cfg", "job", "--info"], ["-sc"]])
+def test_flags_that_hydra_refuses_are_config_errors(words: list[str]) -> None:
+    done = launch(*words)
+    assert done.returncode == ConfigError.exit_code
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
