@@ -34,6 +34,7 @@ MODULES = {
     "ddp_train.config.bind": "a tree of values as a dataclass, with all problems",
     "ddp_train.config.composition": "overrides and presets as a config",
     "ddp_train.config.freeze": "the config in the run directory, and back",
+    "ddp_train.config.metrics": "metrics that keys name",
     "ddp_train.config.overrides": "overrides of a command line, checked",
     "ddp_train.config.prepare": "all that happens before a process starts",
     "ddp_train.config.program": "how this program was started, and its presets",
@@ -78,6 +79,7 @@ MODULES = {
     "ddp_train.telemetry.pages.charts": "bars and curves of a page",
     "ddp_train.telemetry.pages.page": "writes a page",
     "ddp_train.telemetry.pages.report": "what a page says, in the terminal too",
+    "ddp_train.telemetry.pages.run_files": "what a run directory holds, whatever is missing",
     "ddp_train.telemetry.pages.tables": "tables of a page",
 }
 """The purpose of each public module, by its name."""

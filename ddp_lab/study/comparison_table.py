@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from ddp_lab.study import results
-from ddp_lab.study.results import METRICS, Metric, median
+from ddp_lab.study.results import METRICS, Metric, median, metric_named
 from ddp_lab.study.trials import Outcome
 from ddp_lab.study.variants import Study, Variant
 from ddp_train.telemetry.pages.tables import Table
@@ -44,6 +44,12 @@ HARDWARE_COLUMNS = {
     "resident_gib": "memory GiB",
 }
 """Column headings of the metrics in `figures` of summary.json."""
+
+
+def metric_of(study: Study, outcomes: Outcomes) -> Metric:
+    """The metric that the variants of a study are compared by."""
+    runs = [outcome for of_variant in outcomes.values() for outcome in of_variant]
+    return metric_named(study.config.metric, runs)
 
 
 def result_text(variant: Variant, outcomes: Sequence[Outcome]) -> str:
@@ -97,7 +103,7 @@ class Comparison:
         self.study = study
         self.outcomes = outcomes
         self.part = part
-        self.metric: Metric = METRICS[study.config.metric]
+        self.metric = metric_of(study, outcomes)
         self.effect = "speed-up" if self.metric.is_time else "difference"
         self.figures = self._recorded_figures()
         leading = {"ladder": study.baseline, "leave_one_out": study.config.reference}
@@ -224,7 +230,9 @@ class Comparison:
                 columns.append(_median_column(heading, read))
         all_outcomes = [outcome for outcomes in self.outcomes.values() for outcome in outcomes]
         for name in results.own_metrics(all_outcomes):
-            columns.append(_median_column(f"test {name}", partial(results.own_metric, name)))
+            heading = f"test {name}"
+            if heading != self.metric.label:
+                columns.append(_median_column(heading, partial(results.own_metric, name)))
         return columns
 
     def _hardware_columns(self) -> list[Column]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from ddp_lab.study.trials import Outcome
-from ddp_train.telemetry.score_lines import users_metrics
+from ddp_train.telemetry.pages.run_files import RunFiles
+from ddp_train.telemetry.score_lines import column_of, in_column, users_metrics
 
 LEAST_RUNS = 3
 """Fewest runs of each of two variants for a verdict about their difference."""
@@ -26,7 +28,8 @@ class Metric:
     label: str
     read: Callable[[Outcome], float | None]
     """A function that gives the value of one run, None if the run has none."""
-    lower_is_better: bool = True
+    better: str | None = "min"
+    """The better direction, max or min; None: nobody says which."""
     is_time: bool = False
     """Times are compared by ratio (speed-up), other metrics by difference."""
 
@@ -36,8 +39,9 @@ class Metric:
         return [value for value in found if value is not None and math.isfinite(value)]
 
     def gain(self, before: float, after: float) -> float:
-        """The speed-up, or by how much `after` is better than `before`."""
-        if self.lower_is_better:
+        """The speed-up, or by how much `after` is better than `before`; without a better direction
+        by how much it is higher."""
+        if self.better == "min":
             better = before
             worse = after
         else:
@@ -117,13 +121,39 @@ def figure(name: str, outcome: Outcome) -> float | None:
 
 METRICS: dict[str, Metric] = {
     "epoch_seconds": Metric("s/epoch", epoch_seconds, is_time=True),
-    "samples_per_second": Metric(
-        "samples/s", samples_per_second, lower_is_better=False, is_time=True
-    ),
+    "samples_per_second": Metric("samples/s", samples_per_second, better="max", is_time=True),
     "seconds": Metric("s training", lambda outcome: outcome.summary.get("seconds"), is_time=True),
-    "test.accuracy": Metric("test accuracy %", accuracy, lower_is_better=False),
+    "test.accuracy": Metric("test accuracy %", accuracy, better="max"),
     "test.loss": Metric("test loss", test_loss),
 }
+"""Metrics that every study has. `metric_named` knows all others."""
+
+
+def metric_named(name: str, outcomes: Iterable[Outcome]) -> Metric:
+    """A metric that a study names.
+
+    name: one of METRICS, or a number at the end of a run in the words of `RunFiles.numbers`.
+    outcomes: of all runs. The first one that has the number says which direction is better.
+    """
+    if name in METRICS:
+        return METRICS[name]
+    for outcome in outcomes:
+        run = files_of(outcome)
+        if name in run.numbers:
+            kind, metric = run.numbers[name]
+            label = f"{kind} {column_of(metric)}"
+            return Metric(label, partial(_last, kind, metric), run.better(metric))
+    return Metric(name, lambda outcome: None)
+
+
+def files_of(outcome: Outcome) -> RunFiles:
+    """The files of a run, as far as numbers are concerned."""
+    return RunFiles(outcome.run_dir, metrics=outcome.metrics, summary=outcome.summary)
+
+
+def _last(kind: str, metric: str, outcome: Outcome) -> float | None:
+    """A number at the end of a run, as it stands in its column."""
+    return in_column(metric, files_of(outcome).last(kind, metric))
 
 
 def median(values: Sequence[float]) -> float | None:
@@ -155,7 +185,9 @@ def verdict(metric: Metric, base: Sequence[float], mine: Sequence[float]) -> str
     all_higher = min(mine) > max(base)
     if not all_lower and not all_higher:
         return "no effect within the noise"
-    if all_lower == metric.lower_is_better:
+    if metric.better is None:
+        return "lower" if all_lower else "higher"
+    if all_lower == (metric.better == "min"):
         return "faster" if metric.is_time else "better"
     return "slower" if metric.is_time else "worse"
 

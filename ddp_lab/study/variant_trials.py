@@ -6,9 +6,11 @@ from rich.console import Console
 
 from ddp_lab.study.comparison_table import Outcomes
 from ddp_lab.study.request import Request
-from ddp_lab.study.results import METRICS, median
+from ddp_lab.study.results import METRICS, files_of, median, metric_named
 from ddp_lab.study.trials import Outcome, Trial, completed_outcome, run
 from ddp_lab.study.variants import Study, Variant, merged
+from ddp_train.errors import ConfigError
+from ddp_train.text import did_you_mean
 
 
 class VariantTrials:
@@ -45,7 +47,10 @@ class VariantTrials:
         return self.study.baseline in completed and len(completed) >= needed
 
     def run(self) -> None:
-        """Run all trials, or those before a stop."""
+        """Run all trials, or those before a stop.
+
+        Raises ConfigError if the first one that completes has no such metric.
+        """
         number = 0
         for repeat in range(self.study.config.repeats):
             ordered = self.runnable if repeat % 2 == 0 else self.runnable[::-1]
@@ -58,6 +63,8 @@ class VariantTrials:
                 if outcome is None:
                     self._print(f"stopped; continue with {self.request.command}")
                     return
+                if not any(one.completed for runs in self.outcomes.values() for one in runs):
+                    self._check_metric(outcome)
                 outcomes.append(outcome)
 
     def _outcome(self, variant: Variant, repeat: int, number: int) -> Outcome | None:
@@ -75,11 +82,22 @@ class VariantTrials:
             self._print(f"{self._result(outcome)}  (took {outcome.seconds:.0f} s)")
         return outcome
 
+    def _check_metric(self, outcome: Outcome) -> None:
+        name = self.study.config.metric
+        if not outcome.completed:
+            return
+        known = [*dict.fromkeys([*METRICS, *files_of(outcome).numbers])]
+        if name in known:
+            return
+        rule = f"the run in {outcome.run_dir} has no such number; it has {', '.join(known)}"
+        problem = f"study.metric={name}: {rule}{did_you_mean(name, known)}"
+        raise ConfigError([problem])
+
     def _result(self, outcome: Outcome) -> str:
         """Why it failed, or its value of the metric."""
         if not outcome.completed:
             return outcome.reason
-        metric = METRICS[self.study.config.metric]
+        metric = metric_named(self.study.config.metric, [outcome])
         value = median(metric.values([outcome]))
         return "completed" if value is None else f"{value:,.4g} {metric.label}"
 

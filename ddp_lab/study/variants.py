@@ -12,6 +12,7 @@ from typing import Any, Union
 
 from ddp_lab.study.request import Request, bind_settings, key_of, raise_problems
 from ddp_lab.study.results import METRICS
+from ddp_train.config.metrics import study_problems
 from ddp_train.options.key import AUTO, key
 from ddp_train.options.schema import Config
 from ddp_train.text import did_you_mean
@@ -36,7 +37,9 @@ class VariantsConfig:
     )
     vary_seed: bool = key(False, "use another seed in each repeat, the same ones for all variants")
     metric: str = key(
-        "epoch_seconds", "the metric that variants are compared by", choices=tuple(METRICS)
+        "epoch_seconds",
+        "the metric that variants are compared by: " + ", ".join(METRICS) + "; any SET.NAME of a"
+        " score (validation.f1), or the name of a number that your code logs (vae/kl)",
     )
     layout: str = key("comparison", "layout of the report", choices=LAYOUTS)
     common: list[str] = key([], "overrides for all runs")
@@ -180,6 +183,7 @@ def _checked_study(
         if is_rung and not reason:
             below = variant.name
             rung = own
+    problems += [str(problem) for problem in study_problems(first, config.metric)]
     raise_problems(problems)
     return Study(config, checked, baseline, first, data)
 

@@ -14,6 +14,7 @@ from ddp_lab.study.comparison_table import (
     Comparison,
     Outcomes,
     failure_kind,
+    metric_of,
     result_text,
 )
 from ddp_lab.study.provenance import provenance
@@ -161,7 +162,7 @@ def _agreement(study: Study, outcomes: Outcomes) -> Table:
 
 def in_short(study: Study, outcomes: Outcomes) -> Table:
     """The numbers of most interest of each variant: a table that fits a terminal."""
-    metric = METRICS[study.config.metric]
+    metric = metric_of(study, outcomes)
     medians = {
         variant.name: median(metric.values(outcomes.get(variant.name, [])))
         for variant in study.variants
@@ -290,7 +291,7 @@ def _number(text: str | None) -> Any:
 
 
 def _plots(study: Study, outcomes: Outcomes) -> list[Plot]:
-    metric = METRICS[study.config.metric]
+    metric = metric_of(study, outcomes)
     if study.config.layout == "growth":
         return [
             _growth(study, outcomes, metric),

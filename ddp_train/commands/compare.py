@@ -19,6 +19,7 @@ from ddp_train.text import did_you_mean
 
 COMPARE = "compare"
 OUTPUT = "--output"
+METRIC = "--metric"
 
 
 def compare(arguments: list[str]) -> int:
@@ -26,9 +27,13 @@ def compare(arguments: list[str]) -> int:
 
     Raises ConfigError.
     """
-    paths, page = parse_arguments(arguments)
+    paths, flags = parse_arguments(arguments)
+    page = flags.get(OUTPUT)
     command = shlex.join([*command_name().split(), COMPARE, *arguments])
-    report = compare_page(read_runs(paths), command)
+    try:
+        report = compare_page(read_runs(paths), command, flags.get(METRIC, ""))
+    except LookupError as error:
+        raise ConfigError([f"{COMPARE} {METRIC} {error.args[0]}"]) from None
     for table in report.tables:
         show(table, in_blocks=True)
         print()
@@ -37,7 +42,7 @@ def compare(arguments: list[str]) -> int:
         tell([f"The page with the curves: add {OUTPUT} compare.html"], style="dim")
         return 0
     try:
-        write_text(page, as_page(report))
+        write_text(Path(page), as_page(report))
     except OSError as error:
         raise ConfigError(
             [f"{OUTPUT} {page}: cannot be written ({error.strerror}); name another file"]
@@ -46,27 +51,28 @@ def compare(arguments: list[str]) -> int:
     return 0
 
 
-def parse_arguments(arguments: list[str]) -> tuple[list[Path], Path | None]:
-    """The paths of runs, and the file of the page if one is asked for.
+def parse_arguments(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
+    """The paths of runs, and the values of the flags that are given: OUTPUT, METRIC.
 
     Raises ConfigError.
     """
     paths = []
-    page = None
+    flags: dict[str, str] = {}
     rest = iter(arguments)
     for argument in rest:
         flag, equals, value = argument.partition("=")
-        if flag == OUTPUT:
-            value = value if equals else next(rest, "")
-        if flag == OUTPUT and page is None and value:
-            page = Path(value)
+        is_flag = flag in (OUTPUT, METRIC)
+        if is_flag and not equals:
+            value = next(rest, "")
+        if is_flag and flag not in flags and value:
+            flags[flag] = value
         elif argument.startswith("-"):
             raise ConfigError([f"{COMPARE}: {argument} is no flag of it; {_example()}"])
         else:
             paths.append(Path(argument))
     if not paths:
         raise ConfigError([f"{COMPARE}: no run named; {_example()}"])
-    return paths, page
+    return paths, flags
 
 
 def read_runs(paths: list[Path]) -> list[RunFiles]:
@@ -117,5 +123,5 @@ def find_runs(command: str, path: Path) -> list[str]:
 
 
 def _example() -> str:
-    command = f"{command_name()} {COMPARE} RUN RUN [{OUTPUT} PAGE.html]"
+    command = f"{command_name()} {COMPARE} RUN RUN [{METRIC} SET.NAME] [{OUTPUT} PAGE.html]"
     return f"use {command}; a folder stands for all runs in it"

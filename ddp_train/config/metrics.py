@@ -28,6 +28,9 @@ from ddp_train.text import OF_AVERAGE, RESERVED, did_you_mean, shown, snake_case
 
 AUTO = "auto"
 OBJECTIVE = "objective"
+STUDY_METRIC = "study.metric"
+AT_THE_END = (OBJECTIVE, STUDY_METRIC)
+"""Keys of a metric that is read when a run has ended. Others select while it trains."""
 MEASURED = {"samples_per_second": "max", "seconds": "min"}
 """Numbers of summary.json that are not metrics, and the better direction."""
 BY_TEST = "selects by the test set, whose score then flatters what was selected; "
@@ -176,12 +179,24 @@ def named_problems(
     sets: the names of all that are scored; None: unknown.
     """
     for key in metric_keys(config):
-        found = [
-            *_form_problems(config, key),
-            *_name_problems(config, key),
-            *_split_problems(key, has_validation, sets),
-        ]
+        found = [*_form_problems(config, key), *_unknown(config, key, has_validation, sets)]
         yield from found[:1]
+
+
+def study_problems(config: Config, metric: str) -> Iterator[Problem]:
+    """The first problem of the metric by which a study compares such runs, if it is one of a set;
+    what code logs is known only when it has run."""
+    key = MetricKey(STUDY_METRIC, metric)
+    if not is_set(key.split):
+        return
+    yield from [*_unknown(config, key, config.data.has_validation(), config.data.sets())][:1]
+
+
+def _unknown(
+    config: Config, key: MetricKey, has_validation: bool | None, sets: Collection[str] | None
+) -> Iterator[Problem]:
+    yield from _name_problems(config, key)
+    yield from _split_problems(key, has_validation, sets)
 
 
 def _form_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
@@ -235,7 +250,7 @@ def _split_problems(
             "there is no validation set",
             f"add data.validation=0.1, or use {key.key}=test.{key.name}",
         )
-    elif kind == TEST and has_validation and key.key != OBJECTIVE:
+    elif kind == TEST and has_validation and key.key not in AT_THE_END:
         validation = main_set(sets or [VALIDATION])
         yield Problem(
             found,

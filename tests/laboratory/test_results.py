@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from ddp_lab.study import results
-from ddp_lab.study.results import METRICS, verdict
+from ddp_lab.study.results import METRICS, metric_named, verdict
 from tests.support.studies import outcome
 
 
@@ -21,6 +21,26 @@ def test_a_verdict_needs_every_run_to_be_better() -> None:
     assert verdict(score, [90.0, 91.0, 92.0], [89.0, 88.0, 87.0]) == "worse"
     assert verdict(time, [3.0, 3.1], [1.0, 1.0, 1.0]) == "too few runs"
     assert verdict(time, [], [1.0]) == ""
+
+
+def test_a_metric_of_the_users_is_one_of_a_study() -> None:
+    run = outcome([9.0])
+    run.summary.update({"validation": {"f1": 0.5, "f1_macro": 0.25}, "better": {"f1": "max"}})
+    run.metrics.append({"kind": "hook", "step": 2, "vae/kl": 3.0})
+    run.metrics.append({"kind": "train", "step": 3, "vae/kl": float("nan")})
+    f1 = metric_named("validation.f1", [run])
+    assert (f1.label, f1.values([run]), f1.better) == ("validation f1", [0.5], "max")
+    macro = metric_named("validation.f1_macro", [outcome([9.0]), run])
+    assert (macro.label, macro.values([run]), macro.better) == (
+        "validation f1_macro %",
+        [25],
+        "max",
+    )
+    kl = metric_named("vae/kl", [run])
+    assert (kl.label, kl.values([run]), kl.better) == ("hook vae/kl", [3.0], None)
+    assert kl.gain(3.0, 5.0) == 2.0 and verdict(kl, [3.0] * 3, [5.0] * 3) == "higher"
+    assert {"validation.f1", "hook.vae/kl", "test.loss"} < {*results.files_of(run).numbers}
+    assert metric_named("test.f1", [run]).values([run]) == []
 
 
 @pytest.mark.parametrize(("runs", "others"), [(3, 3), (3, 4), (2, 2)])

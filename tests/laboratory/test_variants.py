@@ -138,6 +138,14 @@ def test_later_override_replaces_earlier() -> None:
             ["study=strategies", "study.only=[single,'ddp, SyncBN']"],
             "study.only: leaves out ddp, batch norm, the baseline of ddp, SyncBN; add it",
         ),
+        (
+            ["study=strategies", "study.metric=test.accuracyy"],
+            "study.metric=test.accuracyy: task=auto has no metric accuracyy; it has",
+        ),
+        (
+            ["study=strategies", "study.metric=validation.loss"],
+            "study.metric=validation.loss: there is no validation set; add data.validation=0.1",
+        ),
         (["study=strategies", "study.baseline=one"], "study.baseline=one: no variant of that name"),
         (
             ["study=strategies", "study.variants.mine=3"],

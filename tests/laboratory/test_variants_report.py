@@ -170,3 +170,10 @@ def test_a_study_has_the_metrics_of_the_users() -> None:
     column = table.columns.index("test distance")
     values = {row[0]: row[column] for row in table.rows}
     assert (values["single"], values["ddp"], values["dp"]) == (0.5, 1.5, None)
+    study.config.metric = "test.distance"
+    for one in (*found["single"], *found["ddp"]):
+        one.summary["better"] = {"distance": "min"}
+    table = variants_report.build_report(request, study, found, 0.0).tables[0]
+    assert table.columns.count("test distance") == 1, "as the metric of the study"
+    ddp = next(row for row in table.rows if row[0] == "ddp")
+    assert ddp[table.columns.index("difference")] == -1.0, "worse by 1"

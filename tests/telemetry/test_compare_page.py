@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import pytest
 
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.page import as_page
@@ -34,6 +37,22 @@ def test_repeated_runs_are_tested(tmp_path: Path) -> None:
     )
     assert "within the noise" in compared(tmp_path / "b", 0.9, 0.905, repeats=3).findings[0]
     assert "differ in their seed at most" in compared(tmp_path / "c", 0.9, repeats=3).findings[0]
+
+
+def test_the_findings_are_about_the_metric_that_is_named(tmp_path: Path) -> None:
+    runs = []
+    for name, kl in {"a": 3.0, "b": 2.5}.items():
+        folder = leave_run(tmp_path / name, test={"accuracy": 0.5, "f1": kl / 10, "loss": 1.0})
+        with (folder / "metrics.jsonl").open("a") as log:
+            log.write(json.dumps({"kind": "hook", "step": 9, "epoch": 1, "vae/kl": kl}) + "\n")
+        text = (folder / "config.yaml").read_text().replace("lr: 0.1", f"lr: {kl}")
+        (folder / "config.yaml").write_text(text)
+        runs.append(read_run(folder))
+    found = compare_page(runs, "", "vae/kl").findings[0]
+    assert found.startswith("b against a: hook vae/kl -0.5"), found
+    assert compare_page(runs, "", "test.f1").findings[0].startswith("b against a: test f1 -0.05")
+    with pytest.raises(LookupError, match=r"test\.f2: not all runs have it; they have .*test\.f1"):
+        compare_page(runs, "", "test.f2")
 
 
 def test_scores_of_two_sets_are_never_put_side_by_side(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from ddp_train.telemetry.score_lines import (
     shown_metric,
     users_metrics,
 )
-from ddp_train.text import counted, shown
+from ddp_train.text import counted, did_you_mean, shown
 
 SEED = "seed"
 OF_THE_RUN = ("run_dir", "name", "reasons", "chosen_keys", "process_counts", "process_range")
@@ -44,14 +44,18 @@ Runs = dict[str, RunFiles]
 """Runs by the names that tell them apart."""
 
 
-def compare_page(runs: Sequence[RunFiles], command: str) -> Report:
+def compare_page(runs: Sequence[RunFiles], command: str, metric: str = "") -> Report:
     """The comparison of two or more runs; the others are compared with the first.
 
     command: that prints it.
+    metric: that the findings are about, `validation.f1`, or the name of a number that was logged;
+        "": the one of most interest that all runs have.
+
+    Raises LookupError if not all runs have the metric.
     """
     named = dict(zip(names_of(runs), runs, strict=True))
     unequal = differences(named)
-    findings = verdicts(named)
+    findings = verdicts(named, metric)
     data_keys = [row[0] for row in unequal.rows if row[0].startswith("data.")]
     if data_keys:
         keys = ", ".join(data_keys)
@@ -174,7 +178,7 @@ def _add_scores(
     split: str, metric: str, runs: Runs, columns: list[str], rows: list[list[Any]]
 ) -> None:
     """Add the columns of a metric of one set, if a run has it: last, and best with its step."""
-    ends = [last_score(run, split, metric) for run in runs.values()]
+    ends = [run.last(split, metric) for run in runs.values()]
     if not any(end is not None for end in ends):
         return
     name = f"{split}.{column_of(metric)}"
@@ -194,14 +198,6 @@ def _add_scores(
         row += [in_column(metric, best.get(metric)), best.get("step")]
 
 
-def last_score(run: RunFiles, split: str, metric: str) -> float | None:
-    """A metric of a set at the end of a run; None if that set was not scored."""
-    for line in (run.summary.get(split) or {}, *reversed(run.lines(split))):
-        if isinstance(line.get(metric), int | float):
-            return float(line[metric])
-    return None
-
-
 def _sets(runs: Collection[RunFiles]) -> list[str]:
     """All sets that one of the runs was scored on."""
     return in_order(dict.fromkeys(name for run in runs for name in run.sets))
@@ -211,7 +207,7 @@ def _shared_split(runs: Collection[RunFiles], metric: str) -> str | None:
     """The set of which all runs have the metric: the first of test, else that of validation."""
     sets = _sets(runs)
     for split in (*of_kind(TEST, sets), *of_kind(VALIDATION, sets)):
-        if all(last_score(run, split, metric) is not None for run in runs):
+        if all(run.last(split, metric) is not None for run in runs):
             return split
     return None
 
@@ -226,16 +222,31 @@ def _shared_metric(runs: Collection[RunFiles]) -> str:
     return main_metric(shared)
 
 
+def _asked_metric(runs: Collection[RunFiles], asked: str) -> tuple[str, str]:
+    """Kind and name of the number that the user asks for. Raises LookupError if a run has none."""
+    first, *others = [run.numbers for run in runs]
+    shared = [words for words in first if all(words in numbers for numbers in others)]
+    if asked not in shared:
+        guess = did_you_mean(asked, shared)
+        raise LookupError(f"{asked}: not all runs have it; they have {', '.join(shared)}{guess}")
+    return first[asked]
+
+
 # --- sentences ------------------------------------------------------------------------------------
 
 
-def verdicts(runs: Runs) -> list[str]:
+def verdicts(runs: Runs, asked: str = "") -> list[str]:
     """Sentences: whether each group differs from the first by more than noise.
 
     A group has the name of its first run.
+
+    asked: see `compare_page`.
     """
-    metric = _shared_metric(runs.values())
-    split = _shared_split(runs.values(), metric)
+    if asked:
+        split, metric = _asked_metric(runs.values(), asked)
+    else:
+        metric = _shared_metric(runs.values())
+        split = _shared_split(runs.values(), metric)
     if split is None:
         return [f"The runs have no {metric} of the same set, and cannot be compared."]
     (first, ground), *others = groups_of(runs).items()
@@ -318,5 +329,5 @@ def _standard_error(run: RunFiles, split: str) -> float | None:
 
 
 def _last_scores(runs: Sequence[RunFiles], split: str, metric: str) -> list[float]:
-    values = [last_score(run, split, metric) for run in runs]
+    values = [run.last(split, metric) for run in runs]
     return [value for value in values if value is not None]

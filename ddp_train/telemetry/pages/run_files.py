@@ -118,6 +118,31 @@ class RunFiles:
                 return value
         return None
 
+    def last(self, kind: str, name: str) -> float | None:
+        """A number at the end of a run; None if it has none.
+
+        kind: a set that is scored, or `train` or `hook` for a number that was logged.
+        """
+        if kind in (TRAIN, HOOK):
+            return self.last_own(OwnNumber(kind, name))
+        for line in (self.summary.get(kind) or {}, *reversed(self.lines(kind))):
+            if isinstance(line.get(name), int | float):
+                return float(line[name])
+        return None
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, tuple[str, str]]:
+        """Kind and name of each number at the end of the run, by the words that a user has for it:
+        `test.f1`, `hook.kl`, and `kl` alone for one that was logged."""
+        found: dict[str, tuple[str, str]] = {}
+        for split in self.sets:
+            for line in (self.summary.get(split) or {}, *self.lines(split)[-1:]):
+                names = [name for name in line if name not in NOT_METRICS]
+                found |= {f"{split}.{name}": (split, name) for name in names}
+        for number in self.own_numbers:
+            found |= dict.fromkeys((str(number), number.name), number)
+        return {words: number for words, number in found.items() if self.last(*number) is not None}
+
     @property
     def split(self) -> str:
         """The first set that was scored during training: validation, or test without one."""
