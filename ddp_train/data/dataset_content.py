@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import mmap
 import pickle
 import sys
 import time
@@ -11,6 +12,7 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,38 +25,64 @@ LIMIT_BYTES = 2**25
 
 
 LARGE_BYTES = 2**20
-"""Bytes from which on a tensor is told by what it is."""
+"""Bytes from which on a tensor or an array is told by what it is."""
 LOOKED_AT = 4096
-"""Elements of such a tensor that are read all the same."""
+"""Elements of such a one that are read all the same."""
 
 
-class LargeTensors:
-    """Tells whether large tensors were changed without reading all of them.
+class LargeData:
+    """Tells whether large tensors and arrays were changed without reading all of them.
 
     torch counts what changes a tensor in place. It does not know of changes through memory that
     numpy shares: such tensors are read, and so are small ones. A change by `tensor.data` or DLPack
     is seen only where it meets one of LOOKED_AT elements.
+
+    numpy counts nothing: arrays are read, but for those that it lets nobody write to.
     """
 
     def __init__(self) -> None:
         self.numbers = WeakIdKeyDictionary()
-        """A number for each tensor that no other ever has: another one may use its memory again."""
+        """A number for each of them that no other ever has: another one may use its memory
+        again."""
         self.next_number = itertools.count()
 
-    def identity(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """Values that are others once torch has changed the tensor; None if it must be read."""
+    def identity(self, data: Any) -> tuple[Any, ...] | None:
+        """Values that are others once the tensor or array was changed; None if it must be read."""
+        if type(data) is Tensor:
+            return self._identity_of_tensor(data)
+        if isinstance(data, np.ndarray):
+            return self._identity_of_array(data)
+        return None
+
+    def _number_of(self, data: Any) -> int:
+        if data not in self.numbers:
+            self.numbers[data] = next(self.next_number)
+        return self.numbers[data]
+
+    def _identity_of_array(self, array: np.ndarray) -> tuple[Any, ...] | None:
+        if array.nbytes < LARGE_BYTES or array.dtype.hasobject or may_be_written(array):
+            return None
+        step = max(1, array.size // LOOKED_AT)
+        return (
+            self._number_of(array),
+            array.ctypes.data,
+            array.shape,
+            array.strides,
+            array.dtype.str,
+            array.flat[::step].tobytes(),
+        )
+
+    def _identity_of_tensor(self, tensor: Tensor) -> tuple[Any, ...] | None:
         is_plain = tensor.layout is torch.strided and tensor.is_cpu and tensor.is_contiguous()
         if not is_plain or tensor.nbytes < LARGE_BYTES:
             return None
         # torch forbids to resize what numpy has a view of, or has made.
         if tensor.is_inference() or not tensor.untyped_storage().resizable():
             return None
-        if tensor not in self.numbers:
-            self.numbers[tensor] = next(self.next_number)
         step = max(1, tensor.numel() // LOOKED_AT)
         some = tensor.detach().view(-1)[::step].contiguous().view(torch.uint8)
         return (
-            self.numbers[tensor],
+            self._number_of(tensor),
             tensor.data_ptr(),
             tensor._version,
             tuple(tensor.shape),
@@ -63,14 +91,26 @@ class LargeTensors:
         )
 
 
-def content_of(dataset: Any, large_tensors: LargeTensors | None = None) -> str:
+def may_be_written(array: np.ndarray) -> bool:
+    """True unless an array, and each array that it is a view of, is read-only: a memory map that
+    was opened for reading, or one after `setflags(write=False)`."""
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        if owner.flags.writeable:
+            return True
+        owner = owner.base
+    # The memory is the array's own, a file that the processes share, or that of something else.
+    return not (owner is None or isinstance(owner, mmap.mmap | bytes))
+
+
+def content_of(dataset: Any, large_data: LargeData | None = None) -> str:
     """sha256 of what a data set holds, and of the global variables that its code reads.
 
-    large_tensors: those of earlier calls; None: every tensor is read.
+    large_data: tensors and arrays of earlier calls; None: all are read.
 
     Returns "" if that cannot be told: it is large, or is not to be pickled, as open files are.
     """
-    reader = _Reader(large_tensors)
+    reader = _Reader(large_data)
     try:
         reader.dump(dataset)
         for code in reader.code:  # grows meanwhile
@@ -88,9 +128,9 @@ class _TooMuchError(Exception):
 class _Reader(pickle.Pickler):
     """Reads objects as pickle does, and notes the classes and functions that it comes upon."""
 
-    def __init__(self, large_tensors: LargeTensors | None) -> None:
+    def __init__(self, large_data: LargeData | None) -> None:
         super().__init__(self, pickle.HIGHEST_PROTOCOL, buffer_callback=self._read_buffer)
-        self.large_tensors = large_tensors
+        self.large_data = large_data
         self.digest = hashlib.sha256()
         self.bytes = 0
         self.end = time.monotonic() + LIMIT_SECONDS
@@ -106,8 +146,8 @@ class _Reader(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle with each object that is not of Python's own types."""
-        if type(obj) is Tensor and self.large_tensors is not None:
-            identity = self.large_tensors.identity(obj)
+        if self.large_data is not None:
+            identity = self.large_data.identity(obj)
             if identity is not None:
                 return str, (repr(identity),)
         is_code = isinstance(obj, type | types.FunctionType)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, epoch_order
-from ddp_train.data.dataset_content import LargeTensors, content_of
+from ddp_train.data.dataset_content import LargeData, content_of
 from ddp_train.data.dataset_state import READS, AttributeWatch
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.streams.worker import WorkerStream
@@ -206,7 +207,7 @@ def test_a_change_in_one_of_many_parts_is_refused_in_its_pass() -> None:
 def test_a_change_of_a_large_tensor_is_seen_without_reading_it() -> None:
     held = TensorDataset(torch.zeros(12_000_000))
     assert content_of(held) == "", "48 MB are too much to read"
-    large = LargeTensors()
+    large = LargeData()
     first = content_of(held, large)
     assert first and content_of(held, large) == first
     held.tensors[0][7] = 1
@@ -220,6 +221,30 @@ def test_a_change_of_a_large_tensor_is_seen_without_reading_it() -> None:
     assert content_of(held, large) not in ("", third)
     held.tensors[0].numpy()  # may be changed unseen from now on
     assert content_of(held, large) == ""
+
+
+def test_arrays_that_nobody_may_write_to_are_not_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.zeros(12_000_000, np.float32))
+    dataset = Plain()
+    large = LargeData()
+
+    def content() -> str:
+        return content_of(dataset, large)
+
+    for mode in ("r", "r+", "c"):
+        dataset.table = np.load(tmp_path / "rows.npy", mmap_mode=mode)  # type: ignore[attr-defined]
+        assert bool(content()) == (mode == "r"), "48 MB are too much to read"
+    array = np.arange(12_000_000, dtype=np.float32)
+    dataset.table = array  # type: ignore[attr-defined]
+    assert content() == ""
+    dataset.table = array[::2]  # type: ignore[attr-defined]
+    dataset.table.setflags(write=False)  # type: ignore[attr-defined]
+    assert content() == "", "it may be written to by the array that it is a view of"
+    array.setflags(write=False)
+    first = content()
+    assert first and content() == first
+    dataset.table = array[1::2]  # type: ignore[attr-defined]
+    assert content() not in ("", first)
 
 
 def test_content_follows_all_that_samples_follow_from() -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.dataset_content import LargeTensors, content_of
+from ddp_train.data.dataset_content import LargeData, content_of
 from ddp_train.data.dataset_state import AttributeWatch
 from ddp_train.data.streams.batch_stream import BatchReader
 from ddp_train.data.streams.loader_processes import LoaderProcesses
@@ -48,7 +48,7 @@ class WorkerStream:
         self.collate = getattr(reader.source, "collate", None)
         self.content = ""
         """A digest of the data set as living loader processes copied it; "" if unknown."""
-        self.large_tensors = LargeTensors()
+        self.large_data = LargeData()
         self.placement = placement
         self.in_flight: deque[MicroBatch] = deque()
         self.processes = LoaderProcesses(num_workers, worker_init_fn)
@@ -89,7 +89,7 @@ class WorkerStream:
         """End the processes of the last pass unless the data set is what they have copied."""
         if not self.data_loader.persistent_workers:
             return
-        content = content_of((self.dataset, self.collate), self.large_tensors)
+        content = content_of((self.dataset, self.collate), self.large_data)
         if not content or content != self.content:
             self.close()
         self.content = content
