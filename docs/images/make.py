@@ -1,5 +1,5 @@
-"""Makes the pictures of the README from real runs: the page of a small sweep, and a terminal in
-mid-run.
+"""Makes the pictures of README and docs from real runs: the page of a small sweep, and a terminal
+in mid-run.
 
     python docs/images/make.py [report] [terminal]
 
@@ -37,7 +37,7 @@ SWEEP = (
 )
 """Of the digits that scikit-learn brings: no download."""
 PAGE_SIZE = "1180,915"
-"""Of the picture of the page, in pixels; the README shows it at about 850."""
+"""Of the picture of the page, in pixels; the docs show it at about 850."""
 
 COLUMNS, ROWS = 92, 26
 WAIT_FOR = "epoch 16/30"

@@ -1,4 +1,4 @@
-"""The code blocks of the guides run as they are pasted, page by page, in a fresh folder.
+"""The code blocks of the docs run as they are pasted, page by page, in a fresh folder.
 
 A block whose first line is a comment with the name of a file is saved under that name; blocks
 of `bash` and other blocks of `python` run in the order of the page. `<!-- not run: REASON -->` before
@@ -20,9 +20,15 @@ import pytest
 
 from tests.support.commands import ROOT, environment
 
-PAGES = sorted((ROOT / "docs/guides").glob("*.md"))
-NEEDS_A_CLONE = {"examples.md"}
-BLOCK = re.compile(r"^(?:<!-- (.+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs/start").glob("*.md")),
+    *sorted((ROOT / "docs/guides").glob("*.md")),
+]
+IN_THE_GATE = {"first_steps.md"}
+"""Pages whose blocks run in the gate; the others take minutes."""
+NEEDS_A_CLONE = {"README.md", "examples.md"}
+BLOCK = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"(?:# @package _global_\n)?# ([\w./]+\.(?:py|yaml))$", re.M)
 LANGUAGES = {"bash", "python", "yaml", "diff", "text"}
 LIMIT_SECONDS = 100
@@ -70,9 +76,18 @@ def test_blocks_are_of_known_kinds_and_compile(page: Path) -> None:
             compile(block.code, str(page), "exec")
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page,
+            id=page.stem,
+            marks=pytest.mark.slow if page.name in IN_THE_GATE else pytest.mark.nightly,
+        )
+        for page in PAGES
+    ],
+)
 def test_blocks_run_as_pasted(page: Path, tmp_path: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = environment({"PATH": path})
