@@ -12,6 +12,7 @@ python launch.py mode=study study=NAME [...]             compare several variant
 python launch.py --cfg job [key=value ...]               show the config, run nothing
 python launch.py check [key=value ...]                   check a command, start nothing
 python launch.py watch RUNS                              all runs of a folder, as they go
+python launch.py prove train.py [...]                    the same for a script with a session?
 python launch.py compare RUN RUN [...]                   what differs; is it more than noise?
 python launch.py resize RUN N                            change the number of processes
 python launch.py init FOLDER                             start a project of your own

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from ddp_train.commands.packages import require_packages
-from ddp_train.commands.table import CHECK, OF_FOLDERS, command_of_run, has_flags, load
+from ddp_train.commands.table import (
+    CHECK,
+    OF_FOLDERS,
+    PROVE_SCRIPT,
+    command_of_run,
+    has_flags,
+    load,
+)
 from ddp_train.config.hydra_parser import keep_asserts
 from ddp_train.config.program import find_program
 from ddp_train.distributed.agent import (
@@ -48,6 +55,8 @@ def main(script: Path | None, argv: list[str]) -> int:
     try:
         if first in OF_FOLDERS:
             return load(first)(argv[1:])
+        if first == PROVE_SCRIPT:
+            return load("prove script")(argv[1:])
         if first == CHECK:
             program, arguments = find_program(script, argv[1:])
             return load(CHECK)(program, arguments)

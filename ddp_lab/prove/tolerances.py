@@ -9,6 +9,8 @@ SCORES_ALLOWED = {"fp64": 1e-12, "fp32": 1e-6}
 BY_SIZE_ALLOWED = {"fp64": 1e-9, "fp32": 1e-4}
 """For scores with batches of another size: a matrix product of other rows adds up in another
 order."""
+SCRIPT_ALLOWED = 1e-3
+"""For gradients of a user's script, in the precision that it has."""
 TINY = 1e-30
 """Smallest number that something is compared with."""
 

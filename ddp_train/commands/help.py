@@ -30,6 +30,7 @@ USES = {
     "{} --cfg job [key=value ...]": "show the config, run nothing",
     "{} check [key=value ...]": "check a command, start nothing",
     "{} watch RUNS": "all runs of a folder, as they go",
+    "{} prove train.py [...]": "the same for a script with a session?",
     "{} compare RUN RUN [...]": "what differs; is it more than noise?",
     "{} resize RUN N": "change the number of processes",
     "{} init FOLDER": "start a project of your own",

@@ -14,6 +14,8 @@ COMMANDS = {
     "resize": "ddp_train.commands.resize:resize",
     "compare": "ddp_train.commands.compare:compare",
     "watch": "ddp_train.commands.watch:watch",
+    # about scripts: function(arguments)
+    "prove script": "ddp_lab.prove.script:prove_script",
     # about other commands: function(program, arguments)
     "check": "ddp_train.commands.check:check",
     # about runs: function(program, arguments, world)
@@ -28,6 +30,8 @@ COMMANDS = {
 }
 """Where the function of each command is: module and name."""
 OF_FOLDERS = ("init", "resize", "compare", "watch")
+PROVE_SCRIPT = "prove"
+"""The first word of `prove script`. The command `prove` is a mode of runs by config."""
 CHECK = "check"
 MODES = ("study", "prove")
 """Modes that are commands: their functions read the overrides of many runs."""

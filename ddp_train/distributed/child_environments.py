@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from ddp_train.distributed.agent import EXIT_CODE_FILE
-from ddp_train.distributed.environment import LAUNCHER_PID, LISTEN_SOCKET, LOST, RESIZED, STATUS_FD
+from ddp_train.distributed.environment import (
+    LAUNCHER_PID,
+    LISTEN_SOCKET,
+    LOST,
+    PROCESSES,
+    PROOF,
+    RESIZED,
+    STATUS_FD,
+)
 from ddp_train.distributed.world import World
 
 
@@ -27,6 +35,16 @@ def _importing_environment(import_path: Path | None, threads: int) -> dict[str, 
 def _with_interface(env: dict[str, str], interface: str) -> dict[str, str]:
     """The environment with the network interface of gloo and NCCL, unless the user has set them."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **env}
+
+
+def proof_environment(run_dir: Path, processes: int) -> dict[str, str]:
+    """The environment of a script whose session is to be proved, on CPUs."""
+    return {
+        **os.environ,
+        PROOF: str(run_dir),
+        PROCESSES: str(processes),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def worker_environment(

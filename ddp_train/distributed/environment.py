@@ -33,6 +33,12 @@ RESIZED = "DDP_TRAIN_RESIZED"
 """JSON: the last changes of the number of processes (see `launcher.size.Change`)."""
 PROCESSES = "DDP_TRAIN_PROCESSES"
 """Number of processes that `ddp_train.session` starts where its script does not say it."""
+PROOF = "DDP_TRAIN_PROOF"
+"""Folder of a run of `ddp-train prove train.py`: `ddp_train.session` writes there alone."""
+GRADIENTS = "gradients.safetensors"
+"""File in it: the gradients of the first updates."""
+DRAWS = "draws_by_process"
+"""Entry of that file's metadata, 0 or 1."""
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 _TASK_VARIABLES = (
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
@@ -188,6 +194,11 @@ def changes_of_number() -> list[dict[str, Any]]:
 
 def processes_asked() -> str | None:
     return os.environ.get(PROCESSES)
+
+
+def proof_folder() -> Path | None:
+    folder = os.environ.get(PROOF)
+    return Path(folder) if folder else None
 
 
 def threads_asked() -> int | None:

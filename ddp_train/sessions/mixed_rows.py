@@ -24,7 +24,8 @@ derivative."""
 MIXED = (
     "run.mean: the loss of a sample depends on the model's outputs for others (in-batch negatives,"
     " mining, statistics over the batch), and each process has only its own: on another number of"
-    " processes it is another loss. The rows of all: rows, own = ddp_train.all_gather(outputs)"
+    " processes it is another loss. The rows of all: rows, own = ddp_train.all_gather(outputs)."
+    " ddp-train prove train.py tells whether it matters"
 )
 
 

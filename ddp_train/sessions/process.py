@@ -201,6 +201,8 @@ class SessionProcess:
         """Write summary.json, and say where a stopped run resumes, on rank 0."""
         if not self.world.is_leader:
             return
+        if steps.update_record:
+            steps.update_record.write()
         position = steps.position
         summary = {
             "status": "preempted" if self.is_stopped else "completed",

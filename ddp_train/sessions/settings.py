@@ -166,6 +166,8 @@ class Settings:
     """The trackers by their names; rank 0 alone opens them."""
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
     """Values that trackers show of the run."""
+    is_proof: bool = False
+    """It is a run of `ddp-train prove train.py`: it ends after the first updates."""
 
     def __post_init__(self) -> None:
         least_values = {

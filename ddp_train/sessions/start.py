@@ -19,6 +19,7 @@ from ddp_train.distributed.environment import (
     PROCESSES,
     launcher_pid,
     processes_asked,
+    proof_folder,
     tasks_started,
     threads_asked,
     visible_devices,
@@ -97,6 +98,13 @@ def session(
     with contextlib.ExitStack() as owned:
         try:
             world = world_from_environment()
+            proof = proof_folder()
+            if proof:
+                run_dir = proof
+                processes = None
+                device = "cpu"
+                max_restarts = 0
+                trackers = ()
             count, device = _processes_and_device(processes, device)
             settings = Settings(
                 run_dir=Path(run_dir).absolute(),
@@ -110,6 +118,7 @@ def session(
                 log_every_steps=log_every_steps,
                 trackers=trackers_of(trackers),
                 hyperparameters=hyperparameters or {},
+                is_proof=proof is not None,
             )
             command = None
             if world is None and (settings.processes > 1 or max_restarts):

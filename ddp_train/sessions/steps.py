@@ -46,6 +46,7 @@ from ddp_train.sessions.position import Position
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
+from ddp_train.sessions.update_record import UpdateRecord
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
 
@@ -133,6 +134,10 @@ class Steps:
         """Looks at what the first step of this process draws, on rank 0 of several."""
         if world.is_leader and world.size > 1:
             self.draws_of_first_step = DrawsOfStep(self.seed_step)
+        self.update_record: UpdateRecord | None = None
+        """Of a run of `ddp-train prove train.py`."""
+        if settings.is_proof:
+            self.update_record = UpdateRecord(settings.run_dir)
         self.is_over = False
         self._handle = register_optimizer_step_pre_hook(self._before_optimizer_step)
 
@@ -140,6 +145,8 @@ class Steps:
         """End the session: nothing of the user's is held or watched any more."""
         self.is_over = True
         self._handle.remove()
+        if self.update_record:
+            self.update_record.close()
         for close in self.closings:
             close()
         self._close_step()
@@ -353,6 +360,8 @@ class Steps:
             self._check_gradients(self.models)  # the loop has updated the weights by itself
         self._count(step)
         self.has_samples = True
+        if self.update_record and self.update_record.is_complete(self.position.step):
+            raise StoppedError
         if not is_last and self.position.step % self.numbers.every_steps == 0:
             self.numbers.line(self.position.step, self.position.epoch + 1)
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
@@ -389,6 +398,8 @@ class Steps:
         if self.draws_of_first_step:
             if self.draws_of_first_step.are_by_rank():
                 print(DRAWS_BY_RANK, file=sys.stderr)
+                if self.update_record:
+                    self.update_record.draws_by_process = True
             self.draws_of_first_step = None
         if self.is_first_step:
             self._end_first_step()
@@ -509,6 +520,8 @@ class Steps:
             if isinstance(value, Optimizer):
                 self.optimizers[value] = self.models.trained_by(value)
         self.gradients.sees_steps = bool(self.optimizers)
+        if self.update_record and self.checkpoints:
+            self.update_record.begin(self.checkpoints.module, self.optimizers)
 
     def _before_optimizer_step(
         self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]

@@ -74,6 +74,7 @@ WITH_TORCH = [
     "ddp_train.sessions.stream_feed",
     *("ddp_train.sessions.data_arguments", "ddp_train.sessions.training_loader"),
     *("ddp_train.sessions.learning_rates", "ddp_train.sessions.unsaved"),
+    "ddp_train.sessions.update_record",
     "ddp_train.sessions.windows",
     *(
         "ddp_lab.doctor.collective_test",

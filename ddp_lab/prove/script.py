@@ -1,0 +1,209 @@
+"""`ddp-train prove train.py`: does a script of `ddp_train.session` give the same result on any
+number of processes? Torch-free."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+
+from ddp_lab.prove.tolerances import SCRIPT_ALLOWED, TINY
+from ddp_train.distributed.child_environments import proof_environment
+from ddp_train.distributed.environment import DRAWS, GRADIENTS, world_from_environment
+from ddp_train.errors import ConfigError
+from ddp_train.resilience.preemption import SAVED
+from ddp_train.text import counted
+
+NUMBERS_OF_PROCESSES = (1, 3)
+DIFFERS = 70
+MOST_SHOWN = 5
+LAST_LINES = 20
+USE = "use it as ddp-train prove train.py [ARGUMENT ...], or -m MODULE, as python takes them"
+DRAWN = (
+    "it draws random numbers by process, so nothing is known: draw by ddp_train.dropout and"
+    " noise_like, or turn it off for this command"
+)
+CAUSES = (
+    "what the loop computes over its batch (a mean, topk, argmax, roll, negatives, a queue) is over"
+    " the samples of one process: rows, own = ddp_train.all_gather(rows) gives all of them"
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run of the script has written."""
+
+    arrays: Mapping[str, np.ndarray]
+    """Gradients and buffers by their names, as `update 1 layer.weight`."""
+    draws_by_process: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    name: str
+    share: float
+    """The largest difference, as a part of the largest number there."""
+
+
+class RunFailedError(Exception):
+    """A run of the script has failed, or written nothing."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def prove_script(arguments: Sequence[str]) -> int:
+    """Run the first updates of a script on 1 and on 3 processes, and compare their gradients.
+
+    arguments: of python.
+
+    Returns the exit code: 0 if they are the same, 70 if not, that of the script if it fails. Raises
+    ConfigError.
+    """
+    check_arguments(arguments)
+    folder = Path(tempfile.mkdtemp(prefix="ddp_train_prove_"))
+    try:
+        one, several = [run_script(arguments, count, folder) for count in NUMBERS_OF_PROCESSES]
+    except RunFailedError as error:
+        print(f"{error}\n  its output: {folder}")
+        return error.exit_code
+    differences = differences_of(one, several)
+    print(verdict(differences, several.draws_by_process))
+    if differences[0].share > SCRIPT_ALLOWED:
+        print(f"  output of both runs: {folder}")
+        return DIFFERS
+    shutil.rmtree(folder)
+    return 0
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raises ConfigError if they do not name a script or a module."""
+    if not arguments:
+        raise ConfigError([f"prove: no script named; {USE}"])
+    first = arguments[0]
+    if first.startswith("-"):
+        if first == "-m" and len(arguments) > 1:
+            return
+        raise ConfigError([f"prove: {first} is no script; {USE}"])
+    if not Path(first).is_file():
+        hint = ""
+        if "=" in first:
+            hint = "; for a run by config use mode=prove in place of prove"
+        raise ConfigError([f"prove: there is no script {first}{hint}; {USE}"])
+    if world_from_environment():
+        raise ConfigError(["prove: it starts its own processes; run it without torchrun"])
+
+
+def run_script(arguments: Sequence[str], processes: int, folder: Path) -> Record:
+    """Run the first updates on so many processes, on CPUs. Raises RunFailedError."""
+    where = f"on {counted(processes, 'process')}"
+    print(f"{where}: {' '.join(arguments)}", flush=True)
+    run_dir = folder / f"{processes}"
+    output = folder / f"output_{processes}.txt"
+    with output.open("w") as stream:
+        code = subprocess.run(
+            [sys.executable, *arguments],
+            env=proof_environment(run_dir, processes),
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            check=False,
+        ).returncode
+    file = run_dir / GRADIENTS
+    if code not in (0, SAVED):
+        last = output.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        raise RunFailedError("\n".join([*last, f"{where} it ended with {code}"]), code)
+    record = read(file) if file.exists() else None
+    if record is None or not any(name.startswith("update") for name in record.arrays):
+        raise RunFailedError(
+            f"{where} no update was seen: prove is for a script whose ddp_train.session trains a"
+            " model by an optimizer that run.resume got",
+            DIFFERS,
+        )
+    return record
+
+
+def read(file: Path) -> Record:
+    with safe_open(file, "numpy") as reader:
+        arrays = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118
+        draws = (reader.metadata() or {}).get(DRAWS) == "1"
+    return Record(arrays, draws)
+
+
+def differences_of(one: Record, several: Record) -> list[Difference]:
+    """The differences of all gradients and buffers, the first update first, then by size.
+
+    Relative to the largest number of the parameter, or a hundredth of the largest of its update:
+    gradients that vanish, as those of a bias before batch norm, are rounding alone.
+    """
+    names = [*dict.fromkeys([*one.arrays, *several.arrays])]
+    largest: dict[str, float] = {}
+    for name in names:
+        group = _group_of(name)
+        for record in (one, several):
+            largest[group] = max(largest.get(group, TINY), _largest(record.arrays.get(name)))
+    found = []
+    for name in names:
+        first, second = one.arrays.get(name), several.arrays.get(name)
+        scale = max(_largest(first), _largest(second), largest[_group_of(name)] / 100)
+        found.append(Difference(name, _distance(first, second) / scale))
+    return sorted(found, key=_place_of)
+
+
+def _place_of(difference: Difference) -> tuple[bool, bool, str, float]:
+    """Those that are more than rounding first; of these the first update, and buffers last."""
+    group = _group_of(difference.name)
+    is_rounding = difference.share <= SCRIPT_ALLOWED
+    if is_rounding:
+        group = ""
+    return is_rounding, group == "buffer", group, -difference.share
+
+
+def _group_of(name: str) -> str:
+    """`update 1`, or `buffer`."""
+    words = name.split(" ")
+    return " ".join(words[:-1])
+
+
+def _largest(array: np.ndarray | None) -> float:
+    if array is None or not array.size:
+        return 0.0
+    finite = array[np.isfinite(array)]
+    return float(np.abs(finite).max(initial=0.0))
+
+
+def _distance(one: np.ndarray | None, other: np.ndarray | None) -> float:
+    """The largest difference; a gradient that is not there is zero."""
+    if one is None or other is None:
+        return max(_largest(one), _largest(other))
+    if one.shape != other.shape or not np.array_equal(np.isfinite(one), np.isfinite(other)):
+        return float("inf")
+    finite = np.isfinite(one)
+    return float(np.abs(one[finite] - other[finite]).max(initial=0.0))
+
+
+def verdict(differences: Sequence[Difference], draws_by_process: bool) -> str:
+    """What was found, in words. differences: at least one, the worst first."""
+    several = counted(NUMBERS_OF_PROCESSES[1], "process")
+    worst = differences[0].share
+    if worst <= SCRIPT_ALLOWED:
+        return (
+            f"the same on {several} as on 1: the gradients of the first updates differ by"
+            f" {worst:.1e} at most, which is rounding"
+        )
+    beyond = [difference for difference in differences if difference.share > SCRIPT_ALLOWED]
+    lines = [f"NOT the same on {several} as on 1 (allowed for rounding: {SCRIPT_ALLOWED:g})"]
+    for difference in beyond[:MOST_SHOWN]:
+        lines.append(f"  {difference.name} differs by {difference.share:.1%}")
+    if len(beyond) > MOST_SHOWN:
+        lines.append(f"  and {len(beyond) - MOST_SHOWN} more")
+    lines.append(f"  {DRAWN if draws_by_process else CAUSES}")
+    return "\n".join(lines)

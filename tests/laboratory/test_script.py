@@ -1,0 +1,131 @@
+"""`ddp-train prove train.py`: scripts of a session on one process and on three."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddp_lab.prove.script import (
+    DRAWN,
+    Record,
+    check_arguments,
+    differences_of,
+    prove_script,
+    read,
+    verdict,
+)
+from ddp_lab.prove.tolerances import SCRIPT_ALLOWED
+from ddp_train.commands.table import load
+from ddp_train.distributed.child_environments import proof_environment
+from ddp_train.distributed.environment import GRADIENTS
+from ddp_train.errors import ConfigError
+from ddp_train.resilience.preemption import SAVED
+from tests.support import zygote
+from tests.support.commands import LIMIT_SECONDS, ROOT, environment
+
+LOOP = """
+import sys
+import torch
+from torch import nn
+import ddp_train
+
+rows = torch.randn(24, 5, generator=torch.Generator().manual_seed(0))
+with ddp_train.session("runs/mine", processes=2, max_restarts=1) as run:
+    net = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    net.register_buffer("centre", torch.zeros(3))
+    model = run.wrap(net)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = run.loader(list(rows), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer)
+    for _ in run.epochs(100):
+        for batch in loader:
+            optimizer.zero_grad()
+            outputs = model(batch)
+            losses = (outputs - model.centre).square().mean(1)
+            if sys.argv[1] == "centre":
+                model.centre += outputs.detach().mean(0)
+            run.mean(losses).backward()
+            optimizer.step()
+"""
+
+
+def record(**arrays: list[float]) -> Record:
+    named = {name.replace("_", " "): np.array(values) for name, values in arrays.items()}
+    return Record(named, draws_by_process=False)
+
+
+def test_the_first_update_that_differs_comes_first() -> None:
+    one = record(update_1_a=[1.0, 2.0], update_2_a=[1.0, 1.0], update_2_b=[4.0], buffer_c=[1.0])
+    other = record(update_1_a=[1.0, 2.0], update_2_a=[1.0, 1.5], update_2_b=[0.0], buffer_c=[9.0])
+    found = [(difference.name, difference.share) for difference in differences_of(one, other)]
+    assert [name for name, _ in found] == ["update 2 b", "update 2 a", "buffer c", "update 1 a"]
+    assert found[0][1] == 1.0
+    assert found[-1][1] == 0.0
+    assert "update 2 b differs by 100.0%" in verdict(differences_of(one, other), False)
+    assert DRAWN in verdict(differences_of(one, other), True)
+
+
+def test_rounding_of_gradients_that_vanish_is_no_difference() -> None:
+    one = record(update_1_a=[1.0], update_1_bias=[1e-9])
+    other = record(update_1_a=[1.0 + 1e-7], update_1_bias=[-1e-9])
+    (worst, *_) = differences_of(one, other)
+    assert worst.share < SCRIPT_ALLOWED
+    assert verdict([worst], False).startswith("the same on 3 processes as on 1")
+
+
+def test_a_gradient_that_is_not_there_or_not_finite_differs() -> None:
+    for other in (record(), record(update_1_a=[np.nan]), record(update_1_a=[1.0, 1.0])):
+        assert differences_of(record(update_1_a=[1.0]), other)[0].share >= 1
+    same = record(update_1_a=[np.nan, 1.0])
+    assert differences_of(same, same)[0].share == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "no script named"),
+        (["missing.py"], "there is no script missing.py"),
+        (["experiment=mine"], "mode=prove in place of prove"),
+        (["--fast"], "--fast is no script"),
+    ],
+)
+def test_what_is_no_script_is_refused(arguments: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_arguments(arguments)
+    assert load("prove script") is prove_script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "differs"), [("plain", False), ("centre", True)])
+def test_scripts_that_depend_on_the_processes_are_told(
+    kind: str, differs: bool, tmp_path: Path
+) -> None:
+    """A mean of one process's samples is used in the second step only."""
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    records = []
+    for count in (1, 3):
+        run_dir = tmp_path / str(count)
+        more = {**proof_environment(run_dir, count), "PYTHONPATH": str(ROOT)}
+        argv = [sys.executable, str(script), kind]
+        done = zygote.run(argv, LIMIT_SECONDS, cwd=tmp_path, env=environment(more), text=True)
+        assert done.returncode == SAVED, done.stderr
+        records.append(read(run_dir / GRADIENTS))
+    assert not (tmp_path / "runs").exists()
+    worst = differences_of(*records)[0]
+    assert (worst.share > SCRIPT_ALLOWED) is differs
+    if differs:
+        assert worst.name.startswith("update 2 ")
+
+
+@pytest.mark.nightly
+def test_the_command_tells_a_script_that_is_no_session(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('nothing')")
+    assert prove_script([str(script)]) == 70
+    assert "on 1 process no update was seen" in capfd.readouterr().out
