@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-WORDS_OF_AVERAGES = ("ema", "average", "averaging", "shadow", "teacher")
-"""Parts of the names of classes that keep averages of weights in lists and dicts."""
+WORDS_OF_AVERAGES = ("ema", "average", "averaging", "avg", "polyak", "shadow", "swa", "teacher")
+"""Parts of the names of classes and variables that keep averages of weights in lists and dicts."""
 
 
 @dataclass
@@ -47,10 +47,15 @@ def _list_of(kind: type, living: LivingObjects, nothing: list[Any]) -> list[Any]
         return living.modules
     if _is_scheduler(kind):
         return living.schedulers
-    name = kind.__name__.lower()
-    if any(word in name for word in WORDS_OF_AVERAGES) and not issubclass(kind, type):
+    if is_name_of_average(kind.__name__) and not issubclass(kind, type):
         return living.averages
     return nothing
+
+
+def is_name_of_average(name: str) -> bool:
+    """True for the name of a class or a variable that may be that of an average of weights."""
+    lower = name.lower()
+    return any(word in lower for word in WORDS_OF_AVERAGES)
 
 
 def _is_scheduler(kind: type) -> bool:

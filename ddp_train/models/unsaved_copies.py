@@ -10,13 +10,14 @@ import logging
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddp_train.models.averages_in_variables import AveragesInVariables
 from ddp_train.models.living_objects import LivingObjects, objects_within
 from ddp_train.resilience.failure_report import is_foreign
 from ddp_train.text import snake_case
@@ -24,6 +25,8 @@ from ddp_train.text import snake_case
 log = logging.getLogger(__name__)
 DEEPEST = 5
 """Levels at which a saved object may hold a module."""
+LEVELS_OF_VARIABLE = 3
+"""Levels at which a variable may hold tensors: of an object in a list for instance."""
 
 
 @dataclass
@@ -46,6 +49,7 @@ class UnsavedCopies:
         self.objects = list(objects)
         self.candidates: dict[int, Candidate] = {}
         """The candidates by the `id` of what each is of."""
+        self.in_variables = AveragesInVariables()
 
     def look_for(self, living: LivingObjects) -> None:
         """Add the candidates that there are now."""
@@ -66,11 +70,31 @@ class UnsavedCopies:
         saved = Saved(self.models, self.objects)
         for candidate in self.candidates.values():
             candidate.norms = norms_of(saved.unsaved_of(candidate.holder()))
+        self.in_variables.note(self._tensors_of_variables(saved), norms_of)
 
     def warn_of_changed(self) -> None:
         """Warn of the candidates that have changed since they were noted, once of each."""
         for holder in self.changed():
             _warn_of(holder)
+        tensors_of = self._tensors_of_variables(Saved(self.models, self.objects))
+        for name in self.in_variables.changed(tensors_of, norms_of):
+            log.warning(
+                "%s changed in training and is in no checkpoint: a resumed run begins it anew; keep"
+                " it in an object with state_dict and load_state_dict (torch's AveragedModel is"
+                " one), make that before run.resume, and name it there: run.resume(..., %s=%s)",
+                *(name, name, name),
+            )
+
+    def _tensors_of_variables(self, saved: Saved) -> Callable[[Any], list[Tensor]]:
+        """A function that gives what is unsaved of a variable, and of no candidate."""
+        holders = [candidate.holder() for candidate in self.candidates.values()]
+        known = {id(tensor) for holder in holders for tensor in saved.unsaved_of(holder)}
+
+        def tensors_of(value: Any) -> list[Tensor]:
+            found = saved.unsaved_within(value)
+            return [tensor for tensor in found if id(tensor) not in known]
+
+        return tensors_of
 
     def changed(self) -> list[Any]:
         """The candidates that have changed since they were noted, each once."""
@@ -97,13 +121,17 @@ class Saved:
         self.objects = {id(item) for item in objects}
         self.shapes = [shapes_of(model.parameters()) for model in models]
         """The shapes of the parameters of each model."""
-        saved = objects_within(objects, DEEPEST)
+        saved = list(objects_within(objects, DEEPEST))
+        self.held = {id(item) for item in saved}
+        """What is saved, and all that is within it, by `id`."""
         modules = {
             id(module): module
             for holder in [*models, *(item for item in saved if isinstance(item, nn.Module))]
             for module in holder.modules()
         }
-        self.tensors = {id(tensor) for module in modules.values() for tensor in state_of(module)}
+        tensors = [tensor for module in modules.values() for tensor in state_of(module)]
+        self.tensors = {id(tensor) for tensor in tensors}
+        self.memory = {tensor.data_ptr() for tensor in tensors if not tensor.is_meta}
 
     def unsaved_of(self, holder: Any) -> list[Tensor]:
         """The tensors of a module's state, or of an object's lists and dicts, that no checkpoint
@@ -113,7 +141,21 @@ class Saved:
         if isinstance(holder, nn.Module):
             tensors = [tensor for part in holder.modules() for tensor in state_of(part)]
         else:
-            tensors = self._like_a_model(holder)
+            attributes = list(getattr(holder, "__dict__", {}).values())
+            tensors = [tensor for value in attributes for tensor in self._like_a_model(value)]
+        return self._unsaved_among(tensors)
+
+    def unsaved_within(self, value: Any) -> list[Tensor]:
+        """The same of the lists and dicts that a variable is, or holds."""
+        tensors: dict[int, Tensor] = {}
+        for item in objects_within([value], LEVELS_OF_VARIABLE):
+            if id(item) not in self.held:
+                tensors |= {id(tensor): tensor for tensor in self._like_a_model(item)}
+        unsaved = self._unsaved_among(tensors.values())
+        # A state_dict has tensors of its own, which have the memory of the module's.
+        return [tensor for tensor in unsaved if tensor.data_ptr() not in self.memory]
+
+    def _unsaved_among(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         return [
             tensor
             for tensor in tensors
@@ -123,18 +165,16 @@ class Saved:
             and not tensor.is_meta
         ]
 
-    def _like_a_model(self, holder: Any) -> list[Tensor]:
-        """The tensors in those attributes of an object that hold as many as a model has."""
-        found: list[Tensor] = []
-        for value in list(getattr(holder, "__dict__", {}).values()):
-            items = list(value.values()) if isinstance(value, Mapping) else value
-            if not isinstance(items, list | tuple):
-                continue
-            tensors = [item for item in items if isinstance(item, Tensor)]
-            shapes = shapes_of(tensors)
-            if any(shapes >= of_model for of_model in self.shapes):
-                found += tensors
-        return found
+    def _like_a_model(self, value: Any) -> list[Tensor]:
+        """The tensors in a list or a dict, if they are as many as a model has."""
+        items = list(value.values()) if isinstance(value, Mapping) else value
+        if not isinstance(items, list | tuple):
+            return []
+        tensors = [item for item in items if isinstance(item, Tensor)]
+        shapes = shapes_of(tensors)
+        if any(shapes >= of_model for of_model in self.shapes):
+            return tensors
+        return []
 
 
 def state_of(module: nn.Module) -> Iterator[Tensor]:

@@ -102,6 +102,61 @@ def test_a_copy_that_moves_is_named_once(
     assert argument in text
 
 
+class InOneList:
+    """By a class whose name tells nothing."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors = tensors_in_list(model)
+
+
+def tensors_in_list(model: nn.Module) -> list[Tensor]:
+    return [weight.data.clone() for weight in model.parameters()]
+
+
+def move_tensors(tensors: list[Tensor], model: nn.Module) -> None:
+    for tensor, weight in zip(tensors, model.parameters(), strict=True):
+        tensor.lerp_(weight.data, 0.1)
+
+
+VARIABLES = [
+    (tensors_in_list, move_tensors),
+    (
+        lambda model: {"slow": dict(enumerate(tensors_in_list(model)))},
+        lambda ema, model: move_tensors(list(ema["slow"].values()), model),
+    ),
+    (
+        lambda model: [InOneList(model)],
+        lambda ema, model: move_tensors(ema[0].tensors, model),
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "move"), VARIABLES)
+def test_an_average_in_a_variable_is_named_once(
+    caplog: pytest.LogCaptureFixture, make: Any, move: Any
+) -> None:
+    model = net()
+    moving = ema = make(model)
+    with session_on(World()) as run:
+        text = warnings_of(run, caplog, lambda _: ema, move)
+        assert moving is ema
+    assert text.count(IN_NO_CHECKPOINT) == 1
+    assert f"ema {IN_NO_CHECKPOINT}" in text and "run.resume(..., ema=ema)" in text
+
+
+def test_averages_that_stand_still_or_are_saved_are_no_cause(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ema_at_start = tensors_in_list(net())
+    kept = LikeTimm(net(), 0.9)
+    ema_weights = kept.module.state_dict()
+    ema_losses = [torch.zeros(())] * 9
+    with session_on(World()) as run:
+        text = warnings_of(run, caplog, lambda _: kept, lambda a, model: a.update(model, 1), ema=1)
+        assert IN_NO_CHECKPOINT not in text
+    assert ema_at_start and ema_weights and ema_losses
+
+
 @pytest.mark.parametrize(
     ("make", "move", "saved"),
     [
