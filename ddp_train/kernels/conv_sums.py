@@ -4,7 +4,7 @@ A batch norm reads its input twice: for mean and variance, and to normalise it (
 arXiv:1807.01702). cuDNN's graph API adds up outputs and their squares in the epilogue of a
 convolution ("genstats"), so that one of the two is not needed. For the 52 convolutions of ResNet-50
 that it can do so, 1,024 pictures in fp16 on an H200, the first pass takes more than 7 ms, and these
-convolutions 0.6 ms more than torch's (docs/inside/benchmarks/speed.md).
+convolutions 0.6 ms more than torch's (docs/inside/benchmarks/conv_sums.md).
 
 `ConvSums` rewrites the graph of a compiled model before it is differentiated, for the convolutions
 for which that is faster by their own timing.
