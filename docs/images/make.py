@@ -39,7 +39,7 @@ SWEEP = (
 PAGE_SIZE = "1180,915"
 """Of the picture of the page, in pixels; the docs show it at about 850."""
 
-COLUMNS, ROWS = 92, 26
+COLUMNS, ROWS = 92, 27
 WAIT_FOR = "epoch 16/30"
 SVG = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 WIDTH HEIGHT">
 <style>
