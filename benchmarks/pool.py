@@ -1,8 +1,7 @@
 """Sweeps on eight devices at once: speed-up against one after the other, how long a device waits,
 and kills.
 
-    python benchmarks/pool.py [--trials 64] [--seconds 1] [--kills 50] [--output
-    docs/inside/benchmarks/pool.md]
+    python benchmarks/pool.py [--trials 64] [--seconds 1] [--kills 50] [--output FILE]
 
 The devices are names without hardware behind them, and the trials sleep, so that any machine can
 say what the launcher itself costs. It is driven as any Hydra application drives it: an app of ten

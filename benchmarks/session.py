@@ -2,7 +2,7 @@
 data and batch.
 
     python benchmarks/session.py [--rounds 151] [--steps 20]
-        [--output docs/inside/benchmarks/session.md]
+        [--output FILE]
 
 The loops run in the same two processes, one epoch of each in turn, in an order that changes from
 round to round. The plain one is DistributedDataParallel with DataLoader and DistributedSampler, the

@@ -1,8 +1,7 @@
 """kill -9 of any process of a sweep at any moment: is a device still taken, is a row lost, is a
 trial repeated?
 
-    python benchmarks/sweep_kills.py [--kills 50] [--seed 0] [--output
-    docs/inside/benchmarks/sweep_kills.md]
+    python benchmarks/sweep_kills.py [--kills 50] [--seed 0] [--output FILE]
 
 Each time a sweep of real trainings on two devices (names without hardware, under the locks that
 GPUs have) is started, by the grid and by hydra/sweeper=pool_optuna in turn, and after a random time
