@@ -1,8 +1,7 @@
 """How fast an image folder is read: every way to decode, alone, and in training against images that
 are there already.
 
-    python benchmarks/jpeg.py [--images 16384] [--batch 256] [--steps 40] [--output
-    docs/inside/benchmarks/jpeg.md]
+    python benchmarks/jpeg.py [--images 16384] [--batch 256] [--steps 40] [--output FILE]
 
 The images are made: 64 JPEGs of 500 x 375 pixels with the spectrum of photographs (amplitude 1 /
 frequency^1.35), some 51 kB each, hard-linked to --images names in eight classes. The kernel holds

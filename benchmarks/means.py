@@ -1,7 +1,7 @@
 """Whose weights are off, and by how much, when texts are of different lengths.
 
     pip install transformers accelerate lightning
-    python benchmarks/means.py [--processes 1 2 3] [--output docs/inside/benchmarks/means.md]
+    python benchmarks/means.py [--processes 1 2 3] [--output FILE]
 
 ddp_train, Hugging Face's Trainer, Lightning's, and DDP with the usual mean of means, against one
 process that computes each global batch at once.

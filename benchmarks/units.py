@@ -1,7 +1,6 @@
 """What it costs to exchange the number of tokens in each step, so that the mean over them is exact.
 
-    python benchmarks/units.py [--device cuda] [--rounds 100] [--steps 10] [--output
-    docs/inside/benchmarks/units.md]
+    python benchmarks/units.py [--device cuda] [--rounds 100] [--steps 10] [--output FILE]
 
 Two processes, over gloo on the CPU with one thread each, or over NCCL on two GPUs kernel by kernel;
 DDP, a GPT on bytes. One job trains on and on; from block to block of STEPS steps the exchange is
