@@ -1,7 +1,6 @@
 """What bit-identical training costs: step times with strategy=ordered against torch's own DDP.
 
-    python benchmarks/ordered.py [--rounds 3] [--processes 1 2 4] [--output
-    docs/inside/benchmarks/ordered.md]
+    python benchmarks/ordered.py [--rounds 3] [--processes 1 2 4] [--output FILE]
 
 Whole runs by the launcher, one thread per process: the digits, global batch 96, 15 steps per epoch.
 A step time is that of an interval of metrics.jsonl, which leaves out starting, evaluations and

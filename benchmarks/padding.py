@@ -1,7 +1,7 @@
 """How much of what is computed is padding: batches in random order, sorted by length in windows,
 and as planned here.
 
-    python benchmarks/padding.py [--samples 200000] [--output docs/inside/benchmarks/padding.md]
+    python benchmarks/padding.py [--samples 200000] [--output FILE]
 
 Pure arithmetic on lengths; nothing is trained, and the hardware has no part in it but for the
 times. The lengths are log-normal, as those of sentences, utterances and documents about are: median
