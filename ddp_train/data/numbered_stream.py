@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data._utils import worker
+
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.sample_stream import digest_of
 from ddp_train.data.sample_tensors import as_tensors
@@ -155,7 +157,7 @@ class NumberedStream:
 
         Its draws follow from seed, epoch and place: who reads past a sample draws the same.
         """
-        with keyed_generators() as seed_generators:
+        with keyed_generators() as seed_generators, as_in_no_loader_process():
             seed_generators(hash_key(self.seed, "stream", self.epoch, self.place + 1))
             if self.samples is None:
                 self._tell(self.epoch)
@@ -177,7 +179,7 @@ class NumberedStream:
         """Raise DataError if the pass goes on behind its last number."""
         if self.samples is None:
             return
-        with keyed_generators() as seed_generators:
+        with keyed_generators() as seed_generators, as_in_no_loader_process():
             seed_generators(hash_key(self.seed, "stream", self.epoch, self.length))
             more = next(self.samples, _NOTHING)
         self.samples = iter(())
@@ -203,6 +205,21 @@ class NumberedStream:
                 )
         self.begin()
         return count
+
+
+@contextlib.contextmanager
+def as_in_no_loader_process() -> Iterator[None]:
+    """A context in which torch tells of no loader process.
+
+    A stream may give each loader process a part, or another order: shuffled streams of Hugging
+    Face's do, even if there is one process. Here each process reads all, wherever it does so.
+    """
+    told = worker._worker_info
+    worker._worker_info = None
+    try:
+        yield
+    finally:
+        worker._worker_info = told
 
 
 def told_length(stream: Any) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_train.data.numbered_stream import NumberedStream
 from ddp_train.errors import DataError
@@ -79,6 +79,25 @@ def test_a_pass_in_order_is_read_once() -> None:
     assert shuffled.begun == 1, "counted"
     whole(stream)
     assert shuffled.begun == 2
+
+
+class ByProcess(IterableDataset):
+    """Gives each loader process another order, and a part, as public streams do."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        if info is None:
+            yield from torch.arange(9)
+        else:
+            yield from torch.arange(9).flip(0)[info.id :: info.num_workers]
+
+
+def test_a_loader_process_reads_what_others_read() -> None:
+    stream = NumberedStream(ByProcess(), seed=0)
+    assert len(stream) == 9
+    for workers in (1, 2):
+        loader = DataLoader(stream, batch_size=None, num_workers=workers)  # type: ignore[arg-type]
+        assert torch.stack([*loader]).tolist() == [*range(9)]
 
 
 def test_epochs_differ_and_come_again() -> None:
