@@ -106,7 +106,7 @@ class RankStatus(ctypes.Structure):
     _fields_ = (
         *_numbers("beats", "step", "batches", "resident_bytes", "saving", "phase_number"),
         *_numbers("_announced_code", "reported_code", "heeds_stop", "goes_on", "is_done"),
-        *_numbers("is_examined"),
+        *_numbers("is_examined", "exchanged_step", "left_out_from", "left_out_to"),
         ("recovery", RecoveryMailbox),
     )
     step: int
@@ -133,6 +133,12 @@ class RankStatus(ctypes.Structure):
     is_examined: int
     """1 once the launcher has found that the run hangs, and wants to know what this worker has
     called."""
+    exchanged_step: int
+    """The last step of a session whose gradients the worker exchanges (sessions/step_watch.py)."""
+    left_out_from: int
+    """The first of the last steps of a session that the worker has left without an exchange."""
+    left_out_to: int
+    """The last of them."""
     recovery: RecoveryMailbox
 
     # Not shared with the launcher:

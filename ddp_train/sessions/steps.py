@@ -45,6 +45,7 @@ from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.position import Position
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
+from ddp_train.sessions.step_watch import StepWatch
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
 from ddp_train.sessions.update_record import UpdateRecord
 from ddp_train.sessions.values import meet
@@ -126,6 +127,7 @@ class Steps:
         """The mean loss of this step has gone backward."""
         self.is_first_step = True
         """This process has not done a step yet."""
+        self.step_watch = StepWatch(status, world.rank)
         self.score_watch = ScoreWatch()
         self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
         self.media = self.numbers.media
@@ -176,6 +178,7 @@ class Steps:
             self.in_epoch = False
             self.first_batch = 0
             self.has_samples = True
+            self.step_watch.see_left_out(position.epoch, position.step)
             meet("the end of an epoch", self.device)
             self._check_updates()
             self.numbers.flush(position.step, position.epoch + 1)
@@ -263,6 +266,7 @@ class Steps:
 
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`."""
+        self.step_watch.see_left_out(self.position.epoch, self.position.step)
         meet("the end of the session", self.device)
         self._end_open_step()
         self.numbers.flush(self.position.step, self.position.epoch + self.in_epoch)
@@ -394,6 +398,8 @@ class Steps:
 
     def _count(self, step: OpenStep) -> None:
         """Count a step as done, and close it."""
+        if not self.had_backward:
+            self.step_watch.see_left_out(self.position.epoch, self.position.step)
         self.numbers.end_step(self.position.step, step.samples)
         if self.draws_of_first_step:
             if self.draws_of_first_step.are_by_rank():
@@ -509,6 +515,7 @@ class Steps:
             self.score_watch.see_score()
 
     def _in_backward(self, _: Tensor) -> None:
+        self.step_watch.see_backward(self.position.epoch, self.position.step)
         self.had_backward = True
         self.models.see_backward()
         self.gradients.see_backward()
