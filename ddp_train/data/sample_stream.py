@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_train.data.global_batches import part_of_rank
 from ddp_train.data.no_samples import without_samples
 from ddp_train.data.rng import hash_key, keyed_generators, number_of_digest
-from ddp_train.tensor_tree import tensors
+from ddp_train.tensor_tree import map_tensors, tensors
+
+PARTS_WITHIN = 6
+"""Levels at which a stream may hold another one."""
+TRIED = 8
+"""Samples that a stream reads to try its state."""
 
 
 @dataclass
@@ -101,13 +110,60 @@ class StreamReader(IterableDataset[StreamedBatch]):
         return StreamedBatch(number, data, len(part), len(samples), places.start, digest, empty)
 
 
+def goes_on_by_state(stream: Any) -> bool:
+    """True if a stream goes on to the same samples where its `load_state_dict` has put it.
+
+    Many do but for the samples of a buffer within which they shuffle. It is tried with copies of
+    the stream, which read some samples; False if there can be none.
+    """
+    if _leaves_out_a_buffer(stream):
+        return False
+    try:
+        original, restored = copy.deepcopy(stream), copy.deepcopy(stream)
+        with keyed_generators() as seed_generators:
+            seed_generators(0)
+            samples = iter(original)
+            next(samples)
+            state = json.dumps(original.state_dict())
+            seed_generators(1)
+            expected = [_content_of(sample) for sample in islice(samples, TRIED)]
+            restored.load_state_dict(json.loads(state))
+            seed_generators(1)
+            found = [_content_of(sample) for sample in islice(iter(restored), TRIED)]
+    except Exception:  # noqa: BLE001  code of the user's, which may not be made for copies
+        return False
+    return expected == found
+
+
+def _leaves_out_a_buffer(part: Any, levels: int = PARTS_WITHIN) -> bool:
+    """True for a shuffled stream of Hugging Face's, or one made of such.
+
+    Its state is right within the first file, so that no trial would tell.
+    """
+    if "BufferShuffled" in type(part).__name__:
+        return True
+    within = getattr(part, "__dict__", {})
+    if not levels or isinstance(part, type):
+        return False
+    return any(_leaves_out_a_buffer(value, levels - 1) for value in within.values())
+
+
+def _content_of(sample: Any) -> bytes:
+    """Bytes that are the same for equal samples; those of a pickled tensor are not."""
+    return pickle.dumps(map_tensors(_bytes_of, sample))
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
 def digest_of(batch: Any) -> int:
     """A number below 2**61 that identifies the tensors of a batch; 0 if it has none."""
     content = hashlib.sha256()
     has_tensors = False
     for tensor in tensors(batch):
         has_tensors = True
-        content.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        content.update(_bytes_of(tensor))
     if not has_tensors:
         return 0
     return number_of_digest(content.digest())

@@ -15,7 +15,7 @@ from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.global_batches import Pass, part_of_rank
 from ddp_train.data.rng import hash_key
-from ddp_train.data.sample_stream import StreamedBatch, StreamReader
+from ddp_train.data.sample_stream import StreamedBatch, StreamReader, goes_on_by_state
 from ddp_train.data.streams.loader_processes import LoaderProcesses
 from ddp_train.data.streams.placement import Placement
 from ddp_train.distributed.exchange import texts_from_all_ranks
@@ -79,6 +79,8 @@ class StreamFeed:
             self.reader = StreamReader(self.stream, collate, size, world.rank, world.size, size)
         self.streamed = StreamedParts(self, arguments)
         self.reported = ReportedBatches(self.streamed, steps.status)
+        self.has_state = self._can_use_state()
+        """It goes on by its own state; else it is read past what is done."""
         self.saved_state = ""
         """The stream's own state where a resumed run goes on, as JSON."""
         self.state_at_start = ""
@@ -143,7 +145,7 @@ class StreamFeed:
         """
         text = ""
         is_at_batch = in_pass and self.given == batch and not self.reader.is_at_end
-        if is_at_batch and self._has_state():
+        if is_at_batch and self.has_state:
             text = state_as_json(self.stream)
         states = [text]
         if self.split_by_node:
@@ -154,7 +156,7 @@ class StreamFeed:
         states = state["states"]
         if in_pass:
             self.digest_before = state["digest"]
-        if not states or not self._has_state():
+        if not states or not self.has_state:
             return
         saved = states[self.world.rank if self.split_by_node else 0]
         if in_pass:
@@ -162,9 +164,9 @@ class StreamFeed:
         else:
             self.stream.load_state_dict(json.loads(saved))
 
-    def _has_state(self) -> bool:
+    def _can_use_state(self) -> bool:
         has_both = hasattr(self.stream, "state_dict") and hasattr(self.stream, "load_state_dict")
-        return has_both and not self.num_workers
+        return has_both and not self.num_workers and goes_on_by_state(self.stream)
 
     def micro_batch(self, number: int, part: StreamedBatch, size: int) -> MicroBatch:
         """The share of this process in a batch of `size` samples over all of them."""

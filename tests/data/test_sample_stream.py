@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ddp_train.data.sample_stream import StreamedBatch, StreamReader
+from ddp_train.data.sample_stream import StreamedBatch, StreamReader, goes_on_by_state
 
 
 def noisy(samples: list[int]) -> Tensor:
@@ -19,6 +20,44 @@ def read(stream: range, first: int, count: int) -> list[StreamedBatch]:
     reader = StreamReader(stream, noisy, 4, rank=1, world_size=2, compared=4, first=first)
     reader.skipped = first
     return list(itertools.islice(reader, count))
+
+
+class WithState:
+    """A hundred numbers, through a buffer that its state leaves out, as public streams have it."""
+
+    def __init__(self, buffer: int) -> None:
+        self.buffer = buffer
+        self.place = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        buffer: list[int] = []
+        while self.place < 100:
+            buffer.append(self.place)
+            self.place += 1
+            if len(buffer) == self.buffer:
+                yield torch.tensor(buffer.pop(0))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class BufferShuffledExamplesIterable(WithState): ...
+
+
+def test_a_state_without_the_samples_of_a_buffer_is_not_used() -> None:
+    assert goes_on_by_state(WithState(buffer=1))
+    assert not goes_on_by_state(WithState(buffer=3))
+    outer = WithState(buffer=1)
+    outer.inner = BufferShuffledExamplesIterable(buffer=1)  # type: ignore[attr-defined]
+    assert not goes_on_by_state(outer), "Hugging Face's, whose state is right in the first file"
+    stream = WithState(buffer=1)
+    goes_on_by_state(stream)
+    assert stream.place == 0, "it is tried with copies"
+    stream.open = (number for number in range(3))  # type: ignore[attr-defined]  has no copy
+    assert not goes_on_by_state(stream)
 
 
 def test_collate_draws_the_same_where_a_stream_is_resumed() -> None:
