@@ -348,5 +348,5 @@ def jobs_of(slurm: SlurmLab, *options: str) -> list[str]:
 
 
 def metrics_end(run_dir: Path) -> int:
-    """The last step of which there is a line."""
-    return max(line["step"] for line in metrics(run_dir))
+    """The last step of which there is a line; 0 before the first, or while a resume rewrites them."""
+    return max((line["step"] for line in metrics(run_dir)), default=0)
