@@ -224,7 +224,7 @@ class Attempt:
             self.stage = Stage.CHANGING
 
     def _end_of_failure(self, failed: Sequence[int], codes: Sequence[int | None]) -> AttemptEnd:
-        """Save what survives, and record the failure."""
+        """Record the failure, and let a checkpoint that is being written be completed."""
         killed = frozenset(rank for rank in failed if self.workers.was_killed(rank))
         loss = self._loss(failed[0], time.monotonic())
         report = self.recorder.record_exit(failed, codes)

@@ -176,12 +176,6 @@ class KeptMemory:
         mark = self.newest_state(ranks)
         return None if mark is None else marked_step(mark)
 
-    def forget(self, ranks: int) -> None:
-        """Take all marks away, and give the memory back."""
-        for rank in range(ranks):
-            for place in Place:
-                self.record(rank, place).open()
-
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self.descriptor)

@@ -313,7 +313,7 @@ class Training:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Inside, stop requests are heard, user hooks are entered, and lost peers are survived."""
+        """Inside, stop requests are heard, user hooks are entered, and steps are kept."""
         run = self.run
         worker = run.worker
         connection = worker.store.clone() if worker.store else None
