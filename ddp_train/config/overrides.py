@@ -27,6 +27,8 @@ from ddp_train.text import did_you_mean, in_double_quotes, shown, snake_case
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
+SHARDED = ("fsdp", "deepspeed", "zero")
+"""Beginnings of the names of strategies that are asked for, and that there are not."""
 MULTIPLE_CHOICE = ("tracker",)
 """Groups of which several options may be chosen."""
 STUDY = "study"
@@ -298,6 +300,10 @@ def _meant_option(group: str, option: Any, unknown: str, options: list[str]) -> 
     spelt = unknown.lower().replace("-", "_")
     if spelt in options:
         return f"; did you mean {spelt}?"
+    if group == "strategy" and spelt.startswith(SHARDED):
+        return (
+            "; there is no sharded strategy: docs/guides/memory.md has what a model too big can do"
+        )
     if option is None:
         return ""
     return did_you_mean(unknown, options)
