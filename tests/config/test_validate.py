@@ -91,7 +91,7 @@ BAD: dict[str, list[str]] = {
     "schedule=ReduceLROnPlateau schedule.metric=val_loss": ["test.NAME", "did you mean"],
     "train._target_=a.b": ["train._target_=a.b", "no such key"],
     # options that do not exist
-    "strategy=fsdp2": ["there is no sharded one: docs/guides/memory.md"],
+    "strategy=fsdp2": ["there is no sharded strategy: docs/guides/memory.md"],
     "optimizer=AdamW": [REFUSED, "did you mean adamw?"],
     "model=Resnet50": [REFUSED, "did you mean resnet50?"],
     "tracker=wandb,tensorboard": [
