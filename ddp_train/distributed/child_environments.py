@@ -147,9 +147,13 @@ def probe_environment(world: World, threads: int, import_path: Path | None) -> d
     }
 
 
-def rescue_environment(import_path: Path | None) -> dict[str, str]:
-    """The environment of a process that makes a checkpoint of what others have kept."""
-    return {**_importing_environment(import_path, threads=1), LAUNCHER_PID: str(os.getpid())}
+def rescue_environment(import_path: Path | None, devices: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that makes a checkpoint of what others have kept.
+
+    devices: see `continuation_environment`.
+    """
+    env = {**_importing_environment(import_path, threads=1), LAUNCHER_PID: str(os.getpid())}
+    return env | continuation_environment(None, (), devices)
 
 
 def preload_environment(import_path: Path | None) -> dict[str, str]:

@@ -214,8 +214,11 @@ class Attempt:
         elastic = self.launch.elastic
         board = self.workers.board
         elastic.wait(POLL_SECONDS)
-        if self.launch.devices:
-            self.launch.devices.take()
+        devices = self.launch.devices
+        if devices:
+            devices.take()
+            if self.kept_before and all(status.batches for status in board.ranks):
+                devices.let_go(self.kept_before.held)  # it is in a checkpoint
         elastic.answer_when_done(board)
         self.launch.workload.page.look([status.phase for status in board.ranks])
         if self.stage is Stage.TRAINING and elastic.is_requested and self.workers.all_heed_stop():

@@ -39,7 +39,8 @@ class FailedAttempt:
     """Whether the process of that failure was killed by a signal."""
     unreachable_gpus: Collection[str] = ()
     newest_checkpoint: int = -1
-    """Step of the newest checkpoint, or the one that was kept since; -1 if there is none."""
+    """Step of the newest checkpoint; -1 if there is none. A step that was kept is one once the next
+    attempt has begun."""
     kept_step: int | None = None
     """The last step that all ranks have kept outside their processes, if no checkpoint has it."""
     stop_requested: bool = False

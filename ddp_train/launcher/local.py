@@ -99,18 +99,24 @@ class LocalRun:
                 loss = None  # it is in the checkpoint
                 continue
             if ended.code in (SAVED, UNSAVED):
-                return self._end_stopped(ended)
+                is_rescued = kept is not None and self._rescue(kept)
+                return self._end_stopped(ended, is_rescued)
             failed = self._failed_attempt(ended)
             loss = self._loss(failed, ended.loss, loss)
+            size = self.elastic.size
             decision = self._decide(failed, ended)
             if ended.report:
                 is_fatal = isinstance(decision, End) or kept is None
                 ended.report.print(is_fatal=is_fatal)
-            if isinstance(decision, End) and kept and not self._rescue(kept):
+            # Other processes may see other GPUs than those that hold the memory.
+            goes_on_as_it_is = isinstance(decision, Restart) and self.elastic.size == size
+            if kept and not goes_on_as_it_is and not self._rescue(kept):
                 kept = None
             self._say(decision, kept, loss)
             if isinstance(decision, End):
                 return decision.code
+            if not goes_on_as_it_is:
+                kept = None  # it is in a checkpoint
             if self.elastic.is_requested:
                 self._resize()
         raise AssertionError("unreachable: the loop has no end")
@@ -128,8 +134,8 @@ class LocalRun:
         memory = self.launch.memory
         if memory is None:
             return None
-        ranks = int(self.elastic.config.launch.nproc_per_node)
-        return KeptAttempt.of(memory, self.launch.devices, self.run_dir, ranks, ended.is_saving)
+        gpus = self.elastic.size.gpus_in_use()
+        return KeptAttempt.of(memory, self.launch.devices, self.run_dir, ended.is_saving, gpus)
 
     def _rescue(self, kept: KeptAttempt) -> bool:
         """Save what an attempt has kept, where no other follows. Returns whether it is saved."""
@@ -144,12 +150,14 @@ class LocalRun:
             given_up=lambda: launch.stop.repeated,
         )
 
-    def _end_stopped(self, ended: AttemptEnd) -> int:
-        saved = ended.code == SAVED
-        if not saved or ended.is_for_change:  # no worker has said it
+    def _end_stopped(self, ended: AttemptEnd, is_rescued: bool) -> int:
+        """Say that the run was stopped. is_rescued: what the workers had kept is saved."""
+        workers_saved = ended.code == SAVED
+        if not workers_saved or ended.is_for_change:  # no worker has said it
             config = self.elastic.config
+            saved = workers_saved or is_rescued
             self.stop.print_stopped(config, saved, self.launch.workload.translate)
-        return self.stop.exit_code(ended.code)
+        return self.stop.exit_code(SAVED if is_rescued else ended.code)
 
     def _loss(self, failed: FailedAttempt, loss: Loss | None, before: Loss | None) -> Loss | None:
         """The loss for the next attempt.
@@ -162,8 +170,11 @@ class LocalRun:
         if failure is not None:
             rank = loss.rank if failure.rank is None else failure.rank
             loss = dataclasses.replace(loss, kind=failure.kind, rank=rank)
-        has_left_a_checkpoint = failed.newest_checkpoint > self.history.newest_checkpoint
-        if has_left_a_checkpoint or (before and loss.at == before.at):
+        has_left_a_state = (
+            failed.newest_checkpoint > self.history.newest_checkpoint
+            or failed.kept_step is not None
+        )
+        if has_left_a_state or (before and loss.at == before.at):
             return loss
         return loss.after(before)
 
@@ -192,7 +203,7 @@ class LocalRun:
             failure=failure,
             by_signal=failure is not None and failure.rank in ended.killed_ranks,
             unreachable_gpus=self.elastic.unreachable_gpus(),
-            newest_checkpoint=max(newest_step(self.run_dir), ended.kept.step if ended.kept else -1),
+            newest_checkpoint=newest_step(self.run_dir),
             kept_step=ended.kept.step if ended.kept else None,
             stop_requested=bool(self.stop.received),
         )

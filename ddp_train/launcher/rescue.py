@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,7 @@ class KeptAttempt:
     memory: KeptMemory
     held: dict[tuple[int, int], Held]
     """Memory on GPUs, by rank and place; empty on CPUs."""
+    gpus: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -41,10 +43,14 @@ class KeptAttempt:
         memory: KeptMemory,
         devices: HeldDevices | None,
         run_dir: Path,
-        ranks: int,
         is_saving: bool,
+        gpus: Sequence[str],
     ) -> KeptAttempt | None:
-        """What an attempt that has ended has kept; None if a checkpoint has it already."""
+        """What the last attempt that trained has kept; None if a checkpoint has it already.
+
+        gpus: CUDA_VISIBLE_DEVICES of that attempt; empty: as it is here.
+        """
+        ranks = memory.ranks
         step = memory.newest_step(ranks)
         if step is None or step <= newest_step(run_dir):
             return None
@@ -52,7 +58,7 @@ class KeptAttempt:
         if devices:
             devices.take()
             held = dict(devices.held)
-        return cls(step, ranks, is_saving, memory, held)
+        return cls(step, ranks, is_saving, memory, held, tuple(gpus))
 
     def variables(self) -> dict[str, str]:
         """The variables by which a process learns of it."""
@@ -82,7 +88,7 @@ def rescue(
     """
     spec = WorkerSpec(
         [str(run_dir.absolute())],
-        rescue_environment(import_path) | kept.variables(),
+        rescue_environment(import_path, kept.gpus) | kept.variables(),
         kept.descriptors(),
         [*MODULE, RESCUE],
     )
@@ -97,6 +103,7 @@ def rescue(
     if process.poll() is None:
         process.kill()
         process.wait()
+        print(f"what was kept could not be saved within {seconds:g} s", file=sys.stderr)
     return process.poll() == 0
 
 

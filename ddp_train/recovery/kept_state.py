@@ -27,6 +27,7 @@ from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
 from ddp_train.distributed.environment import keeper_descriptor
 from ddp_train.engine.loop import Job
 from ddp_train.errors import LaunchError
+from ddp_train.linux import wait_until
 from ddp_train.optim.stepper import StepObserver, Stepper
 from ddp_train.recovery.device_copies import CopyStream, DeviceHead, copy_each
 from ddp_train.recovery.device_memory import DeviceMemory, NoRoomError
@@ -45,6 +46,9 @@ from ddp_train.resilience.kept_memory import (
 from ddp_train.tasks.mean_loss import ForwardPass, as_tensor
 
 log = logging.getLogger(__name__)
+WAIT_SECONDS = 5.0
+"""The longest that a rank waits for copies of others, which take milliseconds."""
+POLL_SECONDS = 0.0002
 NOT_KEPT = (
     "the state is kept in checkpoints alone, and a failure costs the steps since the last: %s"
 )
@@ -138,13 +142,13 @@ class StateKeeper(StepObserver):
             return
         self.job = job
         self.hook_states = checkpoint_hook.hook_states
+        for kept in self.steps:
+            kept.drop()  # what an attempt before has kept is in a checkpoint by now
         self.facts.open()
         facts = [checkpoint_hook.manifest, job.strategy.buffers_differ, owner]
         self.facts.text = json.dumps(facts).encode()
-        self.facts.set_numbers(-1)
+        self.facts.set_numbers(-1, self.ranks)
         self.facts.complete(0)
-        for kept in self.steps:
-            kept.drop()  # what an attempt before has kept is in a checkpoint by now
         self.acted_at = job.step - hooks_owed
         job.stepper.observers.insert(0, self)
         job.hooks = [EveryHook(self._before_hooks), *job.hooks, EveryHook(self._after_hooks)]
@@ -182,18 +186,27 @@ class StateKeeper(StepObserver):
             self.live = state_of(job, self.gathered)
         self.tensors_may_differ = False
         kept, last = self.steps
-        last.wait()  # until it is whole, the other one must stay
         try:
+            last.wait_for_all(self.memory)  # until it is whole, the other one must stay
             kept.write(step, self.live, job.stepper, self.hooks)
-        except NoRoomError as error:
-            log.warning(NOT_KEPT, error)
-            self.pace = NoPace()
+        except (NoRoomError, LaunchError) as error:
+            self._give_up(error)
             return
         self.steps = [last, kept]
 
+    def _give_up(self, error: Exception) -> None:
+        """Keep nothing any more."""
+        log.warning(NOT_KEPT, error)
+        self.pace = NoPace()
+        self.facts.open()  # the other ranks do not wait for this one
+        for kept in self.steps:
+            kept.step = None
+
     def _before_hooks(self, job: Job) -> None:
         """Note that hooks act after this step, until they have acted."""
-        self.facts.set_numbers(job.step)
+        self.facts.set_numbers(job.step, self.ranks)
+        if job.stepper.copies:
+            job.stepper.copies.before_update()  # an evaluation may change weights, and hooks too
 
     def _after_hooks(self, job: Job) -> None:
         self.tensors_may_differ = True
@@ -210,7 +223,10 @@ class StateKeeper(StepObserver):
             kept.drop()
             live = state_of(job, self.gathered)
             self.live = self.live if self.live.is_like(live) else live
-            kept.write(job.step, self.live, job.stepper, before, after=self.hooks)
+            try:
+                kept.write(job.step, self.live, job.stepper, before, after=self.hooks)
+            except (NoRoomError, LaunchError) as error:
+                self._give_up(error)
         else:
             self.hooks.write(kept.records.after)
 
@@ -261,10 +277,18 @@ class KeptStep:
     def wait(self) -> None:
         """Wait until what was written is whole."""
 
+    def wait_for_all(self, memory: KeptMemory) -> None:
+        """Wait until it is whole in the memory of all ranks of the host.
+
+        On the CPU it is: the gradients of this step came from ranks that had kept the last one.
+        """
+
     def drop(self) -> None:
         """Keep nothing, until the next step is written."""
         self.wait()
-        self.records.state.open()
+        records = self.records
+        for record in (records.state, records.logged, records.before, records.after):
+            record.open()
         self.step = None
 
     def write(
@@ -287,7 +311,7 @@ class KeptStep:
             after.write(records.after)
         if records.before.mark != hooks.step:
             hooks.write(records.before)
-        if self.written is not live:
+        if self.written is not live or self._have_moved():
             self._lay_out(live)
         if stepper.logged.is_used:
             records.logged.open()
@@ -298,13 +322,22 @@ class KeptStep:
 
     def _copy(self, mark: int, live: LiveState, stepper: Stepper) -> None:
         """Copy the tensors and what changes with each step, and set the mark."""
-        with torch.no_grad():
-            torch._foreach_copy_(self.targets, [*self.sources, *live.own()])  # pyright: ignore[reportPrivateImportUsage]
+        sources = [*self.sources, *live.own()]
+        if sources:  # of few tensors a rank may have none to keep
+            with torch.no_grad():
+                torch._foreach_copy_(self.targets, sources)  # pyright: ignore[reportPrivateImportUsage]
         losses = stepper.losses
         norm = 0.0 if stepper.norm is None else stepper.norm.item()
         record = self.records.state
         record.set_numbers(losses.known_sum, losses.known_units, time.monotonic(), norm)
         record.complete(mark)
+
+    def _have_moved(self) -> bool:
+        """Whether sources lie elsewhere than when their copies were laid out.
+
+        On the CPU that is no matter: each copy looks where they are.
+        """
+        return False
 
     def _lay_out(self, live: LiveState) -> None:
         """Write the tree, and find the places of the tensors that this rank keeps."""
@@ -314,7 +347,7 @@ class KeptStep:
         views = self._views(layout)
         owners = enumerate(layout.owners)
         here = [number for number, owner in owners if owner == records.rank]
-        self.sources = [live.common[number].detach() for number in here]
+        self.sources = [live.common[number] for number in here]
         self.targets = [views.common(number) for number in here]
         self.targets += [views.own(number) for number in range(len(layout.own))]
         self.written = live
@@ -382,11 +415,33 @@ class KeptDeviceStep(KeptStep):
         self.numbers = torch.zeros_like(device.losses.numbers)
         self.head = DeviceHead(records.state, device.name)
         self.memory: DeviceMemory | None = None
+        self.addresses: list[int] = []
+        """Those of the sources when the copies were captured."""
         self.staged: list[Tensor] = []
         """Copies of the tensors that a forward pass changes: made before it begins."""
 
     def wait(self) -> None:
         self.head.whole.synchronize()
+
+    def wait_for_all(self, memory: KeptMemory) -> None:
+        """A rank may be a step ahead of what another one's GPU has copied."""
+        self.wait()
+        mark = self.records.state.mark
+        if mark is None:
+            return
+        others = [
+            (memory.record(rank, Place.FACTS), memory.record(rank, self.records.places.state))
+            for rank in range(self.records.ranks)
+        ]
+
+        def have_it() -> bool:
+            return all(facts.mark is None or state.mark == mark for facts, state in others)
+
+        if not wait_until(have_it, WAIT_SECONDS, POLL_SECONDS):
+            raise LaunchError("another process has not kept the last step in time")
+
+    def _have_moved(self) -> bool:
+        return self.addresses != [source.data_ptr() for source in self.sources]
 
     def _copy(self, mark: int, live: LiveState, stepper: Stepper) -> None:
         copy_each(self.staged, live.own())
@@ -398,9 +453,9 @@ class KeptDeviceStep(KeptStep):
         torch.cuda.synchronize()  # the copies that are queued are of the layout before
         super()._lay_out(live)
         self.staged = [torch.empty_like(tensor) for tensor in live.own()]
-        self.head.capture(
-            self.device.copies, self.targets, [*self.sources, *self.staged], self.numbers
-        )
+        sources = [source.detach() for source in self.sources]
+        self.addresses = [source.data_ptr() for source in sources]
+        self.head.capture(self.device.copies, self.targets, [*sources, *self.staged], self.numbers)
 
     def _views(self, layout: Layout) -> Views:
         size = max(1, layout.sizes[self.records.rank])

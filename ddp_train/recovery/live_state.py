@@ -14,7 +14,7 @@ from ddp_train.engine.loop import Job
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.stepper import Stepper
 from ddp_train.recovery.kept_layout import KeptNorm, KeptTensor
-from ddp_train.tensor_tree import map_tensors
+from ddp_train.tensor_tree import map_tensors, tensors
 
 BUFFERS = "buffers"
 MODEL = "model"
@@ -44,21 +44,27 @@ class LiveState:
     common: list[Tensor]
     own: Callable[[], list[Tensor]]
     """Looks them up: a model may put other tensors in the places of its buffers."""
-    has_extra_state: bool
-    """The model has a state beside its tensors: each step may change it."""
+    is_made_anew: bool
+    """The model or the optimizer makes a part of its state when it is asked for it."""
     changes_in_place: bool
     """A step changes only tensors that are there."""
     extent: tuple[int, bool]
     """See `extent_of`."""
     identity: list[Any]
     """See `identity_of`."""
+    own_shapes: list[Any]
+    """See `shapes_of`."""
+    places: list[tuple[dict[str, Tensor | None], str]]
+    """Of the buffers."""
 
     def is_of(self, job: Job, after_hooks: bool) -> bool:
         """Whether these are still the tensors of a job.
 
         after_hooks: hooks may have put others in their places.
         """
-        if self.has_extra_state or self.extent != extent_of(job.stepper):
+        if self.is_made_anew or self.own_shapes != shapes_of(self.places):
+            return False
+        if self.extent != extent_of(job.stepper):
             return False
         is_sure = self.changes_in_place and not after_hooks
         return is_sure or self.identity == identity_of(job)
@@ -78,6 +84,12 @@ def extent_of(stepper: Stepper) -> tuple[int, bool]:
     """How many parameters the optimizer has a state of, and whether the norm of the gradients is
     known."""
     return len(stepper.optimizer.state), stepper.norm is not None
+
+
+def shapes_of(places: list[tuple[dict[str, Tensor | None], str]]) -> list[Any]:
+    """The shape and the dtype of each buffer; None for one that is not there."""
+    buffers = [holder.get(name) for holder, name in places]
+    return [None if buffer is None else (buffer.shape, buffer.dtype) for buffer in buffers]
 
 
 def identity_of(job: Job) -> list[Any]:
@@ -144,10 +156,12 @@ def state_of(job: Job, gathered: Callable[[], Tensor] | None = None) -> LiveStat
         tree=tree,
         common=listing.tensors,
         own=own,
-        has_extra_state=_has_extra_state(job.module.model),
+        is_made_anew=_is_made_anew(job, listing.tensors, tree[MODEL]),
         changes_in_place=_changes_in_place(stepper.optimizer),
         extent=extent_of(stepper),
         identity=identity_of(job),
+        own_shapes=shapes_of(places),
+        places=places,
     )
 
 
@@ -206,8 +220,18 @@ def _average_state(job: Job, listing: _Listing, buffer_count: int) -> dict[str, 
     return {"updates": listing.add(average.updates), MODEL: model, BUFFERS: buffers}
 
 
-def _has_extra_state(model: nn.Module) -> bool:
-    return any(not isinstance(value, Tensor) for value in model.state_dict().values())
+def _is_made_anew(job: Job, listed: list[Tensor], model: dict[str, Any]) -> bool:
+    """Whether `state_dict` gives numbers, or tensors, that are nobody's: they may be others after
+    each step."""
+    stepper = job.stepper
+    held: list[Any] = [stepper.optimizer.state, vars(stepper.scaler)]
+    if isinstance(stepper.check_finite, DeviceNonFiniteCheck):
+        held.append(stepper.check_finite.steps_skipped)
+    if stepper.average:
+        held += [stepper.average.average, stepper.average.updates]
+    known = {id(tensor) for tensor in [*job.module.parameters(), *tensors(held)]}
+    has_numbers = not all(isinstance(value, KeptTensor) for value in model.values())
+    return has_numbers or any(id(tensor) not in known for tensor in listed)
 
 
 def _changes_in_place(optimizer: Optimizer) -> bool:

@@ -38,10 +38,6 @@ from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Place, Record, m
 from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tasks.mean_loss import Mean
 
-MARK = "kept"
-"""The entry of the manifest that tells these checkpoints from others."""
-
-
 Logged = tuple[list[list[Any]], list[list[Any]]]
 """Numbers that the user's code has logged: those that all ranks know of, and those of one rank."""
 
@@ -187,7 +183,7 @@ class KeptRun:
         # Where hooks only make up for an evaluation, their state says so, and the lines of this
         # step stay.
         hooks_owed = hooks_owed and not states[METRICS]["owes_score"]
-        manifest = {MARK: True, "hooks_owed": hooks_owed, "test": None}
+        manifest = {"hooks_owed": hooks_owed, "test": None}
         return Snapshot(
             step=self.step,
             model=self._filled(first.tree[MODEL]),

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 MESSAGE_BYTES = 256
@@ -51,6 +52,12 @@ class HeldDevices:
                 rank, place, device, size = json.loads(message)
                 self._let_go(rank, place)
                 self.held[rank, place] = Held(descriptors[0], device, size)
+
+    def let_go(self, held: Mapping[tuple[int, int], Held]) -> None:
+        """Give memory back, unless a worker has put other memory in its place."""
+        for (rank, place), one in held.items():
+            if self.held.get((rank, place)) is one:
+                self._let_go(rank, place)
 
     def forget(self) -> None:
         """Give all memory back."""

@@ -159,6 +159,12 @@ class KeptMemory:
         """A place of a rank. rank: its number on this host."""
         return Record(self.descriptor, (rank * len(Place) + place) * PLACE_BYTES)
 
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have kept something here; 0 if none has."""
+        facts = self.record(0, Place.FACTS)
+        return 0 if facts.mark is None else int(facts.numbers[1])
+
     def newest_state(self, ranks: int) -> int | None:
         """The mark of the last state that all ranks have kept, see `state_mark`; None if there is
         none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from ddp_train.config.user_code import build_trackers
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import rescue_task
 from ddp_train.distributed.process_group import barrier, local_leader_first
+from ddp_train.errors import LaunchError
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
 from ddp_train.recovery.rescue import rescue_before
 from ddp_train.runs import mirror_run
@@ -22,6 +24,8 @@ from ddp_train.runs.summary import write as write_summary
 from ddp_train.runs.training import StartingPoint, Training
 from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.telemetry.trackers.tracking import Tracking, open_trackers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,10 @@ class TrainingRun(RunContext):
         if task is None:
             return
         if self.world.is_leader:
-            rescue_before(task, self.worker.kept_memory, self.run_dir)
+            try:
+                rescue_before(task, self.worker.kept_memory, self.run_dir)
+            except LaunchError as error:
+                log.warning("what was kept cannot be saved: %s", error)
         barrier(self.device)
 
     def _train_from(

@@ -302,7 +302,7 @@ def test_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         job.wait_for_step()
         job.process.terminate()
         began = time.monotonic()
-        assert job.end() == 143
+        assert job.end() == 75, "what was kept of the last step is saved"
         assert 0.9 < time.monotonic() - began < 6
         assert processes_of(job.run_dir) == {}
         assert job.said().startswith("stopped by SIGTERM") and job.said().count("\n") == 1

@@ -263,3 +263,62 @@ def test_ddp_does_not_outlive_its_process_group(tmp_path: Path) -> None:
     done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"run/collected_{rank}").read_text() for rank in range(3)] == ["True"] * 3
+
+
+ODD = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    # Puts a buffer elsewhere in each step, and has a state that it makes anew.
+
+    def __init__(self, parts=3):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(parts - 1)])
+        self.last = nn.Linear(64, 10, bias=False)
+        self.register_buffer("seen", torch.zeros(1))
+        self.steps = 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.steps)
+
+    def set_extra_state(self, state):
+        self.steps = int(state)
+
+    def forward(self, images):
+        if self.training:
+            self.steps += 1
+            self.seen = self.seen + 1
+        return self.last(self.layers(images.flatten(1))) + 0 * self.steps
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data = weight.data.clone()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 3])
+def test_states_that_lie_elsewhere_after_each_step_are_kept(parts: int, tmp_path: Path) -> None:
+    """Of one weight, two of three ranks have nothing to keep."""
+    (tmp_path / "odd.py").write_text(ODD)
+    words = (
+        *("model._target_=odd.Net", f"model.parts={parts}", "data.limit=200", "train.epochs=6"),
+        *("optimizer._target_=odd.Own", "checkpoint.every_steps=1000000"),
+        *("trusted_modules=[odd]", "launch.nproc_per_node=3"),
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
+    whole = run(*words, f"run_dir={tmp_path}/whole", env=env)
+    assert whole.returncode == 0, whole.stderr
+    with running(tmp_path / "run", *words, "launch.max_restarts=9", env=env) as job:
+        for step, phase in ((4, "forward"), (9, "backward")):
+            kill(job, 3, Kill(1, step, phase))
+        assert job.end() == 0, job.said()
+    assert read(tmp_path / "run", "summary.json")["recoveries"]
+    name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -659,8 +659,9 @@ def test_a_stopped_peer_is_waited_for_half_the_grace_time(rank: int, slowly: Slo
         time.sleep(0.5)  # the others are in a collective by now
         job.process.terminate()
         began = time.monotonic()
-        assert job.end() == 143
-        assert 3.5 < time.monotonic() - began < 7
+        # 75: what was kept of the last step is saved; 143: a checkpoint has it already.
+        assert job.end() in (75, 143)
+        assert 3.5 < time.monotonic() - began < 8
         assert processes_of(job.run_dir) == {}
         assert job.said().startswith("stopped by SIGTERM") and job.said().count("\n") == 1
         assert weights(job.run_dir), "the old checkpoint is intact"
