@@ -119,6 +119,8 @@ class GradientExchange:
         if self.options is None or self.is_prepared:
             return
         reached = self._reached()
+        if reached is None:
+            return
         if not reached and not self.finds_unused:
             return
         if self.options.get("static_graph"):
@@ -211,12 +213,23 @@ class GradientExchange:
         elif not is_exchanged:
             self.is_local = True
 
-    def _reached(self) -> list[nn.Parameter]:
-        """The parameters that the backward pass, which has begun, reaches."""
+    def is_in_autograd_grad(self) -> bool:
+        """True if this backward pass is that of `torch.autograd.grad`, of these parameters."""
+        return self._reached() is None
+
+    def _reached(self) -> list[nn.Parameter] | None:
+        """The parameters that the backward pass, which has begun, adds gradients to.
+
+        None in `torch.autograd.grad` of some of them, which adds to none.
+        """
         reached = []
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 node = torch.autograd.graph.get_gradient_edge(parameter).node
-                if torch._C._will_engine_execute_node(node):
+                try:
+                    is_reached = torch._C._will_engine_execute_node(node)
+                except RuntimeError:
+                    return None  # torch's answer there, of a leaf that is asked for
+                if is_reached:
                     reached.append(parameter)
         return reached

@@ -94,6 +94,10 @@ class Models:
         for model in self.wrapped:
             model.gradient_exchange.begin_backward(number)
 
+    def are_in_autograd_grad(self) -> bool:
+        """True if this backward pass is that of `torch.autograd.grad`, of their parameters."""
+        return any(model.gradient_exchange.is_in_autograd_grad() for model in self.wrapped)
+
     def _see_end(self) -> None:
         """Called when a backward pass has ended, before DDP's buckets are copied back."""
         for model in self.wrapped:

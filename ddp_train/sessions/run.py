@@ -333,6 +333,7 @@ class Run(MediaCalls):
         """
         steps = self._open_steps("run.sum")
         steps.score_watch.see_sum(self.processes)
+        steps.see_sum(value)
         return sum_over_ranks(value, steps.device)
 
     def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
@@ -346,7 +347,9 @@ class Run(MediaCalls):
 
         Raises UsageError as `sum` does.
         """
-        return gather_over_ranks(rows, self._open_steps("run.gather").device)
+        steps = self._open_steps("run.gather")
+        steps.see_sum(rows)
+        return gather_over_ranks(rows, steps.device)
 
     def _open_steps(self, method: str) -> Steps:
         """The steps of the session. Raises UsageError if it is over. method: for the message."""

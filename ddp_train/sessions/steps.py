@@ -30,6 +30,7 @@ from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
+from ddp_train.sessions.local_gradients import LocalGradients
 from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
@@ -136,6 +137,10 @@ class Steps:
         """Looks at what the first step of this process draws, on rank 0 of several."""
         if world.is_leader and world.size > 1:
             self.draws_of_first_step = DrawsOfStep(self.seed_step)
+        self.local_gradients: LocalGradients | None = None
+        """Looks at the gradients that the first step takes by itself, on rank 0."""
+        if world.is_leader:
+            self.local_gradients = LocalGradients()
         self.update_record: UpdateRecord | None = None
         """Of a run of `ddp-train prove train.py`."""
         if settings.is_proof:
@@ -407,6 +412,9 @@ class Steps:
                 if self.update_record:
                     self.update_record.draws_by_process = True
             self.draws_of_first_step = None
+        if self.local_gradients:
+            self.local_gradients.warn()
+            self.local_gradients = None
         if self.is_first_step:
             self._end_first_step()
         self.position.batch += 1
@@ -514,7 +522,16 @@ class Steps:
         if not self.open_step:
             self.score_watch.see_score()
 
+    def see_sum(self, value: Any) -> None:
+        """Called when a value is added up, or gathered, over all processes."""
+        if self.local_gradients:
+            self.local_gradients.see_sum(value)
+
     def _in_backward(self, _: Tensor) -> None:
+        # With create_graph=True nobody knows yet what becomes of the gradients.
+        local = self.local_gradients
+        if local and not torch.is_grad_enabled() and self.models.are_in_autograd_grad():
+            local.see_grad()
         self.step_watch.see_backward(self.position.epoch, self.position.step)
         self.had_backward = True
         self.models.see_backward()

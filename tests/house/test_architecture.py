@@ -61,6 +61,7 @@ WITH_TORCH = [
             "models",
             "numbers",
             "open_step",
+            "local_gradients",
             "mixed_rows",
             "other_means",
             "parameter_groups",
