@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.process_group import send_from_leader
 from ddp_train.distributed.training_step import CURRENT
+from ddp_train.errors import ModelError
 from ddp_train.parallel.naming_ddp import FixedLayoutDdp
 from ddp_train.sessions.gradients import average_reached
 from ddp_train.sessions.settings import UsageError
@@ -162,7 +163,20 @@ class GradientExchange:
                 "call checkpoint with use_reentrant=False",
             )
         if self.ddp is not None:
-            self.ddp.check_finished()
+            self._check_finished(self.ddp)
+
+    def _check_finished(self, ddp: FixedLayoutDdp) -> None:
+        """Raise ModelError if a parameter got no gradient. Where there is no sample, say so."""
+        try:
+            ddp.check_finished()
+        except ModelError as error:
+            if CURRENT.step is None or CURRENT.step.counts:
+                raise
+            raise ModelError(
+                f"{error}; this process has no sample in this step",
+                "let a loss of no samples come by the same way as others: call all parts of the"
+                " model with the empty batch too, without an `if len(x)` or a loop over samples",
+            ) from error
 
     def release(self) -> None:
         """Let go of DDP, which must not outlive the process group."""

@@ -44,6 +44,11 @@ _REPLACEMENTS = (
         r" epoch are read; or use",
         "change it before the loop over the batches, or use",
     ),
+    (
+        r", or a model that is made differently with strategy\.init_sync=false",
+        ", or gradients that the loop sets itself, p.grad = g: those of torch.autograd.grad are of"
+        " one process, run.sum(g) / run.processes of all",
+    ),
     (r"data\._target_: ", ""),
     # A key, and not the name of a script, train.py.
     (r"\b(?:launch|train|tuning)\.(?!py\b)(\w+)", r"\1"),

@@ -176,6 +176,7 @@ class Steps:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
         self.numbers.open()
         self.copies.note()
+        self.score_watch.scored_elsewhere = False  # a pass that sets the model up is no score
         while position.epoch < count:
             self._begin_epoch()
             yield position.epoch

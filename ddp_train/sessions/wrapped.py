@@ -125,6 +125,14 @@ class Wrapped(nn.Module):
         except AttributeError:
             return getattr(self.module, name)
 
+    def __getitem__(self, key: Any) -> Any:
+        """A part of a model that has numbered or named ones, as Sequential and ParameterList.
+
+        By it Python also iterates over the numbered ones.
+        """
+        module: Any = self.module
+        return module[key]
+
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the user's model, which its forward reads."""
         if name in OWN_ATTRIBUTES:
