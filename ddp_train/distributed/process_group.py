@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_train.distributed.agent import check_agent_lives, serves_store
+from ddp_train.distributed.connections import check_peers, noting_sockets, trusted
 from ddp_train.distributed.environment import LISTEN_SOCKET
 from ddp_train.distributed.preflight import acknowledge, wait_for_leader
 from ddp_train.distributed.world import World
@@ -118,14 +119,15 @@ def session(
     (torchtitan#1342). A gloo process whose DDP object was still alive at that time aborted or hung
     at exit in 5 to 28 % of runs (torch 2.13).
     """
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=torch.device(device) if backend == "nccl" else None,
-    )
+    with noting_sockets():
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=torch.device(device) if backend == "nccl" else None,
+        )
     _session["timeout"] = timedelta(seconds=timeout_seconds)
     yield
     gc.collect()  # DDP objects are in reference cycles: `del` alone does not free them
@@ -137,6 +139,7 @@ def session(
 
 def ranks() -> int:
     """The number of processes; 1 without a process group."""
+    check_peers()  # there is no group any more once it was aborted
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -157,7 +160,8 @@ def side_group(name: str = "side_group") -> Any:
     It is made when it is first asked for, by all ranks alike.
     """
     if name not in _session:
-        _session[name] = dist.new_group(timeout=_session.get("timeout"))
+        with noting_sockets():
+            _session[name] = dist.new_group(timeout=_session.get("timeout"))
     return _session[name]
 
 
@@ -168,6 +172,7 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
     """
     if ranks() > 1:
         dist.all_reduce(tensor)
+        trusted(tensor)
     return tensor
 
 
@@ -178,7 +183,7 @@ def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[None]
     gathered = tensor.new_empty(count * tensor.numel())  # flat: gloo supports one dimension only
     dist.all_gather_into_tensor(gathered, tensor.flatten())
-    return gathered.view(-1, *tensor.shape)
+    return trusted(gathered).view(-1, *tensor.shape)
 
 
 def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
@@ -186,6 +191,7 @@ def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
     if ranks() > 1:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), 0)
+            trusted(tensor)
 
 
 def from_leader(value: Any, device: str) -> Any:
@@ -198,9 +204,9 @@ def from_leader(value: Any, device: str) -> Any:
     size = torch.tensor(len(text), device=device)
     dist.broadcast(size, 0)
     if dist.get_rank():
-        text = torch.empty(int(size), dtype=torch.uint8, device=device)
+        text = torch.empty(int(trusted(size)), dtype=torch.uint8, device=device)
     dist.broadcast(text, 0)
-    return json.loads(bytes(text.tolist()))
+    return json.loads(bytes(trusted(text).tolist()))
 
 
 def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,12 +47,8 @@ MODULE = ("-P", "-m")
 """How Python runs a module here. -P: the working folder does not come first; a worker puts it
 last."""
 WORKER = "ddp_train.runs.worker"
-RESCUE = "ddp_train.recovery.rescue"
-PROGRAMS = ([*MODULE, WORKER], [*MODULE, RESCUE])
-"""Modules that are run without an interpreter of their own."""
 POLL_SECONDS = 0.02
-MAX_DESCRIPTORS = 253
-"""SCM_MAX_FD of the kernel."""
+MAX_DESCRIPTORS = 8
 TITLE_BYTES = 1024
 """Space for a worker's command line, which replaces the server's in place."""
 log = logging.getLogger(__name__)
@@ -119,7 +115,7 @@ class ForkedWorker:
 
 def can_fork(program: list[str]) -> bool:
     """Whether what Python runs is forked: our worker, or a script without options of Python's."""
-    return program in PROGRAMS or (len(program) == 1 and program[0].endswith(".py"))
+    return program == [*MODULE, WORKER] or (len(program) == 1 and program[0].endswith(".py"))
 
 
 class ForkServer:
@@ -347,18 +343,16 @@ def _answer(connection: socket.socket, changed: dict[str, str]) -> None:
                 spec.environment.update(changed)
                 for name, number in spec.descriptors.items():
                     spec.descriptors[name] = own_numbers[number]
-            answer = unfit(received) or _fork(specs, {connection.fileno(), *received})
+            answer = unfit() or _fork(specs, {connection.fileno(), *received})
             _send(connection, answer, [])
             for descriptor in received:
                 os.close(descriptor)
 
 
-def unfit(received: Collection[int] = ()) -> str:
+def unfit() -> str:
     """Why this process must not fork; empty if it may.
 
     A child would lack its threads, and CUDA does not survive.
-
-    received: descriptors that it only hands on: memory of a GPU is a file of its driver.
     """
     import torch
 
@@ -369,8 +363,6 @@ def unfit(received: Collection[int] = ()) -> str:
         return "CUDA is initialized in it"
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     for link in links:
-        if int(link.name) in received:
-            continue
         name = str(link.readlink())
         if name.startswith("/dev/nvidia"):
             return f"it has opened {name}"
@@ -429,14 +421,11 @@ def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -
         # `main` asks to be ended with its parent, which must be the launcher by then.
         while os.getppid() == between:
             time.sleep(0.001)
-        if spec.program not in PROGRAMS:
+        if spec.program != [*MODULE, WORKER]:
             os._exit(_run_script(spec))
-        module = importlib.import_module(spec.program[-1])
-        sys.argv = [str(module.__file__), *spec.arguments]
-        sys.modules["__main__"] = module  # loader processes that are spawned import it
-        module.main()
-    except SystemExit as end:
-        os._exit(end.code if isinstance(end.code, int) else 1)
+        sys.argv = [str(sys.modules[WORKER].__file__), *spec.arguments]
+        sys.modules["__main__"] = sys.modules[WORKER]  # loader processes that are spawned import it
+        sys.modules[WORKER].main()
     except BaseException:  # noqa: BLE001  as at the end of any program
         sys.stdout.flush()
         traceback.print_exc()

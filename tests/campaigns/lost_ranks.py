@@ -73,13 +73,6 @@ class Outcome:
 
 def board_of(job: Running, ranks: int) -> StatusBoard:
     """The status board that the launcher shares with its workers at present."""
-    board = board_if_running(job, ranks)
-    assert board, f"the run is over: {job.said()}"
-    return board
-
-
-def board_if_running(job: Running, ranks: int) -> StatusBoard | None:
-    """The same; None once the run is over."""
     found: list[StatusBoard] = []
 
     def there() -> bool:
@@ -90,19 +83,18 @@ def board_if_running(job: Running, ranks: int) -> StatusBoard | None:
         return bool(found) or job.process.poll() is not None
 
     wait_until(there, "status board")
-    return found[0] if found else None
+    assert found, f"the run is over: {job.said()}"
+    return found[0]
 
 
 def kill(job: Running, ranks: int, what: Kill) -> str:
     """Does it. Returns what was killed; empty if the run was over before."""
     while job.process.poll() is None:
         # looking takes 20 ms: not when the moment has come
-        board = board_if_running(job, ranks)
-        if board is None:
-            break
+        board = board_of(job, ranks)
         workers = ranks_of(job)
         try:
-            if what.rank in workers and _reached(job, board, what, workers[what.rank]):
+            if what.rank in workers and _reached(job, board, what):
                 return _strike(job, what, board, workers)
         finally:
             board.close()
@@ -110,13 +102,11 @@ def kill(job: Running, ranks: int, what: Kill) -> str:
     return ""
 
 
-def _reached(job: Running, board: StatusBoard, what: Kill, pid: int) -> bool:
+def _reached(job: Running, board: StatusBoard, what: Kill) -> bool:
     """Tell whether the moment has come; False too if the attempt of this board has ended."""
     status = board.ranks[what.rank]
-    worker = Path("/proc", str(pid))
     while not (status.step >= what.step and status.phase == what.phase):
-        if job.process.poll() is not None or not worker.exists():
-            time.sleep(0.01)
+        if job.process.poll() is not None or any(other.recovery.order for other in board.ranks):
             return False
         time.sleep(0.0005)  # phases last 10 ms, and whoever looks all the time slows the ranks down
     return True
