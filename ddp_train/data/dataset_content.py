@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_train.resilience.failure_report import is_foreign
+from ddp_train.tensor_tree import map_tensors
 
 LIMIT_SECONDS = 0.05
 LIMIT_BYTES = 2**25
@@ -119,6 +120,11 @@ def content_of(dataset: Any, large_data: LargeData | None = None) -> str:
     except Exception:  # noqa: BLE001  code of the user's own may raise anything when it is pickled
         return ""
     return reader.digest.hexdigest()
+
+
+def content_of_sample(sample: Any, bytes_of: Callable[[Tensor], bytes]) -> bytes:
+    """Bytes that are the same for equal samples; those of a pickled tensor are not."""
+    return pickle.dumps(map_tensors(bytes_of, sample))
 
 
 class _TooMuchError(Exception):

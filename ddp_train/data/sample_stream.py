@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ddp_train.data.dataset_content import content_of_sample
 from ddp_train.data.global_batches import part_of_rank
 from ddp_train.data.no_samples import without_samples
 from ddp_train.data.rng import hash_key, keyed_generators, number_of_digest
-from ddp_train.tensor_tree import map_tensors, tensors
+from ddp_train.tensor_tree import tensors
 
 PARTS_WITHIN = 6
 """Levels at which a stream may hold another one."""
@@ -126,10 +126,12 @@ def goes_on_by_state(stream: Any) -> bool:
             next(samples)
             state = json.dumps(original.state_dict())
             seed_generators(1)
-            expected = [_content_of(sample) for sample in islice(samples, TRIED)]
+            expected = [content_of_sample(sample, _bytes_of) for sample in islice(samples, TRIED)]
             restored.load_state_dict(json.loads(state))
             seed_generators(1)
-            found = [_content_of(sample) for sample in islice(iter(restored), TRIED)]
+            found = [
+                content_of_sample(sample, _bytes_of) for sample in islice(iter(restored), TRIED)
+            ]
     except Exception:  # noqa: BLE001  code of the user's, which may not be made for copies
         return False
     return expected == found
@@ -146,11 +148,6 @@ def _leaves_out_a_buffer(part: Any, levels: int = PARTS_WITHIN) -> bool:
     if not levels or isinstance(part, type):
         return False
     return any(_leaves_out_a_buffer(value, levels - 1) for value in within.values())
-
-
-def _content_of(sample: Any) -> bytes:
-    """Bytes that are the same for equal samples; those of a pickled tensor are not."""
-    return pickle.dumps(map_tensors(_bytes_of, sample))
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
