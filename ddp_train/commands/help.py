@@ -36,7 +36,7 @@ USES = {
     "{} init FOLDER": "start a project of your own",
 }
 KEY_WIDTH = 44
-LEAST_TEXT_WIDTH = 22
+LEAST_TEXT_WIDTH = 23
 
 
 def usage(typed: str) -> str:
@@ -142,7 +142,7 @@ def wrapped(text: str, width: int) -> str:
     """The text with long lines wrapped.
 
     Continuation lines are indented to the last column of the line, which comes after two spaces or
-    more, and have at least 22 letters.
+    more, and have at least 23 letters.
     """
     lines = []
     for line in text.splitlines():
