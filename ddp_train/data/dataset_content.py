@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -122,7 +122,12 @@ def content_of(dataset: Any, large_data: LargeData | None = None) -> str:
     return reader.digest.hexdigest()
 
 
-def content_of_sample(sample: Any, bytes_of: Callable[[Tensor], bytes]) -> bytes:
+def bytes_of(tensor: Tensor) -> bytes:
+    """The numbers of a tensor on the CPU."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def content_of_sample(sample: Any) -> bytes:
     """Bytes that are the same for equal samples; those of a pickled tensor are not."""
     return pickle.dumps(map_tensors(bytes_of, sample))
 

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_train.data.dataset_content import content_of_sample
+from ddp_train.data.dataset_content import bytes_of, content_of_sample
 from ddp_train.data.global_batches import part_of_rank
 from ddp_train.data.no_samples import without_samples
 from ddp_train.data.rng import hash_key, keyed_generators, number_of_digest
@@ -126,12 +124,10 @@ def goes_on_by_state(stream: Any) -> bool:
             next(samples)
             state = json.dumps(original.state_dict())
             seed_generators(1)
-            expected = [content_of_sample(sample, _bytes_of) for sample in islice(samples, TRIED)]
+            expected = [content_of_sample(sample) for sample in islice(samples, TRIED)]
             restored.load_state_dict(json.loads(state))
             seed_generators(1)
-            found = [
-                content_of_sample(sample, _bytes_of) for sample in islice(iter(restored), TRIED)
-            ]
+            found = [content_of_sample(sample) for sample in islice(iter(restored), TRIED)]
     except Exception:  # noqa: BLE001  code of the user's, which may not be made for copies
         return False
     return expected == found
@@ -150,17 +146,13 @@ def _leaves_out_a_buffer(part: Any, levels: int = PARTS_WITHIN) -> bool:
     return any(_leaves_out_a_buffer(value, levels - 1) for value in within.values())
 
 
-def _bytes_of(tensor: Tensor) -> bytes:
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-
-
 def digest_of(batch: Any) -> int:
     """A number below 2**61 that identifies the tensors of a batch; 0 if it has none."""
     content = hashlib.sha256()
     has_tensors = False
     for tensor in tensors(batch):
         has_tensors = True
-        content.update(_bytes_of(tensor))
+        content.update(bytes_of(tensor))
     if not has_tensors:
         return 0
     return number_of_digest(content.digest())
