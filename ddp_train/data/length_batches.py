@@ -13,7 +13,7 @@ ALIKE = 0.1
 enough of them."""
 LEAST_BATCHES = 2
 """Global batches that exchange their samples, at least: those of a single one would meet in every
-epoch. More of them pad more: docs/inside/benchmarks/padding.md."""
+epoch. More of them pad more: docs/inside/benchmarks/means.md."""
 
 
 class LengthEpoch(NamedTuple):
