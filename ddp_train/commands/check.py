@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from ddp_train.commands.flags import SWEEP
-from ddp_train.commands.table import CHECK
+from ddp_train.commands.table import CHECK, MODES, command_of_run
 from ddp_train.config.freeze import not_default
 from ddp_train.config.notices import notices
 from ddp_train.config.overrides import read_overrides
@@ -30,6 +30,14 @@ def check(program: Program, argv: list[str]) -> int:
     """
     for note in program.notes:
         print(f"note: {note}", file=sys.stderr)
+    command = command_of_run(argv)
+    if command in MODES:
+        raise ConfigError(
+            [
+                f"{CHECK} mode={command}: checks a run or a sweep (-m); leave {CHECK} out:"
+                f" mode={command} checks all its runs before it starts one"
+            ]
+        )
     flags = [word for word in argv if word.startswith("-")]
     others = [flag for flag in flags if flag not in SWEEP]
     if others:
