@@ -86,7 +86,7 @@ class _Switches:
     def against_bf16(self) -> Iterator[str]:
         if self.hardware.compute_capability < (8, 0):
             yield self.capability
-        if self.config.data.is_regression:
+        if "regression" in (self.config.task.name, self.config.data.fitting_task):
             yield "a regression"
 
     def num_workers(self) -> Choice:

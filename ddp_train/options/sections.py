@@ -254,7 +254,8 @@ class TuningConfig:
     name: str = "recommended"
     precision: str = key(
         "auto",
-        "number format; bf16 and fp16 by autocast; auto: bf16 on GPUs that support it, else fp32",
+        "number format; bf16 and fp16 by autocast; auto: bf16 on GPUs that support it, but fp32 for"
+        " task=regression",
         choices=("auto", "fp32", "bf16", "fp16", "fp64"),
     )
     num_workers: Union[int, str] = key(

@@ -1338,6 +1338,18 @@ def test_what_cannot_be_recorded_is_refused_or_left_out() -> None:
         )
 
 
+def test_regressions_keep_fp32_on_gpus() -> None:
+    own = "data._target_=mine.Data model=mlp"
+    precisions = {
+        f"{own} task=classification": "bf16",
+        f"{own} task=regression": "fp32",
+        f"{own} task=regression tuning.precision=bf16": "bf16",
+        "data=linear_regression model=mlp": "fp32",
+    }
+    for line, precision in precisions.items():
+        assert case_of(line, GPU).config.tuning.precision == precision, line
+
+
 def test_the_plan_says_why() -> None:
     """For each switch that `auto` chose; nothing of those that are on for every GPU, or off for
     want of one."""
