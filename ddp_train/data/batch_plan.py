@@ -56,6 +56,8 @@ class MicroBatch:
     knows the predecessors of all its samples, see data/mix.py. In evaluation there is none."""
     seed: int = 0
     """The seed of the run, for what its steps draw, see data/keyed_noise.py. In evaluation 0."""
+    all_have_samples: bool = True
+    """In a session: every process has a sample of this global batch."""
 
     @property
     def sample_numbers(self) -> np.ndarray:

@@ -130,4 +130,5 @@ def share_of(
         scale=scale,
         is_last=True,
         shard_index=rank,
+        all_have_samples=len(indices) >= world_size,
     )

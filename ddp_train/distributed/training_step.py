@@ -31,7 +31,7 @@ class Share(Protocol):
 class TrainingStep:
     """A context around forward and backward of a micro-batch."""
 
-    __slots__ = ("_without_samples", "counts", "has_replicas", "refused", "share")
+    __slots__ = ("_without_samples", "all_count", "counts", "has_replicas", "refused", "share")
 
     def __init__(
         self,
@@ -40,6 +40,7 @@ class TrainingStep:
         refused: str = "",
         share: Share | None = None,
         has_replicas: bool = False,
+        all_count: bool = True,
     ) -> None:
         """counts: whether the rows of this process count; False for an empty batch, or a stand-in,
             see `data.batch_plan.MicroBatch`.
@@ -47,11 +48,13 @@ class TrainingStep:
         refused: why rows cannot be gathered here, with the remedy.
         share: the samples of the micro-batch; None: nobody knows them.
         has_replicas: several GPUs compute a part of the rows each, in threads of this process.
+        all_count: in a session, whether there are rows that count on every process.
         """
         self.counts = counts
         self.refused = refused or ("" if is_last else ACCUMULATES)
         self.share = share
         self.has_replicas = has_replicas
+        self.all_count = all_count
         self._without_samples: contextlib.ExitStack | None = None
 
     def __enter__(self) -> None:

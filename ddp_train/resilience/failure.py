@@ -22,9 +22,9 @@ NO_SAMPLE = "(this process has no sample in this step, and a batch of the length
 """The note of an error in such a step."""
 _TAKE_NO_SAMPLE = (
     "let whatever is computed of the batch take no rows: x.flatten(1), sums, no x[0], no division"
-    " by len(x); where a layer takes none, as pack_padded_sequence, leave out the last batch if it"
-    " is small, run.loader(..., drop_last=True), or use a global_batch_size of which each process"
-    " gets a sample"
+    " by len(x), losses of a loop over samples in torch.zeros(len(x)); where a layer takes none, as"
+    " pack_padded_sequence, leave out the last batch if it is small, run.loader(...,"
+    " drop_last=True), or use a global_batch_size of which each process gets a sample"
 )
 DEAD_LOADER = "DataLoader worker (pid"
 """Begin of torch's message about a loader process that died."""

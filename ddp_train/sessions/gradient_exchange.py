@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.process_group import send_from_leader
 from ddp_train.distributed.training_step import CURRENT
-from ddp_train.errors import ModelError
 from ddp_train.parallel.naming_ddp import FixedLayoutDdp
 from ddp_train.sessions.gradients import average_reached
 from ddp_train.sessions.settings import UsageError
@@ -81,6 +80,8 @@ class GradientExchange:
         """
         if not torch.is_grad_enabled() or CURRENT.step is None or CURRENT.is_shared_out:
             return False
+        if not CURRENT.step.all_count:
+            return False  # a process without samples may call nothing, and go backward all the same
         trains = [parameter.requires_grad for parameter in self.parameters]
         if trains != self.trains and not any(trains):
             return False  # frozen for a while: the layout stays
@@ -121,6 +122,9 @@ class GradientExchange:
             return
         reached = self._reached()
         if reached is None:
+            return
+        if CURRENT.step is not None and not CURRENT.step.all_count:
+            self.reached = reached  # of no model without samples, where others reach some
             return
         if not reached and not self.finds_unused:
             return
@@ -163,20 +167,7 @@ class GradientExchange:
                 "call checkpoint with use_reentrant=False",
             )
         if self.ddp is not None:
-            self._check_finished(self.ddp)
-
-    def _check_finished(self, ddp: FixedLayoutDdp) -> None:
-        """Raise ModelError if a parameter got no gradient. Where there is no sample, say so."""
-        try:
-            ddp.check_finished()
-        except ModelError as error:
-            if CURRENT.step is None or CURRENT.step.counts:
-                raise
-            raise ModelError(
-                f"{error}; this process has no sample in this step",
-                "let a loss of no samples come by the same way as others: call all parts of the"
-                " model with the empty batch too, without an `if len(x)` or a loop over samples",
-            ) from error
+            self.ddp.check_finished()
 
     def release(self) -> None:
         """Let go of DDP, which must not outlive the process group."""

@@ -119,15 +119,28 @@ def average_reached(parameters: Sequence[nn.Parameter], reached: Sequence[nn.Par
     parameters: of the model, the same on all processes.
     reached: those of them that have, or may have, a gradient of this pass.
     """
-    ours = {id(parameter) for parameter in reached if parameter.grad is not None}
-    flags = [float(id(parameter) in ours) for parameter in parameters]
-    somewhere = total(torch.tensor(flags, device=parameters[0].device)).tolist()
+    if not parameters:
+        return
+    are_reached = {id(parameter) for parameter in reached}
+    flags = torch.zeros(2, len(parameters))
+    for place, parameter in enumerate(parameters):
+        if parameter.grad is not None and id(parameter) in are_reached:
+            flags[0, place] = 1
+            flags[1, place] = parameter.grad.is_sparse
+    counts, sparse_counts = total(flags.to(parameters[0].device)).tolist()
     gradients = []
-    for parameter, count in zip(parameters, somewhere, strict=True):
+    for parameter, count, sparse_count in zip(parameters, counts, sparse_counts, strict=True):
         if not count:
+            continue
+        if sparse_count == count:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter, layout=torch.sparse_coo)
+            parameter.grad = total(gradient.coalesce()) / ranks()
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = parameter.grad.to_dense()  # itself, if it is
         gradients.append(parameter.grad)
     for part in _parts(gradients):
         mean = total(torch.cat([gradient.flatten() for gradient in part])) / ranks()

@@ -46,6 +46,8 @@ class OpenStep:
         """This process's share of each loader's last batch, by the `id` of the loader."""
         self.places: list[Place] = []
         """The places of the loaders, once for each batch."""
+        self.all_have_samples = True
+        """Every process has a sample of each batch."""
         self.samples = 0
         """This process's samples of the batch that began it."""
         self.without_samples = contextlib.ExitStack()
@@ -57,6 +59,7 @@ class OpenStep:
             self.samples = share.num_real
         self.shares[id(loader)] = share
         self.places.append(place)
+        self.all_have_samples &= share.all_have_samples
 
     def share_of(self, loader: StatefulLoader | None) -> MicroBatch:
         """This process's share of the batch of a loader; None: of the only one.

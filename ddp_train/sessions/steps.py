@@ -336,6 +336,8 @@ class Steps:
             self.has_samples = False
             step.without_samples = step_without_samples()
         step.add(loader, place, share)
+        assert CURRENT.step, "it has begun"
+        CURRENT.step.all_count = step.all_have_samples
         return step if begins else None
 
     def _begin_step(self, share: MicroBatch) -> OpenStep:
@@ -454,6 +456,8 @@ class Steps:
             )
         share = self.open_step.share_of(of)
         self.score_watch.check_ended()
+        if not share.num_real and not losses.requires_grad and torch.is_grad_enabled():
+            losses = losses.detach().requires_grad_()  # of a loop over samples: of none
         if over is None:
             check_one_for_each_sample(losses, share)
             if self.is_first_step:

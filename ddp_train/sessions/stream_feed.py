@@ -168,7 +168,9 @@ class StreamFeed:
         has_both = hasattr(self.stream, "state_dict") and hasattr(self.stream, "load_state_dict")
         return has_both and not self.num_workers and goes_on_by_state(self.stream)
 
-    def micro_batch(self, number: int, part: StreamedBatch, size: int) -> MicroBatch:
+    def micro_batch(
+        self, number: int, part: StreamedBatch, size: int, all_have_samples: bool
+    ) -> MicroBatch:
         """The share of this process in a batch of `size` samples over all of them."""
         # Where a sample stands in its pass: what keyed noise depends on.
         first = number * self.size + self.place_of_rank + part.start
@@ -180,6 +182,7 @@ class StreamFeed:
             scale=self.world.size / size if part.count else 0.0,
             is_last=True,
             shard_index=self.world.rank,
+            all_have_samples=all_have_samples,
         )
 
     def check_first(self, part: StreamedBatch | None) -> None:
@@ -251,25 +254,25 @@ class StreamedParts:
         if part and part.number < number:
             part = next(parts, None)
         while True:
-            size = self._size_of_all(part)
+            size, all_have_samples = self._size_of_all(part)
             if not size or (feed.drop_last and size < feed.size):
                 return
             if part is None:
                 part = StreamedBatch(number, empty, 0, 0)
-            share = feed.micro_batch(number, part, size)
+            share = feed.micro_batch(number, part, size, all_have_samples)
             number += 1
             feed.given = number
             batch = Batch(part.data, share)
             yield batch.pin_memory() if self.pin_memory else batch
             part = next(parts, None)
 
-    def _size_of_all(self, part: StreamedBatch | None) -> int:
-        """Samples of a batch over all processes; 0 behind the last one."""
+    def _size_of_all(self, part: StreamedBatch | None) -> tuple[int, bool]:
+        """Samples of a batch over all processes, 0 behind the last one; whether each has one."""
         size = part.size if part else 0
         if not self.feed.split_by_node:
-            return size
+            return size, size >= self.feed.world.size
         sizes = from_all_ranks(torch.tensor(size, device=self.feed.device))
-        return int(sizes.sum())
+        return int(sizes.sum()), bool(sizes.min() > 0)
 
     def _parts(self) -> Iterator[StreamedBatch]:
         feed = self.feed

@@ -230,7 +230,60 @@ def of_one_pass(run: Any, epochs: int = EPOCHS) -> Weights:
     return weights_of(model=model)
 
 
+def by_task(run: Any, epochs: int = EPOCHS) -> Weights:
+    """Each sample adapts the weights by steps of its own (MAML), in a loop over the samples, so
+    that without one nothing reaches the model; a second model is reached in some steps alone."""
+    model = run.wrap(net())
+    scale = run.wrap(net(1, seed=1))
+    optimizer = sgd(model, scale, momentum=0)
+    loader = run.loader(rows(), global_batch_size=BATCH)
+    run.resume(model=model, scale=scale, optimizer=optimizer)
+    for epoch in run.epochs(epochs):
+        for inputs, labels in loader:
+            losses = torch.zeros(len(inputs)).double()
+            for place, (row, label) in enumerate(zip(inputs, labels, strict=True)):
+                weights = dict(model.named_parameters())
+                for _ in range(2):
+                    loss = (functional_call(model, weights, (row[None],)) - label).square().sum()
+                    slopes = torch.autograd.grad(loss, [*weights.values()], create_graph=epoch > 0)
+                    moved = zip(weights.items(), slopes, strict=True)
+                    weights = {name: weight - 0.1 * slope for (name, weight), slope in moved}
+                outputs = functional_call(model, weights, (row.flip(0)[None],))
+                if run.step % 4 > 1:
+                    outputs = outputs * scale(row[None])
+                losses[place] = (outputs - label).square().sum()
+            optimizer.zero_grad()
+            run.mean(losses).backward()
+            optimizer.step()
+    return weights_of(model=model, scale=scale)
+
+
+def looked_up(run: Any, epochs: int = EPOCHS) -> Weights:
+    """Sparse gradients."""
+    torch.manual_seed(0)
+    table = nn.Embedding(3, 2, sparse=True).double()
+    model = run.wrap(nn.Sequential(table, nn.Linear(2, 1).double()))
+    optimizer = sgd(model, momentum=0)
+    loader = run.loader(rows(), global_batch_size=BATCH)
+    run.resume(model=model, optimizer=optimizer)
+    for _ in run.epochs(epochs):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            run.mean((model(labels.long()).squeeze(1) - inputs[:, 1]).square()).backward()
+            optimizer.step()
+    return weights_of(model=model)
+
+
 LOOPS: dict[str, Callable[..., Weights]] = {
     loop.__name__: loop
-    for loop in (adversarial, penalised, with_heads, in_parts, unfrozen, of_one_pass)
+    for loop in (
+        adversarial,
+        penalised,
+        with_heads,
+        in_parts,
+        unfrozen,
+        of_one_pass,
+        by_task,
+        looked_up,
+    )
 }

@@ -319,28 +319,6 @@ def test_pass_after_one_that_failed_is_exchanged() -> None:
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
-def without_a_head(world: World) -> str:
-    """The error of a loss that leaves out a head, on processes with a sample and without one."""
-    with pytest.raises(ModelError) as refused, session_on(world) as run:
-        model = run.wrap(loops.TwoHeads())
-        optimizer = loops.sgd(model)
-        loader = run.loader(loops.rows(), global_batch_size=2)
-        run.resume(model=model, optimizer=optimizer)
-        for _ in run.epochs(1):
-            for inputs, _ in loader:
-                run.mean(model(inputs)[0]).backward()
-                optimizer.step()
-    return f"{refused.value} {refused.value.remedy}"
-
-
-@pytest.mark.slow
-def test_a_process_without_a_sample_says_so() -> None:
-    *others, without = on_ranks(3, without_a_head)
-    assert "critic.weight, critic.bias; this process has no sample in this step" in without
-    assert "with the empty batch too" in without
-    assert not any("no sample" in error for error in others)
-
-
 def passes_before_training(world: World) -> tuple[int, float]:
     """The parameters that a loop over a wrapped list gives; and a sum after a pass of set-up."""
     total = 0.0
