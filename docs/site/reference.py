@@ -88,17 +88,25 @@ def _option_lines(section: str) -> Iterator[str]:
     common_rows = list(_rows(f"{section}.", common)) if is_section(common) else []
     yield from (f"## {section}", "")
     if common_rows:
-        exception = ", `custom` excepted" if "custom" in options else ""
-        yield from (f"Keys of every option{exception}:", "", *HEAD, *common_rows, "")
+        yield from ("Keys of every option, unless it says otherwise:", "", *HEAD, *common_rows, "")
     for name, schema in options.items():
-        is_custom = issubclass(schema, CustomOption)
-        own = [row for row in _rows(f"{section}.", schema) if is_custom or row not in common_rows]
+        rows = list(_rows(f"{section}.", schema))
+        own = [row for row in rows if row not in common_rows]
         yield from (f"### {section}={name}", "")
         summary = _summary(schema)
         if summary:
             yield from (_prose(summary), "")
+        keys = {_key_of(row) for row in rows}
+        missing = [_key_of(row) for row in common_rows if _key_of(row) not in keys]
+        if missing:
+            yield from (f"Not among its keys: {', '.join(missing)}.", "")
         if own:
             yield from (*HEAD, *own, "")
+
+
+def _key_of(row: str) -> str:
+    """The key in the first column of a row, with its backticks."""
+    return row.split(" | ")[0].removeprefix("| ")
 
 
 HEAD = ("| key | type | default | meaning |", "|---|---|---|---|")
