@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -18,6 +18,7 @@ from ddp_train.assembly.plan import build_plan
 from ddp_train.assembly.sampler import sampled_epochs
 from ddp_train.assembly.schedule import schedule_of
 from ddp_train.config.switches import CAPTURED_IF_IT_PAYS
+from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan, evaluation_batches
 from ddp_train.data.datasets import BatchSource, is_read_in_order
 from ddp_train.data.loader import Loader
@@ -25,11 +26,12 @@ from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.rng import StepSeed
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.data.splits import Splits
-from ddp_train.data.user_dataset import UserDataset
+from ddp_train.data.user_dataset import UserDataset, stream_with_state
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Forward, Hook, Job
 from ddp_train.engine.non_finite_data import cause_of_non_finite_score
 from ddp_train.engine.step_observers import PhaseReports, ReportedBatches
+from ddp_train.engine.stream_position import StreamPosition
 from ddp_train.engine.unfreeze_hook import UnfreezeHook
 from ddp_train.models.put_back import reading_ahead
 from ddp_train.optim.ema import WeightAverage
@@ -82,17 +84,23 @@ class JobBuilder:
         if frozen:
             hooks.append(UnfreezeHook(unfreezing_step, frozen, wrap))
         loader = self.build_loader(splits.train, plan, first_step, mix)
+        batches: Iterable[Batch] = ReportedBatches(loader, self.status)
+        stream_position = None
+        streamed = stream_with_state(splits.train)
+        if streamed:
+            batches = stream_position = StreamPosition(batches, streamed)
         return Job(
             plan=plan,
             module=module,
             wrapped=forward,
             strategy=self.strategy,
             stepper=stepper,
-            batches=ReportedBatches(loader, self.status),
+            batches=batches,
             evaluations=self.build_evaluations(splits.scored_sets),
             seed_step=StepSeed(config.seed, self.world.rank, self.device),
             hooks=hooks,
             step=first_step,
+            stream_position=stream_position,
             stand_ins_count=self.stand_ins_may_count(plan) and not loader.has_empty_batches,
         )
 

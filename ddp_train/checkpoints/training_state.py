@@ -31,6 +31,7 @@ METRICS = "metrics"
 SELECTION = "selection"
 SCHEDULE = "schedule"
 USER_HOOKS = "user_hooks"
+STREAM = "stream"
 
 
 HookStates = dict[str, Any]
@@ -66,8 +67,8 @@ class TrainingState:
     objects: dict[str, Any]
     """State of each object, by its name. A configured run has STEPPER (optimizer, loss scaler, last
     gradient norm) and three hooks: METRICS, SELECTION, USER_HOOKS, and SCHEDULE if it follows the
-    evaluations. A session has those that `run.resume` got, by the names that the user gave
-    them."""
+    evaluations. STREAM is the position in a stream that has a state of its own. A session has those
+    that `run.resume` got, by the names that the user gave them."""
     buffers: Tensor
     """Floating-point buffers of each rank: [ranks, n], float64. The model's file has their mean."""
     average: AverageState | None = None

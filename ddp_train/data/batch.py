@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.data.stream_place import StreamPlace
 from ddp_train.tensor_tree import ChangeObject, map_tensors, with_changed_parts
 
 
@@ -19,6 +20,8 @@ class Batch:
     data: Any
     """(inputs, targets), tensors [n, ...]. From your own data sets whatever they return."""
     micro_batch: MicroBatch
+    stream_place: StreamPlace | None = None
+    """The place behind its last sample in a stream that has a state of its own."""
 
     @property
     def inputs(self) -> Any:
@@ -36,7 +39,8 @@ class Batch:
         change_object: ChangeObject = with_changed_parts,
     ) -> Batch:
         """The same batch with `change(tensor)` for each tensor; see `map_tensors`."""
-        return Batch(map_tensors(change, self.data, change_object), self.micro_batch)
+        data = map_tensors(change, self.data, change_object)
+        return Batch(data, self.micro_batch, self.stream_place)
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory. The DataLoader's thread calls this."""

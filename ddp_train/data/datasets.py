@@ -18,6 +18,7 @@ from ddp_train.data.augmentation import Erasing
 from ddp_train.data.device_copy import to_device
 from ddp_train.data.rng import hash_key, uniform
 from ddp_train.data.rows import NormalisedRows, normalised_rows, rows
+from ddp_train.data.stream_place import StreamPlace
 from ddp_train.errors import DataError
 from ddp_train.tensor_tree import tensors
 
@@ -195,6 +196,11 @@ def spread(source: BatchSource, count: int) -> np.ndarray:
 def is_read_in_order(source: BatchSource) -> bool:
     """True for the samples of a stream: to read one, all before it in its pass are read."""
     return getattr(source, "is_read_in_order", False)
+
+
+def place_of_stream(source: BatchSource) -> StreamPlace | None:
+    """The place behind the last sample that was read; None but for a stream with a state."""
+    return getattr(source, "stream_place", None)
 
 
 def check_same_data(

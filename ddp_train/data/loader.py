@@ -11,7 +11,7 @@ import torch
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.datasets import ArraySource, BatchSource, HeldSource
+from ddp_train.data.datasets import ArraySource, BatchSource, HeldSource, is_read_in_order
 from ddp_train.data.image_folder.source import FolderSource
 from ddp_train.data.mix import Mix
 from ddp_train.data.no_samples import batch_without_samples
@@ -101,7 +101,10 @@ class Loader:
 
     def _without_samples(self, micro_batch: MicroBatch) -> Batch:
         numbers = micro_batch.indices
-        data = batch_without_samples(self.source, int(numbers[0]), micro_batch.epoch)
+        number = int(numbers[0])
+        if is_read_in_order(self.source) and isinstance(self.stream, WorkerStream):
+            number = 0  # any will do, and here all before it would be read
+        data = batch_without_samples(self.source, number, micro_batch.epoch)
         empty = dataclasses.replace(micro_batch, indices=numbers[:0])
         return Batch(self.stream.place(Batch(data, empty)).data, micro_batch)
 

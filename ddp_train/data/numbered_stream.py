@@ -9,20 +9,33 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data._utils import worker
 
 from ddp_train.data.rng import hash_key, keyed_generators
-from ddp_train.data.sample_stream import digest_of
+from ddp_train.data.sample_stream import (
+    digest_of,
+    goes_on_by_state,
+    load_json,
+    state_as_json,
+)
 from ddp_train.data.sample_tensors import as_tensors
+from ddp_train.data.stream_place import StreamPlace
 from ddp_train.errors import DataError
 from ddp_train.text import counted
 
 COUNT_SECONDS = 120.0
 """The longest time for which a stream is counted that tells no length."""
+SLOW_SECONDS = 10.0
+"""Reading past the samples that are done is told of if it takes longer."""
+HOW_TO_GO_ON = (
+    "with state_dict() and load_state_dict(), of plain data, a stream goes on where a checkpoint"
+    " was saved"
+)
 COMPARED = 8
 """Samples that are compared when a pass is begun again."""
 REMEDY_FOR_LENGTH = (
@@ -30,11 +43,15 @@ REMEDY_FOR_LENGTH = (
     " which reads on and on"
 )
 _NOTHING = object()
+log = logging.getLogger(__name__)
 
 
 class NumberedStream:
-    """A stream as a map-style data set. Reading a later number reads past those before it; reading
-    an earlier one begins the pass anew."""
+    """A stream as a map-style data set.
+
+    Reading a later number reads past those before it; reading an earlier one begins the pass anew,
+    or goes on from the last known place before it, if the stream has a state of its own.
+    """
 
     def __init__(
         self, stream: Any, seed: int, limit: int | None = None, needed: int | None = None
@@ -58,6 +75,12 @@ class NumberedStream:
                 "return an object whose __iter__ begins anew each time it is called",
             )
         self.epoch = 0
+        self.state_at_start = ""
+        """The stream's state before its first pass, as JSON; "" if it does not go on by one."""
+        if goes_on_by_state(stream):
+            self.state_at_start = state_as_json(stream)
+        self.known_places: Sequence[StreamPlace] = ()
+        """Places at which a pass may be begun too: those of a checkpoint."""
         self.begin()
         self.told = told_length(stream)
         self.is_repeated = self.told is None and limit is None and needed is not None
@@ -98,9 +121,21 @@ class NumberedStream:
         self.place = -1
         """The number of the sample that was read last."""
         self.passes = 0
-        """Passes that have ended since, where one follows the other."""
+        """Passes that have ended before, where one follows the other."""
+        self.state_to_begin = self.state_at_start
+        """The stream's state with which the next read begins, as JSON; "" for none."""
         self.last: Any = _NOTHING
         """A copy of the sample that was read last: code of the user's may change what it gets."""
+
+    @property
+    def stream_place(self) -> StreamPlace | None:
+        """The place behind the sample that was read last; None if the stream has no state."""
+        if not self.state_at_start or self.samples is None:
+            return None
+        state = state_as_json(self.stream)
+        if not state:
+            return None
+        return StreamPlace(self.epoch, self.passes, self.place, state)
 
     @contextlib.contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -118,8 +153,16 @@ class NumberedStream:
             return copy.deepcopy(self.last)
         if number <= self.place:
             self.begin()
+        begins = self.samples is None
+        if begins:
+            self._begin_before(number)
+        first = self.place + 1
+        began = time.monotonic()
         sample = _NOTHING
         while self.place < number:
+            if begins and time.monotonic() - began > SLOW_SECONDS:
+                begins = False
+                self._tell_of_reading_past(first, number)
             sample = self._next()
             if sample is _NOTHING:
                 raise DataError(
@@ -152,6 +195,31 @@ class NumberedStream:
                 " is made in __iter__",
             )
 
+    def _tell_of_reading_past(self, first: int, number: int) -> None:
+        log.warning(
+            "%s: reading past %s before sample %d of the pass, %d so far in %g s%s",
+            self.name,
+            counted(number - first, "sample"),
+            number,
+            self.place + 1 - first,
+            SLOW_SECONDS,
+            "" if self.state_at_start else f"; {HOW_TO_GO_ON}",
+        )
+
+    def _begin_before(self, number: int) -> None:
+        """Let the next read go on from the last known place before a number of this epoch."""
+        places = [
+            known
+            for known in self.known_places
+            if known.epoch == self.epoch and known.number < number
+        ]
+        if not places:
+            return
+        last = max(places, key=lambda known: known.number)
+        self.place = last.number
+        self.passes = last.passes
+        self.state_to_begin = last.state
+
     def _next(self) -> Any:
         """The next sample; _NOTHING behind the last one.
 
@@ -160,20 +228,21 @@ class NumberedStream:
         with keyed_generators() as seed_generators, as_in_no_loader_process():
             seed_generators(hash_key(self.seed, "stream", self.epoch, self.place + 1))
             if self.samples is None:
-                self._tell(self.epoch)
-                self.samples = iter(self.stream)
+                self.samples = self._begun(self.state_to_begin)
             sample = next(self.samples, _NOTHING)
             if sample is _NOTHING and self.is_repeated and self.place >= 0:
                 self.passes += 1
-                self._tell(self.passes)
-                self.samples = iter(self.stream)
+                self.samples = self._begun(self.state_at_start)
                 sample = next(self.samples, _NOTHING)
             return sample
 
-    def _tell(self, number: int) -> None:
-        """Tell the stream the number of its pass, if it wants to know."""
+    def _begun(self, state: str) -> Iterator[Any]:
+        """The samples of a pass from a state of the stream on; "": it has none, and begins."""
         if hasattr(self.stream, "set_epoch"):
-            self.stream.set_epoch(number)
+            self.stream.set_epoch(self.epoch + self.passes)
+        if state:
+            load_json(self.stream, state)
+        return iter(self.stream)
 
     def _check_end(self) -> None:
         """Raise DataError if the pass goes on behind its last number."""

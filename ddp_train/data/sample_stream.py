@@ -112,9 +112,10 @@ def goes_on_by_state(stream: Any) -> bool:
     """True if a stream goes on to the same samples where its `load_state_dict` has put it.
 
     Many do but for the samples of a buffer within which they shuffle. It is tried with copies of
-    the stream, which read some samples; False if there can be none.
+    the stream, which read some samples; False if there can be none, or without such methods.
     """
-    if _leaves_out_a_buffer(stream):
+    has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+    if not has_state or _leaves_out_a_buffer(stream):
         return False
     try:
         original, restored = copy.deepcopy(stream), copy.deepcopy(stream)
@@ -131,6 +132,24 @@ def goes_on_by_state(stream: Any) -> bool:
     except Exception:  # noqa: BLE001  code of the user's, which may not be made for copies
         return False
     return expected == found
+
+
+def state_as_json(stream: Any) -> str:
+    """The state of a stream; "" if it would come back as another one.
+
+    JSON has no tensors and tuples, and its keys are texts: the stream is read past then.
+    """
+    try:
+        state = stream.state_dict()
+        text = json.dumps(state)
+    except TypeError:
+        return ""
+    return text if json.loads(text) == state else ""
+
+
+def load_json(stream: Any, state: str) -> None:
+    """Let a stream go on from a state that `state_as_json` returned."""
+    stream.load_state_dict(json.loads(state))
 
 
 def _leaves_out_a_buffer(part: Any, levels: int = PARTS_WITHIN) -> bool:

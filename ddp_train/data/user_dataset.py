@@ -26,6 +26,7 @@ from ddp_train.data.sample_transforms import (
     refuse_files_that_are_cut_off,
     with_masks_and_boxes,
 )
+from ddp_train.data.stream_place import StreamPlace
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import counted, first_line
@@ -110,6 +111,13 @@ class UserDataset:
     def has_no_end(self) -> bool:
         """It is a stream that is read on and on, for as many samples as the run needs."""
         return isinstance(self.dataset, NumberedStream) and self.dataset.is_repeated
+
+    @property
+    def stream_place(self) -> StreamPlace | None:
+        """The place behind the last sample that was read; None but for a stream with a state."""
+        if isinstance(self.dataset, NumberedStream):
+            return self.dataset.stream_place
+        return None
 
     def select(self, numbers: np.ndarray) -> UserDataset:
         selection = copy.copy(self)
@@ -327,6 +335,13 @@ class UserDataset:
                 problem = f"{key}: a sample of {self.name} has no {name}; it has {names}"
                 raise ConfigError([problem])
         return tuple(sample[name] for name in self.fields)
+
+
+def stream_with_state(source: Any) -> NumberedStream | None:
+    """The stream of a source; None if it is none, or has no state of its own to go on by."""
+    if not isinstance(source, UserDataset) or not isinstance(source.dataset, NumberedStream):
+        return None
+    return source.dataset if source.dataset.state_at_start else None
 
 
 def parts_of(source: Any) -> dict[str, Any]:

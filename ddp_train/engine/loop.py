@@ -13,6 +13,7 @@ from torch import Tensor
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import BatchPlan
 from ddp_train.distributed.training_step import scored
+from ddp_train.engine.stream_position import StreamPosition
 from ddp_train.optim.stepper import Stepper
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.resilience.preemption import StopController
@@ -59,6 +60,8 @@ class Job:
     step: int = 0
     scores: Mapping[str, Score] = field(default_factory=dict)
     """The scores of `step` by the name of the set; empty if it was not evaluated."""
+    stream_position: StreamPosition | None = None
+    """Part of a checkpoint; None but for a stream that has a state of its own."""
     media: Media = field(default_factory=Media)
     """The way of images, texts and tables from hooks to trackers."""
     stand_ins_count: bool = False

@@ -49,6 +49,8 @@ class PlanFacts:
     """Number of batch norms that each process computes of its own samples."""
     origin: str | None = None
     """The weights that training begins with; None for drawn or resumed ones."""
+    stream_has_state: bool = False
+    """The training set is a stream that goes on by a state of its own."""
     stand_ins_count: bool = False
     """See `Job`."""
 
@@ -61,6 +63,8 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     if facts.origin:
         rows["begins with"] = facts.origin
     rows["data"] = _data_row(config.data, plan, facts.set_sizes)
+    if plan.in_order:
+        rows["stream"] = _stream_row(facts)
     rows["task"] = task_row(config.task, facts.task)
     metric_names = [metric.name for metric in further_metrics(config)]
     if metric_names:
@@ -158,8 +162,6 @@ def _data_row(data: Any, plan: BatchPlan, set_sizes: Mapping[str, int]) -> str:
         samples = f"{plan.samples:,} draws of {plan.sampled.name} to train on"
     if plan.chosen_batches:
         samples = f"{plan.samples:,} samples in batches of {plan.chosen_batches.name} to train on"
-    if plan.in_order:
-        samples += ", a stream in its order: each process reads all of it and keeps its samples"
     parts = [_name_of(data), samples]
     left_out = plan.samples - plan.samples_per_epoch
     if left_out:
@@ -182,6 +184,18 @@ def _data_row(data: Any, plan: BatchPlan, set_sizes: Mapping[str, int]) -> str:
     mixing = {"mixup": data.mixup, "cutmix": data.cutmix, "random erasing": data.random_erasing}
     parts += [f"{name} {value:g}" for name, value in mixing.items() if value]
     return ", ".join(parts)
+
+
+def _stream_row(facts: PlanFacts) -> str:
+    text = "in its order: each process reads all of it and keeps its samples"
+    workers = int(facts.config.tuning.num_workers)
+    if workers > 1:
+        text += (
+            f", in one loader process (of tuning.num_workers={workers} each would read all of it)"
+        )
+    if facts.stream_has_state:
+        return f"{text}; resumed by its own state"
+    return f"{text}; resumed by reading past what is done"
 
 
 def _global_batch_row(plan: BatchPlan, processes: int) -> str:

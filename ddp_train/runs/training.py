@@ -32,6 +32,7 @@ from ddp_train.checkpoints.training_state import (
     METRICS,
     SCHEDULE,
     SELECTION,
+    STREAM,
     USER_HOOKS,
     StatefulHook,
     TrainingState,
@@ -205,6 +206,8 @@ class Training:
         # Another run's may be of other data, and its checkpoints are not here.
         if is_of_this_run:
             hooks[SELECTION] = self.selection_hook
+            if job.stream_position:
+                hooks[STREAM] = job.stream_position
         if self.plateau_hook:
             hooks[SCHEDULE] = self.plateau_hook
         state = TrainingState.load(path)
@@ -268,6 +271,7 @@ class Training:
             optimizer=optimizer,
             own_statistics=own_statistics(job.module.model),
             origin=describe_origin(self.origin) if self.origin else None,
+            stream_has_state=job.stream_position is not None,
             stand_ins_count=job.stand_ins_count,
         )
 
@@ -510,6 +514,8 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
     }
     if training.plateau_hook:
         further_hooks[SCHEDULE] = training.plateau_hook
+    if training.job.stream_position:
+        further_hooks[STREAM] = training.job.stream_position
     every_steps = section.every_steps
     if every_steps is None and config.train.most_epochs is None:
         every_steps = config.train.evaluate_every_steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,13 @@ from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.global_batches import Pass, part_of_rank
 from ddp_train.data.rng import hash_key
-from ddp_train.data.sample_stream import StreamedBatch, StreamReader, goes_on_by_state
+from ddp_train.data.sample_stream import (
+    StreamedBatch,
+    StreamReader,
+    goes_on_by_state,
+    load_json,
+    state_as_json,
+)
 from ddp_train.data.streams.loader_processes import LoaderProcesses
 from ddp_train.data.streams.placement import Placement
 from ddp_train.distributed.exchange import texts_from_all_ranks
@@ -79,7 +84,8 @@ class StreamFeed:
             self.reader = StreamReader(self.stream, collate, size, world.rank, world.size, size)
         self.streamed = StreamedParts(self, arguments)
         self.reported = ReportedBatches(self.streamed, steps.status)
-        self.has_state = self._can_use_state()
+        # Loader processes are ahead of what is done, each of them elsewhere.
+        self.has_state = not self.num_workers and goes_on_by_state(self.stream)
         """It goes on by its own state; else it is read past what is done."""
         self.saved_state = ""
         """The stream's own state where a resumed run goes on, as JSON."""
@@ -115,7 +121,7 @@ class StreamFeed:
         self.state_at_start = ""
         if self.saved_state:
             self.state_at_start = state_as_json(self.stream)
-            self.stream.load_state_dict(json.loads(self.saved_state))
+            load_json(self.stream, self.saved_state)
             self.saved_state = ""
             self.reader.first = self.reader.skipped = first
         elif not self.num_workers:
@@ -123,10 +129,10 @@ class StreamFeed:
 
     def first_part(self) -> StreamedBatch:
         """The first part of a stream that a resumed run has found at its end."""
-        self.stream.load_state_dict(json.loads(self.state_at_start))
+        load_json(self.stream, self.state_at_start)
         self.reader.first = self.reader.skipped = 0
         part = next(iter(self.reader))
-        self.stream.load_state_dict(json.loads(self.state_at_start))  # for the next pass
+        load_json(self.stream, self.state_at_start)  # for the next pass
         return part
 
     def pass_facts(self) -> dict[str, Any]:
@@ -162,11 +168,7 @@ class StreamFeed:
         if in_pass:
             self.saved_state = saved
         else:
-            self.stream.load_state_dict(json.loads(saved))
-
-    def _can_use_state(self) -> bool:
-        has_both = hasattr(self.stream, "state_dict") and hasattr(self.stream, "load_state_dict")
-        return has_both and not self.num_workers and goes_on_by_state(self.stream)
+            load_json(self.stream, saved)
 
     def micro_batch(
         self, number: int, part: StreamedBatch, size: int, all_have_samples: bool
@@ -307,19 +309,6 @@ class StreamedParts:
 
     def close(self) -> None:
         """Loader processes end with their pass."""
-
-
-def state_as_json(stream: Any) -> str:
-    """The state of a stream; "" if it would come back as another one.
-
-    JSON has no tensors and tuples, and its keys are texts: the stream is read past then.
-    """
-    try:
-        state = stream.state_dict()
-        text = json.dumps(state)
-    except TypeError:
-        return ""
-    return text if json.loads(text) == state else ""
 
 
 def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> StreamFeed:

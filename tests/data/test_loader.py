@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from ddp_train.data.batch_plan import BatchPlan, MicroBatch, evaluation_batches
 from ddp_train.data.config import (
@@ -21,6 +23,8 @@ from ddp_train.data.config import (
 )
 from ddp_train.data.datasets import BatchSource
 from ddp_train.data.image_folder.config import ImageFolderConfig
+from ddp_train.data.loader import Loader, LoaderOptions
+from ddp_train.data.numbered_stream import NumberedStream
 from ddp_train.data.streams.resident import ResidentStream
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.distributed.world import World
@@ -170,6 +174,20 @@ def test_a_loader_hands_out_its_shares_in_order_and_again() -> None:
         assert [batch.micro_batch.indices.tolist() for batch in loader] == [
             micro_batch.indices.tolist() for micro_batch in micro_batches
         ]
+
+
+class Counting(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(20.0).view(20, 1))
+
+
+def test_a_batch_without_samples_reads_little_of_a_stream() -> None:
+    source = UserDataset(NumberedStream(Counting(), seed=0), seed=0)
+    stand_in = MicroBatch(0, 3, np.array([17]), num_real=0, scale=0.0, is_last=True)
+    options = LoaderOptions(num_workers=1)
+    (batch,) = Loader(source, [stand_in], "cpu", options, has_empty_batches=True)
+    assert batch.data.shape == (0, 1)
+    assert source.dataset.place == 0, "a loader process has read the stream"
 
 
 def test_nested_inputs_travel_through_the_loader() -> None:

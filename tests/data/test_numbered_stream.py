@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,27 @@ class OfItsOwn(IterableDataset):
     def __iter__(self) -> Iterator[torch.Tensor]:
         self.number += 1
         yield torch.tensor(self.number)
+
+
+class Positioned(Shuffled):
+    """Goes on where it was left, and by its state; its order is that of the epoch."""
+
+    place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.begun += 1
+        numbers = random.Random(self.epoch).sample(range(self.samples), self.samples)
+        while self.place < self.samples:
+            number = numbers[self.place]
+            self.place += 1
+            yield torch.tensor(100 * self.epoch + number)
+        self.place = 0
 
 
 def whole(stream: NumberedStream) -> list[int]:
@@ -125,6 +147,47 @@ def test_a_run_by_steps_reads_on_and_on() -> None:
     assert sorted(read[:20]) == list(range(20))
     assert sorted(read[20:40]) == list(range(100, 120))
     assert read[40] >= 200 and int(stream[33]) == read[33]
+
+
+@pytest.mark.parametrize("needed", [None, 50], ids=["epochs", "steps"])
+def test_a_stream_with_a_state_goes_on_from_a_known_place(needed: int | None) -> None:
+    stream = NumberedStream(Positioned(), seed=3, needed=needed)
+    stream.check_same_when_begun_again()
+    stream.set_epoch(1)
+    expected = whole(stream)
+    stream.begin()
+    stream[33 if needed else 13]
+    place = stream.stream_place
+    assert place and (place.epoch, place.passes) == (1, 1 if needed else 0)
+    assert place.state == '{"place": 14}'
+
+    resumed = NumberedStream(Positioned(), seed=3, needed=needed)
+    resumed.known_places = [replace(place, epoch=0, state=""), place]
+    resumed.set_epoch(1)
+    numbers = range(place.number + 3, len(resumed))
+    resumed.stream.begun = 0
+    assert [int(resumed[number]) for number in numbers] == expected[place.number + 3 :]
+    assert resumed.stream.begun == (2 if needed else 1), "what was done is not read again"
+    assert whole(resumed) == expected, "an earlier number begins the pass anew"
+
+
+def test_a_stream_whose_state_leaves_something_out_has_no_place() -> None:
+    class ByBuffer(Positioned):
+        __iter__ = Shuffled.__iter__
+
+    stream = NumberedStream(ByBuffer(), seed=3)
+    assert int(stream[7]) >= 0 and stream.stream_place is None
+    assert NumberedStream(Shuffled(), seed=3).stream_place is None
+
+
+def test_a_long_way_to_the_first_sample_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ddp_train.data.numbered_stream.SLOW_SECONDS", -1.0)
+    NumberedStream(Shuffled(), seed=3)[9]
+    (record,) = caplog.records
+    assert "Shuffled: reading past 9 samples before sample 9 of the pass" in record.message
+    assert "with state_dict() and load_state_dict()" in record.message
 
 
 @pytest.mark.parametrize(("limit", "length"), [(7, 7), (90, 20), (None, 20)])

@@ -13,11 +13,15 @@ from torch import nn
 from tests.support.commands import read, run, weights
 
 MODULE = '''
+import os
 import random
 
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
+
+
+PLACES = os.environ.get("PLACES", os.devnull)
 
 
 def row(number):
@@ -52,6 +56,26 @@ class Shuffled(Lines):
             if len(buffer) == 9:
                 yield buffer.pop(random.randrange(9))
         yield from buffer
+
+
+class Positioned(Lines):
+    """The same, which goes on where it was, and writes down where."""
+
+    place = 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+    def __iter__(self):
+        with open(PLACES, "a") as places:
+            print(self.epoch, self.place, file=places)
+        while self.place < self.samples:
+            self.place += 1
+            yield row(self.first + 100 * self.epoch + self.place - 1)
+        self.place = 0
 
 
 class Net(nn.Linear):
@@ -126,12 +150,30 @@ def test_a_run_over_a_stream_resumes_to_the_same_bytes(tmp_path: Path, env: dict
     assert train(tmp_path / "part", env, 3, "Shuffled", THREE_EPOCHS) == whole
 
 
+@pytest.mark.slow
+def test_a_stream_with_a_state_resumes_by_it(tmp_path: Path, env: dict[str, str]) -> None:
+    places = tmp_path / "places"
+    workers = "tuning.num_workers=2"
+    whole = train(tmp_path / "whole", env, 3, "Positioned", THREE_EPOCHS, workers)
+    assert whole == train(tmp_path / "plain", env, 3, "Lines", THREE_EPOCHS)
+    train(tmp_path / "part", env, 3, "Positioned", THREE_EPOCHS, workers, "train.max_steps=7")
+    env["PLACES"] = str(places)
+    assert train(tmp_path / "part", env, 3, "Positioned", THREE_EPOCHS, workers) == whole
+    begun = places.read_text().splitlines()
+    # Step 7 is the second of epoch 1; rank 0 saved it behind sample 15 of its batch of 12 to 23.
+    assert begun.count("1 16") == 3 and begun.count("2 0") == 3
+    log = (tmp_path / "part" / "logs" / "rank_0.log").read_text()
+    assert "resumed by its own state" in log
+    assert "in one loader process (of tuning.num_workers=2 each would" in log
+
+
 @pytest.mark.nightly
+@pytest.mark.parametrize("name", ["Shuffled", "Positioned"])
 def test_a_run_over_a_stream_goes_on_with_other_processes(
-    tmp_path: Path, env: dict[str, str]
+    name: str, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    one = load(train(tmp_path / "one", env, 1, "Shuffled", "train.max_steps=9"))
-    train(tmp_path / "run", env, 3, "Shuffled", "train.max_steps=6")
-    run_on = load(train(tmp_path / "run", env, 4, "Shuffled", "train.max_steps=9"))
-    for name, value in one.items():
-        torch.testing.assert_close(run_on[name], value, rtol=0, atol=1e-12)
+    one = load(train(tmp_path / "one", env, 1, name, "train.max_steps=9"))
+    train(tmp_path / "run", env, 3, name, "train.max_steps=6")
+    run_on = load(train(tmp_path / "run", env, 4, name, "train.max_steps=9"))
+    for key, value in one.items():
+        torch.testing.assert_close(run_on[key], value, rtol=0, atol=1e-12)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.data.datasets import BatchSource
+from ddp_train.data.datasets import BatchSource, place_of_stream
 from ddp_train.data.sample_tensors import is_pair
 from ddp_train.errors import DataError
 from ddp_train.text import counted
@@ -57,7 +57,10 @@ class BatchReader:
         data = self.source.get_batch(micro_batch.indices, micro_batch.epoch)
         if self.one_target_per_sample:
             _check_number_of_targets(data, len(micro_batch.indices))
-        return Batch(data, micro_batch)
+        stream_place = None
+        if micro_batch.epoch is not None:  # what is scored is never gone on with
+            stream_place = place_of_stream(self.source)
+        return Batch(data, micro_batch, stream_place)
 
 
 def _check_number_of_targets(data: Any, samples: int) -> None:
