@@ -194,7 +194,8 @@ class UserSplits:
         needed = None
         if is_training_set:
             needed = self.samples_of_run
-        numbered = NumberedStream(stream, self.seed, data.limit, needed)
+        trains = is_training_set and self.trains
+        numbered = NumberedStream(stream, self.seed, data.limit, needed, trains=trains)
         if len(numbered):
             numbered.check_same_when_begun_again()
         return numbered

@@ -38,10 +38,8 @@ HOW_TO_GO_ON = (
 )
 COMPARED = 8
 """Samples that are compared when a pass is begun again."""
-REMEDY_FOR_LENGTH = (
-    "give it a __len__; or use data.limit=NUMBER, or train.max_steps=NUMBER without train.epochs,"
-    " which reads on and on"
-)
+LIMIT = "use data.limit=1000, which holds for each set, or give it an end or a __len__"
+BY_STEPS = ", or train.epochs=null train.max_steps=1000, with which training reads on and on"
 _NOTHING = object()
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,13 @@ class NumberedStream:
     """
 
     def __init__(
-        self, stream: Any, seed: int, limit: int | None = None, needed: int | None = None
+        self,
+        stream: Any,
+        seed: int,
+        limit: int | None = None,
+        needed: int | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
         """Count the samples of a pass, unless the stream tells them.
 
@@ -62,6 +66,7 @@ class NumberedStream:
         limit: samples of a pass that are read at most.
         needed: samples of the whole run; with it a stream that tells no length is read on and on,
             one pass after the other. None: the run counts passes.
+        trains: else it is scored, or only looked at.
 
         Raises DataError for an iterator, for a stream without a sample or an end, and for one that
         gives other samples when it is begun again.
@@ -69,6 +74,7 @@ class NumberedStream:
         self.stream = stream
         self.name = type(stream).__name__
         self.seed = seed
+        self.trains = trains
         if isinstance(stream, Iterator):
             raise DataError(
                 f"data._target_: {self.name} is an iterator, used up after one pass",
@@ -270,7 +276,7 @@ class NumberedStream:
                 raise DataError(
                     f"data._target_: {self.name} tells no length, and has not ended after"
                     f" {counted(count, 'sample')} in {COUNT_SECONDS:g} s",
-                    REMEDY_FOR_LENGTH,
+                    LIMIT + BY_STEPS if self.trains else LIMIT,
                 )
         self.begin()
         return count

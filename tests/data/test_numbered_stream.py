@@ -219,5 +219,8 @@ def test_streams_that_cannot_be_read_again_are_refused() -> None:
 
 def test_a_stream_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_train.data.numbered_stream.COUNT_SECONDS", 0.0)
-    with pytest.raises(DataError, match="tells no length, and has not ended after 1 sample"):
-        NumberedStream(Shuffled(), seed=3)
+    for trains in (True, False):
+        with pytest.raises(DataError, match="tells no length, and has not ended after 1") as caught:
+            NumberedStream(Shuffled(), seed=3, trains=trains)
+        assert "data.limit=1000" in caught.value.remedy
+        assert ("train.max_steps=1000" in caught.value.remedy) == trains
