@@ -399,6 +399,14 @@ class DataConfig:
                 "gives each process a part, and the processes share each global batch here",
                 "leave it out: each sample comes once in an epoch",
             )
+        for name, value in given.items():
+            if isinstance(value, dict) and "_target_" in value:
+                yield Problem(
+                    f"{option}.{name}={shown(value)}",
+                    "is not built: the sampler would get this dict",
+                    f"use data.sampler={shown(value)}, whose batches a run makes itself (with"
+                    " data.drop_last=true full ones alone); or name a class that builds it",
+                )
         others = {
             f"data.weights={self.weights}": self.weights is not None,
             "data.batch_by=tokens": self.batch_by == "tokens",

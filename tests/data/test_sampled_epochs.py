@@ -239,11 +239,13 @@ def test_batch_samplers_that_no_plan_can_have_are_refused() -> None:
     with pytest.raises(DataError, match="gave 0, which are no numbers of samples"):
         opened("ByEpoch", option="batch_sampler")
     both = CustomDataConfig(target=f"{HERE}.Rows", drop_last=True)
-    both.sampler = both.batch_sampler = {"_target_": "my.Sampler"}
+    both.sampler = {"_target_": "my.Sampler"}
+    both.batch_sampler = {"_target_": "my.Batches", "sampler": {"_target_": "my.Inner"}}
     config = Config(data=both)
     run = RequestedRun(config, config, Hardware(cpus=2))
     found = [problem.key for problem in both.problems(run)]
     assert "data.sampler._target_=my.Sampler" in found and "data.drop_last=true" in found
+    assert "data.batch_sampler.sampler={_target_:my.Inner}" in found
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
