@@ -61,6 +61,8 @@ class StreamReader(IterableDataset[StreamedBatch]):
     """Parts of each batch; 1: this process has all that it reads."""
     compared: int
     """Samples of the first batch that have a digest."""
+    drop_last: bool = False
+    """What this process has read at the end is left out if it is no full batch."""
     key: int = 0
     """The key of the random draws of the pass."""
     skipped: int = 0
@@ -83,7 +85,7 @@ class StreamReader(IterableDataset[StreamedBatch]):
                     samples_of_stream = iter(self.stream)
                 samples = list(islice(samples_of_stream, self.size))
                 self.is_at_end = len(samples) < self.size
-                if not samples:
+                if not samples or (self.drop_last and self.is_at_end):
                     return
                 batch = None
                 if number >= self.skipped or not number:

@@ -82,6 +82,8 @@ class StreamFeed:
             self.reader = StreamReader(self.stream, collate, size_here, 0, 1, smallest)
         else:
             self.reader = StreamReader(self.stream, collate, size, world.rank, world.size, size)
+        # Each loader process has an end of its own, and that of one is not that of the pass.
+        self.reader.drop_last = self.drop_last
         self.streamed = StreamedParts(self, arguments)
         self.reported = ReportedBatches(self.streamed, steps.status)
         # Loader processes are ahead of what is done, each of them elsewhere.
@@ -104,6 +106,8 @@ class StreamFeed:
         samples = known_length(self.stream)
         if samples is None:
             raise TypeError(f"{self.name} has no length")
+        if self.split_by_node:
+            raise TypeError(f"{self.name} tells the length of this process's part alone")
         return samples // self.size if self.drop_last else -(-samples // self.size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -211,8 +215,9 @@ class StreamFeed:
         digests = from_all_ranks(torch.tensor([digest, part is None], device=self.device)).tolist()
         without = [rank for rank, (_, is_missing) in enumerate(digests) if is_missing]
         if without and len(without) < len(digests) and not self.first:
+            missing = "full batch" if self.drop_last else "sample"
             raise DataError(
-                f"run.loader: {self.name} has no sample for rank {without[0]}",
+                f"run.loader: {self.name} has no {missing} for rank {without[0]}",
                 "give it as many files (shards) as there are processes, or let every process read"
                 " all: leave split_by_node out",
             )

@@ -332,6 +332,41 @@ def test_each_mistake_is_named(mistake: Any, message: str, tmp_path: Path) -> No
         mistake(run)
 
 
+class Telling(Stream):
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def test_a_loader_is_as_long_as_its_stream_unless_that_is_a_part(tmp_path: Path) -> None:
+    with session_on(World(), str(tmp_path)) as run:
+        assert len(run.loader(Telling(), global_batch_size=BATCH)) == 6
+        assert len(run.loader(Telling(), global_batch_size=BATCH, drop_last=True)) == 5
+        with pytest.raises(TypeError, match="length of this process's part alone"):
+            len(run.loader(Telling(), global_batch_size=BATCH, split_by_node=True))
+
+
+class InUnevenParts(Stream):
+    """The first of two loader processes reads a quarter of it."""
+
+    def __iter__(self) -> Iterator[Sample]:
+        worker = get_worker_info()
+        for number in range(SAMPLES):
+            if worker is None or (number % 4 > 0) == bool(worker.id):
+                yield self.rows[number], number
+
+
+@pytest.mark.slow
+def test_loader_processes_leave_out_what_is_not_full_of_their_own(tmp_path: Path) -> None:
+    expected = [
+        numbers.tolist()
+        for _, numbers in DataLoader(InUnevenParts(), BATCH, num_workers=2, drop_last=True)
+    ]
+    assert len(expected[-1]) == BATCH and len(expected) > 3
+    arguments = {"num_workers": 2, "drop_last": True}
+    seen, _ = session_loop(ALONE, tmp_path, loader_of(InUnevenParts(), **arguments))
+    assert seen[: len(expected)] == expected
+
+
 class Same(IterableDataset[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(torch.arange(20.0))
