@@ -157,6 +157,12 @@ def test_links_to_headings_lead_to_one(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_tables_are_whole(page: Path) -> None:
+    """A blank line between two rows would begin a table without a head."""
+    assert re.findall(r"^\|.*\n\n\|.*\n(?!\| ?:?-)", page.read_text(), re.M) == []
+
+
 NAMED_TESTS = re.findall(
     r"`(tests/\w+\.py)::(\w+)`", "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
 )
