@@ -38,7 +38,7 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class Record:
-    """What a run of the script has written."""
+    """The gradients and buffers that one run of the script has recorded."""
 
     arrays: Mapping[str, np.ndarray]
     """Gradients and buffers by their names, as `update 1 layer.weight`."""
@@ -191,7 +191,11 @@ def _distance(one: np.ndarray | None, other: np.ndarray | None) -> float:
 
 
 def verdict(differences: Sequence[Difference], draws_by_process: bool) -> str:
-    """What was found, in words. differences: at least one, the worst first."""
+    """Say whether the script gives the same on several processes as on one.
+
+    differences: of each recorded array, the worst first; at least one.
+    draws_by_process: random numbers of the script depend on the process.
+    """
     several = counted(NUMBERS_OF_PROCESSES[1], "process")
     worst = differences[0].share
     if worst <= SCRIPT_ALLOWED:

@@ -26,7 +26,7 @@ OF_HYDRA = (*COMPLETION, *HYDRA_HELP)
 PURPOSES = (SWEEP, CONFIG, INFO, COMPLETION, HYDRA_HELP)
 """Flags of which a command has those of one tuple at most."""
 COMPLETIONS = ("install=", "uninstall=", "query=")
-"""What COMPLETION takes; the shell itself asks with the last one."""
+"""Beginnings of the words after a flag of COMPLETION; the last one is the shell's own."""
 FLAGS = (*HELP, VERSION, *SWEEP, *SHOW, *HOW_TO_SHOW, *OF_HYDRA, *CONFIG_DIR)
 WITHOUT_SHARED_SERVER = ("launch.nnodes=", "hydra/launcher=", "sweep.", "launch.fork_server=false")
 """Beginnings of overrides with which the trials of a sweep use no common fork server."""

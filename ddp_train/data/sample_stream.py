@@ -62,7 +62,7 @@ class StreamReader(IterableDataset[StreamedBatch]):
     compared: int
     """Samples of the first batch that have a digest."""
     drop_last: bool = False
-    """What this process has read at the end is left out if it is no full batch."""
+    """Samples at the end that are no full batch are left out."""
     key: int = 0
     """The key of the random draws of the pass."""
     skipped: int = 0

@@ -29,7 +29,7 @@ class Drawn(NamedTuple):
     """An epoch that was drawn."""
 
     numbers: np.ndarray
-    """Of the samples, in their order: int64 [n]."""
+    """Sample numbers in their order, int64 [n]."""
     cuts: np.ndarray
     """The first place of each portion that the sampler gave, and the end of the last one."""
 
@@ -43,7 +43,7 @@ class SampledEpochs:
 
     option = "data.sampler"
     unit = "number"
-    """What the length of the sampler counts."""
+    """The name of one item of the sampler, in messages."""
     steps: int | None = None
     """Global batches of an epoch, where the sampler gives these; None: it gives single numbers."""
 
@@ -157,7 +157,7 @@ class SampledEpochs:
         return SampledBatches(self._batch_sampler(self.sampler), self.samples, self.key, "cpu")
 
     def _batch_sampler(self, sampler: Any) -> Any:
-        """What gives the sampler's numbers a portion at a time."""
+        """The sampler as an iterable of lists of numbers."""
         return BatchSampler(sampler, AT_ONCE, drop_last=False)
 
     def _told_length(self) -> int:

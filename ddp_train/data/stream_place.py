@@ -15,4 +15,4 @@ class StreamPlace:
     number: int
     """The number of the sample before the place."""
     state: str
-    """What the stream's `state_dict` returned there, as JSON."""
+    """The stream's `state_dict()` there, as JSON."""

@@ -123,7 +123,7 @@ class Saved:
         """The shapes of the parameters of each model."""
         saved = list(objects_within(objects, DEEPEST))
         self.held = {id(item) for item in saved}
-        """What is saved, and all that is within it, by `id`."""
+        """The `id` of each saved object, and of each object within one."""
         modules = {
             id(module): module
             for holder in [*models, *(item for item in saved if isinstance(item, nn.Module))]

@@ -58,7 +58,7 @@ class GradientExchange:
         self.keeps_outputs = True
         """This is the first step."""
         self.outputs: list[Any] = []
-        """What the last forward passes of the first step gave, `MOST_PASSES` at most."""
+        """Outputs of the last forward passes of the first step, `MOST_PASSES` at most."""
         self.parameters: list[nn.Parameter] = []
         self.trains: list[bool] = []
         """`requires_grad` of each parameter when DDP was laid out."""

@@ -142,7 +142,7 @@ class Steps:
         if world.is_leader:
             self.local_gradients = LocalGradients()
         self.update_record: UpdateRecord | None = None
-        """Of a run of `ddp-train prove train.py`."""
+        """The record of a run of `ddp-train prove train.py`; None in any other."""
         if settings.is_proof:
             self.update_record = UpdateRecord(settings.run_dir)
         self.is_over = False
