@@ -32,8 +32,9 @@ from ddp_train.distributed.world import World
 from ddp_train.models.put_back import leaving_nothing
 from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch, reported_batches
+from ddp_train.sessions.score_watch import TAKEN_OVER_STEPS
 from ddp_train.sessions.settings import UsageError
-from ddp_train.sessions.steps import TAKEN_OVER_STEPS, Steps
+from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN, is_in_update_bn
 from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.text import counted

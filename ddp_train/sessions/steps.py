@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,15 +20,13 @@ from ddp_train.distributed.empty_batch import step_without_samples
 from ddp_train.distributed.process_group import same_everywhere, total
 from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
-from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
 from ddp_train.models.living_objects import living_objects
 from ddp_train.models.unsaved_copies import UnsavedCopies
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions.first_step import FirstStep
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
-from ddp_train.sessions.local_gradients import LocalGradients
-from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers
 from ddp_train.sessions.open_step import (
@@ -41,9 +36,9 @@ from ddp_train.sessions.open_step import (
     StepRows,
     check_one_for_each_sample,
 )
-from ddp_train.sessions.other_means import other_mean
 from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.position import Position
+from ddp_train.sessions.score_watch import ScoreWatch
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.step_watch import StepWatch
@@ -56,16 +51,8 @@ SAME_UPDATES = (
     "each process has its own part of a loss: decide for all of them by a sum,"
     " if math.isfinite(run.sum(loss.item())): optimizer.step()"
 )
-TAKEN_OVER_STEPS = (
-    "the batches of run.test_loader were taken over several steps of training: each process has"
-    " others, and another number of them",
-    "go through them in one go, and keep a batch, not an iterator: next(iter(test_loader)); to"
-    " train on pairs make two loaders by run.loader, or one of a data set whose samples are the"
-    " pairs",
-)
 LOOK_AGAIN = 4
 """All objects are looked through at checkpoint 1, 4, 16 ...: for copies that are made late."""
-log = logging.getLogger(__name__)
 
 
 class StoppedError(BaseException):
@@ -126,21 +113,13 @@ class Steps:
         self.gradients = GradientWatch()
         self.had_backward = False
         """The mean loss of this step has gone backward."""
-        self.is_first_step = True
-        """This process has not done a step yet."""
         self.step_watch = StepWatch(status, world.rank)
         self.score_watch = ScoreWatch()
         self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
         self.media = self.numbers.media
         self.seed_step = StepSeed(settings.seed, world.rank, device)
-        self.draws_of_first_step: DrawsOfStep | None = None
-        """Looks at what the first step of this process draws, on rank 0 of several."""
-        if world.is_leader and world.size > 1:
-            self.draws_of_first_step = DrawsOfStep(self.seed_step)
-        self.local_gradients: LocalGradients | None = None
-        """Looks at the gradients that the first step takes by itself, on rank 0."""
-        if world.is_leader:
-            self.local_gradients = LocalGradients()
+        self.first_step: FirstStep | None = FirstStep(self.models, self.seed_step, world)
+        """None when this process has done a step."""
         self.update_record: UpdateRecord | None = None
         """The record of a run of `ddp-train prove train.py`; None in any other."""
         if settings.is_proof:
@@ -356,8 +335,8 @@ class Steps:
         key = hash_key(self.seed_step.key, self.position.step)
         np.random.seed(key & 0xFFFFFFFF)
         random.seed(key)
-        if self.draws_of_first_step:
-            self.draws_of_first_step.begin(self.position.step)
+        if self.first_step:
+            self.first_step.begin(self.position.step)
         return self.open_step
 
     def end_step(self, step: OpenStep, is_last: bool) -> None:
@@ -409,17 +388,11 @@ class Steps:
         if not self.had_backward:
             self.step_watch.see_left_out(self.position.epoch, self.position.step)
         self.numbers.end_step(self.position.step, step.samples)
-        if self.draws_of_first_step:
-            if self.draws_of_first_step.are_by_rank():
-                print(DRAWS_BY_RANK, file=sys.stderr)
-                if self.update_record:
-                    self.update_record.draws_by_process = True
-            self.draws_of_first_step = None
-        if self.local_gradients:
-            self.local_gradients.warn()
-            self.local_gradients = None
-        if self.is_first_step:
-            self._end_first_step()
+        if self.first_step:
+            draws_by_rank = self.first_step.end()
+            self.first_step = None
+            if draws_by_rank and self.update_record:
+                self.update_record.draws_by_process = True
         self.position.batch += 1
         self.position.step += 1
         for place in step.places:
@@ -460,10 +433,10 @@ class Steps:
             losses = losses.detach().requires_grad_()  # of a loop over samples: of none
         if over is None:
             check_one_for_each_sample(losses, share)
-            if self.is_first_step:
-                warn_of_other_mean(losses)
-        if self.is_first_step and self.world.is_leader:
-            self._warn_of_mixed_rows(losses, share)
+        if self.first_step and over is None:
+            self.first_step.see_means(losses)
+        if self.first_step:
+            self.first_step.see_losses(losses, share.num_real)
         if accumulate is not None:
             return self._mean_of_window(losses, over, share, accumulate)
         if over is None:
@@ -475,20 +448,6 @@ class Steps:
             self.gradients.see_loss()
             loss.register_hook(self._in_backward)
         return loss
-
-    def _warn_of_mixed_rows(self, losses: Tensor, share: MicroBatch) -> None:
-        """Say once if the losses compare samples of this process alone."""
-        for model in self.models:
-            exchange = model.gradient_exchange
-            if mixes_rows(losses, exchange.outputs, share.num_real):
-                log.warning(MIXED)
-                self._end_first_step()
-                return
-
-    def _end_first_step(self) -> None:
-        self.is_first_step = False
-        for model in self.models:
-            model.gradient_exchange.end_first_step()
 
     def _mean_of_window(
         self, losses: Tensor, over: float | Tensor | None, share: MicroBatch, optimizer: Optimizer
@@ -529,14 +488,12 @@ class Steps:
 
     def see_sum(self, value: Any) -> None:
         """Called when a value is added up, or gathered, over all processes."""
-        if self.local_gradients:
-            self.local_gradients.see_sum(value)
+        if self.first_step:
+            self.first_step.see_sum(value)
 
     def _in_backward(self, _: Tensor) -> None:
-        # With create_graph=True nobody knows yet what becomes of the gradients.
-        local = self.local_gradients
-        if local and not torch.is_grad_enabled() and self.models.are_in_autograd_grad():
-            local.see_grad()
+        if self.first_step:
+            self.first_step.see_backward()
         self.step_watch.see_backward(self.position.epoch, self.position.step)
         self.had_backward = True
         self.models.see_backward()
@@ -629,77 +586,3 @@ class Steps:
         if not isinstance(loss, Tensor):
             return loss
         return total(loss.detach().clone()) / self.world.size
-
-
-def warn_of_other_mean(losses: Tensor) -> None:
-    """Say where torch's own mean of the losses is not that over samples."""
-    warning = other_mean(losses)
-    if warning:
-        log.warning(warning)
-
-
-class DrawsOfStep:
-    """Tells whether a step draws random numbers that depend on the process."""
-
-    def __init__(self, seed_step: StepSeed) -> None:
-        self.seed_step = seed_step
-
-    def begin(self, step: int) -> None:
-        """Note the generators' states. To be called when they were seeded for this step."""
-        self.step = step
-        self.others = other_generators()
-
-    def are_by_rank(self) -> bool:
-        """True if one of the generators has moved, by more than what keyed noise asks of it."""
-        by_torch = self.seed_step.has_moved(self.step, CURRENT.marks)
-        return by_torch or other_generators() != self.others
-
-
-class ScoreWatch:
-    """Warns once if what each process computed of all samples is added up."""
-
-    def __init__(self) -> None:
-        self.open: list[contextlib.ExitStack] = []
-        """The contexts of the test loaders that give batches now."""
-        self.scored_elsewhere = False
-        """The model has scored other batches since the last sum."""
-        self.has_warned = False
-
-    @property
-    def is_scoring(self) -> bool:
-        return bool(self.open)
-
-    @contextlib.contextmanager
-    def scoring(self, *contexts: AbstractContextManager[Any]) -> Iterator[None]:
-        """Inside, batches come from a test loader, and `contexts` are entered."""
-        with contextlib.ExitStack() as scoring:
-            for context in contexts:
-                scoring.enter_context(context)
-            self.open.append(scoring)
-            scoring.callback(self.open.remove, scoring)
-            yield
-
-    def end(self) -> None:
-        """Leave the contexts of iterators that somebody keeps."""
-        while self.open:
-            self.open[-1].close()
-
-    def check_ended(self) -> None:
-        """Raise UsageError if a loss was computed in the contexts of a test loader."""
-        if self.open:
-            raise UsageError(*TAKEN_OVER_STEPS)
-
-    def see_score(self) -> None:
-        if not self.is_scoring:
-            self.scored_elsewhere = True
-
-    def see_sum(self, processes: int) -> None:
-        if self.scored_elsewhere and not self.has_warned and processes > 1:
-            self.has_warned = True
-            log.warning(
-                "run.sum: the model was given batches that are not from run.test_loader; if each"
-                " process had all of them, the sum counts them %d times: score with"
-                " run.test_loader(data, batch_size=256)",
-                processes,
-            )
-        self.scored_elsewhere = False

@@ -56,6 +56,7 @@ WITH_TORCH = [
         f"ddp_train.sessions.{name}"
         for name in (
             "batch_norm",
+            "first_step",
             "gradient",
             "loader",
             "models",
@@ -67,6 +68,7 @@ WITH_TORCH = [
             "parameter_groups",
             "process",
             "run",
+            "score_watch",
             "session_checkpoints",
             "steps",
         )

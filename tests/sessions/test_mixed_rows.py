@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ddp_train.distributed.all_gather import all_gather
 from ddp_train.distributed.world import World
-from ddp_train.sessions import steps
+from ddp_train.sessions import first_step
 from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on
@@ -201,7 +201,7 @@ def pairs_of_rows(world: World, gathers: bool) -> list[Any]:
     gathers: it compares with the samples of all processes."""
     gather: Any = all_gather
     messages: list[str] = []
-    steps.log.warning = messages.append  # type: ignore[method-assign]
+    first_step.log.warning = messages.append  # type: ignore[method-assign]
     torch.manual_seed(0)
     with session_on(world) as run:
         linear = nn.Linear(4, 4)

@@ -1,4 +1,4 @@
-"""What a session says of its steps: sums over batches that every process had, draws by rank."""
+"""Draws by rank in the first step of a session."""
 
 from __future__ import annotations
 
@@ -13,30 +13,7 @@ from ddp_train import noise_like
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.training_step import TrainingStep
-from ddp_train.sessions.steps import DrawsOfStep, ScoreWatch
-
-
-def test_sum_over_batches_of_a_test_loader_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    watch = ScoreWatch()
-    with watch.scoring():
-        watch.see_score()
-    watch.see_sum(processes=2)
-    assert not caplog.records
-
-
-def test_sum_over_other_batches_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    watch = ScoreWatch()
-    for _ in range(2):
-        watch.see_score()
-        watch.see_sum(processes=2)
-    assert caplog.text.count("the sum counts them 2 times") == 1
-
-
-def test_one_process_may_sum_what_it_likes(caplog: pytest.LogCaptureFixture) -> None:
-    watch = ScoreWatch()
-    watch.see_score()
-    watch.see_sum(processes=1)
-    assert not caplog.records
+from ddp_train.sessions.first_step import DrawsOfStep
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,103 @@
+"""The first step of a session, in which more is looked at than time allows in each."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_train.data.rng import StepSeed
+from ddp_train.distributed.training_step import CURRENT
+from ddp_train.distributed.world import World
+from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
+from ddp_train.sessions.local_gradients import LocalGradients
+from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
+from ddp_train.sessions.models import Models
+from ddp_train.sessions.other_means import other_mean
+
+log = logging.getLogger(__name__)
+
+
+class FirstStep:
+    """Warns of results that depend on the number of processes. Rank 0 warns of most."""
+
+    def __init__(self, models: Models, seed_step: StepSeed, world: World) -> None:
+        self.models = models
+        self.is_leader = world.is_leader
+        self.draws: DrawsOfStep | None = None
+        """None where there is one process."""
+        if world.is_leader and world.size > 1:
+            self.draws = DrawsOfStep(seed_step)
+        self.local_gradients: LocalGradients | None = None
+        if world.is_leader:
+            self.local_gradients = LocalGradients()
+
+    def begin(self, step: int) -> None:
+        """To be called when the generators were seeded for the step."""
+        if self.draws:
+            self.draws.begin(step)
+
+    def see_means(self, losses: Tensor) -> None:
+        """Warn where torch's own mean of losses, one for each sample, is not that over samples."""
+        warning = other_mean(losses)
+        if warning:
+            log.warning(warning)
+
+    def see_losses(self, losses: Tensor, samples: int) -> None:
+        """Warn once if the losses compare samples of this process alone.
+
+        samples: of this process, in the batch.
+        """
+        if not self.is_leader:
+            return
+        for model in self.models:
+            if mixes_rows(losses, model.gradient_exchange.outputs, samples):
+                log.warning(MIXED)
+                self._forget_outputs()
+                return
+
+    def see_sum(self, value: Any) -> None:
+        """Called when a value is added up, or gathered, over all processes."""
+        if self.local_gradients:
+            self.local_gradients.see_sum(value)
+
+    def see_backward(self) -> None:
+        """Called when the mean loss goes backward."""
+        # With create_graph=True nobody knows yet what becomes of the gradients.
+        local = self.local_gradients
+        if local and not torch.is_grad_enabled() and self.models.are_in_autograd_grad():
+            local.see_grad()
+
+    def end(self) -> bool:
+        """Say what was found. Returns whether random numbers depend on the process."""
+        draws_by_rank = self.draws is not None and self.draws.are_by_rank()
+        if draws_by_rank:
+            print(DRAWS_BY_RANK, file=sys.stderr)
+        if self.local_gradients:
+            self.local_gradients.warn()
+        self._forget_outputs()
+        return draws_by_rank
+
+    def _forget_outputs(self) -> None:
+        for model in self.models:
+            model.gradient_exchange.end_first_step()
+
+
+class DrawsOfStep:
+    """Tells whether a step draws random numbers that depend on the process."""
+
+    def __init__(self, seed_step: StepSeed) -> None:
+        self.seed_step = seed_step
+
+    def begin(self, step: int) -> None:
+        """Note the generators' states. To be called when they were seeded for this step."""
+        self.step = step
+        self.others = other_generators()
+
+    def are_by_rank(self) -> bool:
+        """True if one of the generators has moved, by more than what keyed noise asks of it."""
+        by_torch = self.seed_step.has_moved(self.step, CURRENT.marks)
+        return by_torch or other_generators() != self.others

@@ -1,0 +1,70 @@
+"""Scores that each process computed of all samples, and adds up over the processes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ddp_train.sessions.settings import UsageError
+
+TAKEN_OVER_STEPS = (
+    "the batches of run.test_loader were taken over several steps of training: each process has"
+    " others, and another number of them",
+    "go through them in one go, and keep a batch, not an iterator: next(iter(test_loader)); to"
+    " train on pairs make two loaders by run.loader, or one of a data set whose samples are the"
+    " pairs",
+)
+log = logging.getLogger(__name__)
+
+
+class ScoreWatch:
+    """Warns once if what each process computed of all samples is added up."""
+
+    def __init__(self) -> None:
+        self.open: list[contextlib.ExitStack] = []
+        """The contexts of the test loaders that give batches now."""
+        self.scored_elsewhere = False
+        """The model has scored other batches since the last sum."""
+        self.has_warned = False
+
+    @property
+    def is_scoring(self) -> bool:
+        return bool(self.open)
+
+    @contextlib.contextmanager
+    def scoring(self, *contexts: AbstractContextManager[Any]) -> Iterator[None]:
+        """Inside, batches come from a test loader, and `contexts` are entered."""
+        with contextlib.ExitStack() as scoring:
+            for context in contexts:
+                scoring.enter_context(context)
+            self.open.append(scoring)
+            scoring.callback(self.open.remove, scoring)
+            yield
+
+    def end(self) -> None:
+        """Leave the contexts of iterators that somebody keeps."""
+        while self.open:
+            self.open[-1].close()
+
+    def check_ended(self) -> None:
+        """Raise UsageError if a loss was computed in the contexts of a test loader."""
+        if self.open:
+            raise UsageError(*TAKEN_OVER_STEPS)
+
+    def see_score(self) -> None:
+        if not self.is_scoring:
+            self.scored_elsewhere = True
+
+    def see_sum(self, processes: int) -> None:
+        if self.scored_elsewhere and not self.has_warned and processes > 1:
+            self.has_warned = True
+            log.warning(
+                "run.sum: the model was given batches that are not from run.test_loader; if each"
+                " process had all of them, the sum counts them %d times: score with"
+                " run.test_loader(data, batch_size=256)",
+                processes,
+            )
+        self.scored_elsewhere = False
