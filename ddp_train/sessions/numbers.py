@@ -59,6 +59,20 @@ class Sent:
     """A line of training is written."""
 
 
+def log_call(name: str, values: Any, over: Any, how: str, in_step: bool) -> LogCall:
+    """The arguments of `Run.log`, checked.
+
+    in_step: of a batch of training, of which processes have different numbers of samples.
+
+    Raises UsageError if they do not fit together.
+    """
+    alone = None if in_step else Rule.LAST
+    try:
+        return LogCall.of(LOG, name, values, over, how, alone)
+    except LogError as error:
+        raise UsageError(str(error), error.remedy) from None
+
+
 class SessionNumbers:
     """The numbers that a session logs, on one process.
 
@@ -126,23 +140,22 @@ class SessionNumbers:
 
     # --- one process ------------------------------------------------------------------------------
 
-    def log(self, step: int, name: str, values: Any, over: Any, how: str, in_step: bool) -> None:
-        """See `Run.log`.
+    def log(self, step: int, call: LogCall) -> None:
+        """Take a number. step: updates that are done.
 
-        step: number of updates that are done.
-        in_step: of a batch of training, of which processes have different numbers of samples.
+        Raises UsageError for a name that lines have already, or that went by another rule.
         """
-        kind, _, rest = str(name).partition("/")
-        is_score = kind in SCORED and bool(rest)
         try:
-            call = LogCall.of(LOG, name, values, over, how, None if in_step else Rule.LAST)
-            self.logged.check(LOG, name, call.rule)
+            self.logged.check(LOG, call.name, call.rule)
             entry = call.entry()
         except LogError as error:
             raise UsageError(str(error), error.remedy) from None
-        if is_score and entry:
+        if entry is None:
+            return
+        kind, _, rest = call.name.partition("/")
+        if kind in SCORED and rest:
             self.logged.add_at(Moment(kind, step), entry.renamed(rest))
-        elif entry:
+        else:
             self.logged.add(step, entry)
 
     def end_step(self, step: int, samples: int) -> None:

@@ -28,7 +28,7 @@ from ddp_train.sessions.first_step import FirstStep
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
 from ddp_train.sessions.models import Models
-from ddp_train.sessions.numbers import SessionNumbers
+from ddp_train.sessions.numbers import SessionNumbers, log_call
 from ddp_train.sessions.open_step import (
     OpenStep,
     Place,
@@ -404,7 +404,7 @@ class Steps:
     def log(self, name: str, values: Any, over: Any, how: str) -> None:
         """See Run.log."""
         in_step = self.open_step is not None and not self.score_watch.is_scoring
-        self.numbers.log(self.log_step, name, values, over, how, in_step)
+        self.numbers.log(self.log_step, log_call(name, values, over, how, in_step))
 
     @property
     def log_step(self) -> int:

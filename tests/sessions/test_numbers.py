@@ -20,7 +20,7 @@ import ddp_train
 from ddp_train.checkpoints.layout import places
 from ddp_train.data.batch_plan import epoch_order
 from ddp_train.distributed.world import World
-from ddp_train.sessions.numbers import SessionNumbers
+from ddp_train.sessions.numbers import SessionNumbers, log_call
 from ddp_train.sessions.settings import UsageError
 from ddp_train.telemetry.metrics_log import METRICS, read_metrics
 from tests.support import zygote
@@ -179,7 +179,7 @@ def of_four(world: World, folder: str) -> str:
     numbers = SessionNumbers(Path(folder), world, "cpu", 2)
 
     def log(step: int, name: str, values: Any, over: Any = None, in_step: bool = False) -> None:
-        numbers.log(step, name, values, over, "mean", in_step)
+        numbers.log(step, log_call(name, values, over, "mean", in_step))
 
     for step in (0, 1):
         if world.rank != 2:  # has no sample
@@ -221,4 +221,4 @@ def test_numbers_that_mean_nothing_are_refused_at_their_line(
     numbers = SessionNumbers(tmp_path, World(), "cpu", 2)
     arguments = {"over": None, "how": "mean", **options}
     with pytest.raises(UsageError, match=rf"test_numbers.py:\d+: run.log\('{name}'\): .*{message}"):
-        numbers.log(0, name, values, in_step=True, **arguments)
+        numbers.log(0, log_call(name, values, in_step=True, **arguments))
