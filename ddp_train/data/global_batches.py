@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,6 +40,10 @@ class GlobalBatches(Protocol):
         """Batches of a pass, of the data set as it is now. Raises TypeError if nobody knows."""
         ...
 
+    def set_epoch(self, epoch: int) -> None:
+        """Called where an epoch begins, before the user's loop has it."""
+        ...
+
     def begin(self, begun: Pass) -> None:
         """Begin a pass. A collective: every process must call it."""
         ...
@@ -48,49 +52,64 @@ class GlobalBatches(Protocol):
         """The batches of the pass that has begun, from number `first` on: int64 [n] each."""
         ...
 
+    def pass_facts(self) -> dict[str, Any]:
+        """Facts that identify the batches of the pass that has begun."""
+        ...
 
-@dataclass
-class OrderedBatches:
-    """The samples in the order of the data set, in every pass."""
+    def state(self, in_pass: bool) -> dict[str, Any]:
+        """The state that `restore` takes, plain data. in_pass: inside of the current pass."""
+        ...
 
-    dataset: Sized
-    size: int
-    drop_last: bool = False
+    def restore(self, state: dict[str, Any], in_pass: bool) -> None:
+        """Continue from `state`. in_pass: in the pass inside of which it was saved."""
+        ...
+
+
+class EvenBatches:
+    """Each sample once in a pass, in batches of one size but for the last one.
+
+    The order is that of the data set, or keyed by seed and pass. Nothing is kept from pass to pass.
+    """
+
+    def __init__(self, dataset: Sized, size: int, drop_last: bool, seed: int | None = None) -> None:
+        """seed: None for the order of the data set."""
+        self.dataset = dataset
+        self.size = size
+        self.drop_last = drop_last
+        self.seed = seed
+        self.order: np.ndarray | None = None
+        """The sample numbers of the pass, int64 [n]; None: in order, of which there is no list."""
+        if seed is not None:
+            require_memory_for(len(dataset))
 
     def __len__(self) -> int:
         return number_of_batches(len(self.dataset), self.size, self.drop_last)
 
+    def set_epoch(self, epoch: int) -> None:
+        """The pass says it."""
+
     def begin(self, begun: Pass) -> None:
-        """There is nothing to prepare."""
+        if self.seed is not None:
+            self.order = epoch_order(self.seed, begun.key, len(self.dataset))
 
     def batches(self, first: int) -> Iterator[np.ndarray]:
         samples = len(self.dataset)
         for number in range(first, len(self)):
             start = number * self.size
-            yield np.arange(start, min(start + self.size, samples))
+            end = min(start + self.size, samples)
+            if self.order is None:
+                yield np.arange(start, end)
+            else:
+                yield self.order[start:end]
 
+    def pass_facts(self) -> dict[str, Any]:
+        return {}
 
-class ShuffledBatches:
-    """Each sample once in a pass, in an order that is keyed by seed and pass."""
+    def state(self, in_pass: bool) -> dict[str, Any]:
+        return {}
 
-    def __init__(self, dataset: Sized, size: int, drop_last: bool, seed: int) -> None:
-        self.dataset = dataset
-        self.size = size
-        self.drop_last = drop_last
-        self.seed = seed
-        self.order = np.empty(0, np.int64)
-        require_memory_for(len(dataset))
-
-    def __len__(self) -> int:
-        return number_of_batches(len(self.dataset), self.size, self.drop_last)
-
-    def begin(self, begun: Pass) -> None:
-        self.order = epoch_order(self.seed, begun.key, len(self.dataset))
-
-    def batches(self, first: int) -> Iterator[np.ndarray]:
-        for number in range(first, len(self)):
-            start = number * self.size
-            yield self.order[start : start + self.size]
+    def restore(self, state: dict[str, Any], in_pass: bool) -> None:
+        """Seed and pass say all."""
 
 
 def number_of_batches(samples: int, size: int, drop_last: bool) -> int:

@@ -147,6 +147,9 @@ class SampledBatches:
             yield portion
         self._compare(digest_of(unseen))
 
+    def pass_facts(self) -> dict[str, Any]:
+        return {"drawn": self.digest}
+
     def state(self, in_pass: bool) -> dict[str, Any]:
         """The state from which a resumed run draws the same.
 

@@ -12,7 +12,6 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.global_batches import GlobalBatches, Pass, share_of
 from ddp_train.data.loader import Loader, LoaderOptions
 from ddp_train.data.no_samples import batch_without_samples
-from ddp_train.data.sampled_batches import SampledBatches
 from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.distributed.world import World
 from ddp_train.engine.step_observers import ReportedBatches
@@ -95,8 +94,7 @@ class NumberedFeed:
         return len(self.batches)
 
     def set_epoch(self, epoch: int) -> None:
-        if isinstance(self.batches, SampledBatches):
-            self.batches.set_epoch(epoch)
+        self.batches.set_epoch(epoch)
 
     def begin(self, begun: Pass, first: int) -> None:
         what = "run.loader: the number of samples"
@@ -105,10 +103,7 @@ class NumberedFeed:
         self.shares.begin(begun, first)
 
     def pass_facts(self) -> dict[str, Any]:
-        facts = {"samples_of_epoch": len(self.source)}
-        if isinstance(self.batches, SampledBatches):
-            facts["drawn"] = self.batches.digest
-        return facts
+        return {"samples_of_epoch": len(self.source), **self.batches.pass_facts()}
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.reported)
@@ -117,13 +112,10 @@ class NumberedFeed:
         return number + 1 == known_length(self.batches)
 
     def state(self, in_pass: bool, batch: int) -> dict[str, Any]:
-        if isinstance(self.batches, SampledBatches):
-            return self.batches.state(in_pass)
-        return {}
+        return self.batches.state(in_pass)
 
     def restore(self, state: dict[str, Any], in_pass: bool) -> None:
-        if isinstance(self.batches, SampledBatches):
-            self.batches.restore(state, in_pass)
+        self.batches.restore(state, in_pass)
 
 
 class PassShares:

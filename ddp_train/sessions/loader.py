@@ -17,9 +17,8 @@ from torch.utils.data import IterableDataset, TensorDataset, default_collate
 from ddp_train.data.batch_plan import MicroBatch, evaluation_batch
 from ddp_train.data.datasets import digests
 from ddp_train.data.global_batches import (
+    EvenBatches,
     GlobalBatches,
-    OrderedBatches,
-    ShuffledBatches,
     number_of_batches,
 )
 from ddp_train.data.loader import LoaderOptions
@@ -176,9 +175,8 @@ def _global_batches(steps: Steps, source: Any, arguments: DataArguments) -> Glob
             loader_generator=arguments.generator,
         )
     assert arguments.batch_size, "check has seen to it"
-    if arguments.is_shuffled:
-        return ShuffledBatches(source, arguments.batch_size, arguments.drop_last, seed)
-    return OrderedBatches(source, arguments.batch_size, arguments.drop_last)
+    order_seed = seed if arguments.is_shuffled else None
+    return EvenBatches(source, arguments.batch_size, arguments.drop_last, order_seed)
 
 
 class TestLoader:
