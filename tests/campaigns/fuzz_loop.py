@@ -26,17 +26,16 @@ from torch.optim import lr_scheduler
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    IterableDataset,
     Sampler,
     WeightedRandomSampler,
     default_collate,
-    get_worker_info,
 )
 
 import ddp_train
 from ddp_train.data.batch_plan import NUMBERS, epoch_order
 from tests.support.batch_types import Encoding, InPlace, Pair
 from tests.support.keyed_numbers import KeyedNumbers
+from tests.support.streams import Positioned, Stream
 
 CLASSES = 3
 LOG_EVERY_STEPS = 2
@@ -128,44 +127,6 @@ class Rows(Dataset[Sample]):
         shift = 0.1 * self.epoch * (self.changes == "samples")
         row = self.rows[number]
         return row + shift, self.masks[number], int(row[0] > 0) + int(row[1] > 0), number
-
-
-class Stream(IterableDataset[Sample]):
-    """The rows of a part, in an order of the epoch; loader processes share them."""
-
-    def __init__(self, rows: Rows, part: slice = slice(None)) -> None:
-        self.rows = rows
-        self.part = part
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Sample]:
-        worker = get_worker_info()
-        numbers = random.Random(self.epoch).sample(range(len(self.rows)), len(self.rows))[self.part]
-        if worker:
-            numbers = numbers[worker.id :: worker.num_workers]
-        for number in numbers:
-            yield self.rows[number]
-
-
-class Positioned(Stream):
-    """A stream that goes on where it was."""
-
-    place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-    def __iter__(self) -> Iterator[Sample]:
-        for sample in itertools.islice(super().__iter__(), self.place, None):
-            self.place += 1
-            yield sample
-        self.place = 0
 
 
 class PairBatches(Sampler[list[int]]):
@@ -270,7 +231,7 @@ class Alone:
         if not isinstance(data, Stream) and "batch_sampler" not in arguments:
             arguments.pop("num_workers", 0)  # what is drawn does not depend on them
         if arguments.pop("split_by_node", False):
-            loader = Shares(data.rows, self.processes, global_batch_size, arguments)
+            loader = Shares(data.samples, self.processes, global_batch_size, arguments)
         elif not isinstance(data, DataLoader):
             if arguments.pop("shuffle", False):
                 arguments["sampler"] = KeyedOrder(self, data)

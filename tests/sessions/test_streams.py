@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,57 +28,16 @@ from tests.sessions.seen_batches import (
 )
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import Interrupted, session_on
+from tests.support.streams import Positioned, Stream
 
 BATCH = 4
 RANKS = [3, *(pytest.param(number, marks=pytest.mark.nightly) for number in (1, 4))]
 Sample = tuple[Tensor, int]
 
 
-def rows() -> Tensor:
-    return torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-
+ROWS = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+SHARED = [(row, number) for number, row in enumerate(ROWS)]
 ALONE = World(0, 1, 0, 1)
-
-
-class Stream(IterableDataset[Sample]):
-    """Numbered rows in the order of the epoch, for each loader process a part."""
-
-    def __init__(self, part: slice = slice(None)) -> None:
-        self.rows = rows()
-        self.part = part
-        self.epoch = 0
-        self.read = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Sample]:
-        worker = get_worker_info()
-        numbers = random.Random(self.epoch).sample(range(SAMPLES), SAMPLES)[self.part]
-        if worker:
-            numbers = numbers[worker.id :: worker.num_workers]
-        for number in numbers:
-            self.read += 1
-            yield self.rows[number], number
-
-
-class Positioned(Stream):
-    """A stream that goes on where it was."""
-
-    place = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-    def __iter__(self) -> Iterator[Sample]:
-        for sample in itertools.islice(super().__iter__(), self.place, None):
-            self.place += 1
-            yield sample
-        self.place = 0
 
 
 class PositionedByPart(Positioned):
@@ -102,11 +60,14 @@ def part_of(world: World) -> slice:
 
 
 STREAMS: dict[str, tuple[Callable[[World], Any], dict[str, Any]]] = {
-    "whole": (lambda world: Stream(), {}),
-    "positioned": (lambda world: Positioned(), {"drop_last": True}),
-    "loader processes": (lambda world: Stream(), {"num_workers": 2}),
-    "split": (lambda world: Stream(part_of(world)), {"split_by_node": True}),
-    "split, positioned": (lambda world: Positioned(part_of(world)), {"split_by_node": True}),
+    "whole": (lambda world: Stream(SHARED), {}),
+    "positioned": (lambda world: Positioned(SHARED), {"drop_last": True}),
+    "loader processes": (lambda world: Stream(SHARED), {"num_workers": 2}),
+    "split": (lambda world: Stream(SHARED, part_of(world)), {"split_by_node": True}),
+    "split, positioned": (
+        lambda world: Positioned(SHARED, part_of(world)),
+        {"split_by_node": True},
+    ),
 }
 
 
@@ -128,22 +89,22 @@ def all_streams(world: World, folder: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_state_that_json_would_change_is_read_past(tmp_path: Path) -> None:
-    calm, _ = session_loop(ALONE, tmp_path / "calm", loader_of(PositionedByPart()))
-    first, _ = session_loop(ALONE, tmp_path / "again", loader_of(PositionedByPart()), until=8)
-    rest, _ = session_loop(ALONE, tmp_path / "again", loader_of(PositionedByPart()))
+    calm, _ = session_loop(ALONE, tmp_path / "calm", loader_of(PositionedByPart(SHARED)))
+    first, _ = session_loop(ALONE, tmp_path / "again", loader_of(PositionedByPart(SHARED)), until=8)
+    rest, _ = session_loop(ALONE, tmp_path / "again", loader_of(PositionedByPart(SHARED)))
     assert first + rest == calm
 
 
 def expected_batches(kind: str, processes: int, epoch: int) -> Any:
     """The batches of an epoch, without this package."""
     if not kind.startswith("split"):
-        stream = Stream()
+        stream = Stream(SHARED)
         stream.set_epoch(epoch)
         workers = STREAMS[kind][1].get("num_workers", 0)
         return DataLoader(stream, BATCH, num_workers=workers, drop_last=kind == "positioned")
     parts = []
     for rank in range(processes):
-        stream = Stream(slice(rank, None, processes))
+        stream = Stream(SHARED, slice(rank, None, processes))
         stream.set_epoch(epoch)
         size = BATCH // processes + (rank < BATCH % processes)
         parts.append(list(DataLoader(stream, size)))
@@ -171,7 +132,7 @@ def batches_until(folder: Path, part: slice, step: int | None) -> list[list[int]
     seen: list[list[int]] = []
     with session_on(World(), str(folder)) as run:
         model = run.wrap(net())
-        loader = run.loader(Positioned(part), global_batch_size=BATCH)
+        loader = run.loader(Positioned(SHARED, part), global_batch_size=BATCH)
         run.resume(model=model)
         steps = run._steps
         end_step = steps.end_step
@@ -210,7 +171,7 @@ def pairs_until(folder: Path, sampler: Any, until: int | None) -> list[list[int]
     seen = []
     with contextlib.suppress(Interrupted), session_on(World(), str(folder)) as run:
         model = run.wrap(net())
-        streamed = run.loader(Positioned(slice(0, 7)), global_batch_size=BATCH)
+        streamed = run.loader(Positioned(SHARED, slice(0, 7)), global_batch_size=BATCH)
         numbered = run.loader(
             torch.arange(20), global_batch_size=BATCH, shuffle=sampler is None, sampler=sampler
         )
@@ -245,7 +206,7 @@ def refusals(world: World, folder: str) -> list[str]:
     found = []
     for part, split in ((part_of(world), False), (slice(None), True), (slice(0, world.rank), True)):
         try:
-            session_loop(world, Path(folder), loader_of(Stream(part), split_by_node=split))
+            session_loop(world, Path(folder), loader_of(Stream(SHARED, part), split_by_node=split))
         except (PeerError, DataError) as error:
             found.append(str(error))
     return found
@@ -301,17 +262,17 @@ def loop_over(**arguments: Any) -> Callable[[Any], None]:
 
 
 MISTAKES: list[tuple[Callable[[Any], None], str]] = [
-    (loop_over(dataset=Stream()), "run.loader: global_batch_size is missing"),
+    (loop_over(dataset=Stream(SHARED)), "run.loader: global_batch_size is missing"),
     (
         loop_over(dataset=iter([1]), global_batch_size=2),
         "run.loader: list_iterator is an iterator, used up after one epoch",
     ),
     (
-        loop_over(dataset=Stream(), shuffle=True, global_batch_size=2),
+        loop_over(dataset=Stream(SHARED), shuffle=True, global_batch_size=2),
         "its samples have no numbers, which shuffle, sampler",
     ),
     (
-        loop_over(dataset=rows(), split_by_node=True, global_batch_size=2),
+        loop_over(dataset=ROWS, split_by_node=True, global_batch_size=2),
         "run.loader: split_by_node=True is for streams, and Tensor has",
     ),
     (
@@ -339,10 +300,10 @@ class Telling(Stream):
 
 def test_a_loader_is_as_long_as_its_stream_unless_that_is_a_part(tmp_path: Path) -> None:
     with session_on(World(), str(tmp_path)) as run:
-        assert len(run.loader(Telling(), global_batch_size=BATCH)) == 6
-        assert len(run.loader(Telling(), global_batch_size=BATCH, drop_last=True)) == 5
+        assert len(run.loader(Telling(SHARED), global_batch_size=BATCH)) == 6
+        assert len(run.loader(Telling(SHARED), global_batch_size=BATCH, drop_last=True)) == 5
         with pytest.raises(TypeError, match="length of this process's part alone"):
-            len(run.loader(Telling(), global_batch_size=BATCH, split_by_node=True))
+            len(run.loader(Telling(SHARED), global_batch_size=BATCH, split_by_node=True))
 
 
 class InUnevenParts(Stream):
@@ -352,18 +313,18 @@ class InUnevenParts(Stream):
         worker = get_worker_info()
         for number in range(SAMPLES):
             if worker is None or (number % 4 > 0) == bool(worker.id):
-                yield self.rows[number], number
+                yield self.samples[number]
 
 
 @pytest.mark.slow
 def test_loader_processes_leave_out_what_is_not_full_of_their_own(tmp_path: Path) -> None:
     expected = [
         numbers.tolist()
-        for _, numbers in DataLoader(InUnevenParts(), BATCH, num_workers=2, drop_last=True)
+        for _, numbers in DataLoader(InUnevenParts(SHARED), BATCH, num_workers=2, drop_last=True)
     ]
     assert len(expected[-1]) == BATCH and len(expected) > 3
     arguments = {"num_workers": 2, "drop_last": True}
-    seen, _ = session_loop(ALONE, tmp_path, loader_of(InUnevenParts(), **arguments))
+    seen, _ = session_loop(ALONE, tmp_path, loader_of(InUnevenParts(SHARED), **arguments))
     assert seen[: len(expected)] == expected
 
 
