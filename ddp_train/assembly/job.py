@@ -26,7 +26,7 @@ from ddp_train.data.mix import Mix, mix_of
 from ddp_train.data.rng import StepSeed
 from ddp_train.data.sample_facts import lengths_of
 from ddp_train.data.splits import Splits
-from ddp_train.data.user_dataset import UserDataset, stream_with_state
+from ddp_train.data.user_dataset import UserDataset, numbered_stream_of
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Evaluation, Forward, Hook, Job
 from ddp_train.engine.non_finite_data import cause_of_non_finite_score
@@ -86,8 +86,8 @@ class JobBuilder:
         loader = self.build_loader(splits.train, plan, first_step, mix)
         batches: Iterable[Batch] = ReportedBatches(loader, self.status)
         stream_position = None
-        streamed = stream_with_state(splits.train)
-        if streamed:
+        streamed = numbered_stream_of(splits.train)
+        if streamed and not streamed.problem_of_state:
             batches = stream_position = StreamPosition(batches, streamed)
         return Job(
             plan=plan,

@@ -19,8 +19,8 @@ from torch.utils.data._utils import worker
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.sample_stream import (
     digest_of,
-    goes_on_by_state,
     load_json,
+    problem_of_state,
     state_as_json,
 )
 from ddp_train.data.sample_tensors import as_tensors
@@ -81,9 +81,11 @@ class NumberedStream:
                 "return an object whose __iter__ begins anew each time it is called",
             )
         self.epoch = 0
+        self.problem_of_state = problem_of_state(stream)
+        """Why it does not go on by a state of its own; "" if it does."""
         self.state_at_start = ""
         """The stream's state before its first pass, as JSON; "" if it does not go on by one."""
-        if goes_on_by_state(stream):
+        if not self.problem_of_state:
             self.state_at_start = state_as_json(stream)
         self.known_places: Sequence[StreamPlace] = ()
         """Places at which a pass may be begun too: those of a checkpoint."""

@@ -17,6 +17,7 @@ from ddp_train.data.global_batches import part_of_rank
 from ddp_train.data.no_samples import without_samples
 from ddp_train.data.rng import hash_key, keyed_generators, number_of_digest
 from ddp_train.tensor_tree import tensors
+from ddp_train.text import first_line
 
 PARTS_WITHIN = 6
 """Levels at which a stream may hold another one."""
@@ -110,30 +111,40 @@ class StreamReader(IterableDataset[StreamedBatch]):
         return StreamedBatch(number, data, len(part), len(samples), places.start, digest, empty)
 
 
-def goes_on_by_state(stream: Any) -> bool:
-    """True if a stream goes on to the same samples where its `load_state_dict` has put it.
+def has_state(stream: Any) -> bool:
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
+
+
+def problem_of_state(stream: Any) -> str:
+    """Why a stream does not go on to the same samples by its own state; "" if it does.
 
     Many do but for the samples of a buffer within which they shuffle. It is tried with copies of
-    the stream, which read some samples; False if there can be none, or without such methods.
+    the stream, which read some samples.
     """
-    has_state = hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")
-    if not has_state or _leaves_out_a_buffer(stream):
-        return False
+    if not has_state(stream):
+        return "no state_dict and load_state_dict"
+    if _leaves_out_a_buffer(stream):
+        return "its state_dict leaves out the samples in the buffer of its shuffle"
     try:
         original, restored = copy.deepcopy(stream), copy.deepcopy(stream)
         with keyed_generators() as seed_generators:
             seed_generators(0)
             samples = iter(original)
             next(samples)
-            state = json.dumps(original.state_dict())
+            state = state_as_json(original)
             seed_generators(1)
             expected = [content_of_sample(sample) for sample in islice(samples, TRIED)]
-            restored.load_state_dict(json.loads(state))
+            if not state:
+                return "its state_dict has more than JSON gives back: texts, numbers, lists, dicts"
+            load_json(restored, state)
             seed_generators(1)
             found = [content_of_sample(sample) for sample in islice(iter(restored), TRIED)]
-    except Exception:  # noqa: BLE001  code of the user's, which may not be made for copies
-        return False
-    return expected == found
+    except Exception as error:  # noqa: BLE001  code of the user's, which may not be made for copies
+        cause = first_line(error) or type(error).__name__
+        return f"a trial of its state_dict failed: {cause}"
+    if expected != found:
+        return "from its state_dict, copies of it went on to other samples"
+    return ""
 
 
 def state_as_json(stream: Any) -> str:

@@ -337,11 +337,11 @@ class UserDataset:
         return tuple(sample[name] for name in self.fields)
 
 
-def stream_with_state(source: Any) -> NumberedStream | None:
-    """The stream of a source; None if it is none, or has no state of its own to go on by."""
-    if not isinstance(source, UserDataset) or not isinstance(source.dataset, NumberedStream):
-        return None
-    return source.dataset if source.dataset.state_at_start else None
+def numbered_stream_of(source: Any) -> NumberedStream | None:
+    """The stream of a source; None if it is none."""
+    if isinstance(source, UserDataset) and isinstance(source.dataset, NumberedStream):
+        return source.dataset
+    return None
 
 
 def parts_of(source: Any) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class PlanFacts:
     """Number of batch norms that each process computes of its own samples."""
     origin: str | None = None
     """The weights that training begins with; None for drawn or resumed ones."""
-    stream_has_state: bool = False
-    """The training set is a stream that goes on by a state of its own."""
+    problem_of_stream: str = ""
+    """Why the training set, a stream, does not go on by a state of its own; "" if it does."""
     stand_ins_count: bool = False
     """See `Job`."""
 
@@ -193,9 +193,9 @@ def _stream_row(facts: PlanFacts) -> str:
         text += (
             f", in one loader process (of tuning.num_workers={workers} each would read all of it)"
         )
-    if facts.stream_has_state:
-        return f"{text}; resumed by its own state"
-    return f"{text}; resumed by reading past what is done"
+    if facts.problem_of_stream:
+        return f"{text}; resumed by reading past what is done ({facts.problem_of_stream})"
+    return f"{text}; resumed by its own state"
 
 
 def _global_batch_row(plan: BatchPlan, processes: int) -> str:

@@ -46,6 +46,7 @@ from ddp_train.data.datasets import check_same_data
 from ddp_train.data.finite import non_finite_samples
 from ddp_train.data.rng import StepSeed
 from ddp_train.data.splits import Splits
+from ddp_train.data.user_dataset import numbered_stream_of
 from ddp_train.distributed.agent import hosts_follow
 from ddp_train.distributed.environment import changes_of_number, lost_rank
 from ddp_train.distributed.process_group import from_leader
@@ -252,6 +253,7 @@ class Training:
     def plan_facts(self) -> PlanFacts:
         job = self.job
         counts = parameter_counts(job.module.model)
+        streamed = numbered_stream_of(self.splits.train)
         optimizer = job.stepper.optimizer
         return PlanFacts(
             config=self.run.config,
@@ -271,7 +273,7 @@ class Training:
             optimizer=optimizer,
             own_statistics=own_statistics(job.module.model),
             origin=describe_origin(self.origin) if self.origin else None,
-            stream_has_state=job.stream_position is not None,
+            problem_of_stream=streamed.problem_of_state if streamed else "",
             stand_ins_count=job.stand_ins_count,
         )
 

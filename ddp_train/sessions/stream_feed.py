@@ -17,8 +17,9 @@ from ddp_train.data.rng import hash_key
 from ddp_train.data.sample_stream import (
     StreamedBatch,
     StreamReader,
-    goes_on_by_state,
+    has_state,
     load_json,
+    problem_of_state,
     state_as_json,
 )
 from ddp_train.data.streams.loader_processes import LoaderProcesses
@@ -86,9 +87,10 @@ class StreamFeed:
         self.reader.drop_last = self.drop_last
         self.streamed = StreamedParts(self, arguments)
         self.reported = ReportedBatches(self.streamed, steps.status)
-        # Loader processes are ahead of what is done, each of them elsewhere.
-        self.has_state = not self.num_workers and goes_on_by_state(self.stream)
-        """It goes on by its own state; else it is read past what is done."""
+        self.problem_of_state = "its loader processes are ahead of what is done"
+        if not self.num_workers:
+            self.problem_of_state = problem_of_state(self.stream)
+        """Why it is read past what is done; "" if it goes on by its own state."""
         self.saved_state = ""
         """The stream's own state where a resumed run goes on, as JSON."""
         self.state_at_start = ""
@@ -155,7 +157,7 @@ class StreamFeed:
         """
         text = ""
         is_at_batch = in_pass and self.given == batch and not self.reader.is_at_end
-        if is_at_batch and self.has_state:
+        if is_at_batch and not self.problem_of_state:
             text = state_as_json(self.stream)
         states = [text]
         if self.split_by_node:
@@ -166,7 +168,7 @@ class StreamFeed:
         states = state["states"]
         if in_pass:
             self.digest_before = state["digest"]
-        if not states or not self.has_state:
+        if not states or self.problem_of_state:
             return
         saved = states[self.world.rank if self.split_by_node else 0]
         if in_pass:
@@ -342,6 +344,12 @@ def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> 
         )
     arguments.check(method)
     feed = StreamFeed(steps, arguments, split_by_node)
+    if has_state(feed.stream) and feed.problem_of_state and steps.world.is_leader:
+        print(
+            f"note: {method}: a resumed run reads {name} past what is done"
+            f" ({feed.problem_of_state})",
+            file=sys.stderr,
+        )
     if steps.world.size > 1 and steps.world.is_leader and not split_by_node:
         print(
             f"note: {method}: each of {steps.world.size} processes reads all of {name} and keeps"

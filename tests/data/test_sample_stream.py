@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_train.data.sample_stream import StreamedBatch, StreamReader, goes_on_by_state
+from ddp_train.data.sample_stream import StreamedBatch, StreamReader, problem_of_state
 
 
 def noisy(samples: list[int]) -> Tensor:
@@ -44,20 +45,28 @@ class WithState:
         self.place = state["place"]
 
 
+class WithTensor(WithState):
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": torch.tensor(self.place)}
+
+
 class BufferShuffledExamplesIterable(WithState): ...
 
 
 def test_a_state_without_the_samples_of_a_buffer_is_not_used() -> None:
-    assert goes_on_by_state(WithState(buffer=1))
-    assert not goes_on_by_state(WithState(buffer=3))
+    assert not problem_of_state(WithState(buffer=1))
+    assert "went on to other samples" in problem_of_state(WithState(buffer=3))
+    assert "more than JSON gives back" in problem_of_state(WithTensor(buffer=1))
     outer = WithState(buffer=1)
     outer.inner = BufferShuffledExamplesIterable(buffer=1)  # type: ignore[attr-defined]
-    assert not goes_on_by_state(outer), "Hugging Face's, whose state is right in the first file"
+    # Hugging Face's, whose state is right in the first file.
+    assert "leaves out the samples in the buffer" in problem_of_state(outer)
     stream = WithState(buffer=1)
-    goes_on_by_state(stream)
+    problem_of_state(stream)
     assert stream.place == 0, "it is tried with copies"
     stream.open = (number for number in range(3))  # type: ignore[attr-defined]  has no copy
-    assert not goes_on_by_state(stream)
+    assert "cannot pickle 'generator' object" in problem_of_state(stream)
+    assert problem_of_state(range(3)) == "no state_dict and load_state_dict"
 
 
 def test_collate_draws_the_same_where_a_stream_is_resumed() -> None:
