@@ -29,6 +29,7 @@ from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers, log_call
+from ddp_train.sessions.open_epoch import OpenEpoch
 from ddp_train.sessions.open_step import (
     OpenStep,
     Place,
@@ -104,11 +105,8 @@ class Steps:
         """The current step; None between two steps."""
         self.has_samples = True
         """False in a step whose batch is empty here, and after it if that was left by an error."""
-        self.in_epoch = False
-        self.first_batch = 0
-        """Batches of the current epoch that were done before it began here: it was resumed."""
-        self.is_epoch_complete = False
-        """The loader that began the last step of the epoch has no more batches."""
+        self.current_epoch: OpenEpoch | None = None
+        """None between two epochs."""
         self.is_save_due = False
         self.gradients = GradientWatch()
         self.had_backward = False
@@ -160,8 +158,7 @@ class Steps:
             self._begin_epoch()
             yield position.epoch
             self._end_open_step()
-            self.in_epoch = False
-            self.first_batch = 0
+            self.current_epoch = None
             self.has_samples = True
             self.step_watch.see_left_out(position.epoch, position.step)
             meet("the end of an epoch", self.device)
@@ -204,9 +201,9 @@ class Steps:
     def add_loader(self, loader: StatefulLoader) -> int:
         """Add a loader that is trained on. Returns its number."""
         self.training_loaders.append(loader)
-        if self.in_epoch:
+        if self.current_epoch:
             loader.begin_epoch(self.position.epoch)
-            if self.first_batch and self.checkpoints:
+            if self.current_epoch.first_batch and self.checkpoints:
                 self.check_batches(self.checkpoints.earlier_batches, self.facts_of_loaders())
         return len(self.training_loaders) - 1
 
@@ -220,9 +217,7 @@ class Steps:
         return facts
 
     def _begin_epoch(self) -> None:
-        self.in_epoch = True
-        self.is_epoch_complete = False
-        self.first_batch = self.position.batch
+        self.current_epoch = OpenEpoch(self.position.batch)
         for number in range(self.lasting_loaders, len(self.training_loaders)):
             self.saved_loaders.pop(number, None)
         del self.training_loaders[self.lasting_loaders :]
@@ -235,34 +230,43 @@ class Steps:
         same_everywhere(self.gradients.updates, self.device, what, SAME_UPDATES)
 
     @property
+    def epochs_begun(self) -> int:
+        return self.position.epoch + (self.current_epoch is not None)
+
+    @property
     def begun_epoch(self) -> int:
         """The number of the epoch that began last; 0 before the first."""
-        if self.in_epoch:
+        if self.current_epoch:
             return self.position.epoch
         return max(self.position.epoch - 1, 0)
 
     def open_epoch(self, method: str) -> int:
         """The number of the current epoch. Raises UsageError if `method` is used outside of one."""
-        if not self.in_epoch:
+        if not self.current_epoch:
             raise UsageError(
                 f"{method} was used outside of an epoch", "for epoch in run.epochs(10): ..."
             )
         return self.position.epoch
+
+    def see_batches_left(self, some: bool) -> None:
+        """Note whether the loader that began the last step has more batches of the epoch."""
+        if self.current_epoch:
+            self.current_epoch.is_complete = not some
 
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`."""
         self.step_watch.see_left_out(self.position.epoch, self.position.step)
         meet("the end of the session", self.device)
         self._end_open_step()
-        self.numbers.flush(self.position.step, self.position.epoch + self.in_epoch)
-        if self.in_epoch and self.checkpoints:
+        self.numbers.flush(self.position.step, self.epochs_begun)
+        if self.current_epoch and self.checkpoints:
             for loader in self.training_loaders:
                 loader.place.reopen(self.position.step)
-            if self.is_epoch_complete:
+            if self.current_epoch.is_complete:
                 self.position.end_epoch()
             if self.position != self.checkpoints.saved:
                 self.save_now()
-        self.in_epoch = False
+        self.current_epoch = None
 
     def _stop_if_agreed(self) -> None:
         if self.stop.allows(self.position.step):
@@ -279,7 +283,7 @@ class Steps:
         self.status.phase = "checkpoint"
         states = [loader.state() for loader in self.training_loaders]
         loading = {"batches": self.facts_of_loaders(), "loaders": states}
-        self.numbers.catch_up(self.position.step, self.position.epoch + self.in_epoch)
+        self.numbers.catch_up(self.position.step, self.epochs_begun)
         numbers = self.numbers.state()
         self.checkpoints.save(self.position, loading, self.gradients, numbers, self.device)
         self.status.phase = phase
@@ -324,7 +328,7 @@ class Steps:
         self.score_watch.end()
         self.open_step = OpenStep()
         self.has_samples = True
-        self.is_epoch_complete = False
+        self.see_batches_left(True)
         self.had_backward = False
         position = self.position
         rows = StepRows(
@@ -517,7 +521,7 @@ class Steps:
         Returns the arguments of the step, if it is given a closure: that gives the loss over all
         processes, so that all decide alike what to do by it.
         """
-        if not self.in_epoch:
+        if not self.current_epoch:
             return None
         if optimizer not in self.optimizers:
             self._check_foreign(optimizer)

@@ -43,7 +43,8 @@ class TrainingLoader:
         """Batches of a pass over the data as they are now, as many on all processes; inside of a
         resumed epoch, those left."""
         batches = len(self.feed)
-        if not self.steps.first_batch:
+        epoch = self.steps.current_epoch
+        if epoch is None or not epoch.first_batch:
             return batches
         saved = self.steps.saved_loaders.get(self.number)
         place = Place(**saved["place"]) if saved else self.place
@@ -58,7 +59,7 @@ class TrainingLoader:
                 "run.update_bn(loader, average), whose are not",
             )
         goes_on = self.iterators == 0
-        if self.steps.in_epoch and self.number in self.steps.saved_loaders:
+        if self.steps.current_epoch and self.number in self.steps.saved_loaders:
             self.iterators += 1
         return self._passes(goes_on)
 
@@ -101,7 +102,7 @@ class TrainingLoader:
                 steps.end_step(step, is_last)
         place.is_over = True
         if leads:
-            steps.is_epoch_complete = True
+            steps.see_batches_left(False)
         steps.status.phase = "hook"
         return place.batch > 0 or not leads  # a step that goes on is not counted yet
 
