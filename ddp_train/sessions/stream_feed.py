@@ -17,6 +17,7 @@ from ddp_train.data.rng import hash_key
 from ddp_train.data.sample_stream import (
     StreamedBatch,
     StreamReader,
+    begins_there_again,
     has_state,
     load_json,
     problem_of_state,
@@ -95,6 +96,8 @@ class StreamFeed:
         """The stream's own state where a resumed run goes on, as JSON."""
         self.state_at_start = ""
         """The stream's state at its beginning, as JSON, in the pass that goes on at a later one."""
+        self.begins_there_again = False
+        """The pass after the resumed one would begin there too, and not at the beginning."""
         self.begun = Pass(0)
         self.first = 0
         self.digest = 0
@@ -124,8 +127,11 @@ class StreamFeed:
         self.reader.first = self.reader.skipped = 0
         self.reader.is_at_end = False
         self.digest = 0
+        if self.state_at_start and self.begins_there_again:
+            load_json(self.stream, self.state_at_start)
         self.state_at_start = ""
         if self.saved_state:
+            self.begins_there_again = begins_there_again(self.stream, self.saved_state)
             self.state_at_start = state_as_json(self.stream)
             load_json(self.stream, self.saved_state)
             self.saved_state = ""

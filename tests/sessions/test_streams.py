@@ -95,6 +95,34 @@ def test_state_that_json_would_change_is_read_past(tmp_path: Path) -> None:
     assert first + rest == calm
 
 
+class PlacedForGood(Stream):
+    """A stream whose passes all begin where a state has put it."""
+
+    start = place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["place"]
+
+    def __iter__(self) -> Iterator[Sample]:
+        self.place = self.start
+        for sample in itertools.islice(super().__iter__(), self.start, None):
+            self.place += 1
+            yield sample
+
+
+@pytest.mark.slow
+def test_the_pass_after_a_resumed_one_is_whole(tmp_path: Path) -> None:
+    calm, _ = session_loop(ALONE, tmp_path / "calm", loader_of(PlacedForGood(SHARED)))
+    first, _ = session_loop(ALONE, tmp_path / "again", loader_of(PlacedForGood(SHARED)), until=8)
+    stream = PlacedForGood(SHARED)
+    rest, _ = session_loop(ALONE, tmp_path / "again", loader_of(stream))
+    assert first + rest == calm
+    assert stream.read < len(calm) * BATCH, "what was done is not read again"
+
+
 def expected_batches(kind: str, processes: int, epoch: int) -> Any:
     """The batches of an epoch, without this package."""
     if not kind.startswith("split"):
