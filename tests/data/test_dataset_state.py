@@ -234,12 +234,12 @@ def test_arrays_that_nobody_may_write_to_are_not_read(tmp_path: Path) -> None:
     for mode in ("r", "r+", "c"):
         dataset.table = np.load(tmp_path / "rows.npy", mmap_mode=mode)  # type: ignore[attr-defined]
         assert bool(content()) == (mode == "r"), "48 MB are too much to read"
-    array = np.arange(12_000_000, dtype=np.float32)
+    array = np.arange(20_000_000, dtype=np.float32)
     dataset.table = array  # type: ignore[attr-defined]
     assert content() == ""
     dataset.table = array[::2]  # type: ignore[attr-defined]
     dataset.table.setflags(write=False)  # type: ignore[attr-defined]
-    assert content() == "", "it may be written to by the array that it is a view of"
+    assert content() == "", "40 MB, which the array may write to that this is a view of"
     array.setflags(write=False)
     first = content()
     assert first and content() == first
