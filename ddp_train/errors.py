@@ -96,14 +96,6 @@ class PeerError(LaunchError):
     kind = "peer"
 
 
-class PeersLostError(RuntimeError):
-    """The launcher has lost another process of the run. No failure of this one: it is told as torch
-    tells its own."""
-
-    def __init__(self) -> None:
-        super().__init__("a rank is lost: remote process exited")
-
-
 class HangError(LaunchError):
     """A rank makes no progress, and the others wait for it."""
 

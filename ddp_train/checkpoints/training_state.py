@@ -1,6 +1,6 @@
 """State that training resumes from beside the weights: the contents of training.pt.
 
-A configured run, a survivor that saves in its place, and a session all save and resume through
+A configured run, what was kept of it, and a session all save and resume through
 `TrainingState`. The weights lie beside it, under the model's own names (writer.py).
 """
 

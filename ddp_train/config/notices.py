@@ -99,6 +99,14 @@ def _of_hosts(run: RequestedRun) -> Iterator[str]:
             f"launch.nnodes={run.asked.launch.nnodes}: on GPUs a lost host costs the steps since"
             " the last checkpoint"
         )
+    elif not config.host_range and config.mode == "train" and config.process_count > 1:
+        hosts = config.launch.nnodes
+        what = "a lost process costs the steps since the last checkpoint"
+        if int(hosts) > 1:
+            remedy = f"; launch.nnodes={hosts}:{hosts} loses none" if config.device == "cpu" else ""
+            yield f"launch.nnodes={hosts}: {what}{remedy}"
+        elif run.world:
+            yield f"under torchrun {what}; `python launch.py` without torchrun loses none"
     if config.launch.backend == "gloo" and config.device == "cuda":
         yield (
             "launch.backend=gloo copies the gradients of GPUs through host memory;"

@@ -12,6 +12,8 @@ from typing import Any
 
 from ddp_train.distributed.agent import EXIT_CODE_FILE
 from ddp_train.distributed.environment import (
+    KEEPER_FD,
+    KEPT_FD,
     LAUNCHER_PID,
     LISTEN_SOCKET,
     LOST,
@@ -61,9 +63,8 @@ def worker_environment(
     import_path: see `config.program`.
     """
     env = {
-        # If a rank dies, its peers must end no collective by themselves: what such a collective
-        # leaves is garbage, and they are told first (distributed/connections.py). A rank that hangs
-        # is found by the launcher.
+        # If a rank dies, or hangs, the launcher ends the others. What a collective that ends by
+        # itself leaves is garbage, and no step may be kept with it.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         **_importing_environment(import_path, threads),
         "RANK": str(world.rank),
@@ -102,10 +103,16 @@ def continuation_environment(
     return env
 
 
-def worker_descriptors(world: World, listen_fd: int, status_fd: int) -> dict[str, int]:
+def worker_descriptors(
+    world: World, listen_fd: int, status_fd: int, kept_fd: int | None, keeper_fd: int | None
+) -> dict[str, int]:
     """The file descriptors that a worker inherits from our launcher: environment variable ->
     descriptor."""
     descriptors = {STATUS_FD: status_fd}
+    if kept_fd is not None:
+        descriptors[KEPT_FD] = kept_fd
+    if keeper_fd is not None:
+        descriptors[KEEPER_FD] = keeper_fd
     if world.is_leader:
         descriptors[LISTEN_SOCKET] = listen_fd
     return descriptors
@@ -138,6 +145,15 @@ def probe_environment(world: World, threads: int, import_path: Path | None) -> d
         # Otherwise rank 0 would serve a second store on the same port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+
+
+def rescue_environment(import_path: Path | None, devices: Sequence[str]) -> dict[str, str]:
+    """The environment of a process that makes a checkpoint of what others have kept.
+
+    devices: see `continuation_environment`.
+    """
+    env = {**_importing_environment(import_path, threads=1), LAUNCHER_PID: str(os.getpid())}
+    return env | continuation_environment(None, (), devices)
 
 
 def preload_environment(import_path: Path | None) -> dict[str, str]:

@@ -27,6 +27,14 @@ LAUNCHER_PID = "DDP_TRAIN_LAUNCHER_PID"
 """Process id of our launcher; not set under torchrun."""
 STATUS_FD = "DDP_TRAIN_STATUS_FD"
 """File descriptor of the status board (see `heartbeat`), inherited from our launcher."""
+KEPT_FD = "DDP_TRAIN_KEPT_FD"
+"""File descriptor of the memory in which a run's state is kept (see `kept_memory`), inherited from
+our launcher."""
+KEEPER_FD = "DDP_TRAIN_KEEPER_FD"
+"""File descriptor of a socket: our launcher takes memory of GPUs over (see `held_devices`)."""
+RESCUE_TASK = "DDP_TRAIN_RESCUE"
+"""JSON: what the processes of the attempt before have kept (see `launcher.rescue`), of which a
+checkpoint is to be made first."""
 LOST = "DDP_TRAIN_LOST"
 """JSON: the rank that the attempt before has lost (see `lost_ranks.Loss`)."""
 RESIZED = "DDP_TRAIN_RESIZED"
@@ -178,6 +186,34 @@ def status_descriptor() -> int | None:
     return int(descriptor) if descriptor else None
 
 
+def kept_descriptor() -> int | None:
+    """The file descriptor of the memory in which the state is kept; None if there is none.
+
+    Removes the variable, as `status_descriptor` does.
+    """
+    descriptor = os.environ.pop(KEPT_FD, None)
+    return int(descriptor) if descriptor else None
+
+
+def keeper_descriptor() -> int | None:
+    """The file descriptor of the socket on which our launcher takes memory of GPUs over.
+
+    Removes the variable, as `status_descriptor` does.
+    """
+    descriptor = os.environ.pop(KEEPER_FD, None)
+    return int(descriptor) if descriptor else None
+
+
+def rescue_task() -> dict[str, Any] | None:
+    """What the attempt before has kept; None if nothing is to be rescued."""
+    return json.loads(os.environ.pop(RESCUE_TASK, "null"))
+
+
+def descriptor_named(name: str) -> int:
+    """A file descriptor that was handed on under the name of a variable."""
+    return int(os.environ.pop(name))
+
+
 def lost_rank() -> dict[str, Any] | None:
     """The rank that the attempt before has lost; None if this is the first attempt, or it ended in
     another way."""
@@ -215,12 +251,6 @@ def visible_devices() -> str | None:
 def gloo_interface() -> str | None:
     """GLOO_SOCKET_IFNAME: the network interface that gloo uses; None if not set."""
     return os.environ.get("GLOO_SOCKET_IFNAME")
-
-
-def nccl_handles_errors() -> bool:
-    """Whether torch's watchdog of NCCL may abort collectives, or the process, when it sees an
-    error."""
-    return os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0"
 
 
 def tasks_started() -> Tasks:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 from ddp_train.distributed.agent import check_agent_lives, serves_store
-from ddp_train.distributed.connections import check_peers, noting_sockets, trusted
 from ddp_train.distributed.environment import LISTEN_SOCKET
 from ddp_train.distributed.preflight import acknowledge, wait_for_leader
 from ddp_train.distributed.world import World
@@ -119,15 +118,14 @@ def session(
     (torchtitan#1342). A gloo process whose DDP object was still alive at that time aborted or hung
     at exit in 5 to 28 % of runs (torch 2.13).
     """
-    with noting_sockets():
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=timeout_seconds),
-            device_id=torch.device(device) if backend == "nccl" else None,
-        )
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=torch.device(device) if backend == "nccl" else None,
+    )
     _session["timeout"] = timedelta(seconds=timeout_seconds)
     yield
     gc.collect()  # DDP objects are in reference cycles: `del` alone does not free them
@@ -139,7 +137,6 @@ def session(
 
 def ranks() -> int:
     """The number of processes; 1 without a process group."""
-    check_peers()  # there is no group any more once it was aborted
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -160,8 +157,7 @@ def side_group(name: str = "side_group") -> Any:
     It is made when it is first asked for, by all ranks alike.
     """
     if name not in _session:
-        with noting_sockets():
-            _session[name] = dist.new_group(timeout=_session.get("timeout"))
+        _session[name] = dist.new_group(timeout=_session.get("timeout"))
     return _session[name]
 
 
@@ -172,7 +168,6 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
     """
     if ranks() > 1:
         dist.all_reduce(tensor)
-        trusted(tensor)
     return tensor
 
 
@@ -183,7 +178,7 @@ def from_all_ranks(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[None]
     gathered = tensor.new_empty(count * tensor.numel())  # flat: gloo supports one dimension only
     dist.all_gather_into_tensor(gathered, tensor.flatten())
-    return trusted(gathered).view(-1, *tensor.shape)
+    return gathered.view(-1, *tensor.shape)
 
 
 def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
@@ -191,7 +186,6 @@ def send_from_leader(tensors: Iterable[torch.Tensor]) -> None:
     if ranks() > 1:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), 0)
-            trusted(tensor)
 
 
 def from_leader(value: Any, device: str) -> Any:
@@ -204,9 +198,9 @@ def from_leader(value: Any, device: str) -> Any:
     size = torch.tensor(len(text), device=device)
     dist.broadcast(size, 0)
     if dist.get_rank():
-        text = torch.empty(int(trusted(size)), dtype=torch.uint8, device=device)
+        text = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(text, 0)
-    return json.loads(bytes(trusted(text).tolist()))
+    return json.loads(bytes(text.tolist()))
 
 
 def mean_later(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

@@ -6,7 +6,7 @@ An assignment to shared memory is all that a report costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -15,16 +15,11 @@ from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.streams.batch_stream import BatchStream
 from ddp_train.engine.loop import Hook, Job
-from ddp_train.errors import PeersLostError
-from ddp_train.optim.stepper import StepObserver, Stepper
+from ddp_train.optim.stepper import StepObserver
 from ddp_train.resilience.heartbeat import PHASE_NUMBERS, RankStatus
-from ddp_train.tasks.mean_loss import Mean, RunningLoss
 
 BACKWARD = PHASE_NUMBERS["backward"]
 OPTIMIZER_STEP = PHASE_NUMBERS["optimizer step"]
-Publish = Callable[[int, Mean], Callable[[], None]]
-"""Called as publish(step, loss): the step that is being computed, and the mean loss of this process
-since the last logging interval. Returns a function to call before the update."""
 
 
 class BatchLoader(Protocol):
@@ -57,8 +52,6 @@ class ReportedBatches:
         self.status.phase = self.end
 
     def _report_waiting(self) -> None:
-        if self.status.recovery.order:
-            raise PeersLostError  # at once, and not at the next exchange
         self.status.phase_number = self.data
         self.status.fetching = self.loader.stream.in_flight
 
@@ -82,33 +75,6 @@ class PhaseReports(StepObserver):
 
     def after_update(self, steps_done: int) -> None:
         self.status.step = steps_done
-
-
-class LossPublisher(StepObserver):
-    """Publishes this process's mean loss with each step, before its gradients are exchanged.
-
-    On the CPU only, where looking at a loss costs nothing.
-    """
-
-    def __init__(self, losses: RunningLoss, publish: Publish) -> None:
-        self.losses = losses
-        self.publish = publish
-        self.published = Mean()
-        self.wait_for_arrival: Callable[[], None] = lambda: None
-
-    def before_backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
-        if micro_batch.is_last:
-            units_seen = Stepper.units_seen(units, micro_batch)
-            self.published = self.losses.known_with(loss.item(), units_seen, micro_batch)
-            self.wait_for_arrival = self.publish(micro_batch.step + 1, self.published)
-
-    def before_update(self) -> None:
-        self.wait_for_arrival()
-
-    def after_update(self, steps_done: int) -> None:
-        was_skipped = self.published.sum != self.losses.known_sum
-        if was_skipped:
-            self.publish(steps_done, Mean(self.losses.known_sum, self.losses.known_units))
 
 
 class ReportedHook:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,20 +20,19 @@ from ddp_train.errors import HangError
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.failure_recorder import FailureRecorder
 from ddp_train.launcher.fork_server import ForkServer, WorkerSpec
+from ddp_train.launcher.rescue import KeptAttempt
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workers import Workers
 from ddp_train.launcher.workload import Workload
 from ddp_train.resilience import failure_report
 from ddp_train.resilience.failure_report import Report
 from ddp_train.resilience.hang_detector import HangDetector
-from ddp_train.resilience.heartbeat import STARTING
-from ddp_train.resilience.lost_ranks import Loss, save_by_survivor
+from ddp_train.resilience.held_devices import HeldDevices
+from ddp_train.resilience.kept_memory import KeptMemory
+from ddp_train.resilience.lost_ranks import Loss
 from ddp_train.resilience.preemption import INTERRUPTED, SAVED, SIGNALS, UNSAVED
-from ddp_train.resilience.stacks import note_late
 
 POLL_SECONDS = 0.02
-LEAST_SAVE_SECONDS = 5.0
-"""How long a survivor may take to stop, and to save, whatever is left of launch.grace_seconds."""
 STOPPED = (UNSAVED, INTERRUPTED, *(-number for number in SIGNALS))
 """Exit codes of stopped workers that gave up waiting for peers, or had not installed signal
 handlers yet."""
@@ -49,6 +47,10 @@ class Launch:
     server: ForkServer | None
     elastic: Elastic
     workload: Workload
+    memory: KeptMemory | None
+    """Where the processes keep their state; None where there can be none."""
+    devices: HeldDevices | None
+    """The memory on GPUs that it takes; None on CPUs."""
 
 
 class Stage(enum.Enum):
@@ -74,8 +76,10 @@ class AttemptEnd:
     """Whether the workers were asked to stop for a change of their number."""
     loss: Loss | None = None
     """The rank that was lost, and where."""
-    saved_step: int | None = None
-    """The step that a surviving rank has saved."""
+    is_saving: bool = False
+    """Whether a checkpoint was being written when the workers ended."""
+    kept: KeptAttempt | None = None
+    """The last step that the workers have kept, if no checkpoint has it."""
     killed_ranks: frozenset[int] = frozenset()
     """The failed ranks that were killed by a signal."""
     report: Report | None = None
@@ -85,13 +89,24 @@ class AttemptEnd:
 class Attempt:
     """Starts all workers and watches them. Close it to kill what is left of them."""
 
-    def __init__(self, launch: Launch, number: int, loss_before: Loss | None = None) -> None:
-        """number: attempts before this one. loss_before: the rank that the last one has lost."""
+    def __init__(
+        self,
+        launch: Launch,
+        number: int,
+        loss_before: Loss | None = None,
+        kept_before: KeptAttempt | None = None,
+    ) -> None:
+        """
+        number: attempts before this one.
+        loss_before: the rank that the last one has lost.
+        kept_before: what it has kept.
+        """
         self.launch = launch
         self.config = launch.elastic.config
         self.run_dir = Path(str(self.config.run_dir))
         self.number = number
         self.loss_before = loss_before
+        self.kept_before = kept_before
         self.workers = Workers(self.run_dir, int(self.config.launch.nproc_per_node))
         self.recorder = FailureRecorder(self.config, self.workers, launch.workload)
         self.stage = Stage.TRAINING
@@ -134,7 +149,19 @@ class Attempt:
             changes=elastic.last_changes(),
             devices=elastic.size.gpus_in_use(),
         )
-        descriptors = worker_descriptors(world, listener.fileno(), self.workers.board.descriptor)
+        memory = self.launch.memory
+        devices = self.launch.devices
+        descriptors = worker_descriptors(
+            world,
+            listener.fileno(),
+            self.workers.board.descriptor,
+            memory.descriptor if memory else None,
+            devices.workers_end.fileno() if devices else None,
+        )
+        if self.kept_before:
+            env |= self.kept_before.variables()
+            if world.is_leader:
+                descriptors |= self.kept_before.descriptors()
         arguments = workload.arguments(self.run_dir, rank)
         return WorkerSpec(arguments, env, descriptors, [*workload.program])
 
@@ -187,6 +214,11 @@ class Attempt:
         elastic = self.launch.elastic
         board = self.workers.board
         elastic.wait(POLL_SECONDS)
+        devices = self.launch.devices
+        if devices:
+            devices.take()
+            if self.kept_before and all(status.batches for status in board.ranks):
+                devices.let_go(self.kept_before.held)  # it is in a checkpoint
         elastic.answer_when_done(board)
         self.launch.workload.page.look([status.phase for status in board.ranks])
         if self.stage is Stage.TRAINING and elastic.is_requested and self.workers.all_heed_stop():
@@ -195,58 +227,27 @@ class Attempt:
             self.stage = Stage.CHANGING
 
     def _end_of_failure(self, failed: Sequence[int], codes: Sequence[int | None]) -> AttemptEnd:
-        """Save what survives, and record the failure."""
+        """Record the failure, and let a checkpoint that is being written be completed."""
         killed = frozenset(rank for rank in failed if self.workers.was_killed(rank))
-        saved_step: int | None = None
-        lost_at = time.monotonic()
-        if killed:  # an exception, or an exit by the rank itself, would come again at the same step
-            saved_step = self._save_by_survivor()
-        loss = self._loss(failed, lost_at)
-        if killed and saved_step is None:
-            if self._is_trained():
-                print("no other rank could save its state: see their logs", file=sys.stderr)
-            elif self.loss_before:  # the attempt had no state of its own yet
-                loss = replace(self.loss_before, rank=failed[0])
+        loss = self._loss(failed[0], time.monotonic())
         report = self.recorder.record_exit(failed, codes)
-        if report and saved_step is None:  # at once: it is fatal, whatever follows
-            report.print()
-            report = None
         self._wait_for_checkpoint()
         return AttemptEnd(
             code=self.recorder.exit_code(codes),
             is_for_change=self.stage in IN_CHANGE,
             loss=loss,
-            saved_step=saved_step,
+            is_saving=bool(self.workers.board.ranks[0].saving),
             killed_ranks=killed,
             report=report,
         )
 
-    def _save_by_survivor(self) -> int | None:
-        """Let a surviving rank save its step. Returns the step; None if none could save it."""
-        seconds_left = min(self.config.launch.grace_seconds, self.deadline - time.monotonic())
-        pids = self.workers.pids()
-        board = self.workers.board
-        return save_by_survivor(
-            board,
-            self.workers.is_alive,
-            seconds=max(LEAST_SAVE_SECONDS, seconds_left),
-            given_up=lambda: self.launch.stop.repeated,
-            before_saving=self._wait_for_checkpoint,
-            on_late=lambda late: note_late(
-                self.run_dir, {rank: pids[rank] for rank in late}, board.ranks
-            ),
-        )
-
-    def _loss(self, failed: Sequence[int], at: float) -> Loss:
-        """The loss of a rank, for the next attempt. The step is the last one that was computed."""
+    def _loss(self, rank: int, at: float) -> Loss:
+        """The loss of a rank, for the next attempt. The step is the last one that all completed."""
         statuses = self.workers.board.ranks
-        survivors = [status for rank, status in enumerate(statuses) if rank not in failed]
-        step = max(status.step for status in survivors or statuses)
-        return Loss(failed[0], step, at)
-
-    def _is_trained(self) -> bool:
-        """Whether a rank has got beyond the start, and has a state that a survivor could save."""
-        return any(status.recovery.state != STARTING for status in self.workers.board.ranks)
+        has_begun = all(status.step for status in statuses)
+        if not has_begun and self.loss_before:  # the attempt had no state of its own yet
+            return replace(self.loss_before, rank=rank)
+        return Loss(rank, min(status.step for status in statuses), at)
 
     def _wait_for_checkpoint(self) -> None:
         """Let rank 0 complete a checkpoint that it is writing.
@@ -259,11 +260,11 @@ class Attempt:
     def _end_of_hang(self, detector: HangDetector) -> AttemptEnd:
         hang = detector.diagnose(self.run_dir)
         report = self.recorder.record_hang(hang)
-        if report:
-            report.print()
         lost_at = time.monotonic() - hang.seconds
         return AttemptEnd(
             code=HangError.exit_code,
             is_for_change=self.stage in IN_CHANGE,
-            loss=self._loss([hang.rank], lost_at),
+            loss=self._loss(hang.rank, lost_at),
+            is_saving=bool(self.workers.board.ranks[0].saving),
+            report=report,
         )

@@ -39,9 +39,10 @@ class FailedAttempt:
     """Whether the process of that failure was killed by a signal."""
     unreachable_gpus: Collection[str] = ()
     newest_checkpoint: int = -1
-    """Step of the newest checkpoint; -1 if there is none."""
-    saved_step: int | None = None
-    """The step that a surviving rank has saved."""
+    """Step of the newest checkpoint; -1 if there is none. A step that was kept is one once the next
+    attempt has begun."""
+    kept_step: int | None = None
+    """The last step that all ranks have kept outside their processes, if no checkpoint has it."""
     stop_requested: bool = False
 
     def signature(self) -> tuple[str, ...]:
@@ -97,7 +98,7 @@ class History:
             device = size.device_of(rank)
             device_failures[device] = device_failures.get(device, 0) + 1
         signature = failed.signature()
-        is_same = bool(signature) and signature == self.signature
+        is_same = bool(signature) and signature == self.signature and not has_progressed
         return dataclasses.replace(
             self,
             newest_checkpoint=max(failed.newest_checkpoint, self.newest_checkpoint),
@@ -130,7 +131,7 @@ class Restart:
 
     size: Size
     from_step: int | None
-    """The step that a surviving rank has saved; None: the newest checkpoint, or the beginning."""
+    """The step that was kept; None: the newest checkpoint, or the beginning."""
     counts_as_restart: bool
     number: int = 0
     """Which restart it is since the last new checkpoint, if it counts as one."""
@@ -165,7 +166,7 @@ def decide(failed: FailedAttempt, history: History, size: Size, max_restarts: in
         return replacement
     return Restart(
         size=smaller,
-        from_step=failed.saved_step,
+        from_step=failed.kept_step,
         counts_as_restart=False,
         reason=next(iter(lost_devices.values())),
         otherwise=replacement,
@@ -187,7 +188,7 @@ def _replacement(
         return End(failed.code, reason)
     return Restart(
         size=size,
-        from_step=failed.saved_step,
+        from_step=failed.kept_step,
         counts_as_restart=True,
         number=seen.restarts_used + 1,
     )
@@ -208,19 +209,23 @@ def _lost_devices(failed: FailedAttempt, seen: History, size: Size) -> dict[str,
     return lost
 
 
-def sentences(decision: Restart | End, saved_step: int | None, max_restarts: int) -> list[str]:
+def sentences(
+    decision: Restart | End, kept_step: int | None, max_restarts: int, steps_redone: int = 0
+) -> list[str]:
     """The lines that the terminal shows below the report of a failure.
 
-    saved_step: the step that a surviving rank has saved.
+    kept_step: the last step that all ranks have kept outside their processes.
+    steps_redone: how many they had done since.
     """
-    saved = "" if saved_step is None else _saved_sentence(decision, saved_step)
+    saved = "" if kept_step is None else _saved_sentence(decision, kept_step)
     match decision:
         case Restart(counts_as_restart=True):
             next_line = f"restarting ({decision.number} of {max_restarts} restarts)"
-            next_line += _from_step(decision)
+            next_line += _from_step(decision, steps_redone)
         case Restart():
             processes = counted(decision.size.count, "process")
-            next_line = f"continuing with {processes}{_from_step(decision)}; {decision.reason}"
+            start = _from_step(decision, steps_redone)
+            next_line = f"continuing with {processes}{start}; {decision.reason}"
         case End(reason=""):
             next_line = ""
         case End():
@@ -228,13 +233,18 @@ def sentences(decision: Restart | End, saved_step: int | None, max_restarts: int
     return [line for line in (saved, next_line) if line]
 
 
-def _saved_sentence(decision: Restart | End, saved_step: int) -> str:
+def _saved_sentence(decision: Restart | End, kept_step: int) -> str:
     if isinstance(decision, Restart):
-        return f"step {saved_step} is saved: a surviving rank had it"
-    return f"saved step {saved_step} from a surviving rank; the same command resumes there"
+        return f"step {kept_step} is kept: it lay outside the processes"
+    return (
+        f"saved step {kept_step}, which lay outside the processes; the same command resumes there"
+    )
 
 
-def _from_step(restart: Restart) -> str:
+def _from_step(restart: Restart, steps_redone: int) -> str:
     if restart.from_step is None:
         return ""
+    if steps_redone > 0:
+        steps = counted(steps_redone, "step")
+        return f", from step {restart.from_step}: {steps} behind it are computed again"
     return f", from step {restart.from_step}: no step is lost"

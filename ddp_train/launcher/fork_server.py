@@ -28,7 +28,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,8 +47,12 @@ MODULE = ("-P", "-m")
 """How Python runs a module here. -P: the working folder does not come first; a worker puts it
 last."""
 WORKER = "ddp_train.runs.worker"
+RESCUE = "ddp_train.recovery.rescue"
+PROGRAMS = ([*MODULE, WORKER], [*MODULE, RESCUE])
+"""Modules that are run without an interpreter of their own."""
 POLL_SECONDS = 0.02
-MAX_DESCRIPTORS = 8
+MAX_DESCRIPTORS = 253
+"""SCM_MAX_FD of the kernel."""
 TITLE_BYTES = 1024
 """Space for a worker's command line, which replaces the server's in place."""
 log = logging.getLogger(__name__)
@@ -115,7 +119,7 @@ class ForkedWorker:
 
 def can_fork(program: list[str]) -> bool:
     """Whether what Python runs is forked: our worker, or a script without options of Python's."""
-    return program == [*MODULE, WORKER] or (len(program) == 1 and program[0].endswith(".py"))
+    return program in PROGRAMS or (len(program) == 1 and program[0].endswith(".py"))
 
 
 class ForkServer:
@@ -343,16 +347,18 @@ def _answer(connection: socket.socket, changed: dict[str, str]) -> None:
                 spec.environment.update(changed)
                 for name, number in spec.descriptors.items():
                     spec.descriptors[name] = own_numbers[number]
-            answer = unfit() or _fork(specs, {connection.fileno(), *received})
+            answer = unfit(received) or _fork(specs, {connection.fileno(), *received})
             _send(connection, answer, [])
             for descriptor in received:
                 os.close(descriptor)
 
 
-def unfit() -> str:
+def unfit(received: Collection[int] = ()) -> str:
     """Why this process must not fork; empty if it may.
 
     A child would lack its threads, and CUDA does not survive.
+
+    received: descriptors that it only hands on: memory of a GPU is a file of its driver.
     """
     import torch
 
@@ -363,6 +369,8 @@ def unfit() -> str:
         return "CUDA is initialized in it"
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     for link in links:
+        if int(link.name) in received:
+            continue
         name = str(link.readlink())
         if name.startswith("/dev/nvidia"):
             return f"it has opened {name}"
@@ -421,11 +429,14 @@ def _work(spec: WorkerSpec, descriptors: set[int], writing: int, between: int) -
         # `main` asks to be ended with its parent, which must be the launcher by then.
         while os.getppid() == between:
             time.sleep(0.001)
-        if spec.program != [*MODULE, WORKER]:
+        if spec.program not in PROGRAMS:
             os._exit(_run_script(spec))
-        sys.argv = [str(sys.modules[WORKER].__file__), *spec.arguments]
-        sys.modules["__main__"] = sys.modules[WORKER]  # loader processes that are spawned import it
-        sys.modules[WORKER].main()
+        module = importlib.import_module(spec.program[-1])
+        sys.argv = [str(module.__file__), *spec.arguments]
+        sys.modules["__main__"] = module  # loader processes that are spawned import it
+        module.main()
+    except SystemExit as end:
+        os._exit(end.code if isinstance(end.code, int) else 1)
     except BaseException:  # noqa: BLE001  as at the end of any program
         sys.stdout.flush()
         traceback.print_exc()

@@ -19,11 +19,14 @@ from ddp_train.launcher.attempt import Attempt, AttemptEnd, Launch
 from ddp_train.launcher.decide import End, FailedAttempt, History, Restart, decide, sentences
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkServer
+from ddp_train.launcher.rescue import KeptAttempt, rescue
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workload import Workload
 from ddp_train.linux import adopting_orphans
 from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report
+from ddp_train.resilience.held_devices import HeldDevices
+from ddp_train.resilience.kept_memory import KeptMemory
 from ddp_train.resilience.lost_ranks import Loss
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 from ddp_train.text import counted
@@ -50,12 +53,22 @@ def launch(
     """
     stop = stop or StopRequests()
     elastic = Elastic(config, at_another_number)
-    run = LocalRun(Launch(import_path, stop, server, elastic, workload))
+    memory = None
+    if config.mode == "train":
+        memory = KeptMemory.create(max([elastic.size.count, *elastic.size.counts]))
+    devices = None
+    if memory and config.device == "cuda":
+        devices = HeldDevices()
+    run = LocalRun(Launch(import_path, stop, server, elastic, workload, memory, devices))
     code = UNSAVED
     try:
         with stop.listening(), adopting_orphans():
             code = loopback.report_if_down(config, workload) or run.execute()
     finally:
+        if memory:
+            memory.close()
+        if devices:
+            devices.close()
         elastic.close(completed=code == 0)
         workload.page.write()
     return code
@@ -75,8 +88,10 @@ class LocalRun:
     def execute(self) -> int:
         """Make attempts until the run ends. Returns its exit code."""
         loss: Loss | None = None
+        kept: KeptAttempt | None = None
         for number in itertools.count():
-            ended = self._attempt(number, loss)
+            ended = self._attempt(number, loss, kept)
+            kept = ended.kept
             if ended.code == 0:
                 return 0
             if ended.code == SAVED and ended.is_for_change and not self.stop.received:
@@ -84,30 +99,65 @@ class LocalRun:
                 loss = None  # it is in the checkpoint
                 continue
             if ended.code in (SAVED, UNSAVED):
-                return self._end_stopped(ended)
+                is_rescued = kept is not None and self._rescue(kept)
+                return self._end_stopped(ended, is_rescued)
             failed = self._failed_attempt(ended)
             loss = self._loss(failed, ended.loss, loss)
+            size = self.elastic.size
             decision = self._decide(failed, ended)
-            self._print(ended, decision)
+            if ended.report:
+                is_fatal = isinstance(decision, End) or kept is None
+                ended.report.print(is_fatal=is_fatal)
+            # Other processes may see other GPUs than those that hold the memory.
+            goes_on_as_it_is = isinstance(decision, Restart) and self.elastic.size == size
+            if kept and not goes_on_as_it_is and not self._rescue(kept):
+                kept = None
+            self._say(decision, kept, loss)
             if isinstance(decision, End):
                 return decision.code
+            if not goes_on_as_it_is:
+                kept = None  # it is in a checkpoint
             if self.elastic.is_requested:
                 self._resize()
         raise AssertionError("unreachable: the loop has no end")
 
-    def _attempt(self, number: int, loss: Loss | None) -> AttemptEnd:
-        attempt = Attempt(self.launch, number, loss)
+    def _attempt(self, number: int, loss: Loss | None, kept: KeptAttempt | None) -> AttemptEnd:
+        attempt = Attempt(self.launch, number, loss, kept)
         with contextlib.closing(attempt):
             ended = attempt.run()
+        if ended.code not in (0, SAVED):
+            ended = dataclasses.replace(ended, kept=self._kept(ended))
         self.launch.workload.page.attempt_ended(saved=ended.code == SAVED)
         return ended
 
-    def _end_stopped(self, ended: AttemptEnd) -> int:
-        saved = ended.code == SAVED
-        if not saved or ended.is_for_change:  # no worker has said it
+    def _kept(self, ended: AttemptEnd) -> KeptAttempt | None:
+        memory = self.launch.memory
+        if memory is None:
+            return None
+        gpus = self.elastic.size.gpus_in_use()
+        return KeptAttempt.of(memory, self.launch.devices, self.run_dir, ended.is_saving, gpus)
+
+    def _rescue(self, kept: KeptAttempt) -> bool:
+        """Save what an attempt has kept, where no other follows. Returns whether it is saved."""
+        launch = self.launch
+        section = self.elastic.config.launch
+        return rescue(
+            kept,
+            self.run_dir,
+            launch.import_path,
+            launch.server if section.fork_server else None,
+            section.grace_seconds,
+            given_up=lambda: launch.stop.repeated,
+        )
+
+    def _end_stopped(self, ended: AttemptEnd, is_rescued: bool) -> int:
+        """Say that the run was stopped. is_rescued: what the workers had kept is saved."""
+        workers_saved = ended.code == SAVED
+        if not workers_saved or ended.is_for_change:  # no worker has said it
             config = self.elastic.config
+            saved = workers_saved or is_rescued
             self.stop.print_stopped(config, saved, self.launch.workload.translate)
-        return self.stop.exit_code(ended.code)
+        return self.stop.exit_code(SAVED if is_rescued else ended.code)
 
     def _loss(self, failed: FailedAttempt, loss: Loss | None, before: Loss | None) -> Loss | None:
         """The loss for the next attempt.
@@ -120,8 +170,11 @@ class LocalRun:
         if failure is not None:
             rank = loss.rank if failure.rank is None else failure.rank
             loss = dataclasses.replace(loss, kind=failure.kind, rank=rank)
-        has_left_a_checkpoint = failed.newest_checkpoint > self.history.newest_checkpoint
-        if has_left_a_checkpoint or (before and loss.at == before.at):
+        has_left_a_state = (
+            failed.newest_checkpoint > self.history.newest_checkpoint
+            or failed.kept_step is not None
+        )
+        if has_left_a_state or (before and loss.at == before.at):
             return loss
         return loss.after(before)
 
@@ -151,14 +204,15 @@ class LocalRun:
             by_signal=failure is not None and failure.rank in ended.killed_ranks,
             unreachable_gpus=self.elastic.unreachable_gpus(),
             newest_checkpoint=newest_step(self.run_dir),
-            saved_step=ended.saved_step,
+            kept_step=ended.kept.step if ended.kept else None,
             stop_requested=bool(self.stop.received),
         )
 
-    def _print(self, ended: AttemptEnd, decision: Restart | End) -> None:
-        if ended.report:
-            ended.report.print(is_fatal=isinstance(decision, End))
-        for sentence in sentences(decision, ended.saved_step, self.max_restarts):
+    def _say(self, decision: Restart | End, kept: KeptAttempt | None, loss: Loss | None) -> None:
+        """Print what follows a failure. kept: what goes on, or is saved."""
+        kept_step = kept.step if kept else None
+        redone = loss.step - kept.step if kept and loss else 0
+        for sentence in sentences(decision, kept_step, self.max_restarts, redone):
             print(self.launch.workload.translate(sentence), file=sys.stderr)
 
     def _resize(self) -> None:

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_train.data.batch_plan import MicroBatch
-from ddp_train.distributed.connections import StopFlag
 from ddp_train.distributed.process_group import from_all_ranks
-from ddp_train.errors import NonFiniteLossError, PeersLostError
+from ddp_train.errors import NonFiniteLossError
 from ddp_train.tasks.mean_loss import ExtraPayload, RunningLoss, is_finite
 from ddp_train.text import counted
 
@@ -77,8 +76,6 @@ class NonFiniteCheck:
         self.non_finite_samples: Callable[[MicroBatch], list[int]] | None = None
         """Finds the samples whose data are not finite; None: it is not known where they come
         from."""
-        self.peers: StopFlag | None = None
-        """Set if gradients may be what an aborted exchange left."""
         self.poison = Poison()
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         self.sentinel = min(trained or self.parameters, key=Tensor.numel)
@@ -91,12 +88,9 @@ class NonFiniteCheck:
         norm: of all gradients, if it is known.
 
         Raises NonFiniteLossError, on all ranks alike, if a loss is not finite and such steps are
-        not skipped, and PeersLostError if peers are lost.
+        not skipped.
         """
         scalar = norm.item() if norm is not None else self._scalar_to_check()
-        # Asked when the exchange is over: it is aborted after the flag is set.
-        if self.peers and self.peers.is_set:
-            raise PeersLostError
         if math.isfinite(scalar):
             return True
         culprits = self._culprits(step)
@@ -108,10 +102,6 @@ class NonFiniteCheck:
         log.warning("%s; the step is skipped (train.on_non_finite=skip)", error)
         self.losses.forget(step)
         return False
-
-    def steps_taken(self, steps_done: int) -> int:
-        """The number of steps that changed the weights, of those that the host has done."""
-        return steps_done
 
     def check_losses(self, steps_done: int) -> None:
         """Raise NonFiniteLossError if `allows` let a non-finite loss pass in any step so far. May
@@ -236,14 +226,8 @@ class DeviceNonFiniteCheck(NonFiniteCheck):
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateImportUsage]
                 [checked], self.stopped, self.one
             )
-            if self.peers:  # looked at once, after the exchange: the whole update does as it says
-                torch.maximum(self.stopped, self.peers.on_device, out=self.stopped)
             self.steps_skipped.add_(self.stopped)
         return True
-
-    def steps_taken(self, steps_done: int) -> int:
-        """The optimizer steps that were done and not skipped. Waits for the device."""
-        return steps_done - int(self.steps_skipped)
 
     def check_losses(self, steps_done: int) -> None:
         (flag,) = self.to_exchange(steps_done).collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,14 @@ class StepObserver:
 
     def after_update(self, steps_done: int) -> None:
         """Called after the optimizer step, which `steps_done` includes."""
+
+
+class StateCopies(Protocol):
+    """Copies of weights and moments that may still be made when the next update is queued."""
+
+    def before_update(self) -> None:
+        """Let the update wait for them, on the device. A captured step waits in each replay."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +102,10 @@ class Stepper:
         self.divisor: Callable[[], Tensor] | None = None
         self.norm: Tensor | None = None
         self.steps_done = 0
+        self.copies: StateCopies | None = None
+        """Copies of the state that are made beside the next step."""
+        self.travelling: list[ExtraPayload] = []
+        """Numbers that travel with each exchange of losses."""
         self.values = schedule.values(0)
         self.rates_set = self.rates_now()
         self.continue_from(0)
@@ -261,6 +273,8 @@ class Stepper:
 
     def update(self) -> None:
         """Make new weights from the gradients, and drop those: check, clip, step."""
+        if self.copies:
+            self.copies.before_update()
         if self.scaled:
             self.scaler.unscale_(self.optimizer)
         self.norm = None
@@ -310,7 +324,7 @@ class Stepper:
 
         Raises NonFiniteLossError if a loss was not finite.
         """
-        extras = [*further]
+        extras = [*further, *self.travelling]
         check = self.check_finite.to_exchange(self.steps_done)
         if check is not None:
             extras.insert(0, check)  # it may raise: the others then keep what they have

@@ -48,7 +48,7 @@ class Strategy(Protocol):
     checkpoint (`full_weights`) and their loading (`reader.load_model`), the optimizer's state
     (`Stepper.state`), the flag of a non-finite gradient (`NonFiniteCheck`; `mean_of_units` reaches
     all ranks in each step), evaluations, whose ranks may have different numbers of batches
-    (`evaluation_batches`), and recovery from a survivor's memory (`saver_of`).
+    (`evaluation_batches`), and what each rank keeps of a step (`live_state.state_of`).
     """
 
     def place(self, module: ModelWithTask) -> ModelWithTask:

@@ -1,5 +1,4 @@
-"""What a worker does for the case that another host is lost: it saves the state of the last
-completed step, and leaves.
+"""Another host is lost: each host that is left makes a checkpoint of what its ranks have kept.
 
 torchrun's agents then start the workers of all hosts that are left, which resume there. No process
 tells the others what to do: see resilience/lost_hosts.py.
@@ -9,126 +8,125 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ddp_train.checkpoints import reader
-from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
-from ddp_train.checkpoints.layout import places, read_manifest
-from ddp_train.distributed.connections import break_connections
+import torch
+from torch import Tensor
+
+from ddp_train.checkpoints.layout import newest_step
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.distributed.process_group import Store, buffer_places, gather_later
 from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
-from ddp_train.engine.step_observers import LossPublisher
-from ddp_train.errors import DataError
-from ddp_train.recovery.exchanged_state import ExchangedState
-from ddp_train.recovery.just_in_time import JustInTime
-from ddp_train.recovery.rank_state import PublishedState, RankState, StateOnDevice
-from ddp_train.recovery.survivor import MARK, Survivor
+from ddp_train.errors import LaunchError
+from ddp_train.optim.stepper import StepObserver, Stepper
+from ddp_train.recovery.live_state import buffers_at
+from ddp_train.recovery.rescue import rescue
 from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.failure import is_peer_error
-from ddp_train.resilience.heartbeat import SAVED, RankStatus, StatusBoard
-from ddp_train.text import first_line
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.resilience.kept_memory import KeptMemory
+from ddp_train.tasks.mean_loss import RunningLoss
 
 log = logging.getLogger(__name__)
 
 
-def saver_of(
-    job: Job,
-    checkpoint_hook: CheckpointHook,
-    run_dir: Path,
-    world: World,
-    status: RankStatus,
-    board: StatusBoard | None,
-    host_range: str | None,
-) -> JustInTime | LostHost | None:
-    """What saves the state of a survivor; None where there is none, or nobody starts others in its
-    place.
+def reason_not_kept(job: Job) -> str:
+    """Why the loss of a host costs the steps since the last checkpoint; empty if it does not."""
+    if job.stepper.device != "cpu":
+        return "on GPUs memory is kept on one host only"
+    if job.stepper.average and any(b.is_floating_point() for b in job.module.buffers()):
+        return (
+            "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
+        )
+    if job.stepper.check_finite.skip:
+        return "train.on_non_finite=skip takes back what was sent of a step"
+    return ""
 
-    board: of our own launcher; None under torchrun.
-    host_range: of torchrun's agents; None for a fixed number.
+
+def memory_of_host(world: World, store: Store) -> KeptMemory | None:
+    """Memory that the ranks of a host share, and that lasts as long as one of them.
+
+    None where there can be none.
     """
-    if world.size == 1 or not job.strategy.replicates or not (board or host_range):
+    key = f"kept_memory/{world.attempt}/{world.rank - world.local_rank}"
+    if world.is_local_leader:
+        memory = KeptMemory.create(world.local_size)
+        store.set(key, f"{os.getpid()} {memory.descriptor}" if memory else "")
+        return memory
+    place = store.get(key).decode()
+    if not place:
         return None
-    rank = world.rank
-    on_cpu = job.stepper.device == "cpu"
-    if board and not on_cpu:
-        device_state = StateOnDevice(board, rank, job.stepper.device)
-        return JustInTime(board, rank, run_dir, checkpoint_hook, device_state)
-    rank_state = PublishedState(board, rank) if board else ExchangedState()
-    if on_cpu:
-        publisher = LossPublisher(job.stepper.losses, rank_state.publish)
-        # First: what it waits for before an update counts to the backward pass.
-        job.stepper.observers.insert(0, publisher)
-    if board:
-        return JustInTime(board, rank, run_dir, checkpoint_hook, rank_state)
-    return LostHost(rank, run_dir, checkpoint_hook, rank_state, status)
+    pid, number = place.split()
+    return KeptMemory(os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC))
 
 
-class LostHost:
-    """Saves the state of a completed step if a peer is lost."""
+class OwnNumbers(StepObserver):
+    """Sends with each step what each rank alone has, its buffers and its losses, to all ranks.
 
-    def __init__(
-        self,
-        rank: int,
-        run_dir: Path,
-        checkpoint_hook: CheckpointHook,
-        rank_state: RankState,
-        status: RankStatus,
-    ) -> None:
-        """The parameters are those of `Survivor`."""
-        self.run_dir = run_dir
-        self.rank_state = rank_state
-        self.status = status
-        self.survivor = Survivor(rank, run_dir, checkpoint_hook, rank_state, status)
+    Numbers of step s+1 are sent after its last forward pass, beside its gradients, and have arrived
+    before its update: who has completed s+1 has those of all ranks after s+1.
+    """
 
-    @contextlib.contextmanager
-    def saving_on_loss(self, job: Job, hooks_owed: bool) -> Iterator[None]:
-        """A context in which the loss of a peer makes this process save; the error is raised.
+    def __init__(self, job: Job) -> None:
+        self.losses: RunningLoss = job.stepper.losses
+        self.places = buffer_places(job.module)
+        self.finish: Callable[[], Tensor] | None = None
+        self.of_ranks = torch.empty(0)
+        """[ranks, OWN_HEAD + n], float64."""
 
-        hooks_owed: those of `job.step` have not acted yet.
-        """
-        reason = self.rank_state.reason_unavailable(job)
-        if reason:
-            log.info("if a host is lost, the run restarts from its last checkpoint: %s", reason)
-        else:
-            self.rank_state.begin(job)
-            self.survivor.surround_hooks(job)
-        try:
-            yield
-        except RuntimeError as error:
-            if is_peer_error(error):
-                break_connections()  # peers that wait for this rank learn of it
-                # torchrun's agent asks the workers of all hosts to stop once that of the dead rank
-                # wants to join again: if rank 0, which serves the store, obeyed, the others would
-                # take it for the lost one.
-                job.stop.leave_after_report()
-                with lost_hosts.one_at_a_time(self.run_dir):
-                    lost_hosts.note_loss(self.run_dir, job.step)
-                    if not reason:
-                        self._save(job, error)
-            raise
-
-    def _save(self, job: Job, error: RuntimeError) -> None:
-        if not self.rank_state.is_intact(job, self.status.phase, of_peer=True):
+    def before_backward(self, loss: Tensor, units: Tensor | None, micro_batch: MicroBatch) -> None:
+        if not micro_batch.is_last:
             return
-        for parameter in job.module.parameters():
-            parameter.grad = None  # partial sums
-        try:
-            if self._is_saved(job.step) or self.survivor.save(job):
-                log.info("a host is lost: step %d is saved (%s)", job.step, first_line(error))
-                self.status.recovery.state = SAVED
-        except Exception as failure:  # noqa: BLE001  whatever it is, another survivor may be able to
-            log.warning("step %d could not be saved: %s", job.step, failure)
+        known = self.losses.known_with(
+            loss.item(), Stepper.units_seen(units, micro_batch), micro_batch
+        )
+        buffers = [b for b in buffers_at(self.places) if b.is_floating_point()]
+        head = torch.tensor([known.sum, known.units], dtype=torch.float64)
+        self.finish = gather_later(torch.cat([head, *(b.double().flatten() for b in buffers)]))
 
-    def _is_saved(self, step: int) -> bool:
-        """Whether another survivor was here before, and had done as many steps."""
-        for place in places(self.run_dir):
-            with contextlib.suppress(DataError, OSError, ValueError):
-                manifest = read_manifest(place)
-                if (
-                    manifest["step"] >= step
-                    and manifest.get(MARK)
-                    and reader.find(str(place), place)
-                ):
-                    return True
+    def before_update(self) -> None:
+        assert self.finish
+        self.of_ranks = self.finish()
+
+
+@contextlib.contextmanager
+def saving_on_loss(
+    job: Job, memory: KeptMemory | None, run_dir: Path, world: World, status: RankStatus
+) -> Iterator[None]:
+    """A context in which the loss of a peer makes the ranks of a host save what they have kept.
+
+    The error is raised.
+
+    memory: None if nothing is kept.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_peer_error(error):
+            # torchrun's agent asks the workers of all hosts to stop once that of the dead rank
+            # wants to join again: if rank 0, which serves the store, obeyed, the others would take
+            # it for the lost one.
+            job.stop.leave_after_report()
+            with lost_hosts.one_at_a_time(run_dir):
+                lost_hosts.note_loss(run_dir, job.step)
+                if memory and _save(memory, run_dir, world.local_size, bool(status.saving)):
+                    status.has_saved = 1
+        raise
+
+
+def _save(memory: KeptMemory, run_dir: Path, ranks: int, is_saving: bool) -> bool:
+    """Make a checkpoint of what the ranks of this host have kept, unless there is one of that step.
+
+    Returns whether there is one now.
+    """
+    step = memory.newest_step(ranks)
+    try:
+        if step is not None and step > newest_step(run_dir):
+            step = rescue(memory, {}, run_dir, ranks, is_saving)
+    except LaunchError as failure:  # another host may be able to
+        log.warning("what was kept could not be saved: %s", failure)
         return False
+    return step is not None

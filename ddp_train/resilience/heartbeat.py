@@ -52,15 +52,6 @@ PHASES = (
 """In the order in which they follow a completed step: of ranks at the same step, the one in the
 earliest phase is furthest behind."""
 PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
-STARTING, TRAINING, STOPPED, SAVED, NOT_SAVED = range(5)
-"""What a worker has to offer a launcher that has lost another one (resilience/lost_ranks.py):
-nothing yet; it trains; it has stopped with the state of its `step` intact; that state is saved; it
-could not be saved."""
-NO_ORDER, STOP, SAVE = range(3)
-"""What the launcher orders a worker to do."""
-ROW_BYTES = 3 * 2**24
-"""Size of a rank's row behind the statuses, for three copies of 16 MiB. Only what is written takes
-memory."""
 
 
 class StatusSnapshot(NamedTuple):
@@ -88,26 +79,13 @@ def _numbers(*names: str) -> tuple[tuple[str, type[ctypes.c_int64]], ...]:
     return tuple((name, ctypes.c_int64) for name in names)
 
 
-class RecoveryMailbox(ctypes.Structure):
-    """State of a worker, and order of its launcher, once another worker is lost."""
-
-    _fields_ = _numbers("state", "order", "acted")
-    state: int
-    """STARTING, TRAINING, STOPPED, SAVED or NOT_SAVED; the worker sets it."""
-    order: int
-    """NO_ORDER, STOP or SAVE; the launcher sets it."""
-    acted: int
-    """The last step after which all hooks have acted that were due; the worker sets it."""
-
-
 class RankStatus(ctypes.Structure):
     """Step and phase of a worker, as a C structure in shared memory."""
 
     _fields_ = (
         *_numbers("beats", "step", "batches", "resident_bytes", "saving", "phase_number"),
         *_numbers("_announced_code", "reported_code", "heeds_stop", "goes_on", "is_done"),
-        *_numbers("is_examined", "exchanged_step", "left_out_from", "left_out_to"),
-        ("recovery", RecoveryMailbox),
+        *_numbers("is_examined", "exchanged_step", "left_out_from", "left_out_to", "has_saved"),
     )
     step: int
     batches: int
@@ -139,13 +117,12 @@ class RankStatus(ctypes.Structure):
     """The first of the last steps of a session that the worker has left without an exchange."""
     left_out_to: int
     """The last of them."""
-    recovery: RecoveryMailbox
+    has_saved: int
+    """1 once this worker has saved what was kept, since another host is lost."""
 
     # Not shared with the launcher:
     on_hang: Callable[[], None] | None = None
     """Called once, by the thread that beats, when the launcher has found a hang."""
-    on_stop: Callable[[], None] | None = None
-    """Called once, by the thread that beats, when the launcher has ordered a stop."""
     fetching: Sequence[Any] = ()
     """The micro-batches that loader processes are preparing, the next one first."""
 
@@ -207,10 +184,6 @@ class RankStatus(ctypes.Structure):
         threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
     def obey_launcher(self) -> None:
-        if self.recovery.order and self.on_stop:
-            on_stop = self.on_stop
-            self.on_stop = None
-            on_stop()
         if self.is_examined and self.on_hang:
             on_hang = self.on_hang
             self.on_hang = None
@@ -219,39 +192,25 @@ class RankStatus(ctypes.Structure):
 
 
 class StatusBoard:
-    """The status of all ranks of a host, and a row of bytes for each.
+    """The status of all ranks of a host.
 
-    They are in an anonymous file (memfd), which exists as long as a process has it open.
+    It is in an anonymous file (memfd), which exists as long as a process has it open.
     """
 
     def __init__(self, descriptor: int, ranks: int) -> None:
         self.descriptor = descriptor
         size = ctypes.sizeof(RankStatus) * ranks
         statuses = (RankStatus * ranks).from_buffer(mmap.mmap(descriptor, size))
-        # One object for each rank: an array makes a new one whenever it is asked, and `on_stop`
+        # One object for each rank: an array makes a new one whenever it is asked, and `on_hang`
         # belongs to an object.
         self.ranks = list(statuses)
-        pages = -(-size // mmap.ALLOCATIONGRANULARITY)
-        self.rows_begin = pages * mmap.ALLOCATIONGRANULARITY
-
-    def row(self, rank: int, size: int) -> mmap.mmap:
-        """The first `size` bytes of a rank's row, at most ROW_BYTES: they outlive its process."""
-        return mmap.mmap(self.descriptor, size, offset=self.rows_begin + rank * ROW_BYTES)
 
     @classmethod
     def create(cls, ranks: int) -> StatusBoard:
         """A new board, whose file descriptor the workers inherit."""
         descriptor = os.memfd_create("rank_status")
         os.ftruncate(descriptor, ctypes.sizeof(RankStatus) * ranks)
-        board = cls(descriptor, ranks)
-        # A limit on the size of files (ulimit -f) leaves no room for the rows. They are sparse:
-        # memory is taken when it is written.
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, board.rows_begin + ranks * ROW_BYTES)
-        return board
-
-    def has_rows(self) -> bool:
-        return os.fstat(self.descriptor).st_size > self.rows_begin
+        return cls(descriptor, ranks)
 
     def close(self) -> None:
         os.close(self.descriptor)

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from ddp_train.distributed.world import World
-from ddp_train.errors import PeersLostError
 from ddp_train.resilience.heartbeat import RankStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -62,7 +61,6 @@ class Phase(enum.Enum):
     TRAINING = "no rank is asked to stop"
     REQUESTED = "a rank is asked to stop; the last step is not known"
     DECIDED = "the last step is known"
-    IN_VAIN = "a rank was lost before the last step was known"
 
 
 class Event(enum.Enum):
@@ -71,19 +69,15 @@ class Event(enum.Enum):
     REQUEST = "a signal, or another rank's request in the store"
     AGREEMENT = "all ranks agree on the last step"
     CUT_OFF = "an evaluation was cut off: all ranks end at its step"
-    LOSS = "a rank is lost"
 
 
 NEXT_PHASE = {
     (Phase.TRAINING, Event.REQUEST): Phase.REQUESTED,
     (Phase.TRAINING, Event.CUT_OFF): Phase.DECIDED,
-    (Phase.TRAINING, Event.LOSS): Phase.IN_VAIN,
     (Phase.REQUESTED, Event.AGREEMENT): Phase.DECIDED,
     (Phase.REQUESTED, Event.CUT_OFF): Phase.DECIDED,
-    (Phase.REQUESTED, Event.LOSS): Phase.IN_VAIN,
 }
 """In every other case the phase stays."""
-SETTLED = (Phase.DECIDED, Phase.IN_VAIN)
 
 
 class Stage(enum.IntEnum):
@@ -91,13 +85,11 @@ class Stage(enum.IntEnum):
 
     LISTENING = 0
     """It trains, and obeys signals."""
-    RELEASED = 1
-    """It ends with a failure: a stop without an agreement must not end it sooner."""
-    LEAVING = 2
+    LEAVING = 1
     """It ends with a failure that it still has to report: no later signal must end it."""
-    OVER = 3
+    OVER = 2
     """It ignores signals; it still answers the requests of other ranks."""
-    CLOSED = 4
+    CLOSED = 3
     """It answers nobody."""
 
 
@@ -121,7 +113,7 @@ class StopController:
         self.requested = threading.Event()
         """Set by the first request. It wakes the second thread."""
         self.settled = threading.Event()
-        """Set in a settled phase, for which training waits at the limit."""
+        """Set once the last step is known, for which training waits at the limit."""
         self.deciding = threading.Lock()
         """Held while `phase`, `limit` and `last_step` change together."""
         self.agreeing: threading.Thread | None = None
@@ -138,8 +130,6 @@ class StopController:
         """
         if step >= self.limit:
             self.settled.wait()
-            if self.phase is Phase.IN_VAIN:
-                raise PeersLostError
         return step < self.limit
 
     @contextlib.contextmanager
@@ -198,12 +188,9 @@ class StopController:
         threading.Thread(target=self._read_signals, args=(read_end,), daemon=True).start()
         return write_end
 
-    def release(self) -> None:
-        """Let the failure of this process decide how it ends, whatever is requested."""
-        self._rise(Stage.RELEASED)
-
     def leave_after_report(self) -> None:
-        """As `release`; a signal that comes before the report is ignored too."""
+        """Let the failure of this process decide how it ends, whatever is requested; a signal that
+        comes before the report is ignored."""
         self._rise(Stage.LEAVING)
 
     def close(self) -> None:
@@ -220,7 +207,7 @@ class StopController:
     def _advance(self, event: Event) -> None:
         """Take the stop to its next phase. To be called with `deciding` held."""
         self.phase = NEXT_PHASE.get((self.phase, event), self.phase)
-        if self.phase in SETTLED:
+        if self.phase is Phase.DECIDED:
             self.settled.set()
 
     def request_stop(self, number: int) -> None:
@@ -249,7 +236,7 @@ class StopController:
         while True:
             step = status.step
             with self.deciding:
-                if self.phase in SETTLED:  # `end_at`: other ranks still wait for an answer
+                if self.phase is Phase.DECIDED:  # `end_at`: other ranks still wait for an answer
                     return self.last_step
                 self.limit = step + 1
             if status.step == step:
@@ -263,12 +250,6 @@ class StopController:
         with self.deciding:
             self.last_step = self.limit = step
             self._advance(Event.CUT_OFF)
-
-    def end_waiting(self) -> None:
-        """End the wait for an agreement, from any thread, once a rank is lost: its answer will not
-        come, and a rank that waits for it is in no collective that would fail."""
-        with self.deciding:
-            self._advance(Event.LOSS)
 
     def _read_signals(self, read_end: int) -> None:
         """Turn signals into requests until the pipe is closed. The first thread."""

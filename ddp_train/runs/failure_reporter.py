@@ -16,7 +16,6 @@ from ddp_train.errors import LaunchError, NonFiniteLossError
 from ddp_train.performance.memory_snapshot import VIEWER, snapshot_file
 from ddp_train.resilience import failure_report, lost_hosts, peer_check
 from ddp_train.resilience.failure import Failure, failure_from, is_peer_error
-from ddp_train.resilience.heartbeat import SAVED
 from ddp_train.resilience.stdio import TolerantStream
 from ddp_train.runs.worker_process import WorkerProcess
 
@@ -130,7 +129,7 @@ class FailureReporter:
 
     def _publish(self, failure: Failure, trace: str, of_peer: bool) -> None:
         """Tell the user, the launcher and torchrun's agent."""
-        is_saved = self.status.recovery.state == SAVED
+        is_saved = bool(self.status.has_saved)
         run_continues = self.hosts_may_leave and is_saved and restarts_left()
         report = failure_report.Report(failure, trace)
         report.print(is_fatal=not run_continues, stream=self.terminal)
@@ -142,5 +141,5 @@ class FailureReporter:
                 lost_hosts.note_loss(self.run_dir, rank=failure.rank)
             if is_saved:
                 step = max((step_of(place) for place in places(self.run_dir)), default=0)
-                self.terminal.write(f"step {step} is saved: a surviving rank had it\n")
+                self.terminal.write(f"step {step} is kept: it lay outside the processes\n")
                 self.terminal.flush()

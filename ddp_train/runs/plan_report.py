@@ -16,6 +16,7 @@ from ddp_train.optim.config import BuiltInOptimizerConfig
 from ddp_train.options.custom import CustomScheduleConfig
 from ddp_train.options.schema import Config
 from ddp_train.options.sections import TrainConfig, TuningConfig
+from ddp_train.recovery.state_row import state_row
 from ddp_train.scored_sets import KINDS, VALIDATION
 from ddp_train.tasks.task import Task
 from ddp_train.telemetry.rates import Rates, shown_flops
@@ -53,6 +54,8 @@ class PlanFacts:
     """Why the training set, a stream, does not go on by a state of its own; "" if it does."""
     stand_ins_count: bool = False
     """See `Job`."""
+    is_kept: bool = False
+    """The state is kept outside the processes."""
 
 
 def plan_rows(facts: PlanFacts) -> dict[str, str]:
@@ -86,6 +89,7 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
     if facts.rates.flops_per_sample:
         rows["compute"] = _compute_row(facts.rates.flops_per_sample, facts.rates.peak_flops, plan)
     rows |= tuning_rows(config.tuning, config.reasons)
+    rows["state"] = state_row(config, facts.is_kept)
     if config.tracker.classes:
         rows["trackers"] = ", ".join(config.tracker.classes)
     rows["run directory"] = str(config.run_dir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -74,9 +75,15 @@ from ddp_train.options.custom import CustomOption
 from ddp_train.options.custom import hooks_of as hooks_named_by
 from ddp_train.options.schema import Config
 from ddp_train.parallel.sync_batch_norm import cost_of, own_statistics
-from ddp_train.recovery.just_in_time import RecoveryHook
-from ddp_train.recovery.lost_host import saver_of
-from ddp_train.resilience import lost_hosts
+from ddp_train.recovery.kept_state import StateKeeper
+from ddp_train.recovery.lost_host import (
+    OwnNumbers,
+    memory_of_host,
+    reason_not_kept,
+    saving_on_loss,
+)
+from ddp_train.recovery.recovery_hook import RecoveryHook
+from ddp_train.resilience import lost_hosts, run_lock
 from ddp_train.runs import display_facts, mirror_run
 from ddp_train.runs.context import RunContext
 from ddp_train.runs.plan_report import PlanFacts, plan_rows, selects_by_test
@@ -87,6 +94,8 @@ from ddp_train.telemetry.trackers.scalars import plain_values
 from ddp_train.telemetry.trackers.tracker import TrackedRun
 from ddp_train.telemetry.trackers.tracking import Tracking
 from ddp_train.text import counted
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,7 +119,7 @@ class StartingPoint:
 
     @property
     def owes_hooks(self) -> bool:
-        """True if a survivor saved this step before its hooks had acted."""
+        """True if this step was kept before its hooks had acted."""
         return bool(self.manifest.get("hooks_owed"))
 
 
@@ -257,6 +266,7 @@ class Training:
         optimizer = job.stepper.optimizer
         return PlanFacts(
             config=self.run.config,
+            is_kept=self.run.worker.kept_memory is not None,
             plan=job.plan,
             task=job.module.task,
             parameters=counts["all"],
@@ -309,7 +319,7 @@ class Training:
 
     @contextlib.contextmanager
     def _surroundings(self) -> Iterator[None]:
-        """Inside, stop requests are heard, user hooks are entered, and lost peers are survived."""
+        """Inside, stop requests are heard, user hooks are entered, and steps are kept."""
         run = self.run
         worker = run.worker
         connection = worker.store.clone() if worker.store else None
@@ -325,19 +335,50 @@ class Training:
             run.status.phase = "hook"
 
     def _recovery(self) -> AbstractContextManager[None]:
+        """A context in which the state after each step is kept, where others could take it up."""
         run = self.run
-        saver = saver_of(
-            self.job,
-            self.checkpoint_hook,
-            run.run_dir,
-            run.world,
-            run.status,
-            run.worker.board,
-            run.config.host_range,
-        )
-        if saver is None:
-            return contextlib.nullcontext()
-        return saver.saving_on_loss(self.job, self.owes_hooks)
+        world = run.world
+        memory = run.worker.kept_memory
+        if memory:
+            keeper = StateKeeper(memory, world.local_rank, world.local_size, self._hooks_change_it)
+            return self._kept_by(keeper)
+        if run.config.host_range and world.size > 1:
+            return self._recovery_on_hosts()
+        return contextlib.nullcontext()
+
+    def _kept_by(self, keeper: StateKeeper) -> AbstractContextManager[None]:
+        owner = run_lock.owner(self.run.run_dir / run_lock.FILE)
+        return keeper.keeping(self.job, self.checkpoint_hook, self.owes_hooks, owner)
+
+    @property
+    def _hooks_change_it(self) -> bool:
+        """Whether hooks may change the state of the job: those of the user may."""
+        return bool(self.user_hooks.acting)
+
+    @contextlib.contextmanager
+    def _recovery_on_hosts(self) -> Iterator[None]:
+        run = self.run
+        job = self.job
+        memory = None
+        keeping: AbstractContextManager[None] = contextlib.nullcontext()
+        reason = reason_not_kept(job)
+        if reason:
+            log.info("if a host is lost, the run restarts from its last checkpoint: %s", reason)
+        elif run.worker.store:
+            memory = memory_of_host(run.world, run.worker.store)
+        if memory:
+            numbers = OwnNumbers(job)
+            job.stepper.observers.insert(0, numbers)
+            keeper = StateKeeper(
+                memory,
+                run.world.local_rank,
+                run.world.local_size,
+                self._hooks_change_it,
+                lambda: numbers.of_ranks,
+            )
+            keeping = self._kept_by(keeper)
+        with saving_on_loss(job, memory, run.run_dir, run.world, run.status), keeping:
+            yield
 
     def _final_scores(self) -> Scores | None:
         """The scores of the final weights by set; None if a stop request ended an evaluation."""

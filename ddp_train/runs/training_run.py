@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,11 @@ from ddp_train.assembly.checkpoint_model import find_checkpoint
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.config.user_code import build_trackers
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.process_group import local_leader_first
+from ddp_train.distributed.environment import rescue_task
+from ddp_train.distributed.process_group import barrier, local_leader_first
+from ddp_train.errors import LaunchError
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
+from ddp_train.recovery.rescue import rescue_before
 from ddp_train.runs import mirror_run
 from ddp_train.runs.context import RunContext
 from ddp_train.runs.inference_run import InferenceRun
@@ -20,6 +24,8 @@ from ddp_train.runs.summary import write as write_summary
 from ddp_train.runs.training import StartingPoint, Training
 from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.telemetry.trackers.tracking import Tracking, open_trackers
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class TrainingRun(RunContext):
 
         Returns the summary, which is published unless later processes continue the run.
         """
+        self._rescue()
         note = mirror_run.fetch(self.config, self.world, self.device, self.status)
         if note:
             self.display.line(note)
@@ -87,6 +94,18 @@ class TrainingRun(RunContext):
                 self.publish(summary)
             tracking.finish(summary)
         return summary
+
+    def _rescue(self) -> None:
+        """Make a checkpoint of what the attempt before has kept, if it has."""
+        task = rescue_task()
+        if task is None:
+            return
+        if self.world.is_leader:
+            try:
+                rescue_before(task, self.worker.kept_memory, self.run_dir)
+            except LaunchError as error:
+                log.warning("what was kept cannot be saved: %s", error)
+        barrier(self.device)
 
     def _train_from(
         self, start: StartingPoint, splits: Splits, tracking: Tracking

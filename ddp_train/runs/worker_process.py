@@ -23,6 +23,7 @@ from ddp_train.errors import LaunchError, PeerError, WriteError
 from ddp_train.linux import end_with_parent
 from ddp_train.performance.memory_snapshot import snapshot_file, take_when_out_of_memory
 from ddp_train.resilience import collectives, heartbeat, peer_check, stacks
+from ddp_train.resilience.kept_memory import KeptMemory
 from ddp_train.resilience.whole_files import write_bytes
 
 WATCHED_SECONDS = 20 * 24 * 3600.0
@@ -42,6 +43,8 @@ class WorkerProcess:
         self.run_dir = run_dir
         self.world = world
         self.board, self.status = heartbeat.status_on_board(world)
+        self.kept_memory = KeptMemory.inherited()
+        """In which the state of this host's ranks is kept, if our launcher has such."""
         self.log_file = run_dir / "logs" / f"rank_{world.rank}.log"
         self.store: Store | None = None
         """The key-value store that all processes share, once this one has joined them."""

@@ -288,6 +288,33 @@ class LoggedNumbers:
             if moment is None
         ]
 
+    @property
+    def is_used(self) -> bool:
+        """Whether this process has numbers that no line has."""
+        return bool(self._here or self._all)
+
+    def kept(self) -> list[list[Any]]:
+        """What this process has logged and no exchange has yet, for memory that outlives it.
+
+        Waits for the device.
+        """
+        parts: dict[str, list[Series]] = {}
+        for step, moment, entry in self._here:
+            if moment is None:
+                part = Series(entry.rule, step, entry.total, entry.count)
+                parts.setdefault(entry.name, []).append(part)
+        series = {name: Series.of(of_name) for name, of_name in parts.items()}
+        return [[name, str(one.rule), *one.plain()] for name, one in series.items()]
+
+    def add_kept(self, of_ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
+        """Add what `kept` returned on each rank."""
+        parts: dict[str, list[Series]] = {}
+        for of_rank in of_ranks:
+            for name, rule, step, count, total in of_rank:
+                parts.setdefault(name, []).append(Series(Rule(rule), step, total, count))
+        for name, of_name in parts.items():
+            self._take((name, None), of_name)
+
     def load_state(self, state: Sequence[Sequence[Any]]) -> None:
         self._all = {
             (name, None): Series(Rule(rule), step, total, count)

@@ -216,7 +216,8 @@ def wait(stage: Stage, job: Running, training: bool = False) -> bool:
         except (AssertionError, OSError):
             return False
         try:
-            while job.process.poll() is None and not any(one.recovery.order for one in board.ranks):
+            there = [Path("/proc", str(pid)) for pid in ranks_of(job).values()]
+            while job.process.poll() is None and all(worker.exists() for worker in there):
                 one = board.ranks[rank]
                 begun = not training or all(
                     each.batches > 1 for each in board.ranks

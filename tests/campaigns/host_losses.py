@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.resilience.test_lost_hosts import NET, Elastic
+from tests.recovery.test_lost_hosts import NET, Elastic
 from tests.support.commands import metrics, read
 from tests.support.netlab import NetLab
 

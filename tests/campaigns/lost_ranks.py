@@ -73,6 +73,13 @@ class Outcome:
 
 def board_of(job: Running, ranks: int) -> StatusBoard:
     """The status board that the launcher shares with its workers at present."""
+    board = board_if_running(job, ranks)
+    assert board, f"the run is over: {job.said()}"
+    return board
+
+
+def board_if_running(job: Running, ranks: int) -> StatusBoard | None:
+    """The same; None once the run is over."""
     found: list[StatusBoard] = []
 
     def there() -> bool:
@@ -83,18 +90,19 @@ def board_of(job: Running, ranks: int) -> StatusBoard:
         return bool(found) or job.process.poll() is not None
 
     wait_until(there, "status board")
-    assert found, f"the run is over: {job.said()}"
-    return found[0]
+    return found[0] if found else None
 
 
 def kill(job: Running, ranks: int, what: Kill) -> str:
     """Does it. Returns what was killed; empty if the run was over before."""
     while job.process.poll() is None:
         # looking takes 20 ms: not when the moment has come
-        board = board_of(job, ranks)
+        board = board_if_running(job, ranks)
+        if board is None:
+            break
         workers = ranks_of(job)
         try:
-            if what.rank in workers and _reached(job, board, what):
+            if what.rank in workers and _reached(job, board, what, workers[what.rank]):
                 return _strike(job, what, board, workers)
         finally:
             board.close()
@@ -102,11 +110,13 @@ def kill(job: Running, ranks: int, what: Kill) -> str:
     return ""
 
 
-def _reached(job: Running, board: StatusBoard, what: Kill) -> bool:
+def _reached(job: Running, board: StatusBoard, what: Kill, pid: int) -> bool:
     """Tell whether the moment has come; False too if the attempt of this board has ended."""
     status = board.ranks[what.rank]
+    worker = Path("/proc", str(pid))
     while not (status.step >= what.step and status.phase == what.phase):
-        if job.process.poll() is not None or any(other.recovery.order for other in board.ranks):
+        if job.process.poll() is not None or not worker.exists():
+            time.sleep(0.01)
             return False
         time.sleep(0.0005)  # phases last 10 ms, and whoever looks all the time slows the ranks down
     return True

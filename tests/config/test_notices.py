@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp_train.config.prepare import prepare
+from ddp_train.distributed.world import World
 from tests.support.commands import PROGRAM
 from tests.support.configs import (
     checkpoint_of,
@@ -65,6 +66,35 @@ pytestmark = pytest.mark.usefixtures("folder_without_gpus")
 def test_a_switch_without_effect_is_noted(line: str, notice: str) -> None:
     (told,) = prepare(PROGRAM, [*line.split(" "), "run_dir=run"], None).notices
     assert told.startswith(notice)
+
+
+@pytest.mark.parametrize(
+    ("words", "world", "told"),
+    [
+        (["launch.nproc_per_node=2"], None, []),
+        (
+            [],
+            World(0, 2, 0, 2),
+            [
+                "under torchrun a lost process costs the steps since the last checkpoint; `python"
+                " launch.py` without torchrun loses none"
+            ],
+        ),
+        (
+            ["launch.nnodes=2", "launch.rdzv_endpoint=a:1"],
+            None,
+            [
+                "launch.nnodes=2: a lost process costs the steps since the last checkpoint;"
+                " launch.nnodes=2:2 loses none"
+            ],
+        ),
+        (["launch.nnodes=2:2", "launch.rdzv_endpoint=a:1", "launch.max_restarts=1"], None, []),
+    ],
+)
+def test_what_a_lost_process_costs_is_said(
+    words: list[str], world: World | None, told: list[str]
+) -> None:
+    assert prepare(PROGRAM, [*words, "run_dir=run"], world).notices == told
 
 
 @pytest.mark.slow

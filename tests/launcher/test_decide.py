@@ -49,7 +49,7 @@ SECOND_OF_RANK_3 = replace(NEW, restarts_used=1, device_failures={"3": 1})
 TWICE_THE_SAME = replace(NEW, signature=failed().signature(), repeats=2)
 TABLE = {
     "the first failure": (failed(), NEW, FOUR, restart(FOUR, 1)),
-    "a survivor has saved": (failed(saved_step=7), NEW, FOUR, restart(FOUR, 1, from_step=7)),
+    "a survivor has saved": (failed(kept_step=7), NEW, FOUR, restart(FOUR, 1, from_step=7)),
     "the last restart": (failed(), replace(NEW, restarts_used=1), FOUR, restart(FOUR, 2)),
     "no restart is left": (failed(), replace(NEW, restarts_used=2), FOUR, End(70, EXHAUSTED)),
     "a new checkpoint refills the budget": (
@@ -62,7 +62,7 @@ TABLE = {
     "broken data": (failed(code=65), NEW, FOUR, End(65)),
     "a disk that takes nothing": (failed(code=73), NEW, FOUR, End(73)),
     "broken data, though a survivor has saved": (
-        failed(code=65, saved_step=7),
+        failed(code=65, kept_step=7),
         NEW,
         FOUR,
         End(65),
@@ -222,14 +222,14 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("decision", "saved_step", "lines"),
+    ("decision", "kept_step", "lines"),
     [
         (restart(FOUR, 1), None, ["restarting (1 of 3 restarts)"]),
         (
             restart(FOUR, 2, from_step=7),
             7,
             [
-                "step 7 is saved: a surviving rank had it",
+                "step 7 is kept: it lay outside the processes",
                 "restarting (2 of 3 restarts), from step 7: no step is lost",
             ],
         ),
@@ -242,7 +242,7 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
             replace(without_device(Size(1), "GPU a is gone", End(70)), from_step=7),
             7,
             [
-                "step 7 is saved: a surviving rank had it",
+                "step 7 is kept: it lay outside the processes",
                 "continuing with 1 process, from step 7: no step is lost; GPU a is gone",
             ],
         ),
@@ -252,13 +252,20 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
             End(70, "it is enough"),
             7,
             [
-                "saved step 7 from a surviving rank; the same command resumes there",
+                "saved step 7, which lay outside the processes; the same command resumes there",
                 "not restarted: it is enough",
             ],
         ),
     ],
 )
 def test_decisions_in_words(
-    decision: Restart | End, saved_step: int | None, lines: list[str]
+    decision: Restart | End, kept_step: int | None, lines: list[str]
 ) -> None:
-    assert sentences(decision, saved_step, max_restarts=3) == lines
+    assert sentences(decision, kept_step, max_restarts=3) == lines
+
+
+def test_steps_that_are_computed_again_are_told() -> None:
+    """On a GPU not each step is kept."""
+    decision = restart(FOUR, 1, from_step=7)
+    *_, said = sentences(decision, 7, max_restarts=3, steps_redone=2)
+    assert said == "restarting (1 of 3 restarts), from step 7: 2 steps behind it are computed again"

@@ -141,7 +141,7 @@ def test_torchrun_restarts_into_the_same_run_directory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_run_that_fails_alike_three_times_is_ended(tmp_path: Path) -> None:
-    words = [*foreign_net(fault="raise", rank=1, call=3), "launch.max_restarts=9", THREE]
+    words = [*foreign_net(fault="raise", rank=1, call=1), "launch.max_restarts=9", THREE]
     done = run(*words, f"run_dir={tmp_path}/run", env=foreign_code(tmp_path))
     assert done.returncode == 70
     assert len(fatal_lines(done.stderr)) == 3
@@ -168,7 +168,7 @@ class Hook:
 
 
 @pytest.mark.slow
-def test_steps_that_restarts_compute_again_are_counted(tmp_path: Path) -> None:
+def test_an_error_of_a_hook_costs_its_own_step_at_most(tmp_path: Path) -> None:
     (tmp_path / "thrice.py").write_text(FAILS_THRICE)
     words = ["train.global_batch_size=60", "train.max_steps=9", "launch.max_restarts=3"]
     hook = ["hooks=[thrice.Hook]", "run_dir=run"]
@@ -176,12 +176,10 @@ def test_steps_that_restarts_compute_again_are_counted(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     summary = read(tmp_path / "run", "summary.json")
     costs = [(one["rank"], one["kind"], one["steps_redone"]) for one in summary["recoveries"]]
-    assert costs == [
-        (1, "exception", 1),
-        (1, "exception", 3),  # again from step 0
-        (1, "exception", 2),  # from the checkpoint of the first epoch, step 4
-    ]
-    assert summary["steps_redone"] == 6
+    # 1 where another rank had kept the step as its hooks left it, and rank 1 had not.
+    assert [cost[:2] for cost in costs] == [(1, "exception")] * 3
+    assert all(redone <= 1 for _, _, redone in costs), costs
+    assert summary["steps_redone"] == sum(redone for _, _, redone in costs)
     failures = read_objects(tmp_path / "run/failures.jsonl")
     assert [(one["kind"], one["step"]) for one in failures] == [
         ("exception", step) for step in (1, 3, 6)
@@ -190,7 +188,7 @@ def test_steps_that_restarts_compute_again_are_counted(tmp_path: Path) -> None:
     page = (tmp_path / "run/report.html").read_text()
     table = section_of(page, "Failures that the run went on after")
     assert table["columns"][1]["texts"] == ["exception"] * 3
-    assert report_in(page)["findings"][0].endswith("rank 1: exception); 6 steps computed again.")
+    assert report_in(page)["findings"][0].startswith("Restarted 3 times")
 
 
 @pytest.mark.slow
@@ -304,7 +302,7 @@ def test_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         job.wait_for_step()
         job.process.terminate()
         began = time.monotonic()
-        assert job.end() == 143
+        assert job.end() == 75, "what was kept of the last step is saved"
         assert 0.9 < time.monotonic() - began < 6
         assert processes_of(job.run_dir) == {}
         assert job.said().startswith("stopped by SIGTERM") and job.said().count("\n") == 1

@@ -33,7 +33,6 @@ from ddp_train.options.schema import Config
 from ddp_train.options.sections import LaunchConfig
 from ddp_train.resilience import preemption
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.resilience.lost_ranks import Loss
 from ddp_train.resilience.preemption import NEVER, StopController
 from ddp_train.telemetry.hardware_monitor import HardwareMonitor
 from ddp_train.telemetry.metrics_log import MetricsFile
@@ -250,9 +249,9 @@ def test_a_stop_after_a_restart_is_of_the_next_attempt(
 ) -> None:
     """Else it ended with 70, and nothing on the screen was FATAL."""
     stop = StopRequests()
-    ends = [AttemptEnd(70, saved_step=3), AttemptEnd(preemption.UNSAVED)]
+    ends = [AttemptEnd(70), AttemptEnd(preemption.UNSAVED)]
 
-    def attempt(launch: Launch, number: int, loss: Loss | None) -> mock.Mock:
+    def attempt(launch: Launch, number: int, *before: object) -> mock.Mock:
         if number == int(stop_comes_late):
             stop.received.append(signal.SIGTERM)
         return mock.Mock(**{"run.return_value": ends[number]})
@@ -407,7 +406,9 @@ class Net(nn.Module):
         self.layer = nn.Linear(7, 3)
         self.marks = marks
         self.pause("building")
-        self.register_state_dict_pre_hook(lambda *_: self.pause("saving") if learned else None)
+        # After the first step the layout of the state is asked for, and nothing saved.
+        is_later = lambda: len(learned) > len(seen)
+        self.register_state_dict_pre_hook(lambda *_: self.pause("saving") if is_later() else None)
 
     def pause(self, where):
         if where in seconds:
@@ -658,8 +659,9 @@ def test_a_stopped_peer_is_waited_for_half_the_grace_time(rank: int, slowly: Slo
         time.sleep(0.5)  # the others are in a collective by now
         job.process.terminate()
         began = time.monotonic()
-        assert job.end() == 143
-        assert 3.5 < time.monotonic() - began < 7
+        # 75: what was kept of the last step is saved; 143: a checkpoint has it already.
+        assert job.end() in (75, 143)
+        assert 3.5 < time.monotonic() - began < 8
         assert processes_of(job.run_dir) == {}
         assert job.said().startswith("stopped by SIGTERM") and job.said().count("\n") == 1
         assert weights(job.run_dir), "the old checkpoint is intact"

@@ -60,11 +60,12 @@ def _recoveries(run: RunFiles) -> Iterator[str]:
     recoveries = run.summary.get("recoveries")
     if recoveries:
         times = counted(len(recoveries), "time")
-        redone = counted(run.summary.get("steps_redone") or 0, "step")
+        redone = run.summary.get("steps_redone") or 0
+        cost = f"{counted(redone, 'step')} computed again" if redone else "no step is lost"
         causes = [f"rank {one.get('rank')}: {one.get('kind', 'died')}" for one in recoveries]
         if len(causes) > MOST_CAUSES:
             causes[MOST_CAUSES:] = ["..."]
-        yield f"Restarted {times} ({', '.join(causes)}); {redone} computed again."
+        yield f"Restarted {times} ({', '.join(causes)}); {cost}."
     early = run.summary.get("stopped_early")
     if early:
         yield f"Stopped early: {early['reason']}."

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
@@ -22,6 +23,7 @@ from torch import nn
 from ddp_train.config.auto import resolve
 from ddp_train.config.freeze import load_frozen, to_text
 from ddp_train.config.validate import check, check_rules
+from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.world import World
 from ddp_train.hardware import Hardware
 from ddp_train.launcher import meeting_point
@@ -32,9 +34,9 @@ from ddp_train.options.schema import Config, RequestedRun
 from ddp_train.options.sections import LaunchConfig, TrainConfig
 from ddp_train.parallel.config import SingleConfig
 from ddp_train.parallel.ordered.config import OrderedConfig
-from ddp_train.recovery.exchanged_state import ExchangedState
+from ddp_train.recovery.lost_host import OwnNumbers
 from ddp_train.resilience import lost_hosts, run_lock
-from ddp_train.tasks.mean_loss import Mean
+from ddp_train.tasks.mean_loss import RunningLoss
 from tests.launcher.test_multihost import ENDPOINT, Cluster, on_hosts
 from tests.launcher.test_resize import WORDS, assert_close, slow_net
 from tests.support.commands import (
@@ -199,44 +201,23 @@ def test_only_the_workers_that_were_started_last_count(tmp_path: Path) -> None:
 
 
 def exchange(world: World) -> list[Any]:
-    """Three steps of a model whose statistics differ between ranks."""
-    module = nn.Sequential(nn.BatchNorm1d(2))
-    strategy = SimpleNamespace(buffers_differ=True)
-    check = SimpleNamespace(skip=False)
-    stepper = SimpleNamespace(device="cpu", average=None, check_finite=check)
-    job: Any = SimpleNamespace(module=module, strategy=strategy, stepper=stepper, step=4)
-    own = ExchangedState()
-    assert own.reason_unavailable(job) == ""
-    own.begin(job)
-    for step in (5, 6, 7):
-        module[0].running_mean = torch.full(
-            (2,), 10.0 * step + world.rank
-        )  # a new tensor in its place
-        module[0].num_batches_tracked.fill_(step)
-        arrive = own.publish(step, Mean(step + world.rank / 3, step))
-        module[0].running_mean.add_(100)
-        arrive()
-    own.publish(7, Mean(99.0, 1))()  # a loss was dropped on this rank
-    assert own.states_of_ranks(4) == [None] and own.states_of_ranks(8) == [None]
-    return [
-        (
-            one.loss,
-            one.buffers[0].tolist(),
-            one.buffers[2].item(),
-            one.buffers[0].dtype == torch.float32,
-        )
-        for step in (6, 7)
-        for one in own.states_of_ranks(step)
-        if one
-    ]
+    """A step of a model whose statistics differ between ranks, in two micro-batches."""
+    module = nn.BatchNorm1d(2)
+    losses = RunningLoss()
+    job: Any = SimpleNamespace(module=module, stepper=SimpleNamespace(losses=losses))
+    numbers = OwnNumbers(job)
+    first, last = (MicroBatch(0, 0, np.arange(3), 3, 1.0, is_last) for is_last in (False, True))
+    numbers.before_backward(torch.tensor(1.0), None, first)
+    losses.add(1.0, 3, first)
+    module.running_mean = torch.full((2,), 10.0 + world.rank)  # a new tensor in its place
+    numbers.before_backward(torch.tensor(float(world.rank)), None, last)
+    module.running_mean.add_(100)
+    numbers.before_update()
+    return numbers.of_ranks.tolist()
 
 
 def test_every_rank_has_what_each_knows_alone() -> None:
-    expected = [
-        (Mean(step + rank / 3, step), [10.0 * step + rank] * 2, step, True)
-        for step in (6, 7)
-        for rank in range(3)
-    ]
+    expected = [[1.0 + rank, 6.0, *[10.0 + rank] * 2, 1.0, 1.0] for rank in range(3)]
     assert on_ranks(3, exchange) == [expected] * 3
 
 
@@ -344,7 +325,7 @@ def test_a_host_that_crashes_costs_no_step(hosts: Elastic, tmp_path: Path) -> No
     assert hosts.changes() == [LOST] and summary["world_size"] == 2
     assert len(summary["resizes"]) == hosts.late + 1
     assert fatal_lines(said) == [] and said.count("LOST peer (rank 1 on node1") == 1
-    assert f"step {recovery['step']} is saved: a surviving rank had it" in said
+    assert f"step {recovery['step']} is kept: it lay outside the processes" in said
     assert_close(hosts.run_dir, calm(tmp_path, *WORDS, "+model.delay=0", "train.epochs=9"))
 
 

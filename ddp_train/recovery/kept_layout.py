@@ -1,0 +1,132 @@
+"""How a state lies in the places of the ranks: where each tensor is, and what lies beside them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp_train.resilience.kept_memory import Record
+
+ALIGNMENT = 64
+"""Tensors begin at multiples of it, in bytes."""
+
+
+class KeptTensor(NamedTuple):
+    """Stands for a tensor of a state."""
+
+    own: bool
+    """Whether each rank has another one; else all have the same."""
+    number: int
+    """Its number among the tensors of that kind."""
+
+
+class KeptNorm(NamedTuple):
+    """Stands for the norm of the last gradients, a scalar that each step makes anew."""
+
+    dtype: torch.dtype
+
+
+class KeptAt(NamedTuple):
+    """A tensor in the place of a rank."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int
+    """Its first byte, behind the text of the place."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of a state lie in the places of the ranks."""
+
+    own: list[KeptAt]
+    """The same in the place of each rank."""
+    common: list[KeptAt]
+    owners: list[int]
+    """The rank that keeps each of the common ones."""
+    sizes: list[int]
+    """Bytes in the place of each rank."""
+
+    @classmethod
+    def of(cls, own: Sequence[Tensor], common: Sequence[Tensor], ranks: int) -> Layout:
+        """The layout of tensors that each rank has of its own, and of those that all have."""
+        own_at: list[KeptAt] = []
+        end = 0
+        for tensor in own:
+            own_at.append(KeptAt(tensor.dtype, tensor.shape, end))
+            end += aligned(tensor.nbytes)
+        sizes = [end] * ranks
+        owners = shares([tensor.nbytes for tensor in common], ranks)
+        common_at: list[KeptAt] = []
+        for tensor, owner in zip(common, owners, strict=True):
+            common_at.append(KeptAt(tensor.dtype, tensor.shape, sizes[owner]))
+            sizes[owner] += aligned(tensor.nbytes)
+        return cls(own_at, common_at, owners, sizes)
+
+
+class Views:
+    """The tensors of one place of a rank."""
+
+    def __init__(self, content: Tensor, layout: Layout) -> None:
+        """content: the bytes of the place, behind its text."""
+        self.content = content
+        self.layout = layout
+
+    @classmethod
+    def on_host(cls, record: Record, layout: Layout, rank: int) -> Views:
+        begin = aligned(record.text_bytes)
+        memory = record.content(begin + max(1, layout.sizes[rank]))
+        return cls(torch.frombuffer(memory, dtype=torch.uint8)[begin:], layout)
+
+    def own(self, number: int) -> Tensor:
+        """One of the tensors that this rank alone has."""
+        return self._view(self.layout.own[number])
+
+    def common(self, number: int) -> Tensor:
+        """One of those that all ranks have, and this one keeps."""
+        return self._view(self.layout.common[number])
+
+    def _view(self, kept: KeptAt) -> Tensor:
+        count = kept.shape.numel()
+        flat = self.content[kept.begin : kept.begin + count * kept.dtype.itemsize]
+        return flat.view(kept.dtype).view(kept.shape)
+
+
+def aligned(size: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def shares(sizes: Sequence[int], ranks: int) -> list[int]:
+    """Which rank keeps which of the tensors that are the same on all ranks, so that each keeps
+    about as many bytes.
+
+    sizes: bytes of each tensor.
+
+    Returns a rank for each tensor.
+    """
+    kept = [0] * ranks
+    owners = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owner = kept.index(min(kept))
+        owners[place] = owner
+        kept[owner] += sizes[place]
+    return owners
+
+
+def packed(value: Any) -> bytes:
+    """Plain data, tensors and the classes of this module as bytes."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def unpacked(content: bytes) -> Any:
+    """What was packed. No code is run."""
+    with torch.serialization.safe_globals([KeptTensor, KeptNorm, KeptAt, Layout]):
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

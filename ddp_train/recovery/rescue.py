@@ -1,0 +1,335 @@
+"""Makes a checkpoint of the last step that all ranks of a host have kept.
+
+Rank 0 of the next attempt does it before it looks for a checkpoint. Where none follows, the
+launcher starts `python -m ddp_train.recovery.rescue RUN_DIR`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ddp_train.checkpoints.checkpoint_hook import HookStates, add_unreported_loss
+from ddp_train.checkpoints.training_state import METRICS, STEPPER
+from ddp_train.checkpoints.writer import Snapshot, write_checkpoint
+from ddp_train.distributed.environment import descriptor_named, rescue_task
+from ddp_train.errors import LaunchError
+from ddp_train.recovery import live_state
+from ddp_train.recovery.device_memory import DeviceMemory
+from ddp_train.recovery.kept_layout import KeptNorm, KeptTensor, Layout, Views, unpacked
+from ddp_train.recovery.live_state import (
+    AVERAGE,
+    BUFFERS,
+    GATHERED,
+    MODEL,
+    OWN_HEAD,
+    SKIPPED,
+)
+from ddp_train.resilience.held_devices import held_name
+from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Place, Record, marked_step
+from ddp_train.tasks.logged_numbers import LoggedNumbers
+from ddp_train.tasks.mean_loss import Mean
+
+Logged = tuple[list[list[Any]], list[list[Any]]]
+"""Numbers that the user's code has logged: those that all ranks know of, and those of one rank."""
+
+
+@dataclass(frozen=True)
+class KeptLoss:
+    """Losses and logged numbers that are in no line of metrics yet."""
+
+    loss: Mean
+    logged: Logged
+
+
+@dataclass(frozen=True)
+class KeptHooks:
+    """The states of hooks at a time."""
+
+    states: HookStates
+    logged: Logged
+    """What they left to be reported."""
+    took_losses: bool
+    """Whether they have reported all losses."""
+    at: float
+    """When, by `time.monotonic`."""
+
+    @classmethod
+    def read(cls, record: Record) -> KeptHooks | None:
+        """What lies in a place; None if it is not whole."""
+        if record.mark is None:
+            return None
+        states, logged = unpacked(record.text)
+        took_losses, at, *_ = record.numbers
+        return cls(states, logged, bool(took_losses), at)
+
+
+@dataclass(frozen=True)
+class KeptRank:
+    """What one rank has kept of a step."""
+
+    tree: dict[str, Any]
+    layout: Layout
+    views: Views
+    manifest: dict[str, Any]
+    """Entries of each checkpoint's manifest."""
+    buffers_differ: bool
+    """Whether each rank has buffers of its own."""
+    owner: dict[str, str]
+    """The run that may write into the run directory."""
+    left: KeptLoss
+    """What is in no line yet, if hooks have not acted after the step."""
+    at: float
+    """When the step was kept, by `time.monotonic`; 0 on a GPU."""
+    norm: float
+    """Of the gradients of the step."""
+    begun: int
+    """The last step after which hooks began to act."""
+    before: KeptHooks
+    """The hooks before they acted after this step."""
+    after: KeptHooks | None
+    """The hooks after they acted; None if they have not."""
+
+    @classmethod
+    def read(
+        cls, memory: KeptMemory, held: Mapping[tuple[int, int], Tensor], rank: int, mark: int
+    ) -> KeptRank:
+        """held: the memory on GPUs by rank and place, as bytes; empty on CPUs."""
+        places = next(one for one in TURNS if memory.record(rank, one.state).mark == mark)
+        record = memory.record(rank, places.state)
+        tree, layout = unpacked(record.text)
+        on_device = held.get((rank, places.state))
+        if on_device is None:
+            views = Views.on_host(record, layout, rank)
+        else:
+            views = Views(on_device.cpu(), layout)
+        logged_at = memory.record(rank, places.logged)
+        logged: Logged = ([], [])
+        if logged_at.mark == marked_step(mark):
+            logged = unpacked(logged_at.text)
+        total, units, at, norm = record.numbers
+        facts = memory.record(rank, Place.FACTS)
+        manifest, buffers_differ, owner = json.loads(facts.text)
+        before = KeptHooks.read(memory.record(rank, places.before))
+        assert before, "they are kept before the step"
+        after = KeptHooks.read(memory.record(rank, places.after))
+        return cls(
+            tree=tree,
+            layout=layout,
+            views=views,
+            manifest=manifest,
+            buffers_differ=buffers_differ,
+            owner=owner,
+            left=KeptLoss(Mean(total, units), logged),
+            at=at,
+            norm=norm,
+            begun=int(facts.numbers[0]),
+            before=before,
+            after=after,
+        )
+
+
+class KeptRun:
+    """What all ranks of a host have kept of a step."""
+
+    def __init__(
+        self,
+        memory: KeptMemory,
+        held: Mapping[tuple[int, int], Tensor],
+        ranks: int,
+        mark: int,
+    ) -> None:
+        """mark: see `KeptMemory.newest_state`."""
+        self.step = marked_step(mark)
+        self.ranks = [KeptRank.read(memory, held, rank, mark) for rank in range(ranks)]
+        """Those of the host."""
+        first = self.ranks[0]
+        gathered = first.tree.get(GATHERED)
+        self.gathered = first.views.own(gathered.number) if gathered else None
+        """See `lost_host.OwnNumbers`; None where all ranks are on this host."""
+        self.world_size = ranks if self.gathered is None else len(self.gathered)
+
+    def snapshot(self, is_saving: bool) -> Snapshot:
+        """The checkpoint of the step. is_saving: one was being written as the processes ended."""
+        first = self.ranks[0]
+        hooks_owed, states, left = self._hooks(is_saving)
+        states = add_unreported_loss(states, self._unreported(left))
+        stepper = self._filled(first.tree[live_state.STEPPER])
+        logged = LoggedNumbers("cpu")
+        logged.load_state(left[0].logged[0])
+        logged.add_kept([of_rank.logged[1] for of_rank in left])
+        stepper["logged"] = logged.state()
+        average = first.tree[AVERAGE]
+        average_state = None
+        if average:
+            average_state = {
+                "updates": self._tensor(average["updates"]),
+                "buffers": self._of_ranks(average[BUFFERS]),
+            }
+        training = {
+            "objects": {STEPPER: stepper, **states},
+            "buffers": self._of_ranks(first.tree[BUFFERS]),
+            "average": average_state,
+            "session": None,
+        }
+        # Where hooks only make up for an evaluation, their state says so, and the lines of this
+        # step stay.
+        hooks_owed = hooks_owed and not states[METRICS]["owes_score"]
+        manifest = {"hooks_owed": hooks_owed, "test": None}
+        return Snapshot(
+            step=self.step,
+            model=self._filled(first.tree[MODEL]),
+            training=training,
+            manifest={**first.manifest, **manifest},
+            average=self._filled(average[MODEL]) if average else None,
+        )
+
+    def _hooks(self, is_saving: bool) -> tuple[bool, HookStates, list[KeptLoss]]:
+        """Whether hooks must act again after this step, their states, and what each rank has that
+        they have not reported."""
+        acted = [rank.after for rank in self.ranks if rank.after]
+        have_begun = any(rank.begun == self.step for rank in self.ranks)
+        if len(acted) == len(self.ranks) and not (have_begun and is_saving):
+            left = [
+                KeptLoss(Mean() if kept.took_losses else rank.left.loss, kept.logged)
+                for kept, rank in zip(acted, self.ranks, strict=True)
+            ]
+            return False, acted[0].states, left
+        before = self.ranks[0].before
+        seconds = max(0.0, self.ranks[0].at - before.at)
+        states = with_seconds(before.states, seconds)
+        return have_begun, states, [rank.left for rank in self.ranks]
+
+    def _unreported(self, left: list[KeptLoss]) -> Mean:
+        """The losses of all ranks that hooks have not reported. left: of those of this host."""
+        losses = [of_rank.loss for of_rank in left]
+        if self.gathered is not None and any(loss.units for loss in losses):
+            losses = [Mean(*row) for row in self.gathered[:, :OWN_HEAD].tolist()]
+        total = math.fsum(loss.sum for loss in losses)
+        return Mean(total, math.fsum(loss.units for loss in losses))
+
+    def _of_ranks(self, places: list[KeptTensor]) -> Tensor:
+        """The floating-point buffers of each rank: [ranks, n], float64."""
+        if not self.ranks[0].buffers_differ:
+            return torch.empty(1, 0)
+        columns = [self._own(place.number) for place in places if place.own]
+        floating = [column for column in columns if column[0].is_floating_point()]
+        rows = []
+        for rank in range(self.world_size):
+            parts = [column[rank].double().flatten() for column in floating]
+            rows.append(torch.cat(parts) if parts else torch.empty(0))
+        return torch.stack(rows)
+
+    def _own(self, number: int) -> list[Tensor]:
+        """A tensor that each rank has of its own, by rank; of whole numbers those of this host."""
+        of_host = [rank.views.own(number) for rank in self.ranks]
+        if self.gathered is None or not of_host[0].is_floating_point():
+            return of_host
+        begin = OWN_HEAD
+        for kept in self.ranks[0].layout.own[:number]:
+            if kept.dtype.is_floating_point:
+                begin += kept.shape.numel()
+        numbers = self.gathered[:, begin : begin + of_host[0].numel()]
+        return [row.to(of_host[0].dtype).view(of_host[0].shape) for row in numbers]
+
+    def _filled(self, value: Any) -> Any:
+        """A tree with its tensors."""
+        if isinstance(value, KeptTensor):
+            return self._tensor(value)
+        if isinstance(value, KeptNorm):
+            return torch.tensor(self.ranks[0].norm, dtype=value.dtype)
+        if isinstance(value, dict):
+            return {key: self._filled(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)([self._filled(item) for item in value])
+        return value
+
+    def _tensor(self, place: KeptTensor) -> Tensor:
+        """A tensor. Of buffers that differ between ranks it is the mean, of whole numbers rank
+        0's."""
+        if not place.own:
+            layout = self.ranks[0].layout
+            # A copy: torch saves no views of the same memory as different types.
+            return self.ranks[layout.owners[place.number]].views.common(place.number).clone()
+        of_ranks = self._own(place.number)
+        if not of_ranks[0].is_floating_point() or not self.ranks[0].buffers_differ:
+            return of_ranks[0].clone()
+        mean = torch.stack([view.double() for view in of_ranks]).mean(0)
+        return mean.to(of_ranks[0].dtype)
+
+
+def with_seconds(states: HookStates, seconds: float) -> HookStates:
+    """States of hooks as if they had been taken so many seconds later."""
+    metrics = dict(states[METRICS])
+    for name in ("seconds", "this_epoch_seconds"):
+        metrics[name] += seconds
+    return {**states, METRICS: metrics}
+
+
+def rescue(
+    memory: KeptMemory,
+    held: Mapping[tuple[int, int], Tensor],
+    run_dir: Path,
+    ranks: int,
+    is_saving: bool,
+) -> int | None:
+    """Write a checkpoint of the last step that all ranks have kept. Returns the step.
+
+    None if there is none, or if one of its weights is not finite: nobody saves such.
+    """
+    mark = memory.newest_state(ranks)
+    if mark is None:
+        return None
+    kept = KeptRun(memory, held, ranks, mark)
+    snapshot = kept.snapshot(is_saving)
+    if snapshot.training["objects"][STEPPER].pop(SKIPPED, 0):
+        return None  # its last steps changed nothing, since a loss was not finite
+    trained = [snapshot.model[name] for name in snapshot.manifest["trained"]]
+    if not all(bool(tensor.isfinite().all()) for tensor in trained):
+        return None
+    write_checkpoint(run_dir, snapshot, kept.ranks[0].owner)
+    return kept.step
+
+
+def rescue_before(task: dict[str, Any], memory: KeptMemory | None, run_dir: Path) -> int | None:
+    """Do the task of a process whose launcher hands on what an attempt has kept; see `rescue`.
+
+    task: `environment.rescue_task`.
+    """
+    assert memory, "the launcher hands its memory on"
+    held = {
+        (rank, place): DeviceMemory.from_descriptor(
+            descriptor_named(held_name(rank, place)), device, size
+        )
+        for rank, place, device, size in task["held"]
+    }
+    content = {key: mapped.bytes for key, mapped in held.items()}
+    try:
+        return rescue(memory, content, run_dir, task["ranks"], task["is_saving"])
+    finally:
+        for mapped in held.values():
+            mapped.release()
+
+
+def main() -> NoReturn:
+    task = rescue_task()
+    assert task is not None, "the launcher sets it"
+    if task["held"]:
+        torch.cuda.init()
+    try:
+        step = rescue_before(task, KeptMemory.inherited(), Path(sys.argv[1]))
+    except LaunchError as error:
+        sys.exit(f"what was kept cannot be saved: {error}")
+    sys.exit(0 if step is not None else 1)
+
+
+if __name__ == "__main__":
+    main()

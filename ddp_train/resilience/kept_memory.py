@@ -1,0 +1,187 @@
+"""Memory of a host in which the state of a run outlives its processes. Torch-free.
+
+An anonymous file (memfd) that the launcher holds open, and that workers inherit. Each rank of the
+host writes into places of its own. A place has a mark that is written last: what a killed process
+has half written does not count. A place is larger than any state. Only what is written takes
+memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ddp_train.distributed.environment import kept_descriptor
+
+PLACE_BYTES = 2**40
+CONTENT_BEGINS = mmap.PAGESIZE
+"""Where the content of a place begins, behind its head."""
+
+
+class Place(IntEnum):
+    """The places of a rank."""
+
+    FACTS = 0
+    """What does not change in an attempt."""
+    EVEN_STATE = 1
+    EVEN_LOGGED = 2
+    EVEN_BEFORE = 3
+    EVEN_AFTER = 4
+    ODD_STATE = 5
+    ODD_LOGGED = 6
+    ODD_BEFORE = 7
+    ODD_AFTER = 8
+
+
+@dataclass(frozen=True)
+class StepPlaces:
+    """The places of one step of a rank."""
+
+    state: Place
+    """Weights, moments, buffers and losses."""
+    logged: Place
+    """The numbers that the user's code has logged and no line has yet."""
+    before: Place
+    """The states of hooks before they acted after this step."""
+    after: Place
+    """Those after they acted."""
+
+
+TURNS = (
+    StepPlaces(Place.EVEN_STATE, Place.EVEN_LOGGED, Place.EVEN_BEFORE, Place.EVEN_AFTER),
+    StepPlaces(Place.ODD_STATE, Place.ODD_LOGGED, Place.ODD_BEFORE, Place.ODD_AFTER),
+)
+"""Steps are kept in turns: one is whole while the other one is written."""
+
+
+def state_mark(step: int, hooks_changed_it: bool) -> int:
+    """The mark of a state: ranks have the same one only if it is of the same step, and hooks have
+    changed it on all or on none of them."""
+    return 2 * step + hooks_changed_it
+
+
+def marked_step(mark: int) -> int:
+    """The step of a state."""
+    return mark // 2
+
+
+class Record:
+    """One place of one rank: a mark, a text of bytes, and room behind it."""
+
+    NUMBERS = 4
+    mark_format = struct.Struct("=q")
+    length_format = struct.Struct("=q")
+    numbers_format = struct.Struct(f"={NUMBERS}d")
+    LENGTH_BEGINS = mark_format.size
+    NUMBERS_BEGIN = LENGTH_BEGINS + length_format.size
+
+    def __init__(self, descriptor: int, begin: int) -> None:
+        self.descriptor = descriptor
+        self.begin = begin
+        self.memory = mmap.mmap(descriptor, CONTENT_BEGINS, offset=begin)
+
+    @property
+    def mark(self) -> int | None:
+        """The number under which the content was completed; None if it is not whole."""
+        (mark,) = self.mark_format.unpack_from(self.memory)
+        return mark - 1 if mark else None  # memory that was never written is zero
+
+    def open(self) -> None:
+        """Take the mark away, before the content changes."""
+        self.mark_format.pack_into(self.memory, 0, 0)
+
+    def complete(self, mark: int) -> None:
+        """Set the mark, after the content has changed."""
+        self.mark_format.pack_into(self.memory, 0, mark + 1)
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """NUMBERS numbers beside the text."""
+        return self.numbers_format.unpack_from(self.memory, self.NUMBERS_BEGIN)
+
+    def set_numbers(self, *numbers: float) -> None:
+        """Set the first numbers; the others become zero."""
+        zeros = (0.0,) * (self.NUMBERS - len(numbers))
+        self.numbers_format.pack_into(self.memory, self.NUMBERS_BEGIN, *numbers, *zeros)
+
+    @property
+    def text_bytes(self) -> int:
+        (length,) = self.length_format.unpack_from(self.memory, self.LENGTH_BEGINS)
+        return length
+
+    @property
+    def text(self) -> bytes:
+        length = self.text_bytes
+        return self.content(length)[:length] if length else b""
+
+    @text.setter
+    def text(self, text: bytes) -> None:
+        if text:
+            self.content(len(text))[: len(text)] = text
+        self.length_format.pack_into(self.memory, self.LENGTH_BEGINS, len(text))
+
+    def content(self, size: int) -> mmap.mmap:
+        """The first `size` bytes behind the head."""
+        return mmap.mmap(self.descriptor, size, offset=self.begin + CONTENT_BEGINS)
+
+
+class KeptMemory:
+    """The memory of all ranks of a host."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    @classmethod
+    def create(cls, ranks: int) -> KeptMemory | None:
+        """New memory; None where the size of files is limited (ulimit -f).
+
+        ranks: the most that the host may ever have.
+        """
+        descriptor = os.memfd_create("kept_state")
+        try:
+            os.ftruncate(descriptor, ranks * len(Place) * PLACE_BYTES)
+        except OSError:
+            os.close(descriptor)
+            return None
+        return cls(descriptor)
+
+    @classmethod
+    def inherited(cls) -> KeptMemory | None:
+        """That of our launcher; None if it hands none on. To be asked once."""
+        descriptor = kept_descriptor()
+        return None if descriptor is None else cls(descriptor)
+
+    def record(self, rank: int, place: Place) -> Record:
+        """A place of a rank. rank: its number on this host."""
+        return Record(self.descriptor, (rank * len(Place) + place) * PLACE_BYTES)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have kept something here; 0 if none has."""
+        facts = self.record(0, Place.FACTS)
+        return 0 if facts.mark is None else int(facts.numbers[1])
+
+    def newest_state(self, ranks: int) -> int | None:
+        """The mark of the last state that all ranks have kept, see `state_mark`; None if there is
+        none.
+
+        They keep the same steps, and are at most one of these apart.
+        """
+        kept_by_all: set[int | None] | None = None
+        for rank in range(ranks):
+            kept = {self.record(rank, places.state).mark for places in TURNS}
+            kept_by_all = kept if kept_by_all is None else kept_by_all & kept
+        return max((mark for mark in kept_by_all or () if mark is not None), default=None)
+
+    def newest_step(self, ranks: int) -> int | None:
+        """The step of that state."""
+        mark = self.newest_state(ranks)
+        return None if mark is None else marked_step(mark)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)

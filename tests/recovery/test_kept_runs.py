@@ -1,0 +1,324 @@
+"""A rank is killed and no step is lost: whole runs that end in the same bytes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.campaigns.lost_ranks import Kill, Outcome, board_of, differences, kill, outcome, ranks_of
+from tests.support.commands import checkpoints, read, run, running, wait_until
+
+
+class Sharded(torch.optim.SGD):
+    """Somebody's own: it may exchange numbers in the middle of an update."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return outcome(tmp_path_factory.mktemp("undisturbed"), 3, [])
+
+
+@pytest.mark.slow
+def test_no_step_is_lost_in_whatever_phase_a_rank_is_killed(
+    undisturbed: Outcome, tmp_path: Path
+) -> None:
+    """Batch norm, dropout, accumulation, clipping; the only checkpoint is that of the end. Rank 0
+    serves the store."""
+    kills = [
+        Kill(0, 3, "forward"),
+        Kill(1, 5, "evaluation forward"),
+        Kill(2, 12, "backward"),
+        Kill(0, 18, "record"),
+        Kill(1, 26, "optimizer step"),
+    ]
+    found = outcome(tmp_path, 3, kills)
+    assert len(found.killed) >= 4, found.killed
+    assert differences(found, undisturbed) == []
+    assert (
+        found.summary["steps_redone"] == 0
+        and len(found.summary["recoveries"]) >= len(found.killed) - 1
+    )
+    assert {one["rank"] for one in found.summary["recoveries"]} == {0, 1, 2}
+    assert all(0 < one["seconds"] < 30 for one in found.summary["recoveries"] if one["seconds"])
+    assert len(checkpoints(tmp_path / "run")) <= 2, "those that survivors have saved are replaced"
+
+
+@pytest.mark.slow
+def test_a_second_rank_may_die_meanwhile(undisturbed: Outcome, tmp_path: Path) -> None:
+    draw = random.Random(3)
+    found = outcome(tmp_path, 3, [Kill(1, 8, "backward", draw), Kill(0, 20, "forward", draw)])
+    assert len(found.killed) == 2 and all(" + " in one for one in found.killed), found.killed
+    assert differences(found, undisturbed) == [] and found.summary["steps_redone"] == 0
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_of_the_same_step_keeps_its_score(tmp_path: Path) -> None:
+    """A rank dies in the step after a checkpoint: that is the state, and it has been scored."""
+    words = (
+        *("checkpoint.every_steps=5", "checkpoint.best=true", "checkpoint.keep=99"),
+        "train.epochs=4",
+    )
+    expected = outcome(tmp_path / "whole", 3, [], *words)
+    found = outcome(tmp_path / "lost", 3, [Kill(1, 10, "forward"), Kill(0, 15, "backward")], *words)
+    assert len(found.killed) == 2, found.killed
+    assert differences(found, expected) == [] and found.summary["steps_redone"] == 0
+    runs = tmp_path / "lost/run", tmp_path / "whole/run"
+    assert len({(run_dir / "checkpoints/best").readlink() for run_dir in runs}) == 1
+    for name in checkpoints(runs[1]):
+        ours, theirs = (read(run_dir, f"checkpoints/{name}/manifest.json") for run_dir in runs)
+        assert ours["test"] == theirs["test"]
+
+
+MLP = (
+    "model=mlp",
+    "data.limit=200",
+    "train.epochs=12",
+    "train.ema_decay=0.9",
+    "checkpoint.every_steps=1000000",
+    "train.log_every_steps=2",
+)
+
+
+@pytest.mark.slow
+def test_the_same_command_continues_a_run_without_restarts(tmp_path: Path) -> None:
+    """The state is saved all the same, with the average of the weights."""
+    whole = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/whole")
+    assert whole.returncode == 0, whole.stderr
+    with running(tmp_path / "run", *MLP, "launch.nproc_per_node=3") as job:
+        assert kill(job, 3, Kill(1, 10, "backward"))
+        assert job.end() == 70
+        said = job.said()
+    assert "FATAL died (rank 1 " in said and "LOST" not in said
+    (saved,) = checkpoints(tmp_path / "run")
+    step = int(saved.removeprefix("step_"))
+    assert (
+        10 <= step < 36
+        and f"saved step {step}, which lay outside the processes; the same command resumes there"
+        in said
+    )
+    assert read(tmp_path / "run", "failure.json")["detail"].endswith(signal.SIGKILL.name)
+    again = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/run")
+    assert again.returncode == 0 and f"from step {step}" in again.stdout
+    for name in ("model.safetensors", "ema.safetensors"):
+        place = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/{name}"
+        assert (tmp_path / "run" / place).read_bytes() == (tmp_path / "whole" / place).read_bytes()
+    ours, theirs = (read(tmp_path / name, "summary.json") for name in ("run", "whole"))
+    assert ours["test"] == theirs["test"] and ours["train"]["loss"] == pytest.approx(
+        theirs["train"]["loss"], rel=1e-14
+    )
+
+
+@pytest.mark.slow
+def test_ordered_ranks_have_nothing_of_their_own(tmp_path: Path) -> None:
+    words = (
+        *("strategy=ordered", "strategy.virtual_shards=4", "train.accumulation_steps=1"),
+        "train.epochs=4",
+    )
+    expected = outcome(tmp_path / "whole", 2, [], *words)
+    found = outcome(tmp_path / "lost", 2, [Kill(0, 4, "forward"), Kill(1, 15, "backward")], *words)
+    assert len(found.killed) == 2, found.killed
+    assert differences(found, expected) == [] and found.summary["steps_redone"] == 0
+
+
+PRUNING = """
+import torch
+
+
+class Prune:
+    def __init__(self, job, run_dir, world):
+        self.job = job
+
+    def due(self, job):
+        return job.step + 1
+
+    @torch.no_grad()
+    def act(self, job):
+        for weight in job.model.parameters():
+            weight.mul_(0.99)
+"""
+
+
+@pytest.mark.slow
+def test_weights_that_hooks_change_are_kept_as_they_leave_them(tmp_path: Path) -> None:
+    """A step is kept before its hooks act. What they did after it was lost, or done twice."""
+    (tmp_path / "pruning.py").write_text(PRUNING)
+    words = (
+        *MLP[:2],
+        "train.epochs=6",
+        "checkpoint.every_steps=1000000",
+        "hooks=[pruning.Prune]",
+        "trusted_modules=[pruning]",
+        "launch.nproc_per_node=3",
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
+    whole = run(*words, f"run_dir={tmp_path}/whole", env=env)
+    assert whole.returncode == 0, whole.stderr
+    with running(tmp_path / "run", *words, "launch.max_restarts=9", env=env) as job:
+        for step, phase in ((3, "forward"), (6, "hook"), (9, "backward")):
+            kill(job, 3, Kill(1, step, phase))
+        assert job.end() == 0, job.said()
+    name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert read(tmp_path / "run", "summary.json")["recoveries"]
+
+
+MUTE = """
+import time
+
+from ddp_train.resilience.preemption import StopController
+
+
+class Mute:
+    def __init__(self, job, run_dir, world):
+        self.mine = world.rank == 2
+
+    def __enter__(self):
+        if self.mine:
+            StopController.propose_step = lambda self, status: time.sleep(600)
+
+    def __exit__(self, *_):
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_a_death_before_an_agreed_stop_costs_no_step(
+    tmp_path: Path,
+) -> None:
+    """The others wait for its answer, and not in a collective: breaking connections does not wake
+    them. They left without saving after half of launch.grace_seconds."""
+    (tmp_path / "mute.py").write_text(MUTE)
+    words = (
+        *MLP[:2],
+        MLP[-2],
+        "train.epochs=100000",
+        "train.log_every_steps=2",
+        "launch.nproc_per_node=4",
+        "train.evaluate_every_epochs=99999",
+        "hooks=[mute.Mute]",
+        "trusted_modules=[mute]",
+    )
+    with running(tmp_path / "run", *words, env={"PYTHONPATH": str(tmp_path)}) as job:
+        job.wait_for_step()
+        job.process.send_signal(signal.SIGTERM)
+        board = board_of(job, 4)
+        wait_until(
+            lambda: "asked to stop" in (tmp_path / "run/logs/rank_3.log").read_text(),
+            "the request",
+            seconds=10,
+        )
+        time.sleep(
+            1
+        )  # all others stand at the step after which they would stop; evaluations end at once
+        began = time.monotonic()
+        steps = {status.step for status in board.ranks}
+        board.close()
+        os.kill(ranks_of(job)[2], signal.SIGKILL)
+        assert job.end() == 70, job.said()
+        assert time.monotonic() - began < 10, "launch.grace_seconds are 30"
+        said = job.said()
+    assert (
+        len(steps) == 1
+        and f"saved step {steps.pop()}, which lay outside the processes; the same command resumes"
+        in said
+    ), said
+
+
+MOURNED = """
+import pathlib, weakref
+import torch.distributed
+
+class Watch:
+    def __init__(self, job, run_dir, world):
+        place = pathlib.Path(run_dir, f"collected_{world.rank}")
+        weakref.finalize(job.wrapped, lambda: place.write_text(str(torch.distributed.is_initialized())))
+
+    def due(self, job):
+        return job.step + 1
+
+    def act(self, job):
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_ddp_does_not_outlive_its_process_group(tmp_path: Path) -> None:
+    """Since steps are captured with its collectives: NCCL does not close before such a graph is
+    gone."""
+    (tmp_path / "mourned.py").write_text(MOURNED)
+    words = (
+        *MLP[:2],
+        "train.max_steps=3",
+        "launch.nproc_per_node=3",
+        "hooks=[mourned.Watch]",
+        "trusted_modules=[mourned]",
+        "launch.max_restarts=1",
+    )
+    done = run(*words, f"run_dir={tmp_path}/run", env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"run/collected_{rank}").read_text() for rank in range(3)] == ["True"] * 3
+
+
+ODD = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    # Puts a buffer elsewhere in each step, and has a state that it makes anew.
+
+    def __init__(self, parts=3):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(parts - 1)])
+        self.last = nn.Linear(64, 10, bias=False)
+        self.register_buffer("seen", torch.zeros(1))
+        self.steps = 0
+
+    def get_extra_state(self):
+        return torch.tensor(self.steps)
+
+    def set_extra_state(self, state):
+        self.steps = int(state)
+
+    def forward(self, images):
+        if self.training:
+            self.steps += 1
+            self.seen = self.seen + 1
+        return self.last(self.layers(images.flatten(1))) + 0 * self.steps
+
+
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data = weight.data.clone()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [1, 3])
+def test_states_that_lie_elsewhere_after_each_step_are_kept(parts: int, tmp_path: Path) -> None:
+    """Of one weight, two of three ranks have nothing to keep."""
+    (tmp_path / "odd.py").write_text(ODD)
+    words = (
+        *("model._target_=odd.Net", f"model.parts={parts}", "data.limit=200", "train.epochs=6"),
+        *("optimizer._target_=odd.Own", "checkpoint.every_steps=1000000"),
+        *("trusted_modules=[odd]", "launch.nproc_per_node=3"),
+    )
+    env = {"PYTHONPATH": str(tmp_path)}
+    whole = run(*words, f"run_dir={tmp_path}/whole", env=env)
+    assert whole.returncode == 0, whole.stderr
+    with running(tmp_path / "run", *words, "launch.max_restarts=9", env=env) as job:
+        for step, phase in ((4, "forward"), (9, "backward")):
+            kill(job, 3, Kill(1, step, phase))
+        assert job.end() == 0, job.said()
+    assert read(tmp_path / "run", "summary.json")["recoveries"]
+    name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
+    assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
