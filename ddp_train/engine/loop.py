@@ -58,6 +58,8 @@ class Job:
     hooks: Sequence[Hook] = ()
     stop: StopController = field(default_factory=StopController)
     step: int = 0
+    hooks_step: int = 0
+    """The step after which hooks act next."""
     scores: Mapping[str, Score] = field(default_factory=dict)
     """The scores of `step` by the name of the set; empty if it was not evaluated."""
     stream_position: StreamPosition | None = None
@@ -97,7 +99,8 @@ def fit(job: Job) -> None:
     batches = iter(job.batches)
     while job.step < job.plan.steps and job.stop.allows(job.step):
         due = [hook.due(job) for hook in job.hooks]
-        train(job, batches, until=min([job.plan.epoch_end(job.step), *due]))
+        job.hooks_step = min([job.plan.epoch_end(job.step), *due])
+        train(job, batches, until=job.hooks_step)
         for hook in job.hooks:
             hook.act(job)
 

@@ -39,11 +39,15 @@ class FailedAttempt:
     """Whether the process of that failure was killed by a signal."""
     unreachable_gpus: Collection[str] = ()
     newest_checkpoint: int = -1
-    """Step of the newest checkpoint; -1 if there is none. A step that was kept is one once the next
-    attempt has begun."""
+    """Step of the newest checkpoint; -1 if there is none."""
     kept_step: int | None = None
     """The last step that all ranks have kept outside their processes, if no checkpoint has it."""
     stop_requested: bool = False
+
+    @property
+    def newest_step(self) -> int:
+        """The last step that this attempt, or one before, has left to the next; -1 if none."""
+        return self.newest_checkpoint if self.kept_step is None else self.kept_step
 
     def signature(self) -> tuple[str, ...]:
         """Traits that two equal failures have in common; empty if none was reported.
@@ -77,8 +81,8 @@ class FailedAttempt:
 class History:
     """The part of a run's earlier failures that decides."""
 
-    newest_checkpoint: int = -1
-    """Step of the newest checkpoint at the last failure, or at the start."""
+    newest_step: int = -1
+    """The last step that a checkpoint had at the start, or that a failed attempt has left."""
     restarts_used: int = 0
     """Restarts without a new checkpoint in between."""
     signature: tuple[str, ...] = ()
@@ -89,8 +93,11 @@ class History:
     """Failures of each device, by `Size.device_of`, without a new checkpoint in between."""
 
     def with_failure(self, failed: FailedAttempt, size: Size) -> History:
-        """The history that includes a failure. A new checkpoint refills the budget of restarts."""
-        has_progressed = failed.newest_checkpoint > self.newest_checkpoint
+        """The history that includes a failure.
+
+        A new checkpoint, or a step that was kept for one, refills the budget of restarts.
+        """
+        has_progressed = failed.newest_step > self.newest_step
         restarts_used = 0 if has_progressed else self.restarts_used
         device_failures = {} if has_progressed else dict(self.device_failures)
         rank = failed.suspect_rank()
@@ -101,7 +108,7 @@ class History:
         is_same = bool(signature) and signature == self.signature and not has_progressed
         return dataclasses.replace(
             self,
-            newest_checkpoint=max(failed.newest_checkpoint, self.newest_checkpoint),
+            newest_step=max(failed.newest_step, self.newest_step),
             restarts_used=restarts_used,
             signature=signature,
             repeats=self.repeats + 1 if is_same else 1,

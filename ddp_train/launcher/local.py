@@ -83,7 +83,7 @@ class LocalRun:
         self.stop = launch.stop
         self.max_restarts = launch.elastic.config.launch.max_restarts
         self.run_dir = Path(str(launch.elastic.config.run_dir))
-        self.history = History(newest_checkpoint=newest_step(self.run_dir))
+        self.history = History(newest_step=newest_step(self.run_dir))
 
     def execute(self) -> int:
         """Make attempts until the run ends. Returns its exit code."""
@@ -171,8 +171,7 @@ class LocalRun:
             rank = loss.rank if failure.rank is None else failure.rank
             loss = dataclasses.replace(loss, kind=failure.kind, rank=rank)
         has_left_a_state = (
-            failed.newest_checkpoint > self.history.newest_checkpoint
-            or failed.kept_step is not None
+            failed.kept_step is not None or failed.newest_checkpoint > self.history.newest_step
         )
         if has_left_a_state or (before and loss.at == before.at):
             return loss

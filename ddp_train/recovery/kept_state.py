@@ -185,6 +185,8 @@ class StateKeeper(StepObserver):
         if self.live is None or not self.live.is_of(job, self.tensors_may_differ):
             self.live = state_of(job, self.gathered)
         self.tensors_may_differ = False
+        if step == job.hooks_step:
+            self.facts.set_numbers(step, self.ranks)
         kept, last = self.steps
         try:
             last.wait_for_all(self.memory)  # until it is whole, the other one must stay
@@ -203,10 +205,9 @@ class StateKeeper(StepObserver):
             kept.step = None
 
     def _before_hooks(self, job: Job) -> None:
-        """Note that hooks act after this step, until they have acted."""
-        self.facts.set_numbers(job.step, self.ranks)
+        """Let hooks wait until the last state is copied: they may change weights."""
         if job.stepper.copies:
-            job.stepper.copies.before_update()  # an evaluation may change weights, and hooks too
+            job.stepper.copies.before_update()
 
     def _after_hooks(self, job: Job) -> None:
         self.tensors_may_differ = True

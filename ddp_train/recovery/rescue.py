@@ -92,7 +92,7 @@ class KeptRank:
     norm: float
     """Of the gradients of the step."""
     begun: int
-    """The last step after which hooks began to act."""
+    """The last step that was kept and after which hooks act."""
     before: KeptHooks
     """The hooks before they acted after this step."""
     after: KeptHooks | None

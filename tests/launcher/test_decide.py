@@ -16,7 +16,7 @@ FOUR = Size(4)
 """A fixed number of processes."""
 TWO_TO_FOUR = Size(4, [2, 3, 4])
 THREE_GPUS = Size(3, [1, 2, 3], ["a", "b", "c"])
-NEW = History(newest_checkpoint=5)
+NEW = History(newest_step=5)
 EXHAUSTED = "launch.max_restarts=2 used up without a new checkpoint"
 SAME = "same failure at the same step in 3 attempts; restarting again would not help"
 AGAIN = "failed twice without a new checkpoint in between"
@@ -49,7 +49,7 @@ SECOND_OF_RANK_3 = replace(NEW, restarts_used=1, device_failures={"3": 1})
 TWICE_THE_SAME = replace(NEW, signature=failed().signature(), repeats=2)
 TABLE = {
     "the first failure": (failed(), NEW, FOUR, restart(FOUR, 1)),
-    "a survivor has saved": (failed(kept_step=7), NEW, FOUR, restart(FOUR, 1, from_step=7)),
+    "a step was kept": (failed(kept_step=7), NEW, FOUR, restart(FOUR, 1, from_step=7)),
     "the last restart": (failed(), replace(NEW, restarts_used=1), FOUR, restart(FOUR, 2)),
     "no restart is left": (failed(), replace(NEW, restarts_used=2), FOUR, End(70, EXHAUSTED)),
     "a new checkpoint refills the budget": (
@@ -58,10 +58,16 @@ TABLE = {
         FOUR,
         restart(FOUR, 1),
     ),
+    "a step that was kept refills it too": (
+        failed(kept_step=7),
+        replace(SECOND_OF_RANK_3, restarts_used=2),
+        TWO_TO_FOUR,
+        restart(TWO_TO_FOUR, 1, from_step=7),
+    ),
     "a wrong config": (failed(code=2), NEW, FOUR, End(2)),
     "broken data": (failed(code=65), NEW, FOUR, End(65)),
     "a disk that takes nothing": (failed(code=73), NEW, FOUR, End(73)),
-    "broken data, though a survivor has saved": (
+    "broken data, though a step was kept": (
         failed(code=65, kept_step=7),
         NEW,
         FOUR,
@@ -178,7 +184,7 @@ def codes_and_reasons(
     max_restarts: int, attempts: Sequence[FailedAttempt], size: Size = FOUR
 ) -> list[str]:
     """What is decided on one failure after the other: the reasons; empty for a plain restart."""
-    history = History(newest_checkpoint=0)
+    history = History(newest_step=0)
     reasons = []
     for attempt in attempts:
         decision = decide(attempt, history, size, max_restarts)

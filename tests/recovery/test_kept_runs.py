@@ -127,12 +127,29 @@ def test_ordered_ranks_have_nothing_of_their_own(tmp_path: Path) -> None:
 
 
 PRUNING = """
+import pathlib
+import time
+
 import torch
+
+from ddp_train.recovery.kept_state import StateKeeper
+
+before_hooks = StateKeeper._before_hooks
 
 
 class Prune:
+    # Once, between step 15 and the hooks that act after it, each process waits to be killed.
+
     def __init__(self, job, run_dir, world):
-        self.job = job
+        waits = pathlib.Path(run_dir, f"waits_{world.rank}")
+
+        def wait_once(keeper, job):
+            if job.step == 15 and not waits.exists():
+                waits.touch()
+                time.sleep(600)
+            before_hooks(keeper, job)
+
+        StateKeeper._before_hooks = wait_once
 
     def due(self, job):
         return job.step + 1
@@ -148,6 +165,9 @@ class Prune:
 def test_weights_that_hooks_change_are_kept_as_they_leave_them(tmp_path: Path) -> None:
     """A step is kept before its hooks act. What they did after it was lost, or done twice."""
     (tmp_path / "pruning.py").write_text(PRUNING)
+    (tmp_path / "whole").mkdir()
+    for rank in range(3):
+        (tmp_path / f"whole/waits_{rank}").touch()
     words = (
         *MLP[:2],
         "train.epochs=6",
@@ -162,6 +182,9 @@ def test_weights_that_hooks_change_are_kept_as_they_leave_them(tmp_path: Path) -
     with running(tmp_path / "run", *words, "launch.max_restarts=9", env=env) as job:
         for step, phase in ((3, "forward"), (6, "hook"), (9, "backward")):
             kill(job, 3, Kill(1, step, phase))
+        waiting = [job.run_dir / f"waits_{rank}" for rank in range(3)]
+        wait_until(lambda: all(file.exists() for file in waiting), "step 15")
+        os.kill(ranks_of(job)[1], signal.SIGKILL)
         assert job.end() == 0, job.said()
     name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
