@@ -11,13 +11,16 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ddp_train.errors import ConfigError, DataError, WriteError
+from ddp_train.errors import ConfigError, DataError, ModelError, WriteError
 from ddp_train.launcher.size import Size
 from ddp_train.resilience.failure import Failure
 from ddp_train.text import counted
 
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
 """Exit codes of failures that a restart would only repeat."""
+NOT_SAVED = (ModelError.kind, WriteError.kind)
+"""Kinds of failures after which no step is saved: the weights of the processes have come apart, or
+the run directory cannot be written."""
 SAME_FAILURES = 3
 """Attempts in a row with the same failure after which the run ends."""
 DEVICE_FAILURES = 2
@@ -41,7 +44,8 @@ class FailedAttempt:
     newest_checkpoint: int = -1
     """Step of the newest checkpoint; -1 if there is none."""
     kept_step: int | None = None
-    """The last step that all ranks have kept outside their processes, if no checkpoint has it."""
+    """The last step that all ranks have kept outside their processes, if no checkpoint has it and
+    one may be made of it."""
     stop_requested: bool = False
 
     @property

@@ -16,7 +16,15 @@ from pathlib import Path
 from ddp_train.checkpoints.layout import newest_step
 from ddp_train.launcher import loopback
 from ddp_train.launcher.attempt import Attempt, AttemptEnd, Launch
-from ddp_train.launcher.decide import End, FailedAttempt, History, Restart, decide, sentences
+from ddp_train.launcher.decide import (
+    NOT_SAVED,
+    End,
+    FailedAttempt,
+    History,
+    Restart,
+    decide,
+    sentences,
+)
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.launcher.rescue import KeptAttempt, rescue
@@ -102,6 +110,8 @@ class LocalRun:
                 is_rescued = kept is not None and self._rescue(kept)
                 return self._end_stopped(ended, is_rescued)
             failed = self._failed_attempt(ended)
+            if failed.kept_step is None:
+                kept = None
             loss = self._loss(failed, ended.loss, loss)
             size = self.elastic.size
             decision = self._decide(failed, ended)
@@ -197,13 +207,14 @@ class LocalRun:
             failure = failure_report.recorded_failure(self.run_dir)
         except (OSError, ValueError, TypeError):  # it could not be written, or was damaged since
             failure = None
+        is_saved = failure is None or failure.kind not in NOT_SAVED
         return FailedAttempt(
             code=ended.code,
             failure=failure,
             by_signal=failure is not None and failure.rank in ended.killed_ranks,
             unreachable_gpus=self.elastic.unreachable_gpus(),
             newest_checkpoint=newest_step(self.run_dir),
-            kept_step=ended.kept.step if ended.kept else None,
+            kept_step=ended.kept.step if ended.kept and is_saved else None,
             stop_requested=bool(self.stop.received),
         )
 
