@@ -200,7 +200,9 @@ def _items_of(value: Any) -> Iterator[tuple[str, Any]]:
     """The items of a container, each with the way to it; none of another object."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield f"[{key!r}]", item
+            # Numbers of a tensor are not printed: each would be fetched from its GPU.
+            shown = type(key).__name__ if isinstance(key, Tensor) else repr(key)
+            yield f"[{shown}]", item
     elif isinstance(value, SEQUENCES):
         for place, item in enumerate(value):
             yield f"[{place}]", item

@@ -224,7 +224,7 @@ def _is_made_anew(job: Job, listed: list[Tensor], model: dict[str, Any]) -> bool
     """Whether `state_dict` gives numbers, or tensors, that are nobody's: they may be others after
     each step."""
     stepper = job.stepper
-    held: list[Any] = [stepper.optimizer.state, vars(stepper.scaler)]
+    held: list[Any] = [*stepper.optimizer.state.values(), vars(stepper.scaler)]
     if isinstance(stepper.check_finite, DeviceNonFiniteCheck):
         held.append(stepper.check_finite.steps_skipped)
     if stepper.average:

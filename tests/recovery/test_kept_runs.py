@@ -138,13 +138,13 @@ before_hooks = StateKeeper._before_hooks
 
 
 class Prune:
-    # Once, between step 15 and the hooks that act after it, each process waits to be killed.
+    # Once, between step 3 and the hooks that act after it, each process waits to be killed.
 
     def __init__(self, job, run_dir, world):
         waits = pathlib.Path(run_dir, f"waits_{world.rank}")
 
         def wait_once(keeper, job):
-            if job.step == 15 and not waits.exists():
+            if job.step == 3 and not waits.exists():
                 waits.touch()
                 time.sleep(600)
             before_hooks(keeper, job)
@@ -180,11 +180,11 @@ def test_weights_that_hooks_change_are_kept_as_they_leave_them(tmp_path: Path) -
     whole = run(*words, f"run_dir={tmp_path}/whole", env=env)
     assert whole.returncode == 0, whole.stderr
     with running(tmp_path / "run", *words, "launch.max_restarts=9", env=env) as job:
-        for step, phase in ((3, "forward"), (6, "hook"), (9, "backward")):
-            kill(job, 3, Kill(1, step, phase))
         waiting = [job.run_dir / f"waits_{rank}" for rank in range(3)]
-        wait_until(lambda: all(file.exists() for file in waiting), "step 15")
+        wait_until(lambda: all(file.exists() for file in waiting), "step 3")
         os.kill(ranks_of(job)[1], signal.SIGKILL)
+        for step, phase in ((5, "forward"), (8, "hook"), (11, "backward")):
+            kill(job, 3, Kill(1, step, phase))
         assert job.end() == 0, job.said()
     name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
