@@ -14,9 +14,9 @@ from ddp_train.data.stream_place import StreamPlace
 class StreamPosition:
     """The batches of training, and the places of the stream behind those of the last two steps.
 
-    Two: a survivor of a lost rank may save the step before the one whose batch it has. Each process
-    knows a place of its own, up to a global batch ahead of the others; any of them is saved, since
-    a resumed run reads from there up to its first sample.
+    Two: the last step that all processes have kept may be the one before that whose batch this one
+    has. Each process knows a place of its own, up to a global batch ahead of the others; any of
+    them is saved, since a resumed run reads from there up to its first sample.
     """
 
     def __init__(self, batches: Iterable[Batch], stream: NumberedStream) -> None:

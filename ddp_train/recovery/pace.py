@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-SHARE = 0.005
+SHARE = 0.002
 """The part of the time of training that keeping may take on a GPU."""
 HOST_SECONDS = 1e-4
 """What the host needs to have a state copied."""

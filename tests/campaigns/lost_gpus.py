@@ -66,6 +66,8 @@ CASES |= {
     ),
     "compiled": (*BATCH_NORM, "tuning.compile=true"),
 }
+LIMIT_SECONDS = 300
+"""Of a run, and of the time until it trains: it may be compiled first."""
 LONGEST_REDONE = 0.25
 """Seconds of training that a kill may cost."""
 
@@ -88,7 +90,7 @@ def killed(job: Running, ranks: int, draw: random.Random, number: int, before: s
         finally:
             board.close()
 
-    wait_until(training, "all ranks in training", seconds=60)
+    wait_until(training, "all ranks in training", seconds=LIMIT_SECONDS)
     time.sleep(draw.uniform(0.2, 1.5))
     board = board_of(job, ranks)
     pids = ranks_of(job)
@@ -120,7 +122,7 @@ def ended(
     ) as job:
         before = set[int]()
         dead = [killed(job, ranks, draw, number, before) for number in range(kills)]
-        assert job.end() == 0, job.said()
+        assert job.end(LIMIT_SECONDS) == 0, job.said()
         wait_until(lambda: not processes_of(folder / "run"), "end of all processes", seconds=10)
     lines = [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()

@@ -176,13 +176,13 @@ class Running:
 
         wait_until(there, name)
 
-    def end(self) -> int:
+    def end(self, seconds: float = LIMIT_SECONDS) -> int:
         """Its exit code. Where a time limit ends a test, it says what the ranks were doing."""
         try:
-            return self.process.wait(LIMIT_SECONDS)
+            return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise AssertionError(
-                f"not done after {LIMIT_SECONDS} s\n{self.said()}\n{self.stacks()}"
+                f"not done after {seconds} s\n{self.said()}\n{self.stacks()}"
             ) from None
 
     def stacks(self) -> str:
