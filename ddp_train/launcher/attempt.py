@@ -47,9 +47,9 @@ class Launch:
     server: ForkServer | None
     elastic: Elastic
     workload: Workload
-    memory: KeptMemory | None
+    memory: KeptMemory | None = None
     """Where the processes keep their state; None where there can be none."""
-    devices: HeldDevices | None
+    devices: HeldDevices | None = None
     """The memory on GPUs that it takes; None on CPUs."""
 
 
