@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ddp_train.distributed.process_group import side_group
-from ddp_train.distributed.training_step import CURRENT
+from ddp_train.distributed.training_step import ALL_GATHER, CURRENT
 from ddp_train.errors import ConfigError, DataError, LaunchError
 
 
@@ -52,6 +52,8 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     # be taken for each other. In two groups only the order of gathers matters, which is that of the
     # program, and no process waits for a bucket before its backward pass ends.
     group = side_group()
+    if CURRENT.see_exchange:
+        CURRENT.see_exchange(ALL_GATHER)
     counted = tensor if step.counts else tensor[:0]
     sizes = _sizes(counted, group)
     rank = dist.get_rank()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +11,9 @@ ACCUMULATES = (
     "train.accumulation_steps: ddp_train.all_gather sees the samples of one micro-batch, so the"
     " loss would depend on accumulation; use train.accumulation_steps=1"
 )
+
+ALL_GATHER = "ddp_train.all_gather"
+BATCH_NORM = "batch norm"
 
 
 class Share(Protocol):
@@ -86,6 +89,8 @@ class Current:
     """How often this process has called `data.rng.draw_mark`."""
     gathers: int = 0
     """How often this process has called `ddp_train.all_gather`."""
+    see_exchange: Callable[[str], None] | None = None
+    """Called with the name of an exchange in a forward pass before it: ALL_GATHER, BATCH_NORM."""
     contexts_shared_out: int = 0
     """Contexts in which processes have different numbers of batches; iterators that hold some may
     end in any order."""

@@ -52,6 +52,8 @@ PHASES = (
 """In the order in which they follow a completed step: of ranks at the same step, the one in the
 earliest phase is furthest behind."""
 PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
+KEPT_EXCHANGES = 64
+"""More than a worker with a GPU, which does not wait for it, is ahead of another one."""
 
 
 class StatusSnapshot(NamedTuple):
@@ -85,7 +87,8 @@ class RankStatus(ctypes.Structure):
     _fields_ = (
         *_numbers("beats", "step", "batches", "resident_bytes", "saving", "phase_number"),
         *_numbers("_announced_code", "reported_code", "heeds_stop", "goes_on", "is_done"),
-        *_numbers("is_examined", "exchanged_step", "left_out_from", "left_out_to", "has_saved"),
+        *_numbers("is_examined", "has_saved"),
+        ("exchanges", ctypes.c_int64 * KEPT_EXCHANGES),
     )
     step: int
     batches: int
@@ -111,14 +114,10 @@ class RankStatus(ctypes.Structure):
     is_examined: int
     """1 once the launcher has found that the run hangs, and wants to know what this worker has
     called."""
-    exchanged_step: int
-    """The last step of a session whose gradients the worker exchanges (sessions/step_watch.py)."""
-    left_out_from: int
-    """The first of the last steps of a session that the worker has left without an exchange."""
-    left_out_to: int
-    """The last of them."""
     has_saved: int
     """1 once this worker has saved what was kept, since another host is lost."""
+    exchanges: ctypes.Array[ctypes.c_int64]
+    """The last exchanges of a session that the worker has entered (sessions/exchange_watch.py)."""
 
     # Not shared with the launcher:
     on_hang: Callable[[], None] | None = None

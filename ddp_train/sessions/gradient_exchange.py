@@ -136,6 +136,14 @@ class GradientExchange:
             )
         self.reached = reached
 
+    def is_in_exchange(self) -> bool:
+        """True if this backward pass, which has begun, exchanges gradients of the model."""
+        if self.reached is not None:
+            return True
+        if not self.is_prepared or self.watched is None:
+            return False
+        return bool(_is_reached(self.watched))
+
     def end_backward(self) -> None:
         """Called when a backward pass has ended. A collective if it was not DDP's."""
         self.in_backward = False
@@ -230,11 +238,21 @@ class GradientExchange:
         reached = []
         for parameter in self.module.parameters():
             if parameter.requires_grad:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                try:
-                    is_reached = torch._C._will_engine_execute_node(node)
-                except RuntimeError:
-                    return None  # torch's answer there, of a leaf that is asked for
+                is_reached = _is_reached(parameter)
+                if is_reached is None:
+                    return None
                 if is_reached:
                     reached.append(parameter)
         return reached
+
+
+def _is_reached(parameter: nn.Parameter) -> bool | None:
+    """True if the backward pass, which has begun, adds a gradient to a parameter.
+
+    None in `torch.autograd.grad` of it, which adds to none.
+    """
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None  # torch's answer there, of a leaf that is asked for

@@ -84,15 +84,19 @@ class Models:
         """The models whose parameters an optimizer updates."""
         return [model for model in self.wrapped if model.is_trained_by(optimizer)]
 
-    def see_backward(self) -> None:
-        """Called when a loss of run.mean goes backward; several may in one backward pass."""
+    def see_backward(self) -> bool:
+        """Called when a loss of run.mean goes backward; several may in one backward pass.
+
+        Returns True for the first one of a pass that exchanges gradients.
+        """
         number = torch._C._current_graph_task_id()
         if number == self.backward_pass:
-            return
+            return False
         self.backward_pass = number
         Variable._execution_engine.queue_callback(self._see_end)
         for model in self.wrapped:
             model.gradient_exchange.begin_backward(number)
+        return any(model.gradient_exchange.is_in_exchange() for model in self.wrapped)
 
     def are_in_autograd_grad(self) -> bool:
         """True if this backward pass is that of `torch.autograd.grad`, of their parameters."""

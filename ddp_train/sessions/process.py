@@ -135,7 +135,7 @@ class SessionProcess:
         random.seed(settings.seed)
         self.steps = steps = Steps(settings, self.world, device, worker.status, self.stop)
         if worker.board is not None:
-            steps.step_watch.statuses = worker.board.ranks
+            steps.exchange_watch.watch(worker.board.ranks)
         trackers = settings.trackers if self.world.is_leader else {}
         self.tracking = leftovers.enter_context(
             open_trackers(trackers, settings.grace_seconds, settings.timeout_seconds)

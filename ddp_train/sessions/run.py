@@ -24,6 +24,7 @@ from ddp_train.sessions.data_arguments import (
     scored_samples,
     whole_arguments,
 )
+from ddp_train.sessions.exchange_watch import GATHER, LOADER, SUM, TEST_LOADER, UPDATE_BN
 from ddp_train.sessions.learning_rates import warn_of_fractions
 from ddp_train.sessions.loader import (
     Collate,
@@ -130,7 +131,7 @@ class Run(MediaCalls):
 
         Raises UsageError for other data, and PeerError if they are not the same for all processes.
         """
-        steps = self._open_steps("run.loader")
+        steps = self._open_steps(LOADER)
         arguments = DataArguments(
             dataset,
             batch_size=global_batch_size,
@@ -141,7 +142,8 @@ class Run(MediaCalls):
             num_workers=num_workers,
             collate_fn=collate_fn,
         )
-        arguments = whole_arguments(arguments, "run.loader")
+        arguments = whole_arguments(arguments, LOADER)
+        steps.exchange_watch.enter(LOADER)
         if is_stream(arguments.dataset):
             feed = stream_feed(steps, arguments, split_by_node)
             return TrainingLoader(steps, feed, arguments.dataset, repeat)
@@ -169,7 +171,7 @@ class Run(MediaCalls):
         dataset: map-style; or a DataLoader, which says the rest.
         batch_size: samples of a batch on one process.
         """
-        method = "run.test_loader"
+        method = TEST_LOADER
         steps = self._open_steps(method)
         seed = steps.settings.seed
         arguments = DataArguments(
@@ -181,6 +183,7 @@ class Run(MediaCalls):
             samples = scored_samples(arguments, seed)
         size = checked_batch_size(arguments.batch_size, "batch_size", TEST_BATCH_SIZE, method)
         source = source_of(samples, seed, arguments.collate_fn, method)
+        steps.exchange_watch.enter(TEST_LOADER)
         common_digests(source, steps.device, method)
         options = dataclasses.replace(
             options_of(steps.device, arguments.num_workers),
@@ -284,7 +287,9 @@ class Run(MediaCalls):
 
         Raises UsageError inside of the loop over the loader, and for other batches.
         """
-        update_statistics(self._open_steps("run.update_bn"), loader, model)
+        steps = self._open_steps(UPDATE_BN)
+        steps.exchange_watch.enter(UPDATE_BN)
+        update_statistics(steps, loader, model)
 
     def log(
         self,
@@ -333,7 +338,7 @@ class Run(MediaCalls):
         """
         steps = self._open_steps("run.sum")
         steps.score_watch.see_sum(self.processes)
-        steps.see_sum(value)
+        steps.see_sum(SUM, value)
         return sum_over_ranks(value, steps.device)
 
     def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
@@ -348,7 +353,7 @@ class Run(MediaCalls):
         Raises UsageError as `sum` does.
         """
         steps = self._open_steps("run.gather")
-        steps.see_sum(rows)
+        steps.see_sum(GATHER, rows)
         return gather_over_ranks(rows, steps.device)
 
     def _open_steps(self, method: str) -> Steps:

@@ -24,6 +24,16 @@ from ddp_train.models.living_objects import living_objects
 from ddp_train.models.unsaved_copies import UnsavedCopies
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions.exchange_watch import (
+    BACKWARD,
+    CHECKPOINT,
+    CLOSURE,
+    END_OF_EPOCH,
+    END_OF_SESSION,
+    LINE,
+    UNITS,
+    ExchangeWatch,
+)
 from ddp_train.sessions.first_step import FirstStep
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
@@ -42,7 +52,6 @@ from ddp_train.sessions.position import Position
 from ddp_train.sessions.score_watch import ScoreWatch
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
-from ddp_train.sessions.step_watch import StepWatch
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
 from ddp_train.sessions.update_record import UpdateRecord
 from ddp_train.sessions.values import meet
@@ -111,7 +120,8 @@ class Steps:
         self.gradients = GradientWatch()
         self.had_backward = False
         """The mean loss of this step has gone backward."""
-        self.step_watch = StepWatch(status, world.rank)
+        self.exchange_watch = ExchangeWatch(status, world.rank)
+        CURRENT.see_exchange = self.exchange_watch.enter
         self.score_watch = ScoreWatch()
         self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
         self.media = self.numbers.media
@@ -128,6 +138,7 @@ class Steps:
     def close(self) -> None:
         """End the session: nothing of the user's is held or watched any more."""
         self.is_over = True
+        CURRENT.see_exchange = None
         self._handle.remove()
         if self.update_record:
             self.update_record.close()
@@ -160,8 +171,8 @@ class Steps:
             self._end_open_step()
             self.current_epoch = None
             self.has_samples = True
-            self.step_watch.see_left_out(position.epoch, position.step)
-            meet("the end of an epoch", self.device)
+            self.exchange_watch.enter(END_OF_EPOCH)
+            meet(END_OF_EPOCH, self.device)
             self._check_updates()
             self.numbers.flush(position.step, position.epoch + 1)
             check_same_rates(self.checkpoints.objects, self.device)
@@ -255,8 +266,8 @@ class Steps:
 
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`."""
-        self.step_watch.see_left_out(self.position.epoch, self.position.step)
-        meet("the end of the session", self.device)
+        self.exchange_watch.enter(END_OF_SESSION)
+        meet(END_OF_SESSION, self.device)
         self._end_open_step()
         self.numbers.flush(self.position.step, self.epochs_begun)
         if self.current_epoch and self.checkpoints:
@@ -278,6 +289,7 @@ class Steps:
     def save_now(self) -> None:
         assert self.checkpoints, "epochs() has seen to it"
         self.is_save_due = False
+        self.exchange_watch.enter(CHECKPOINT)
         self._warn_of_unsaved(self.checkpoints.objects)
         phase = self.status.phase
         self.status.phase = "checkpoint"
@@ -358,6 +370,7 @@ class Steps:
         if self.update_record and self.update_record.is_complete(self.position.step):
             raise StoppedError
         if not is_last and self.position.step % self.numbers.every_steps == 0:
+            self.exchange_watch.enter(LINE)
             self.numbers.line(self.position.step, self.position.epoch + 1)
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
         # is right about when the next one is due.
@@ -389,8 +402,6 @@ class Steps:
 
     def _count(self, step: OpenStep) -> None:
         """Count a step as done, and close it."""
-        if not self.had_backward:
-            self.step_watch.see_left_out(self.position.epoch, self.position.step)
         self.numbers.end_step(self.position.step, step.samples)
         if self.first_step:
             draws_by_rank = self.first_step.end()
@@ -478,6 +489,7 @@ class Steps:
         """The number of units of all processes, a scalar, float64. A collective."""
         counts = share.num_real > 0  # also where `over` does not follow from the batch
         units = torch.as_tensor(over, dtype=torch.float64, device=self.device).detach().sum()
+        self.exchange_watch.enter(UNITS, self.position.step)
         return total(units * counts)
 
     def _part_of_mean(self, units: Tensor, share: MicroBatch) -> Tensor:
@@ -490,17 +502,18 @@ class Steps:
         if not self.open_step:
             self.score_watch.see_score()
 
-    def see_sum(self, value: Any) -> None:
-        """Called when a value is added up, or gathered, over all processes."""
+    def see_sum(self, call: str, value: Any) -> None:
+        """Called when a value is added up, or gathered, over all processes. call: SUM or GATHER."""
+        self.exchange_watch.enter(call)
         if self.first_step:
             self.first_step.see_sum(value)
 
     def _in_backward(self, _: Tensor) -> None:
         if self.first_step:
             self.first_step.see_backward()
-        self.step_watch.see_backward(self.position.epoch, self.position.step)
         self.had_backward = True
-        self.models.see_backward()
+        if self.models.see_backward():
+            self.exchange_watch.enter(BACKWARD, self.position.step)
         self.gradients.see_backward()
         self.status.phase = "backward"
 
@@ -589,4 +602,5 @@ class Steps:
         self._check_gradients(self.optimizers[optimizer])
         if not isinstance(loss, Tensor):
             return loss
+        self.exchange_watch.enter(CLOSURE)
         return total(loss.detach().clone()) / self.world.size

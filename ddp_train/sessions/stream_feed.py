@@ -30,6 +30,7 @@ from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
 from ddp_train.engine.step_observers import ReportedBatches
 from ddp_train.errors import DataError
 from ddp_train.sessions.data_arguments import DataArguments, known_length
+from ddp_train.sessions.exchange_watch import STREAMED_BATCH
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 
@@ -58,6 +59,7 @@ class StreamFeed:
         self.stream = arguments.dataset
         self.name = type(self.stream).__name__
         self.world = world
+        self.exchange_watch = steps.exchange_watch
         self.device = steps.device
         self.size = size
         self.drop_last = arguments.drop_last
@@ -286,6 +288,7 @@ class StreamedParts:
         size = part.size if part else 0
         if not self.feed.split_by_node:
             return size, size >= self.feed.world.size
+        self.feed.exchange_watch.enter(STREAMED_BATCH)
         sizes = from_all_ranks(torch.tensor(size, device=self.feed.device))
         return int(sizes.sum()), bool(sizes.min() > 0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.global_batches import Pass
+from ddp_train.sessions.exchange_watch import PASS
 from ddp_train.sessions.feed import Feed
 from ddp_train.sessions.position import Place
 from ddp_train.sessions.settings import UsageError
@@ -156,6 +157,7 @@ class TrainingLoader:
         return place
 
     def _begin_feed(self, place: Place) -> None:
+        self.steps.exchange_watch.enter(PASS)
         self.feed.begin(Pass(place.epoch, place.repetition), place.batch)
         self.place = place
 

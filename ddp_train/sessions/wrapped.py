@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import update_bn
 
-from ddp_train.distributed.training_step import CURRENT
+from ddp_train.distributed.training_step import BATCH_NORM, CURRENT
 from ddp_train.parallel.naming_ddp import ddp_arguments
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm, synchronised_on
 from ddp_train.sessions.gradient_exchange import GradientExchange
@@ -55,7 +56,7 @@ class Wrapped(nn.Module):
             module = synchronised_on(device, module)
             for layer in module.modules():
                 if isinstance(layer, SyncBatchNorm | nn.SyncBatchNorm):
-                    layer.register_forward_pre_hook(_refuse_other_batches)
+                    layer.register_forward_pre_hook(_before_batch_norm)
         self.module = module.to(device)
         arguments = None
         if processes > 1:
@@ -173,9 +174,9 @@ def _itself(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refuse_other_batches(layer: nn.Module, _: Any) -> None:
-    """Raise UsageError for a layer that would wait for processes that have no more batches, or
-    count each sample once for each process.
+def _before_batch_norm(layer: nn.Module, _: Any) -> None:
+    """Raise UsageError for a layer that would wait for processes that have no more batches or do
+    something else, or count each sample once for each process.
 
     Copies of a model have this hook too: averages of its weights.
     """
@@ -193,3 +194,6 @@ def _refuse_other_batches(layer: nn.Module, _: Any) -> None:
             " they do not share",
             WAY_OF_UPDATE_BN,
         )
+    # Not in a compiled graph, which a write to shared memory would break.
+    if CURRENT.see_exchange and not torch.compiler.is_compiling():
+        CURRENT.see_exchange(BATCH_NORM)

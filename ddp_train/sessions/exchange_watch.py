@@ -1,0 +1,93 @@
+"""Finds processes that enter different exchanges, where they would wait for each other.
+
+Each tells the others on the launcher's board, in shared memory: no exchange, and no time limit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from ddp_train.distributed.training_step import ALL_GATHER, BATCH_NORM
+from ddp_train.resilience.heartbeat import KEPT_EXCHANGES, RankStatus
+from ddp_train.sessions.settings import UsageError
+
+BACKWARD = "backward()"
+UNITS = "run.mean over units"
+CLOSURE = "optimizer.step(closure)"
+SUM = "run.sum"
+GATHER = "run.gather"
+LOADER = "run.loader"
+TEST_LOADER = "run.test_loader"
+PASS = "a loop over run.loader"
+STREAMED_BATCH = "the next batch of run.loader"
+UPDATE_BN = "run.update_bn"
+LINE = "the line that is logged"
+CHECKPOINT = "a checkpoint"
+END_OF_EPOCH = "the end of an epoch"
+END_OF_SESSION = "the end of the session"
+EXCHANGES = (
+    *("", BACKWARD, UNITS, CLOSURE, BATCH_NORM, ALL_GATHER, SUM, GATHER, LOADER, TEST_LOADER),
+    *(PASS, STREAMED_BATCH, UPDATE_BN, LINE, CHECKPOINT, END_OF_EPOCH, END_OF_SESSION),
+)
+"""The name of each exchange of a session, by its number; 0 is that of none."""
+NUMBERS = {name: number for number, name in enumerate(EXCHANGES)}
+SAME_ORDER = (
+    "every process must make the same calls in the same order, and take part in every step, with an"
+    " empty batch too: no run.sum or run.save inside of `if run.rank == 0`; no continue, break or"
+    " return before backward() on one of them; decide for all by a sum, before it:"
+    " if not math.isfinite(run.sum(loss.item())): continue"
+)
+
+
+class ExchangeWatch:
+    """Compares the exchanges that this process enters with those of the others, one by one.
+
+    An exchange is written as one number, which a reader sees whole: its place in EXCHANGES in 8
+    bits, in 16 how often the slots have been filled before, and above them the step.
+    """
+
+    def __init__(self, status: RankStatus, rank: int) -> None:
+        self.rank = rank
+        self.own = status.exchanges
+        self.others: dict[int, ctypes.Array[ctypes.c_int64]] = {}
+        """The exchanges of the other ranks; none where no launcher of ours has started them."""
+        self.count = 0
+        """Exchanges that this process has entered."""
+
+    def watch(self, statuses: Sequence[RankStatus]) -> None:
+        """Compare with the others. statuses: of all processes, by rank."""
+        self.others = {
+            rank: status.exchanges for rank, status in enumerate(statuses) if rank != self.rank
+        }
+
+    def enter(self, name: str, step: int = 0) -> None:
+        """Called before this process enters an exchange.
+
+        step: that it belongs to; 0 for one that may follow a step which is still open on some.
+
+        Raises UsageError if another process has entered another one instead: both would wait.
+        """
+        if not self.others:
+            return
+        turns, slot = divmod(self.count, KEPT_EXCHANGES)
+        self.count += 1
+        turn = (turns & 0xFFFF) << 8
+        mine = (step << 24) | turn | NUMBERS[name]
+        # First written, then read: of two processes at least one sees the other.
+        self.own[slot] = mine
+        for rank, exchanges in self.others.items():
+            other = exchanges[slot]
+            if other != mine and other and other & 0xFFFF00 == turn:
+                raise UsageError(
+                    f"rank {self.rank} is in {_described(mine)}, and rank {rank} in"
+                    f" {_described(other)}: each is an exchange among all processes",
+                    SAME_ORDER,
+                )
+
+
+def _described(exchange: int) -> str:
+    name = EXCHANGES[exchange & 0xFF]
+    if name in (BACKWARD, UNITS):
+        return f"{name} of step {exchange >> 24}"
+    return name
