@@ -27,7 +27,8 @@ WINDOW = 3
 EPOCHS = 3
 WORDS = 11
 NAN_STEP = 7
-"""A step whose loss is not finite: a GradScaler leaves out the update of its window."""
+"""A step whose loss is not finite on one process: the GradScalers of all leave out the update of
+its window."""
 
 
 def texts() -> TensorDataset:
@@ -71,7 +72,7 @@ def train(run: Run, epochs: int, scaled: bool, by_samples: bool) -> dict[str, Te
     for _ in run.epochs(epochs, save_every=EPOCHS):
         for words, mask in loader:
             losses = losses_of(model, words, mask)
-            if scaled and run.step == NAN_STEP:
+            if scaled and run.step == NAN_STEP and run.rank == run.processes - 1:
                 losses = losses * math.inf
             if by_samples:
                 loss = run.mean(losses.sum(1), accumulate=optimizer)
