@@ -38,6 +38,10 @@ SAME_ORDER = (
     " return before backward() on one of them; decide for all by a sum, before it:"
     " if not math.isfinite(run.sum(loss.item())): continue"
 )
+SAME_NORMS = (
+    "; batch norm is over all processes, which must call the model equally often: in a loop over"
+    " samples, run.wrap(model, sync_batch_norm=False)"
+)
 
 
 class ExchangeWatch:
@@ -79,15 +83,26 @@ class ExchangeWatch:
         for rank, exchanges in self.others.items():
             other = exchanges[slot]
             if other != mine and other and other & 0xFFFF00 == turn:
-                raise UsageError(
-                    f"rank {self.rank} is in {_described(mine)}, and rank {rank} in"
-                    f" {_described(other)}: each is an exchange among all processes",
-                    SAME_ORDER,
-                )
+                raise _error(self.rank, mine, rank, other)
+
+
+def _error(rank: int, mine: int, other_rank: int, other: int) -> UsageError:
+    remedy = SAME_ORDER
+    if BATCH_NORM in (_name(mine), _name(other)):
+        remedy += SAME_NORMS
+    return UsageError(
+        f"rank {rank} is in {_described(mine)}, and rank {other_rank} in {_described(other)}: each"
+        " is an exchange among all processes",
+        remedy,
+    )
+
+
+def _name(exchange: int) -> str:
+    return EXCHANGES[exchange & 0xFF]
 
 
 def _described(exchange: int) -> str:
-    name = EXCHANGES[exchange & 0xFF]
+    name = _name(exchange)
     if name in (BACKWARD, UNITS):
         return f"{name} of step {exchange >> 24}"
     return name

@@ -116,3 +116,4 @@ def test_a_process_in_another_exchange_is_named(kind: str, exchange: str, tmp_pa
         (line,) = fatal_lines(done.stderr)
         assert "each is an exchange among all processes" in line
         assert exchange in line
+        assert ("in a loop over samples" in done.stderr) is ("batch norm" in line)
