@@ -221,14 +221,19 @@ def _lost_devices(failed: FailedAttempt, seen: History, size: Size) -> dict[str,
 
 
 def sentences(
-    decision: Restart | End, kept_step: int | None, max_restarts: int, steps_redone: int = 0
+    decision: Restart | End,
+    kept_step: int | None,
+    max_restarts: int,
+    words_to_resume: str,
+    steps_redone: int = 0,
 ) -> list[str]:
     """The lines that the terminal shows below the report of a failure.
 
     kept_step: the last step that all ranks have kept outside their processes.
-    steps_redone: how many they had done since.
+    words_to_resume: the overrides that resume the run.
+    steps_redone: how many steps they had done since.
     """
-    saved = "" if kept_step is None else _saved_sentence(decision, kept_step)
+    saved = "" if kept_step is None else _saved_sentence(decision, kept_step, words_to_resume)
     match decision:
         case Restart(counts_as_restart=True):
             next_line = f"restarting ({decision.number} of {max_restarts} restarts)"
@@ -244,11 +249,11 @@ def sentences(
     return [line for line in (saved, next_line) if line]
 
 
-def _saved_sentence(decision: Restart | End, kept_step: int) -> str:
+def _saved_sentence(decision: Restart | End, kept_step: int, words_to_resume: str) -> str:
     if isinstance(decision, Restart):
         return f"step {kept_step} is kept: it lay outside the processes"
     return (
-        f"saved step {kept_step}, which lay outside the processes; the same command resumes there"
+        f"saved step {kept_step}, which lay outside the processes; {words_to_resume} resumes there"
     )
 
 

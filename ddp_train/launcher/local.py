@@ -222,7 +222,8 @@ class LocalRun:
         """Print what follows a failure. kept: what goes on, or is saved."""
         kept_step = kept.step if kept else None
         redone = loss.step - kept.step if kept and loss else 0
-        for sentence in sentences(decision, kept_step, self.max_restarts, redone):
+        to_resume = self.elastic.config.words_to_resume
+        for sentence in sentences(decision, kept_step, self.max_restarts, to_resume, redone):
             print(self.launch.workload.translate(sentence), file=sys.stderr)
 
     def _resize(self) -> None:

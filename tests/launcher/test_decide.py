@@ -258,7 +258,7 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
             End(70, "it is enough"),
             7,
             [
-                "saved step 7, which lay outside the processes; the same command resumes there",
+                "saved step 7, which lay outside the processes; run_dir=runs/a resumes there",
                 "not restarted: it is enough",
             ],
         ),
@@ -267,11 +267,12 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
 def test_decisions_in_words(
     decision: Restart | End, kept_step: int | None, lines: list[str]
 ) -> None:
-    assert sentences(decision, kept_step, max_restarts=3) == lines
+    said = sentences(decision, kept_step, max_restarts=3, words_to_resume="run_dir=runs/a")
+    assert said == lines
 
 
 def test_steps_that_are_computed_again_are_told() -> None:
     """On a GPU not each step is kept."""
     decision = restart(FOUR, 1, from_step=7)
-    *_, said = sentences(decision, 7, max_restarts=3, steps_redone=2)
+    *_, said = sentences(decision, 7, 3, "run_dir=runs/a", steps_redone=2)
     assert said == "restarting (1 of 3 restarts), from step 7: 2 steps behind it are computed again"

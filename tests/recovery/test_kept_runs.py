@@ -97,11 +97,9 @@ def test_the_same_command_continues_a_run_without_restarts(tmp_path: Path) -> No
     assert "FATAL died (rank 1 " in said and "LOST" not in said
     (saved,) = checkpoints(tmp_path / "run")
     step = int(saved.removeprefix("step_"))
-    assert (
-        10 <= step < 36
-        and f"saved step {step}, which lay outside the processes; the same command resumes there"
-        in said
-    )
+    assert 10 <= step < 36
+    saved = f"saved step {step}, which lay outside the processes; "
+    assert f"{saved}run_dir={tmp_path}/run resumes there" in said
     assert read(tmp_path / "run", "failure.json")["detail"].endswith(signal.SIGKILL.name)
     again = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/run")
     assert again.returncode == 0 and f"from step {step}" in again.stdout
@@ -246,11 +244,10 @@ def test_a_death_before_an_agreed_stop_costs_no_step(
         assert job.end() == 70, job.said()
         assert time.monotonic() - began < 10, "launch.grace_seconds are 30"
         said = job.said()
-    assert (
-        len(steps) == 1
-        and f"saved step {steps.pop()}, which lay outside the processes; the same command resumes"
-        in said
-    ), said
+    assert len(steps) == 1
+    saved = f"saved step {steps.pop()}, which lay outside the processes; "
+    to_resume = f"run_dir={tmp_path}/run 'trusted_modules=[mute]'"
+    assert f"{saved}{to_resume} resumes there" in said, said
 
 
 MOURNED = """
