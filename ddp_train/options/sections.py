@@ -27,7 +27,9 @@ class LaunchConfig:
         None, "HOST:PORT of one of the hosts, where all hosts of a run meet"
     )
     max_restarts: int = key(
-        0, "restarts after a failure; the count is reset by each new checkpoint", at_least=0
+        0,
+        "restarts after a failure; each new step that is kept or saved resets the count",
+        at_least=0,
     )
     backend: str = key(
         "auto",
