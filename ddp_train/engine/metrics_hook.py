@@ -203,9 +203,12 @@ class MetricsHook:
         )
 
     def _write_moments(self, job: Job) -> None:
-        """Write a line for each step after which hooks logged numbers."""
+        """Write a line for each step after which hooks logged numbers, unless a resumed run has it
+        already."""
         for moment, numbers in job.stepper.logged.take_moments():
             step = moment.step
+            if self.metrics.has(moment.kind, step):
+                continue
             epoch = max(1, -(-step // job.plan.steps_per_epoch))
             self.metrics.write(
                 kind=moment.kind, step=step, epoch=epoch, time=time.time(), **numbers

@@ -119,6 +119,8 @@ class Attempt:
     def run(self) -> AttemptEnd:
         """Start the workers and wait for their end, for a failure, a hang or a stop."""
         failure_report.set_aside(self.run_dir)
+        if self.launch.devices and not self.kept_before:
+            self.launch.devices.forget()  # what attempts before have kept is in a checkpoint
         self.start()
         if not self.workers.processes:  # a stop was requested before their start
             return self._end(UNSAVED)

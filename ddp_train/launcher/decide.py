@@ -44,8 +44,8 @@ class FailedAttempt:
     newest_checkpoint: int = -1
     """Step of the newest checkpoint; -1 if there is none."""
     kept_step: int | None = None
-    """The last step that all ranks have kept outside their processes, if no checkpoint has it and
-    one may be made of it."""
+    """The last step that all ranks have kept outside their processes, if a checkpoint is to be made
+    of it."""
     stop_requested: bool = False
 
     @property

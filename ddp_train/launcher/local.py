@@ -33,6 +33,7 @@ from ddp_train.launcher.workload import Workload
 from ddp_train.linux import adopting_orphans
 from ddp_train.options.schema import Config
 from ddp_train.resilience import failure_report
+from ddp_train.resilience.failure import Failure
 from ddp_train.resilience.held_devices import HeldDevices
 from ddp_train.resilience.kept_memory import KeptMemory
 from ddp_train.resilience.lost_ranks import Loss
@@ -110,8 +111,6 @@ class LocalRun:
                 is_rescued = kept is not None and self._rescue(kept)
                 return self._end_stopped(ended, is_rescued)
             failed = self._failed_attempt(ended)
-            if failed.kept_step is None:
-                kept = None
             loss = self._loss(failed, ended.loss, loss)
             size = self.elastic.size
             decision = self._decide(failed, ended)
@@ -136,27 +135,36 @@ class LocalRun:
         with contextlib.closing(attempt):
             ended = attempt.run()
         if ended.code not in (0, SAVED):
-            ended = dataclasses.replace(ended, kept=self._kept(ended))
+            ended = dataclasses.replace(ended, kept=self._kept(ended, kept))
         self.launch.workload.page.attempt_ended(saved=ended.code == SAVED)
         return ended
 
-    def _kept(self, ended: AttemptEnd) -> KeptAttempt | None:
+    def _kept(self, ended: AttemptEnd, before: KeptAttempt | None) -> KeptAttempt | None:
+        """What is left of an attempt for the next one; None if a checkpoint has it, or must not.
+
+        before: what the attempt was started with. It may have ended before it had saved that.
+        """
         memory = self.launch.memory
-        if memory is None:
+        failure = self._failure()
+        if memory is None or (failure and failure.kind in NOT_SAVED):
             return None
         gpus = self.elastic.size.gpus_in_use()
-        return KeptAttempt.of(memory, self.launch.devices, self.run_dir, ended.is_saving, gpus)
+        kept = KeptAttempt.of(memory, self.launch.devices, self.run_dir, ended.is_saving, gpus)
+        if kept and before and kept.step == before.step:
+            return dataclasses.replace(kept, is_saving=before.is_saving)
+        return kept
 
     def _rescue(self, kept: KeptAttempt) -> bool:
         """Save what an attempt has kept, where no other follows. Returns whether it is saved."""
         launch = self.launch
         section = self.elastic.config.launch
+        is_stopped = bool(launch.stop.received)
         return rescue(
             kept,
             self.run_dir,
             launch.import_path,
             launch.server if section.fork_server else None,
-            section.grace_seconds,
+            section.grace_seconds if is_stopped else section.timeout_seconds,
             given_up=lambda: launch.stop.repeated,
         )
 
@@ -202,19 +210,22 @@ class LocalRun:
             self.history = self.history.after(failed, size, decision)
         return decision
 
-    def _failed_attempt(self, ended: AttemptEnd) -> FailedAttempt:
+    def _failure(self) -> Failure | None:
+        """The failure that the last attempt has reported."""
         try:
-            failure = failure_report.recorded_failure(self.run_dir)
+            return failure_report.recorded_failure(self.run_dir)
         except (OSError, ValueError, TypeError):  # it could not be written, or was damaged since
-            failure = None
-        is_saved = failure is None or failure.kind not in NOT_SAVED
+            return None
+
+    def _failed_attempt(self, ended: AttemptEnd) -> FailedAttempt:
+        failure = self._failure()
         return FailedAttempt(
             code=ended.code,
             failure=failure,
             by_signal=failure is not None and failure.rank in ended.killed_ranks,
             unreachable_gpus=self.elastic.unreachable_gpus(),
             newest_checkpoint=newest_step(self.run_dir),
-            kept_step=ended.kept.step if ended.kept and is_saved else None,
+            kept_step=ended.kept.step if ended.kept else None,
             stop_requested=bool(self.stop.received),
         )
 

@@ -73,7 +73,7 @@ class _Bytes:
         }
 
 
-class NoRoomError(Exception):
+class NoRoomError(LaunchError):
     """A GPU has too little memory left for what is to be kept."""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -30,7 +31,7 @@ from ddp_train.errors import LaunchError
 from ddp_train.linux import wait_until
 from ddp_train.optim.stepper import StepObserver, Stepper
 from ddp_train.recovery.device_copies import CopyStream, DeviceHead, copy_each
-from ddp_train.recovery.device_memory import DeviceMemory, NoRoomError
+from ddp_train.recovery.device_memory import DeviceMemory
 from ddp_train.recovery.kept_layout import Layout, Views, packed
 from ddp_train.recovery.live_state import LiveState, state_of
 from ddp_train.recovery.pace import DevicePace, NoPace, Pace
@@ -46,8 +47,6 @@ from ddp_train.resilience.kept_memory import (
 from ddp_train.tasks.mean_loss import ForwardPass, as_tensor
 
 log = logging.getLogger(__name__)
-WAIT_SECONDS = 5.0
-"""The longest that a rank waits for copies of others, which take milliseconds."""
 POLL_SECONDS = 0.0002
 NOT_KEPT = (
     "the state is kept in checkpoints alone, and a failure costs the steps since the last: %s"
@@ -191,7 +190,7 @@ class StateKeeper(StepObserver):
         try:
             last.wait_for_all(self.memory)  # until it is whole, the other one must stay
             kept.write(step, self.live, job.stepper, self.hooks)
-        except (NoRoomError, LaunchError) as error:
+        except LaunchError as error:
             self._give_up(error)
             return
         self.steps = [last, kept]
@@ -205,7 +204,11 @@ class StateKeeper(StepObserver):
             kept.step = None
 
     def _before_hooks(self, job: Job) -> None:
-        """Let hooks wait until the last state is copied: they may change weights."""
+        """Note that hooks act after this step, which they do too where training is stopped.
+
+        They wait until the last state is copied: they may change weights.
+        """
+        self.facts.set_numbers(job.step, self.ranks)
         if job.stepper.copies:
             job.stepper.copies.before_update()
 
@@ -226,7 +229,7 @@ class StateKeeper(StepObserver):
             self.live = self.live if self.live.is_like(live) else live
             try:
                 kept.write(job.step, self.live, job.stepper, before, after=self.hooks)
-            except (NoRoomError, LaunchError) as error:
+            except LaunchError as error:
                 self._give_up(error)
         else:
             self.hooks.write(kept.records.after)
@@ -425,7 +428,10 @@ class KeptDeviceStep(KeptStep):
         self.head.whole.synchronize()
 
     def wait_for_all(self, memory: KeptMemory) -> None:
-        """A rank may be a step ahead of what another one's GPU has copied."""
+        """A rank may be a step ahead of what another one's GPU has copied.
+
+        Waits as long as it takes, as for gradients: a rank that hangs is found by the launcher.
+        """
         self.wait()
         mark = self.records.state.mark
         if mark is None:
@@ -438,8 +444,7 @@ class KeptDeviceStep(KeptStep):
         def have_it() -> bool:
             return all(facts.mark is None or state.mark == mark for facts, state in others)
 
-        if not wait_until(have_it, WAIT_SECONDS, POLL_SECONDS):
-            raise LaunchError("another process has not kept the last step in time")
+        wait_until(have_it, math.inf, POLL_SECONDS)
 
     def _have_moved(self) -> bool:
         return self.addresses != [source.data_ptr() for source in self.sources]

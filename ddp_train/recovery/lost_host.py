@@ -33,11 +33,17 @@ from ddp_train.tasks.mean_loss import RunningLoss
 log = logging.getLogger(__name__)
 
 
-def reason_not_kept(job: Job) -> str:
-    """Why the loss of a host costs the steps since the last checkpoint; empty if it does not."""
+def reason_not_kept(job: Job, hooks_change_it: bool) -> str:
+    """Why the loss of a host costs the steps since the last checkpoint; empty if it does not.
+
+    hooks_change_it: hooks may change buffers, which were sent to the other hosts before.
+    """
+    has_buffers = any(buffer.is_floating_point() for buffer in job.module.buffers())
     if job.stepper.device != "cpu":
         return "on GPUs memory is kept on one host only"
-    if job.stepper.average and any(b.is_floating_point() for b in job.module.buffers()):
+    if hooks_change_it and has_buffers:
+        return "hooks of your own may change buffers that each rank has for itself"
+    if job.stepper.average and has_buffers:
         return (
             "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
         )

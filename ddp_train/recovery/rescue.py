@@ -6,6 +6,7 @@ launcher starts `python -m ddp_train.recovery.rescue RUN_DIR`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -305,18 +306,14 @@ def rescue_before(task: dict[str, Any], memory: KeptMemory | None, run_dir: Path
     task: `environment.rescue_task`.
     """
     assert memory, "the launcher hands its memory on"
-    held = {
-        (rank, place): DeviceMemory.from_descriptor(
-            descriptor_named(held_name(rank, place)), device, size
-        )
-        for rank, place, device, size in task["held"]
-    }
-    content = {key: mapped.bytes for key, mapped in held.items()}
-    try:
-        return rescue(memory, content, run_dir, task["ranks"], task["is_saving"])
-    finally:
-        for mapped in held.values():
-            mapped.release()
+    held: dict[tuple[int, int], Tensor] = {}
+    with contextlib.ExitStack() as mapped:
+        for rank, place, device, size in task["held"]:
+            descriptor = descriptor_named(held_name(rank, place))
+            on_device = DeviceMemory.from_descriptor(descriptor, device, size)
+            mapped.callback(on_device.release)
+            held[rank, place] = on_device.bytes
+        return rescue(memory, held, run_dir, task["ranks"], task["is_saving"])
 
 
 def main() -> NoReturn:

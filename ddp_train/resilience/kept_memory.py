@@ -27,14 +27,14 @@ class Place(IntEnum):
 
     FACTS = 0
     """What does not change in an attempt."""
-    EVEN_STATE = 1
-    EVEN_LOGGED = 2
-    EVEN_BEFORE = 3
-    EVEN_AFTER = 4
-    ODD_STATE = 5
-    ODD_LOGGED = 6
-    ODD_BEFORE = 7
-    ODD_AFTER = 8
+    FIRST_STATE = 1
+    FIRST_LOGGED = 2
+    FIRST_BEFORE = 3
+    FIRST_AFTER = 4
+    SECOND_STATE = 5
+    SECOND_LOGGED = 6
+    SECOND_BEFORE = 7
+    SECOND_AFTER = 8
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class StepPlaces:
 
 
 TURNS = (
-    StepPlaces(Place.EVEN_STATE, Place.EVEN_LOGGED, Place.EVEN_BEFORE, Place.EVEN_AFTER),
-    StepPlaces(Place.ODD_STATE, Place.ODD_LOGGED, Place.ODD_BEFORE, Place.ODD_AFTER),
+    StepPlaces(Place.FIRST_STATE, Place.FIRST_LOGGED, Place.FIRST_BEFORE, Place.FIRST_AFTER),
+    StepPlaces(Place.SECOND_STATE, Place.SECOND_LOGGED, Place.SECOND_BEFORE, Place.SECOND_AFTER),
 )
 """Steps are kept in turns: one is whole while the other one is written."""
 

@@ -50,7 +50,7 @@ from ddp_train.data.splits import Splits
 from ddp_train.data.user_dataset import numbered_stream_of
 from ddp_train.distributed.agent import hosts_follow
 from ddp_train.distributed.environment import changes_of_number, lost_rank
-from ddp_train.distributed.process_group import from_leader
+from ddp_train.distributed.process_group import from_leader, total
 from ddp_train.distributed.training_step import CURRENT
 from ddp_train.engine.copies_hook import CopiesHook
 from ddp_train.engine.display_hooks import SAMPLE, SampleHook, tensorboard_details
@@ -361,11 +361,14 @@ class Training:
         job = self.job
         memory = None
         keeping: AbstractContextManager[None] = contextlib.nullcontext()
-        reason = reason_not_kept(job)
+        reason = reason_not_kept(job, self._hooks_change_it)
+        if not reason and run.worker.store:
+            memory = memory_of_host(run.world, run.worker.store)
+            if total(torch.tensor(float(memory is None))):
+                memory = None  # what each rank alone has is sent by all ranks, or by none
+                reason = "the size of files is limited on a host (ulimit -f)"
         if reason:
             log.info("if a host is lost, the run restarts from its last checkpoint: %s", reason)
-        elif run.worker.store:
-            memory = memory_of_host(run.world, run.worker.store)
         if memory:
             numbers = OwnNumbers(job)
             job.stepper.observers.insert(0, numbers)

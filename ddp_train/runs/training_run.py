@@ -14,7 +14,7 @@ from ddp_train.config.user_code import build_trackers
 from ddp_train.data.splits import Splits
 from ddp_train.distributed.environment import rescue_task
 from ddp_train.distributed.process_group import barrier, local_leader_first
-from ddp_train.errors import LaunchError
+from ddp_train.errors import LaunchError, WriteError
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
 from ddp_train.recovery.rescue import rescue_before
 from ddp_train.runs import mirror_run
@@ -96,13 +96,18 @@ class TrainingRun(RunContext):
         return summary
 
     def _rescue(self) -> None:
-        """Make a checkpoint of what the attempt before has kept, if it has."""
+        """Make a checkpoint of what the attempt before has kept, if it has.
+
+        Raises WriteError if it cannot be written: the run would go on some steps earlier.
+        """
         task = rescue_task()
         if task is None:
             return
         if self.world.is_leader:
             try:
                 rescue_before(task, self.worker.kept_memory, self.run_dir)
+            except WriteError:
+                raise
             except LaunchError as error:
                 log.warning("what was kept cannot be saved: %s", error)
         barrier(self.device)

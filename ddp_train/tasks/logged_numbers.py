@@ -104,6 +104,8 @@ class Moment:
 NOTHING = Series(Rule.SUM)
 Key = tuple[str, Moment | None]
 """A name, and the moment at which its numbers were logged; None: in training steps."""
+Row = list[Any]
+"""Numbers as plain data: name, kind and step of the moment or None, rule, step, count, total."""
 
 
 @dataclass
@@ -188,12 +190,8 @@ class LoggedNumbers:
     def collect(self) -> list[Number]:
         """1 if not all processes know of some numbers, then steps, counts and totals of the agreed
         names."""
-        parts: dict[Key, list[Series]] = {}
-        for step, moment, entry in self._here:
-            part = Series(entry.rule, step, entry.total, entry.count)
-            parts.setdefault((entry.name, moment), []).append(part)
+        here = self._of_this_process()
         self._here = []
-        here = {key: Series.of(of_key) for key, of_key in parts.items()}
         agreed = [here.pop((name, None), NOTHING) for name in self._agreed]
         self._unknown = here
         sums = [*(series.count for series in agreed), *(series.total for series in agreed)]
@@ -202,6 +200,14 @@ class LoggedNumbers:
             *(float(series.step) for series in agreed),
             *(self._at_home(number) for number in sums),
         ]
+
+    def _of_this_process(self) -> dict[Key, Series]:
+        """The numbers of this process since the last exchange, added up."""
+        parts: dict[Key, list[Series]] = {}
+        for step, moment, entry in self._here:
+            part = Series(entry.rule, step, entry.total, entry.count)
+            parts.setdefault((entry.name, moment), []).append(part)
+        return {key: Series.of(of_key) for key, of_key in parts.items()}
 
     def _at_home(self, number: Number) -> Number:
         """A number on the device of this process: a replica may have logged it on another GPU."""
@@ -228,16 +234,12 @@ class LoggedNumbers:
 
     def _make_known(self) -> None:
         """Exchange the numbers whose names not all processes know. A collective."""
-        mine = []
-        for (name, moment), series in self._unknown.items():
-            place = moment and [moment.kind, moment.step]
-            mine.append([name, place, series.rule, series.plain()])
+        mine = [_row(key, series) for key, series in self._unknown.items()]
         texts = texts_from_all_ranks(json.dumps(mine), self.device)
         news: dict[Key, dict[int, Series]] = {}
         for rank, text in enumerate(texts):
-            for name, place, rule, (step, count, total) in json.loads(text):
-                key = name, Moment(*place) if place else None
-                news.setdefault(key, {})[rank] = Series(Rule(rule), step, total, count)
+            for key, series in map(_from_row, json.loads(text)):
+                news.setdefault(key, {})[rank] = series
         for (name, moment), of_ranks in news.items():
             rule = _same_rule(name, of_ranks)
             self._take((name, moment), list(of_ranks.values()))
@@ -280,46 +282,46 @@ class LoggedNumbers:
                 lines.setdefault(moment, {})[name] = self._all.pop((name, moment)).value
         return sorted(lines.items(), key=lambda line: line[0].step)
 
-    def state(self) -> list[list[Any]]:
-        """The numbers of training steps that are in no line yet, plain data for a checkpoint."""
-        return [
-            [name, str(series.rule), *series.plain()]
-            for (name, moment), series in self._all.items()
-            if moment is None
-        ]
+    def state(self) -> list[Row]:
+        """The numbers that are in no line yet, plain data for a checkpoint."""
+        return [_row(key, series) for key, series in self._all.items()]
 
     @property
     def is_used(self) -> bool:
         """Whether this process has numbers that no line has."""
         return bool(self._here or self._all)
 
-    def kept(self) -> list[list[Any]]:
+    def kept(self) -> list[Row]:
         """What this process has logged and no exchange has yet, for memory that outlives it.
 
         Waits for the device.
         """
-        parts: dict[str, list[Series]] = {}
-        for step, moment, entry in self._here:
-            if moment is None:
-                part = Series(entry.rule, step, entry.total, entry.count)
-                parts.setdefault(entry.name, []).append(part)
-        series = {name: Series.of(of_name) for name, of_name in parts.items()}
-        return [[name, str(one.rule), *one.plain()] for name, one in series.items()]
+        return [_row(key, series) for key, series in self._of_this_process().items()]
 
-    def add_kept(self, of_ranks: Sequence[Sequence[Sequence[Any]]]) -> None:
+    def add_kept(self, of_ranks: Sequence[Sequence[Row]]) -> None:
         """Add what `kept` returned on each rank."""
-        parts: dict[str, list[Series]] = {}
+        parts: dict[Key, list[Series]] = {}
         for of_rank in of_ranks:
-            for name, rule, step, count, total in of_rank:
-                parts.setdefault(name, []).append(Series(Rule(rule), step, total, count))
-        for name, of_name in parts.items():
-            self._take((name, None), of_name)
+            for key, series in map(_from_row, of_rank):
+                parts.setdefault(key, []).append(series)
+        for key, of_key in parts.items():
+            self._take(key, of_key)
 
-    def load_state(self, state: Sequence[Sequence[Any]]) -> None:
-        self._all = {
-            (name, None): Series(Rule(rule), step, total, count)
-            for name, rule, step, count, total in state
-        }
+    def load_state(self, state: Sequence[Row]) -> None:
+        self._all = dict(map(_from_row, state))
+
+
+def _row(key: Key, series: Series) -> Row:
+    """Numbers as plain data. Waits for the device."""
+    name, moment = key
+    place = moment and [moment.kind, moment.step]
+    return [name, place, str(series.rule), *series.plain()]
+
+
+def _from_row(row: Row) -> tuple[Key, Series]:
+    name, place, rule, step, count, total = row
+    moment = Moment(*place) if place else None
+    return (name, moment), Series(Rule(rule), step, total, count)
 
 
 def _same_rule(name: str, of_ranks: Mapping[int, Series]) -> Rule:

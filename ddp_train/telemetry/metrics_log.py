@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ class MetricsFile:
 
     def has(self, kind: str, step: int) -> bool:
         """Whether the file began with a line of this kind and step."""
-        return any(line["kind"] == kind and line["step"] == step for line in self.kept)
+        return (kind, step) in self._began_with
+
+    @cached_property
+    def _began_with(self) -> set[tuple[str, int]]:
+        return {(line["kind"], line["step"]) for line in self.kept}
 
     def write(self, **values: Any) -> None:
         if not self.active:

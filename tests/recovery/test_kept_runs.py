@@ -9,14 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.campaigns.lost_ranks import Kill, Outcome, board_of, differences, kill, outcome, ranks_of
 from tests.support.commands import checkpoints, read, run, running, wait_until
-
-
-class Sharded(torch.optim.SGD):
-    """Somebody's own: it may exchange numbers in the middle of an update."""
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -185,6 +186,22 @@ def test_ranks_that_log_different_names_agree() -> None:
     for first, moments, rest, again, refused in on_ranks(3, of_uneven_ranks):
         assert first == again == numbers and moments == hooks and rest == {}
         assert refused == "log('mixed'): how=mean on rank 0, how=sum on rank 1, how=mean on rank 2"
+
+
+def test_numbers_that_no_exchange_has_are_kept_with_their_moments() -> None:
+    of_ranks = []
+    for rank in range(3):
+        numbers = LoggedNumbers("cpu")
+        numbers.add(4, LogCall("share", 1.0 + rank, 2.0, Rule.MEAN).entry())
+        if rank == 1:
+            numbers.add_at(Moment("hook", 3), LogCall("norm", 2.0, None, Rule.MEAN).entry())
+        of_ranks.append(numbers.kept())
+    rescued = LoggedNumbers("cpu")
+    rescued.add_kept(of_ranks)
+    resumed = LoggedNumbers("cpu")
+    resumed.load_state(json.loads(json.dumps(rescued.state())))
+    assert resumed.take_moments() == [(Moment("hook", 3), {"norm": 2.0})]
+    assert resumed.take() == {"share": 1.0}
 
 
 @pytest.mark.parametrize(
