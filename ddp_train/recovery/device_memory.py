@@ -76,6 +76,8 @@ class _Bytes:
 class NoRoomError(LaunchError):
     """A GPU has too little memory left for what is to be kept."""
 
+    kind = "oom"
+
 
 class DeviceMemory:
     """An allocation on a GPU that this process maps."""

@@ -323,7 +323,7 @@ def test_states_that_lie_elsewhere_after_each_step_are_kept(parts: int, tmp_path
     """Of one weight, two of three ranks have nothing to keep."""
     (tmp_path / "odd.py").write_text(ODD)
     words = (
-        *("model._target_=odd.Net", f"model.parts={parts}", "data.limit=200", "train.epochs=6"),
+        *("model._target_=odd.Net", f"model.parts={parts}", "data.limit=200", "train.epochs=25"),
         *("optimizer._target_=odd.Own", "checkpoint.every_steps=1000000"),
         *("trusted_modules=[odd]", "launch.nproc_per_node=3"),
     )
@@ -332,7 +332,7 @@ def test_states_that_lie_elsewhere_after_each_step_are_kept(parts: int, tmp_path
     assert whole.returncode == 0, whole.stderr
     with running(tmp_path / "run", *words, "launch.max_restarts=9", env=env) as job:
         for step, phase in ((4, "forward"), (9, "backward")):
-            kill(job, 3, Kill(1, step, phase))
+            assert kill(job, 3, Kill(1, step, phase))
         assert job.end() == 0, job.said()
     assert read(tmp_path / "run", "summary.json")["recoveries"]
     name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
