@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.distributed.process_group import ranks
@@ -38,6 +38,13 @@ class NamingDdp(DistributedDataParallel):
         super().__init__(module, **options)
         self.trained = names
 
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        parameters, are_sparse = super()._build_params_for_reducer()
+        for parameter, is_sparse in zip(parameters, are_sparse, strict=True):
+            if is_sparse and parameter.requires_grad:
+                parameter.register_hook(_own_values)
+        return parameters, are_sparse
+
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Compute as DDP does. Raises ModelError if parameters had no gradient in the last step."""
         try:
@@ -61,6 +68,15 @@ class NamingDdp(DistributedDataParallel):
             names = [self.trained[int(number)] for number in match[1].split()]
             names.sort(key=list(trained_parameters(self.module)).index)
             raise missing_gradients(names) from error
+
+
+def _own_values(gradient: Tensor) -> Tensor:
+    """A sparse gradient that shares its values with no other one.
+
+    Autograd gives tables that are added one tensor of values, and DDP divides it by the number of
+    processes once for each of them: seen with torch 2.15.
+    """
+    return gradient.clone() if gradient.is_sparse else gradient
 
 
 class FixedLayoutDdp(NamingDdp):
