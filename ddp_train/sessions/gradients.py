@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -171,12 +172,38 @@ def _norm(gradient: Tensor) -> Tensor:
     return torch.linalg.vector_norm(gradient.float())
 
 
-def put_back(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
-    """Set the gradients of a checkpoint, on its parameters' device and in their layout."""
+def as_saved(gradient: Tensor) -> Tensor | dict[str, Any]:
+    """A gradient as a checkpoint holds it.
+
+    Of a sparse one that is places, values and shape: torch looks through a file without reading its
+    tensors, and cannot do so with sparse ones.
+    """
+    if not gradient.is_sparse:
+        return gradient
+    coalesced = gradient.coalesce()
+    return {
+        "places": coalesced.indices(),
+        "values": coalesced.values(),
+        "shape": list(gradient.shape),
+    }
+
+
+def put_back(module: nn.Module, gradients: Mapping[str, Tensor | dict[str, Any]]) -> None:
+    """Set the gradients of a checkpoint, see `as_saved`, on its parameters' device and in their
+    layout."""
     for name, parameter in module.named_parameters():
         saved = gradients.get(name)
         if saved is None:
             parameter.grad = None
+        elif isinstance(saved, dict):
+            parameter.grad = torch.sparse_coo_tensor(
+                saved["places"],
+                saved["values"],
+                saved["shape"],
+                device=parameter.device,
+                check_invariants=True,
+                is_coalesced=True,
+            )
         elif saved.layout == parameter.layout:
             parameter.grad = torch.empty_like(parameter).copy_(saved)
         else:

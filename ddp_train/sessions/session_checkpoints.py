@@ -31,7 +31,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.models.python_state import changed, state_of
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
+from ddp_train.sessions.gradients import GradientWatch, as_saved, exchanged, put_back
 from ddp_train.sessions.models import Models, as_one
 from ddp_train.sessions.parameter_groups import (
     Groups,
@@ -272,7 +272,7 @@ class SessionCheckpoints:
                 session = {
                     "position": asdict(position),
                     **loading,
-                    "gradients": gradients,
+                    "gradients": {name: as_saved(one) for name, one in gradients.items()},
                     "numbers": numbers,
                     "windows": watch.windows.state(self.objects),
                     "groups": self._groups(),

@@ -18,7 +18,7 @@ import ddp_train
 from ddp_train.data.batch_plan import epoch_order
 from ddp_train.distributed.training_step import shared_out
 from ddp_train.distributed.world import World
-from ddp_train.sessions.gradients import GradientWatch, exchanged, put_back
+from ddp_train.sessions.gradients import GradientWatch, as_saved, exchanged, put_back
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.wrapped import Wrapped
 from tests.support import zygote
@@ -224,6 +224,19 @@ def test_a_parameter_without_a_gradient_stays_without() -> None:
     put_back(model, {"bias": torch.ones(2)})
     assert model.weight.grad is None
     assert model.bias.grad is not None
+
+
+def test_sparse_gradients_are_in_a_checkpoint_that_is_checked_unread(tmp_path: Path) -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    model(torch.tensor([1, 3, 1])).sum().backward()
+    gradient = model.weight.grad
+    assert gradient is not None
+    torch.save({"weight": as_saved(gradient)}, tmp_path / "saved.pt")
+    torch.load(tmp_path / "saved.pt", weights_only=True, map_location="meta", mmap=True)
+    model.weight.grad = None
+    put_back(model, torch.load(tmp_path / "saved.pt", weights_only=True))
+    assert model.weight.grad is not None and model.weight.grad.is_sparse
+    assert torch.equal(model.weight.grad.to_dense(), gradient.to_dense())
 
 
 def train_by_closure(run: Any, epochs: int) -> nn.Module:
