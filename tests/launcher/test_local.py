@@ -295,6 +295,7 @@ def test_worker_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
         tmp_path / "run",
         *words,
         "train.epochs=10000",
+        "checkpoint.every_steps=1000000",
         THREE,
         "launch.grace_seconds=3",
         env=foreign_code(tmp_path),

@@ -588,9 +588,6 @@ def test_the_example_changes_ten_lines_of_the_script() -> None:
     )
     added = [line for line in changed if line.startswith("+ ")]
     assert 5 < len(added) <= 10, added
-    page = (ROOT / "docs/guides/own_loop.md").read_text()
-    for line in added:
-        assert line[2:] in page, line
 
 
 @pytest.mark.slow

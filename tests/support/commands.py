@@ -300,8 +300,12 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 
 def weights(run_dir: Path) -> bytes:
-    """The newest checkpoint's model.safetensors; its manifest must be true."""
-    newest = run_dir / "checkpoints" / checkpoints(run_dir)[-1]
+    """The newest checkpoint's model.safetensors; its manifest must be true.
+
+    A process that was killed while it wrote may have left a part behind.
+    """
+    whole = [name for name in checkpoints(run_dir) if ".part-" not in name]
+    newest = run_dir / "checkpoints" / whole[-1]
     files = read(newest, "manifest.json")["files"]
     assert set(files) == {path.name for path in newest.iterdir()} - {"manifest.json"}
     for name, expected in files.items():
