@@ -217,7 +217,8 @@ def test_a_run_continues_without_its_fork_server(tmp_path: Path) -> None:
             ),
             "restart",
         )
-        assert "restarting (1 of 1 restarts), from step" in job.said().splitlines()[-1]
+        said = "restarting (1 of 1 restarts), from step"
+        wait_until(lambda: said in job.said(), said)
         job.process.terminate()
         assert job.end() in (75, 143), job.said()
         assert processes_of(job.run_dir) == {}
