@@ -1,4 +1,4 @@
-"""What it costs that each step is kept outside the processes: launch.py with and without.
+"""Measures what keeping each step outside the processes costs: launch.py with and without.
 
     python benchmarks/kept_state.py [--cases mnist resnet50 gpt2] [--rounds 2] [--processes 1]
                                     [--steps 150] [--data data] [--output PAGE.md]
@@ -109,7 +109,8 @@ def main() -> None:
                     found = speed(words, run_dir, arguments.processes, is_kept)
                     speeds[is_kept].append(found)
                     print(f"{case}, kept: {is_kept}: {found:,.1f}/s", file=sys.stderr, flush=True)
-            without, with_it = (statistics.median(speeds[is_kept]) for is_kept in (False, True))
+            without = statistics.median(speeds[False])
+            with_it = statistics.median(speeds[True])
             each = ["; ".join(f"{one:,.1f}" for one in speeds[kept]) for kept in (False, True)]
             rows.append(f"| {case} | {each[0]} | {each[1]} | {without / with_it - 1:+.1%} |")
     words = " ".join(arguments.cases)

@@ -205,7 +205,7 @@ def keeper_descriptor() -> int | None:
 
 
 def rescue_task() -> dict[str, Any] | None:
-    """What the attempt before has kept; None if nothing is to be rescued."""
+    """The task of saving the step that an earlier attempt has kept; None if there is none."""
     return json.loads(os.environ.pop(RESCUE_TASK, "null"))
 
 

@@ -140,7 +140,7 @@ class LocalRun:
         return ended
 
     def _kept(self, ended: AttemptEnd, before: KeptAttempt | None) -> KeptAttempt | None:
-        """What is left of an attempt for the next one; None if a checkpoint has it, or must not.
+        """The step that an attempt leaves to the next; None if a checkpoint has it, or must not.
 
         before: what the attempt was started with. It may have ended before it had saved that.
         """

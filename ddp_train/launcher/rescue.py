@@ -1,4 +1,4 @@
-"""What the processes of an attempt have kept, for those that make a checkpoint of it. Torch-free.
+"""Hands the step that an attempt has kept to a process that makes a checkpoint of it. Torch-free.
 
 Where a run goes on, rank 0 of the next attempt makes it; where it ends, a process of its own does
 (recovery/rescue.py).
@@ -46,7 +46,7 @@ class KeptAttempt:
         is_saving: bool,
         gpus: Sequence[str],
     ) -> KeptAttempt | None:
-        """What the last attempt that trained has kept; None if a checkpoint has it already.
+        """The step that the last attempt has kept; None if a checkpoint has it already.
 
         gpus: CUDA_VISIBLE_DEVICES of that attempt; empty: as it is here.
         """

@@ -97,7 +97,7 @@ class DeviceHead:
             raise LaunchError("kernels cannot write to this host's memory")
         self.next_mark = torch.zeros((), dtype=torch.int64, device=device)
         self.whole = torch.cuda.Event()
-        """What was copied last is whole."""
+        """Recorded behind the last copies: once it is reached they are whole."""
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def capture(

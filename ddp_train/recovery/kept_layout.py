@@ -127,6 +127,6 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(content: bytes) -> Any:
-    """What was packed. No code is run."""
+    """The data that `packed` has turned into bytes. Runs no code of theirs."""
     with torch.serialization.safe_globals([KeptTensor, KeptNorm, KeptAt, Layout]):
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""What a rank keeps after each step, in memory that outlives it (kept_memory.py).
+"""Keeps the state of a rank after each step, in memory that outlives it (kept_memory.py).
 
 Every rank of a host has the weights, the optimizer's state and the average of the weights: each
 keeps a share of these. What a rank alone has, its buffers and its losses since the last line of
