@@ -177,3 +177,80 @@ def test_a_run_over_a_stream_goes_on_with_other_processes(
     run_on = load(train(tmp_path / "run", env, 4, name, "train.max_steps=9"))
     for key, value in one.items():
         torch.testing.assert_close(run_on[key], value, rtol=0, atol=1e-12)
+
+
+# --- on GPUs --------------------------------------------------------------------------------------
+
+GPUS = torch.cuda.device_count()
+NEEDS_A_GPU = pytest.mark.skipif(not GPUS, reason="needs a GPU: torch.cuda.is_available() is false")
+SAMPLED = '''
+import random
+
+from my_stream import Net, row
+
+
+class Rows:
+    classes = ("below", "above")
+
+    def __init__(self, split="train", first=0):
+        self.first = {"train": 0, "validation": 2000, "test": 5000}[split] + first
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, number):
+        return row(self.first + number)
+
+
+class InPairs:
+    """Batches of six pairs of neighbours."""
+
+    def __init__(self, dataset):
+        self.draw = random.Random(4)
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        for _ in range(3):
+            firsts = self.draw.sample(range(0, 40, 2), 6)
+            yield [number for first in firsts for number in (first, first + 1)]
+'''
+
+
+def on_gpus(env: dict[str, str]) -> dict[str, str]:
+    return env | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(GPUS)))}
+
+
+@NEEDS_A_GPU
+def test_a_run_over_a_stream_learns_on_gpus_what_a_plain_loop_does(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    epochs = (THREE_EPOCHS, "tuning.num_workers=2")
+    learned = load(train(tmp_path / "run", on_gpus(env), GPUS, "Lines", *epochs))
+    for name, expected in plain_weights(epochs=3).items():
+        (value,) = (value for key, value in learned.items() if key.endswith(name))
+        torch.testing.assert_close(value, expected, rtol=0, atol=1e-9)
+
+
+@NEEDS_A_GPU
+def test_batches_and_named_sets_are_on_gpus_what_they_are_on_the_cpu(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
+    (tmp_path / "my_rows.py").write_text(SAMPLED)
+    words = (
+        *("trusted_modules=[my_stream,my_rows]", "data._target_=my_rows.Rows", THREE_EPOCHS),
+        *("data.validation=null", "data.batch_sampler._target_=my_rows.InPairs"),
+        *("data.validation_sets.far.first=300", "data.test_sets.farther.first=600"),
+    )
+    summaries = []
+    states = []
+    for processes, place in ((1, env), (GPUS, on_gpus(env))):
+        run_dir = tmp_path / str(len(states))
+        states.append(load(train(run_dir, place, processes, "Lines", *words)))
+        summaries.append(read(run_dir, "summary.json"))
+    torch.testing.assert_close(states[1], states[0], rtol=0, atol=1e-9)
+    names = ("test", "validation", "test/farther", "validation/far")
+    for name in names:
+        for metric, value in summaries[0][name].items():
+            assert summaries[1][name][metric] == pytest.approx(value, abs=1e-9), (name, metric)

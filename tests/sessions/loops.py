@@ -38,7 +38,7 @@ def sgd(*models: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
 
 def weights_of(**models: nn.Module) -> Weights:
     return {
-        f"{name}.{key}": value.detach().clone()
+        f"{name}.{key}": value.detach().cpu().clone()
         for name, model in models.items()
         for key, value in model.state_dict().items()
     }
@@ -46,6 +46,8 @@ def weights_of(**models: nn.Module) -> Weights:
 
 class PlainRun:
     """What these loops call of a session, without processes, checkpoints and this package."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -240,7 +242,7 @@ def by_task(run: Any, epochs: int = EPOCHS) -> Weights:
     run.resume(model=model, scale=scale, optimizer=optimizer)
     for epoch in run.epochs(epochs):
         for inputs, labels in loader:
-            losses = torch.zeros(len(inputs)).double()
+            losses = torch.zeros(len(inputs), device=inputs.device).double()
             for place, (row, label) in enumerate(zip(inputs, labels, strict=True)):
                 weights = dict(model.named_parameters())
                 for _ in range(2):

@@ -32,7 +32,7 @@ def net(outputs: int = 1) -> nn.Sequential:
 def swa(run: Any, epochs: int = EPOCHS) -> Weights:
     """Averages of the wrapped model, and of the plain one, whose batch norm is its own."""
     plain = net()
-    early = AveragedModel(plain)
+    early = AveragedModel(plain).to(run.device)
     model = run.wrap(plain)
     optimizer = sgd(model)
     scheduler = SWALR(optimizer, swa_lr=0.05, anneal_epochs=2)
@@ -141,10 +141,10 @@ class Contrast(nn.Module):
         own = (queries * keys).sum(1, keepdim=True)
         logits = torch.cat([own, queries @ self.queue.clone()], 1) / 0.2
         all_keys, _ = ddp_train.all_gather(keys)
-        places = (int(self.place) + torch.arange(len(all_keys))) % 9
+        places = (self.place + torch.arange(len(all_keys), device=keys.device)) % 9
         self.queue[:, places] = all_keys.T
         self.place += len(all_keys)
-        labels = torch.zeros(len(logits), dtype=torch.long)
+        labels = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
         return functional.cross_entropy(logits, labels, reduction="none")
 
 
@@ -182,7 +182,7 @@ def dino(run: Any, epochs: int = EPOCHS) -> Weights:
     student = run.wrap(net(3))
     teacher = run.wrap(net(3)).requires_grad_(False)
     teacher.load_state_dict(student.state_dict())
-    criterion = Distillation()
+    criterion = Distillation().to(run.device)
     optimizer = sgd(student)
     loader = run.loader(rows(), global_batch_size=BATCH)
     run.resume(student=student, teacher=teacher, optimizer=optimizer, criterion=criterion)

@@ -33,7 +33,7 @@ def losses_of(model: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def weights_of(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+    return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
 
 
 def plain_loop(batches_of: Callable[[int], Iterable[Any]]) -> Trained:
@@ -51,11 +51,15 @@ def plain_loop(batches_of: Callable[[int], Iterable[Any]]) -> Trained:
 
 
 def session_loop(
-    world: World, folder: Path, loader_of: Callable[[Run], Any], until: int | None = None
+    world: World,
+    folder: Path,
+    loader_of: Callable[[Run], Any],
+    until: int | None = None,
+    device: str = "cpu",
 ) -> Trained:
     """The same in a session. until: the step at which it is saved and interrupted."""
     seen: list[list[int]] = []
-    with session_on(world, str(folder)) as run:
+    with session_on(world, str(folder), device) as run:
         model = run.wrap(net())
         optimizer = sgd(model)
         loader = loader_of(run)

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,15 +136,16 @@ def loader_of(kind: str, taken_apart: bool) -> Callable[[Run], Any]:
     return loader
 
 
-def all_kinds(world: World, folder: str) -> dict[tuple[str, bool], Any]:
+def all_kinds(world: World, folder: str, device: str = "cpu") -> dict[tuple[str, bool], Any]:
+    train = partial(session_loop, world, device=device)
     found = {}
     for place, kind in enumerate(SAMPLERS):
         taken_apart = place % 2 == 0
         loader = loader_of(kind, taken_apart)
-        calm = session_loop(world, Path(folder, kind), loader)
+        calm = train(Path(folder, kind), loader)
         again = Path(folder, f"again_{kind}")
-        first, _ = session_loop(world, again, loader, until=6)
-        rest, weights = session_loop(world, again, loader)
+        first, _ = train(again, loader, until=6)
+        rest, weights = train(again, loader)
         assert torch.equal(weights, calm[1]), kind
         assert first + rest == calm[0], kind
         found[kind, taken_apart] = calm

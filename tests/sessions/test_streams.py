@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +72,15 @@ STREAMS: dict[str, tuple[Callable[[World], Any], dict[str, Any]]] = {
 }
 
 
-def all_streams(world: World, folder: str) -> dict[str, Any]:
+def all_streams(world: World, folder: str, device: str = "cpu") -> dict[str, Any]:
+    train = partial(session_loop, world, device=device)
     found = {}
     for kind, (stream_of, arguments) in STREAMS.items():
-        calm = session_loop(world, Path(folder, kind), loader_of(stream_of(world), **arguments))
+        calm = train(Path(folder, kind), loader_of(stream_of(world), **arguments))
         again = Path(folder, f"again {kind}")
-        first, _ = session_loop(world, again, loader_of(stream_of(world), **arguments), until=8)
+        first, _ = train(again, loader_of(stream_of(world), **arguments), until=8)
         stream = stream_of(world)
-        rest, weights = session_loop(world, again, loader_of(stream, **arguments))
+        rest, weights = train(again, loader_of(stream, **arguments))
         assert torch.equal(weights, calm[1]), kind
         assert first + rest == calm[0], kind
         if "positioned" in kind and world.rank == 0:

@@ -20,7 +20,7 @@ class Interrupted(Exception):
 
 
 @contextlib.contextmanager
-def session_on(world: World, folder: str | None = None) -> Iterator[Run]:
+def session_on(world: World, folder: str | None = None, device: str = "cpu") -> Iterator[Run]:
     """The run of one process of a session.
 
     folder: that of all processes; None: nothing is read from it, and one of its own is written.
@@ -29,14 +29,14 @@ def session_on(world: World, folder: str | None = None) -> Iterator[Run]:
         settings = Settings(
             run_dir=Path(folder or own),
             processes=world.size,
-            device="cpu",
+            device=device,
             seed=0,
             keep=2,
             max_restarts=0,
             timeout_seconds=60.0,
             grace_seconds=10.0,
         )
-        steps = Steps(settings, world, "cpu", RankStatus(), StopController())
+        steps = Steps(settings, world, device, RankStatus(), StopController())
         try:
             with contextlib.suppress(Interrupted):
                 yield Run(steps)
