@@ -147,7 +147,7 @@ def probe_environment(world: World, threads: int, import_path: Path | None) -> d
     }
 
 
-def rescue_environment(import_path: Path | None, devices: Sequence[str]) -> dict[str, str]:
+def saving_environment(import_path: Path | None, devices: Sequence[str]) -> dict[str, str]:
     """The environment of a process that makes a checkpoint of what others have kept.
 
     devices: see `continuation_environment`.

@@ -32,9 +32,9 @@ KEPT_FD = "DDP_TRAIN_KEPT_FD"
 our launcher."""
 KEEPER_FD = "DDP_TRAIN_KEEPER_FD"
 """File descriptor of a socket: our launcher takes memory of GPUs over (see `held_devices`)."""
-RESCUE_TASK = "DDP_TRAIN_RESCUE"
-"""JSON: what the processes of the attempt before have kept (see `launcher.rescue`), of which a
-checkpoint is to be made first."""
+SAVING_TASK = "DDP_TRAIN_SAVING_TASK"
+"""JSON: what the processes of the attempt before have kept (see `launcher.kept_attempt`), of which
+a checkpoint is to be made first."""
 LOST = "DDP_TRAIN_LOST"
 """JSON: the rank that the attempt before has lost (see `lost_ranks.Loss`)."""
 RESIZED = "DDP_TRAIN_RESIZED"
@@ -204,9 +204,9 @@ def keeper_descriptor() -> int | None:
     return int(descriptor) if descriptor else None
 
 
-def rescue_task() -> dict[str, Any] | None:
+def saving_task() -> dict[str, Any] | None:
     """The task of saving the step that an earlier attempt has kept; None if there is none."""
-    return json.loads(os.environ.pop(RESCUE_TASK, "null"))
+    return json.loads(os.environ.pop(SAVING_TASK, "null"))
 
 
 def descriptor_named(name: str) -> int:

@@ -20,7 +20,7 @@ from ddp_train.errors import HangError
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.failure_recorder import FailureRecorder
 from ddp_train.launcher.fork_server import ForkServer, WorkerSpec
-from ddp_train.launcher.rescue import KeptAttempt
+from ddp_train.launcher.kept_attempt import KeptAttempt
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workers import Workers
 from ddp_train.launcher.workload import Workload

@@ -47,8 +47,8 @@ MODULE = ("-P", "-m")
 """How Python runs a module here. -P: the working folder does not come first; a worker puts it
 last."""
 WORKER = "ddp_train.runs.worker"
-RESCUE = "ddp_train.recovery.rescue"
-PROGRAMS = ([*MODULE, WORKER], [*MODULE, RESCUE])
+SAVE_KEPT = "ddp_train.recovery.kept_checkpoint"
+PROGRAMS = ([*MODULE, WORKER], [*MODULE, SAVE_KEPT])
 """Modules that are run without an interpreter of their own."""
 POLL_SECONDS = 0.02
 MAX_DESCRIPTORS = 253

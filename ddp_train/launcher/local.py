@@ -27,7 +27,7 @@ from ddp_train.launcher.decide import (
 )
 from ddp_train.launcher.elastic import Elastic
 from ddp_train.launcher.fork_server import ForkServer
-from ddp_train.launcher.rescue import KeptAttempt, rescue
+from ddp_train.launcher.kept_attempt import KeptAttempt, save_in_own_process
 from ddp_train.launcher.stop_requests import StopRequests
 from ddp_train.launcher.workload import Workload
 from ddp_train.linux import adopting_orphans
@@ -108,8 +108,8 @@ class LocalRun:
                 loss = None  # it is in the checkpoint
                 continue
             if ended.code in (SAVED, UNSAVED):
-                is_rescued = kept is not None and self._rescue(kept)
-                return self._end_stopped(ended, is_rescued)
+                is_kept_saved = kept is not None and self._save_kept(kept)
+                return self._end_stopped(ended, is_kept_saved)
             failed = self._failed_attempt(ended)
             loss = self._loss(failed, ended.loss, loss)
             size = self.elastic.size
@@ -119,7 +119,7 @@ class LocalRun:
                 ended.report.print(is_fatal=is_fatal)
             # Other processes may see other GPUs than those that hold the memory.
             goes_on_as_it_is = isinstance(decision, Restart) and self.elastic.size == size
-            if kept and not goes_on_as_it_is and not self._rescue(kept):
+            if kept and not goes_on_as_it_is and not self._save_kept(kept):
                 kept = None
             self._say(decision, kept, loss)
             if isinstance(decision, End):
@@ -154,12 +154,12 @@ class LocalRun:
             return dataclasses.replace(kept, is_saving=before.is_saving)
         return kept
 
-    def _rescue(self, kept: KeptAttempt) -> bool:
+    def _save_kept(self, kept: KeptAttempt) -> bool:
         """Save what an attempt has kept, where no other follows. Returns whether it is saved."""
         launch = self.launch
         section = self.elastic.config.launch
         is_stopped = bool(launch.stop.received)
-        return rescue(
+        return save_in_own_process(
             kept,
             self.run_dir,
             launch.import_path,
@@ -168,14 +168,14 @@ class LocalRun:
             given_up=lambda: launch.stop.repeated,
         )
 
-    def _end_stopped(self, ended: AttemptEnd, is_rescued: bool) -> int:
-        """Say that the run was stopped. is_rescued: what the workers had kept is saved."""
+    def _end_stopped(self, ended: AttemptEnd, is_kept_saved: bool) -> int:
+        """Say that the run was stopped. is_kept_saved: what the workers had kept is saved."""
         workers_saved = ended.code == SAVED
         if not workers_saved or ended.is_for_change:  # no worker has said it
             config = self.elastic.config
-            saved = workers_saved or is_rescued
+            saved = workers_saved or is_kept_saved
             self.stop.print_stopped(config, saved, self.launch.workload.translate)
-        return self.stop.exit_code(SAVED if is_rescued else ended.code)
+        return self.stop.exit_code(SAVED if is_kept_saved else ended.code)
 
     def _loss(self, failed: FailedAttempt, loss: Loss | None, before: Loss | None) -> Loss | None:
         """The loss for the next attempt.

@@ -22,8 +22,8 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import Job
 from ddp_train.errors import LaunchError
 from ddp_train.optim.stepper import StepObserver, Stepper
+from ddp_train.recovery.kept_checkpoint import save_kept_step
 from ddp_train.recovery.live_state import buffers_at
-from ddp_train.recovery.rescue import rescue
 from ddp_train.resilience import lost_hosts
 from ddp_train.resilience.failure import is_peer_error
 from ddp_train.resilience.heartbeat import RankStatus
@@ -131,7 +131,7 @@ def _save(memory: KeptMemory, run_dir: Path, ranks: int, is_saving: bool) -> boo
     step = memory.newest_step(ranks)
     try:
         if step is not None and step > newest_step(run_dir):
-            step = rescue(memory, {}, run_dir, ranks, is_saving)
+            step = save_kept_step(memory, {}, run_dir, ranks, is_saving)
     except LaunchError as failure:  # another host may be able to
         log.warning("what was kept could not be saved: %s", failure)
         return False

@@ -75,7 +75,6 @@ from ddp_train.options.custom import CustomOption
 from ddp_train.options.custom import hooks_of as hooks_named_by
 from ddp_train.options.schema import Config
 from ddp_train.parallel.sync_batch_norm import cost_of, own_statistics
-from ddp_train.recovery.kept_state import StateKeeper
 from ddp_train.recovery.lost_host import (
     OwnNumbers,
     memory_of_host,
@@ -83,7 +82,10 @@ from ddp_train.recovery.lost_host import (
     saving_on_loss,
 )
 from ddp_train.recovery.recovery_hook import RecoveryHook
+from ddp_train.recovery.run_keeper import RunKeeper
+from ddp_train.recovery.state_keeper import StateKeeper
 from ddp_train.resilience import lost_hosts, run_lock
+from ddp_train.resilience.kept_memory import KeptMemory
 from ddp_train.runs import display_facts, mirror_run
 from ddp_train.runs.context import RunContext
 from ddp_train.runs.plan_report import PlanFacts, plan_rows, selects_by_test
@@ -340,13 +342,16 @@ class Training:
         world = run.world
         memory = run.worker.kept_memory
         if memory:
-            keeper = StateKeeper(memory, world.local_rank, world.local_size, self._hooks_change_it)
-            return self._kept_by(keeper)
+            return self._kept_by(RunKeeper(self._keeper_in(memory), self._hooks_change_it))
         if run.config.host_range and world.size > 1:
             return self._recovery_on_hosts()
         return contextlib.nullcontext()
 
-    def _kept_by(self, keeper: StateKeeper) -> AbstractContextManager[None]:
+    def _keeper_in(self, memory: KeptMemory) -> StateKeeper:
+        world = self.run.world
+        return StateKeeper(memory, world.local_rank, world.local_size, self.job.stepper.device)
+
+    def _kept_by(self, keeper: RunKeeper) -> AbstractContextManager[None]:
         owner = run_lock.owner(self.run.run_dir / run_lock.FILE)
         return keeper.keeping(self.job, self.checkpoint_hook, self.owes_hooks, owner)
 
@@ -372,12 +377,8 @@ class Training:
         if memory:
             numbers = OwnNumbers(job)
             job.stepper.observers.insert(0, numbers)
-            keeper = StateKeeper(
-                memory,
-                run.world.local_rank,
-                run.world.local_size,
-                self._hooks_change_it,
-                lambda: numbers.of_ranks,
+            keeper = RunKeeper(
+                self._keeper_in(memory), self._hooks_change_it, lambda: numbers.of_ranks
             )
             keeping = self._kept_by(keeper)
         with saving_on_loss(job, memory, run.run_dir, run.world, run.status), keeping:

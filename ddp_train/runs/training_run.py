@@ -12,11 +12,11 @@ from ddp_train.assembly.checkpoint_model import find_checkpoint
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.config.user_code import build_trackers
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.environment import rescue_task
+from ddp_train.distributed.environment import saving_task
 from ddp_train.distributed.process_group import barrier, local_leader_first
 from ddp_train.errors import LaunchError, WriteError
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
-from ddp_train.recovery.rescue import rescue_before
+from ddp_train.recovery.kept_checkpoint import save_step_of_last_attempt
 from ddp_train.runs import mirror_run
 from ddp_train.runs.context import RunContext
 from ddp_train.runs.inference_run import InferenceRun
@@ -80,7 +80,7 @@ class TrainingRun(RunContext):
 
         Returns the summary, which is published unless later processes continue the run.
         """
-        self._rescue()
+        self._save_step_of_last_attempt()
         note = mirror_run.fetch(self.config, self.world, self.device, self.status)
         if note:
             self.display.line(note)
@@ -95,17 +95,17 @@ class TrainingRun(RunContext):
             tracking.finish(summary)
         return summary
 
-    def _rescue(self) -> None:
+    def _save_step_of_last_attempt(self) -> None:
         """Make a checkpoint of what the attempt before has kept, if it has.
 
         Raises WriteError if it cannot be written: the run would go on some steps earlier.
         """
-        task = rescue_task()
+        task = saving_task()
         if task is None:
             return
         if self.world.is_leader:
             try:
-                rescue_before(task, self.worker.kept_memory, self.run_dir)
+                save_step_of_last_attempt(task, self.worker.kept_memory, self.run_dir)
             except WriteError:
                 raise
             except LaunchError as error:

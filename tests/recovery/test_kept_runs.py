@@ -125,9 +125,9 @@ import time
 
 import torch
 
-from ddp_train.recovery.kept_state import StateKeeper
+from ddp_train.recovery.run_keeper import RunKeeper
 
-before_hooks = StateKeeper._before_hooks
+before_hooks = RunKeeper._before_hooks
 
 
 class Prune:
@@ -142,7 +142,7 @@ class Prune:
                 time.sleep(600)
             before_hooks(keeper, job)
 
-        StateKeeper._before_hooks = wait_once
+        RunKeeper._before_hooks = wait_once
 
     def due(self, job):
         return job.step + 1

@@ -1,7 +1,7 @@
 """Hands the step that an attempt has kept to a process that makes a checkpoint of it. Torch-free.
 
 Where a run goes on, rank 0 of the next attempt makes it; where it ends, a process of its own does
-(recovery/rescue.py).
+(recovery/kept_checkpoint.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_train.checkpoints.layout import newest_step
-from ddp_train.distributed.child_environments import rescue_environment
-from ddp_train.distributed.environment import KEPT_FD, RESCUE_TASK
-from ddp_train.launcher.fork_server import MODULE, RESCUE, ForkedWorker, ForkServer, WorkerSpec
+from ddp_train.distributed.child_environments import saving_environment
+from ddp_train.distributed.environment import KEPT_FD, SAVING_TASK
+from ddp_train.launcher.fork_server import MODULE, SAVE_KEPT, ForkedWorker, ForkServer, WorkerSpec
 from ddp_train.linux import wait_until
 from ddp_train.resilience.held_devices import Held, HeldDevices, held_name
 from ddp_train.resilience.kept_memory import KeptMemory
@@ -64,7 +64,7 @@ class KeptAttempt:
         """The variables by which a process learns of it."""
         held = [[rank, place, one.device, one.size] for (rank, place), one in self.held.items()]
         task = {"ranks": self.ranks, "is_saving": self.is_saving, "held": held}
-        return {RESCUE_TASK: json.dumps(task)}
+        return {SAVING_TASK: json.dumps(task)}
 
     def descriptors(self) -> dict[str, int]:
         """The descriptors that the process which makes the checkpoint inherits, by variable."""
@@ -72,7 +72,7 @@ class KeptAttempt:
         return {KEPT_FD: self.memory.descriptor, **descriptors}
 
 
-def rescue(
+def save_in_own_process(
     kept: KeptAttempt,
     run_dir: Path,
     import_path: Path | None,
@@ -88,9 +88,9 @@ def rescue(
     """
     spec = WorkerSpec(
         [str(run_dir.absolute())],
-        rescue_environment(import_path, kept.gpus) | kept.variables(),
+        saving_environment(import_path, kept.gpus) | kept.variables(),
         kept.descriptors(),
-        [*MODULE, RESCUE],
+        [*MODULE, SAVE_KEPT],
     )
     process = _started(spec, server, given_up)
     if process is None:

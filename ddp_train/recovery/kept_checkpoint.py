@@ -1,7 +1,7 @@
 """Makes a checkpoint of the last step that all ranks of a host have kept.
 
 Rank 0 of the next attempt does it before it looks for a checkpoint. Where none follows, the
-launcher starts `python -m ddp_train.recovery.rescue RUN_DIR`.
+launcher starts `python -m ddp_train.recovery.kept_checkpoint RUN_DIR`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from ddp_train.checkpoints.checkpoint_hook import HookStates, add_unreported_loss
 from ddp_train.checkpoints.training_state import METRICS, STEPPER
 from ddp_train.checkpoints.writer import Snapshot, write_checkpoint
-from ddp_train.distributed.environment import descriptor_named, rescue_task
+from ddp_train.distributed.environment import descriptor_named, saving_task
 from ddp_train.errors import LaunchError
 from ddp_train.recovery import live_state
 from ddp_train.recovery.device_memory import DeviceMemory
@@ -275,7 +275,7 @@ def with_seconds(states: HookStates, seconds: float) -> HookStates:
     return {**states, METRICS: metrics}
 
 
-def rescue(
+def save_kept_step(
     memory: KeptMemory,
     held: Mapping[tuple[int, int], Tensor],
     run_dir: Path,
@@ -300,10 +300,14 @@ def rescue(
     return kept.step
 
 
-def rescue_before(task: dict[str, Any], memory: KeptMemory | None, run_dir: Path) -> int | None:
-    """Do the task of a process whose launcher hands on what an attempt has kept; see `rescue`.
+def save_step_of_last_attempt(
+    task: dict[str, Any], memory: KeptMemory | None, run_dir: Path
+) -> int | None:
+    """Do the task of a process whose launcher hands on what an attempt has kept.
 
-    task: `environment.rescue_task`.
+    task: `environment.saving_task`.
+
+    Returns the step, see `save_kept_step`.
     """
     assert memory, "the launcher hands its memory on"
     held: dict[tuple[int, int], Tensor] = {}
@@ -313,16 +317,16 @@ def rescue_before(task: dict[str, Any], memory: KeptMemory | None, run_dir: Path
             on_device = DeviceMemory.from_descriptor(descriptor, device, size)
             mapped.callback(on_device.release)
             held[rank, place] = on_device.bytes
-        return rescue(memory, held, run_dir, task["ranks"], task["is_saving"])
+        return save_kept_step(memory, held, run_dir, task["ranks"], task["is_saving"])
 
 
 def main() -> NoReturn:
-    task = rescue_task()
+    task = saving_task()
     assert task is not None, "the launcher sets it"
     if task["held"]:
         torch.cuda.init()
     try:
-        step = rescue_before(task, KeptMemory.inherited(), Path(sys.argv[1]))
+        step = save_step_of_last_attempt(task, KeptMemory.inherited(), Path(sys.argv[1]))
     except LaunchError as error:
         sys.exit(f"what was kept cannot be saved: {error}")
     sys.exit(0 if step is not None else 1)

@@ -1,0 +1,104 @@
+"""The place of a rank in which it keeps a step, in memory of its GPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+
+import torch
+from torch import Tensor
+
+from ddp_train.distributed.environment import keeper_descriptor
+from ddp_train.linux import wait_until
+from ddp_train.recovery.device_copies import CopyStream, DeviceHead, copy_each
+from ddp_train.recovery.device_memory import DeviceMemory
+from ddp_train.recovery.kept_layout import Layout, Views
+from ddp_train.recovery.kept_step import KeptRecords, KeptStep, Numbers, State
+from ddp_train.recovery.pace import DevicePace
+from ddp_train.resilience.held_devices import Held, send
+from ddp_train.resilience.kept_memory import KeptMemory, Place, Record
+
+POLL_SECONDS = 0.0002
+
+
+class DeviceKeeping:
+    """What the places of a GPU share."""
+
+    def __init__(self, device: str) -> None:
+        self.name = device
+        self.index = torch.device(device).index
+        self.copies = CopyStream(device)
+        self.pace = DevicePace(self.copies)
+        descriptor = keeper_descriptor()
+        assert descriptor is not None, "the launcher takes memory of GPUs over"
+        self.launcher = socket.socket(fileno=descriptor)
+
+
+class KeptDeviceStep(KeptStep):
+    """A place for the state on a GPU, in memory of that GPU.
+
+    Its copies run beside the step that follows.
+    """
+
+    def __init__(self, records: KeptRecords, device: DeviceKeeping) -> None:
+        super().__init__(records)
+        self.device = device
+        self.numbers = torch.zeros(Record.NUMBERS, dtype=torch.float64, device=device.name)
+        self.head = DeviceHead(records.state, device.name)
+        self.memory: DeviceMemory | None = None
+        self.addresses: list[int] = []
+        """Those of the sources when the copies were captured."""
+        self.staged: list[Tensor] = []
+        """Copies of the tensors that a forward pass changes: made before it begins."""
+
+    def wait(self) -> None:
+        self.head.whole.synchronize()
+
+    def wait_for_all(self, memory: KeptMemory) -> None:
+        """A rank may be a step ahead of what another one's GPU has copied.
+
+        Waits as long as it takes, as for gradients: a rank that hangs is found by the launcher.
+        """
+        self.wait()
+        mark = self.records.state.mark
+        if mark is None:
+            return
+        others = [
+            (memory.record(rank, Place.FACTS), memory.record(rank, self.places.state))
+            for rank in range(self.records.ranks)
+        ]
+
+        def have_it() -> bool:
+            return all(facts.mark is None or state.mark == mark for facts, state in others)
+
+        wait_until(have_it, math.inf, POLL_SECONDS)
+
+    def _have_moved(self) -> bool:
+        return self.addresses != [source.data_ptr() for source in self.sources]
+
+    def _copy(self, mark: int, state: State, numbers: Numbers) -> None:
+        copy_each(self.staged, state.own())
+        assert isinstance(numbers, Tensor), "they are on the GPU"
+        self.numbers.copy_(numbers)
+        self.head.replay(self.device.copies, mark)
+
+    def _lay_out(self, state: State) -> None:
+        torch.cuda.synchronize()  # the copies that are queued are of the layout before
+        super()._lay_out(state)
+        self.staged = [torch.empty_like(tensor) for tensor in state.own()]
+        sources = [source.detach() for source in self.sources]
+        self.addresses = [source.data_ptr() for source in sources]
+        self.head.capture(self.device.copies, self.targets, [*sources, *self.staged], self.numbers)
+
+    def _views(self, layout: Layout) -> Views:
+        size = max(1, layout.sizes[self.records.rank])
+        if self.memory is None or self.memory.size < size:
+            if self.memory:
+                self.memory.release()
+            self.memory = DeviceMemory.create(self.device.index, size)
+            descriptor = self.memory.descriptor()
+            held = Held(descriptor, self.device.index, self.memory.size)
+            send(self.device.launcher, self.records.rank, self.places.state, held)
+            os.close(descriptor)
+        return Views(self.memory.bytes, layout)

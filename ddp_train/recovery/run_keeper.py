@@ -1,0 +1,259 @@
+"""Keeps the state of a run after each step, and those of its hooks after they acted."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_train.checkpoints.checkpoint_hook import CheckpointHook
+from ddp_train.engine.loop import Job
+from ddp_train.errors import LaunchError
+from ddp_train.optim.stepper import StepObserver, Stepper
+from ddp_train.recovery.kept_layout import packed
+from ddp_train.recovery.kept_step import KeptStep, Numbers
+from ddp_train.recovery.live_state import LiveState, state_of
+from ddp_train.recovery.state_keeper import StateKeeper
+from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Record, StepPlaces, state_mark
+from ddp_train.tasks.mean_loss import ForwardPass, as_tensor
+
+
+@dataclass(frozen=True)
+class EveryHook:
+    """Acts whenever another hook is due."""
+
+    call: Callable[[Job], None]
+
+    def due(self, job: Job) -> int:
+        return sys.maxsize
+
+    def act(self, job: Job) -> None:
+        self.call(job)
+
+
+@dataclass(frozen=True)
+class HooksNow:
+    """What hooks have left at a step, as it is kept."""
+
+    step: int
+    text: bytes
+    numbers: tuple[float, ...]
+
+    @classmethod
+    def of(cls, step: int, states: Any, stepper: Stepper) -> HooksNow:
+        """states: of hooks, after they acted after a step."""
+        logged = (stepper.logged.state(), stepper.logged.kept())
+        took_losses = not stepper.losses.passes
+        return cls(step, packed((states, logged)), (float(took_losses), time.monotonic()))
+
+    def write(self, record: Record) -> None:
+        record.open()
+        record.text = self.text
+        record.set_numbers(*self.numbers)
+        record.complete(self.step)
+
+
+class HookRecords:
+    """The states of hooks that belong to one place of a rank."""
+
+    def __init__(self, memory: KeptMemory, rank: int, places: StepPlaces) -> None:
+        self.before = memory.record(rank, places.before)
+        self.after = memory.record(rank, places.after)
+
+    def drop(self) -> None:
+        self.before.open()
+        self.after.open()
+
+    def write(self, before: HooksNow, after: HooksNow | None) -> None:
+        """Keep the states of hooks beside a step.
+
+        before: before they act after it.
+        after: once they have acted, if the state is as they left it.
+        """
+        self.after.open()
+        if after:
+            after.write(self.after)
+        if self.before.mark != before.step:
+            before.write(self.before)
+
+
+class RunKeeper(StepObserver):
+    """Keeps the state of a job after steps, and those of its hooks after they acted."""
+
+    def __init__(
+        self,
+        keeper: StateKeeper,
+        hooks_change_it: bool,
+        gathered: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """
+        hooks_change_it: hooks may change the weights, or other tensors of the state.
+        gathered: see `live_state.state_of`.
+        """
+        self.keeper = keeper
+        self.hooks_change_it = hooks_change_it
+        self.gathered = gathered
+        self.hook_records = {
+            places: HookRecords(keeper.memory, keeper.rank, places) for places in TURNS
+        }
+        self.losses: HostLosses | DeviceLosses = HostLosses()
+        self.acted_at = 0
+        """The last step after which hooks have acted."""
+        self.hooks: HooksNow | None = None
+        """What they have left; None until a step is kept that needs it."""
+        self.job: Job | None = None
+        self.live: LiveState | None = None
+        self.tensors_may_differ = False
+        """Hooks have acted since the last step: they may have put other tensors into the model."""
+        self.hook_states: Callable[[], Any] = dict
+
+    @contextlib.contextmanager
+    def keeping(
+        self, job: Job, checkpoint_hook: CheckpointHook, hooks_owed: bool, owner: dict[str, str]
+    ) -> Iterator[None]:
+        """A context in which the state after each step is kept, on a GPU at the pace.
+
+        owner: of the run directory, see `run_lock.owner`: nobody else may save what is kept.
+        hooks_owed: the hooks of `job.step` have not acted yet.
+        """
+        keeper = self.keeper
+        if keeper.device:
+            job.stepper.travelling.append(keeper.device.pace)  # even if this rank can keep nothing
+            job.stepper.copies = keeper.device.copies
+            self.losses = DeviceLosses(keeper.device.name)
+        try:
+            keeper.begin([checkpoint_hook.manifest, job.strategy.buffers_differ, owner])
+        except LaunchError as error:
+            keeper.give_up(error)
+            yield
+            return
+        for records in self.hook_records.values():
+            records.drop()
+        self.job = job
+        self.hook_states = checkpoint_hook.hook_states
+        self.acted_at = job.step - hooks_owed
+        job.stepper.observers.insert(0, self)
+        job.hooks = [EveryHook(self._before_hooks), *job.hooks, EveryHook(self._after_hooks)]
+        try:
+            yield
+        finally:
+            # It refers to the wrapped model, which must be freed before the process group.
+            job.stepper.observers.remove(self)
+            self.job = None
+            self.live = None
+
+    def after_update(self, steps_done: int) -> None:
+        if self.keeper.pace.comes_to_keep():
+            self._keep(steps_done)
+
+    def _keep(self, step: int) -> None:
+        job = self.job
+        assert job
+        if self.hooks is None:
+            self.hooks = self._hooks_now(job)
+        if self.live is None or not self.live.is_of(job, self.tensors_may_differ):
+            self.live = state_of(job, self.gathered)
+        self.tensors_may_differ = False
+        if step == job.hooks_step:
+            self.keeper.facts.set_numbers(step, self.keeper.ranks)
+        with self.keeper.turn() as kept:
+            self._write(kept, step, self.hooks)
+
+    def _write(
+        self, kept: KeptStep, step: int, hooks: HooksNow, after: HooksNow | None = None
+    ) -> None:
+        """Keep the state after a step, see `HookRecords.write`."""
+        assert self.job and self.live
+        stepper = self.job.stepper
+        self.hook_records[kept.places].write(hooks, after)
+        logged = None
+        if stepper.logged.is_used:
+            logged = packed((stepper.logged.state(), stepper.logged.kept()))
+        mark = state_mark(step, hooks_changed_it=after is not None)
+        kept.write(step, mark, self.live, self.losses.numbers_of(stepper), logged)
+
+    def _before_hooks(self, job: Job) -> None:
+        """Note that hooks act after this step, which they do too where training is stopped.
+
+        They wait until the last state is copied: they may change weights.
+        """
+        self.keeper.facts.set_numbers(job.step, self.keeper.ranks)
+        if job.stepper.copies:
+            job.stepper.copies.before_update()
+
+    def _after_hooks(self, job: Job) -> None:
+        self.tensors_may_differ = True
+        self.acted_at = job.step
+        before = self.hooks
+        self.hooks = None
+        kept = self.keeper.last
+        if kept is None or kept.step != job.step:
+            return
+        self.hooks = self._hooks_now(job)
+        if not self.hooks_change_it:
+            self.hooks.write(self.hook_records[kept.places].after)
+            return
+        assert before and self.live
+        # A process that is killed meanwhile has not kept this step: the one before is whole.
+        kept.drop()
+        self.hook_records[kept.places].drop()
+        live = state_of(job, self.gathered)
+        self.live = self.live if self.live.is_like(live) else live
+        try:
+            self._write(kept, job.step, before, after=self.hooks)
+        except LaunchError as error:
+            self.keeper.give_up(error)
+
+    def _hooks_now(self, job: Job) -> HooksNow:
+        """The states of hooks, which change only when they act."""
+        return HooksNow.of(self.acted_at, self.hook_states(), job.stepper)
+
+
+class HostLosses:
+    """Sum and units of the losses since the last line of metrics, on the host."""
+
+    def numbers_of(self, stepper: Stepper) -> Numbers:
+        """Sum, units, the time, and the norm of the last gradients."""
+        losses = stepper.losses
+        norm = 0.0 if stepper.norm is None else stepper.norm.item()
+        return losses.known_sum, losses.known_units, time.monotonic(), norm
+
+
+class DeviceLosses:
+    """Sum and units of the losses since the last line of metrics, on a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.numbers = torch.zeros(Record.NUMBERS, dtype=torch.float64, device=device)
+        """Sum, units, zero, and the norm of the last gradients."""
+        self.sum, self.units, _, self.norm = self.numbers.unbind()
+        self.counted: list[ForwardPass] = []
+
+    def numbers_of(self, stepper: Stepper) -> Numbers:
+        """Add the forward passes that are not counted yet.
+
+        A loss that is not finite counts as nothing.
+        """
+        passes = stepper.losses.passes
+        if not _begins_with(passes, self.counted):  # a line has them, or a step was skipped
+            self.numbers.zero_()
+            self.counted = []
+        new = [one for one in passes[len(self.counted) :] if one[2].num_real]
+        self.counted = list(passes)
+        if new:
+            losses = as_tensor([loss for loss, _, _ in new], self.device)
+            self.sum.add_(losses.nan_to_num(posinf=0, neginf=0).sum())
+            self.units.add_(as_tensor([units for _, units, _ in new], self.device).sum())
+        if stepper.norm is not None:
+            self.norm.copy_(stepper.norm)
+        return self.numbers
+
+
+def _begins_with(passes: list[ForwardPass], counted: list[ForwardPass]) -> bool:
+    return not counted or (len(passes) >= len(counted) and passes[len(counted) - 1] is counted[-1])
