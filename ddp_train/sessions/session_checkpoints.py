@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from ddp_train.checkpoints.training_state import (
     problem_of_state,
 )
 from ddp_train.checkpoints.writer import Snapshot, Writer
+from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
 from ddp_train.distributed.replicas import check_same_weights
 from ddp_train.distributed.world import World
@@ -44,6 +46,7 @@ from ddp_train.sessions.parameter_groups import (
 )
 from ddp_train.sessions.position import Position
 from ddp_train.sessions.settings import Settings, UsageError
+from ddp_train.sessions.states_of_ranks import numbers_apart
 from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
@@ -52,6 +55,10 @@ PLAIN_DATA = (
     " read"
 )
 SAME_OBJECTS = "give run.resume what it got when that was saved, or start over in another run_dir"
+NOT_THE_SAME = (
+    "not the same on all processes: each fills it by its own samples, and another number of them"
+    " has another result; fill it by those of all, which ddp_train.all_gather or run.sum give"
+)
 MOST_NAMES = 3
 """The most names of state that a warning lists: a list has one for each item."""
 
@@ -95,7 +102,8 @@ class SessionCheckpoints:
         self.resumed_from: Path | None = None
         self.state_at_start: dict[str, str] | None = unsaved_state(self.module)
         """None once it was compared."""
-        self.has_warned_of_buffers = False
+        self.has_warned_of_ranks = False
+        """State was named that is not the same on all processes."""
         self.earlier_batches: dict[str, Any] = {}
         """Facts that identify the batches of the checkpoint that the run resumed from."""
         self.saved_loaders: list[dict[str, Any]] = []
@@ -258,12 +266,12 @@ class SessionCheckpoints:
         module = self.module
         check_same_weights(module)
         gradients = exchanged(module, watch.wanted(module))
-        self._warn_of_unsaved_state()
+        self._warn_of_unsaved_state(device)
         with (
             averaged_buffers(module, keep_if_alike=True) as buffers,
             averaged_buffers(self.copies_here(device), keep_if_alike=True) as buffers_of_copies,
         ):
-            self._warn_of_other_buffers(buffers)
+            self._warn_of_ranks(buffers, device)
             if self.world.is_leader:
                 if self.writer is None:
                     keep = self.settings.keep
@@ -281,39 +289,44 @@ class SessionCheckpoints:
                 }
                 self.writer.submit(partial(self._snapshot, position.step, session, buffers))
 
-    def _warn_of_unsaved_state(self) -> None:
-        """Name once what the model has changed and no checkpoint holds."""
+    def _warn_of_unsaved_state(self, device: str) -> None:
+        """Name once what the model has changed and no checkpoint holds. A collective."""
         before = self.state_at_start
         if before is None:
             return
         self.state_at_start = None
+        now = unsaved_state(self.module)
         names = [
             path
-            for path in changed(before, unsaved_state(self.module))
+            for path in changed(before, now)
             if before.get(path, "None") != "None"  # a cache that was filled
         ]
+        digests = {name: now.get(name) for name in sorted(names)[:MOST_NAMES]}
+        of_ranks = texts_from_all_ranks(json.dumps(digests), device)
         if names:
             log.warning(
                 "%s changed in training and is in no checkpoint: a resumed run begins it anew; keep"
-                " it in a buffer (register_buffer), or in what get_extra_state returns",
-                ", ".join(sorted(names)[:MOST_NAMES]),
+                " it in a buffer (register_buffer), or in what get_extra_state returns%s",
+                ", ".join(digests),
+                f". And it is {NOT_THE_SAME}" if len(set(of_ranks)) > 1 else "",
             )
 
-    def _warn_of_other_buffers(self, of_ranks: Tensor) -> None:
-        """Name once the buffers that each process fills by its own samples.
+    def _warn_of_ranks(self, buffers_of_ranks: Tensor, device: str) -> None:
+        """Name once what each process fills by its own samples. A collective.
 
-        of_ranks: those of all processes, [ranks, n].
+        buffers_of_ranks: the floating-point buffers of all processes, [ranks, n].
         """
-        if self.has_warned_of_buffers:
+        if self.has_warned_of_ranks:
             return
-        names = apart(self.module, of_ranks)
+        names = apart(self.module, buffers_of_ranks)
+        names += numbers_apart(self.module, self.objects, device)
         if names:
-            self.has_warned_of_buffers = True
+            self.has_warned_of_ranks = True
             log.warning(
-                "%s: not the same on all processes: the model fills it by the samples of each, and"
-                " another number of them has another result (checkpoints and scores have the mean);"
-                " fill it by those of all, which ddp_train.all_gather gives",
+                "%s: %s (checkpoints have the mean of a model's buffers, of all else that of rank"
+                " 0)",
                 ", ".join(names[:MOST_NAMES]),
+                NOT_THE_SAME,
             )
 
     def _snapshot(self, step: int, session: dict[str, Any], buffers: Tensor) -> Snapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ from ddp_train.sessions.exchange_watch import (
     END_OF_EPOCH,
     END_OF_SESSION,
     LINE,
+    SUM,
     UNITS,
     ExchangeWatch,
 )
@@ -49,6 +51,7 @@ from ddp_train.sessions.open_step import (
 )
 from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.position import Position
+from ddp_train.sessions.row_tables import RowTables, warning_of
 from ddp_train.sessions.score_watch import ScoreWatch
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.settings import Settings, UsageError
@@ -57,6 +60,7 @@ from ddp_train.sessions.update_record import UpdateRecord
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
 
+log = logging.getLogger(__name__)
 SAME_UPDATES = (
     "each process has its own part of a loss: decide for all of them by a sum,"
     " if math.isfinite(run.sum(loss.item())): optimizer.step()"
@@ -128,6 +132,10 @@ class Steps:
         self.seed_step = StepSeed(settings.seed, world.rank, device)
         self.first_step: FirstStep | None = FirstStep(self.models, self.seed_step, world)
         """None when this process has done a step."""
+        self.row_tables: RowTables | None = None
+        """None on one process, and when they were compared."""
+        if world.size > 1:
+            self.row_tables = RowTables()
         self.update_record: UpdateRecord | None = None
         """The record of a run of `ddp-train prove train.py`; None in any other."""
         if settings.is_proof:
@@ -174,6 +182,7 @@ class Steps:
             self.exchange_watch.enter(END_OF_EPOCH)
             meet(END_OF_EPOCH, self.device)
             self._check_updates()
+            self._compare_tables()
             self.numbers.flush(position.step, position.epoch + 1)
             check_same_rates(self.checkpoints.objects, self.device)
             position.end_epoch()
@@ -240,6 +249,16 @@ class Steps:
         what = "the number of steps of the optimizers"
         same_everywhere(self.gradients.updates, self.device, what, SAME_UPDATES)
 
+    def _compare_tables(self) -> None:
+        """Name once the tables of which each process has its own rows. A collective."""
+        tables = self.row_tables
+        if tables is None or not tables.is_complete:
+            return
+        self.row_tables = None
+        names = tables.apart(self.device)
+        if names and self.world.is_leader:
+            log.warning(warning_of(names))
+
     @property
     def epochs_begun(self) -> int:
         return self.position.epoch + (self.current_epoch is not None)
@@ -269,6 +288,7 @@ class Steps:
         self.exchange_watch.enter(END_OF_SESSION)
         meet(END_OF_SESSION, self.device)
         self._end_open_step()
+        self._compare_tables()
         self.numbers.flush(self.position.step, self.epochs_begun)
         if self.current_epoch and self.checkpoints:
             for loader in self.training_loaders:
@@ -353,7 +373,14 @@ class Steps:
         random.seed(key)
         if self.first_step:
             self.first_step.begin(self.position.step)
+        if self.row_tables:
+            self.row_tables.begin([loader.facts for loader in self.training_loaders])
         return self.open_step
+
+    def see_batch(self, share: MicroBatch, batch: Any) -> None:
+        """Called with each batch before the user's loop has it."""
+        if self.row_tables:
+            self.row_tables.see_batch(share.sample_numbers[: share.num_real], batch)
 
     def end_step(self, step: OpenStep, is_last: bool) -> None:
         """End a step, after the user's code is done with its batch.
@@ -403,6 +430,8 @@ class Steps:
     def _count(self, step: OpenStep) -> None:
         """Count a step as done, and close it."""
         self.numbers.end_step(self.position.step, step.samples)
+        if self.row_tables:
+            self.row_tables.end()
         if self.first_step:
             draws_by_rank = self.first_step.end()
             self.first_step = None
@@ -507,6 +536,8 @@ class Steps:
         self.exchange_watch.enter(call)
         if self.first_step:
             self.first_step.see_sum(value)
+        if self.row_tables and call == SUM:
+            self.row_tables.see_sum(value)
 
     def _in_backward(self, _: Tensor) -> None:
         if self.first_step:
