@@ -239,9 +239,17 @@ def _outputs_for(targets: Tensor) -> int:
 
 
 def _digest(source: BatchSource, number: int) -> str:
-    """sha256 of the tensors of one sample."""
+    """sha256 of the tensors of one sample. Raises DataError if they are not on the CPU."""
     digest = hashlib.sha256()
     for tensor in tensors(source.get_batch(np.array([number]), None)):
+        if tensor.device.type != "cpu":
+            raise DataError(
+                f"sample {number} of the data set is on {tensor.device}: samples are read on the"
+                " CPU, and each batch is moved",
+                "leave the data on the CPU; to hold them on the GPU use data.placement=device or,"
+                " in a session, index them by the numbers that"
+                " run.loader(range(n), global_batch_size=...) gives",
+            )
         content = tensor.contiguous().view(-1).view(torch.uint8)
         digest.update(content.numpy().tobytes())
     return digest.hexdigest()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_train.data.datasets import ArraySource
+from ddp_train.data.datasets import ArraySource, digests
 from ddp_train.data.user_dataset import UserDataset
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, DataError
 
 
 def test_numbers_in_a_tensor_are_a_regression() -> None:
@@ -23,3 +23,10 @@ def test_a_part_of_a_data_set_keeps_its_classes() -> None:
     part = source.select(np.arange(3))
     assert (len(part), part.outputs, len(source)) == (3, 3, 6)
     assert part.to(torch.device("cpu")).get_batch(np.array([2]), None)[0].tolist() == [[2.0]]
+
+
+def test_samples_that_are_not_on_the_cpu_are_named() -> None:
+    on_a_device = ArraySource(torch.zeros(4, 2, device="meta"), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(DataError, match="sample 0 of the data set is on meta") as failure:
+        digests(on_a_device)
+    assert "data.placement=device" in str(failure.value.remedy)
