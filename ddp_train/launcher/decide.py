@@ -24,8 +24,8 @@ the run directory cannot be written."""
 SAME_FAILURES = 3
 """Attempts in a row with the same failure after which the run ends."""
 DEVICE_FAILURES = 2
-"""Failures of one device without a new checkpoint in between after which the run does without it:
-its rank was replaced once, and failed again."""
+"""Failures of one device, without a step kept or saved in between, after which the run does without
+it: its rank was replaced once, and failed again."""
 CUDA_ERRORS = ("CUDA error", "CUDA driver", "CUDA-capable")
 """Parts of the messages of errors that come from a GPU or its driver."""
 
@@ -88,13 +88,13 @@ class History:
     newest_step: int = -1
     """The last step that a checkpoint had at the start, or that a failed attempt has left."""
     restarts_used: int = 0
-    """Restarts without a new checkpoint in between."""
+    """Restarts since the last step that was kept or saved."""
     signature: tuple[str, ...] = ()
     """Signature of the last failure."""
     repeats: int = 0
     """Attempts in a row that ended with that signature."""
     device_failures: Mapping[str, int] = field(default_factory=dict)
-    """Failures of each device, by `Size.device_of`, without a new checkpoint in between."""
+    """Failures of each device, by `Size.device_of`, without a step kept or saved in between."""
 
     def with_failure(self, failed: FailedAttempt, size: Size) -> History:
         """The history that includes a failure.
@@ -145,7 +145,7 @@ class Restart:
     """The step that was kept; None: the newest checkpoint, or the beginning."""
     counts_as_restart: bool
     number: int = 0
-    """Which restart it is since the last new checkpoint, if it counts as one."""
+    """Which restart it is since the last step kept or saved, if it counts as one."""
     reason: str = ""
     """Why there are fewer processes, or other GPUs; empty if all stays."""
     otherwise: Restart | End | None = None
@@ -164,8 +164,8 @@ class End:
 def decide(failed: FailedAttempt, history: History, size: Size, max_restarts: int) -> Restart | End:
     """Decide what follows a failed attempt.
 
-    history: of the failures before. size: of the failed attempt. max_restarts: between two
-    checkpoints.
+    history: of the failures before. size: of the failed attempt. max_restarts: without a step kept
+    or saved in between.
     """
     if failed.code in FINAL or failed.stop_requested or not max_restarts:
         return End(failed.code)
@@ -195,8 +195,8 @@ def _replacement(
             " help",
         )
     if seen.restarts_used >= max_restarts:
-        reason = f"launch.max_restarts={max_restarts} used up without a new checkpoint"
-        return End(failed.code, reason)
+        budget = f"launch.max_restarts={max_restarts}"
+        return End(failed.code, f"{budget} used up without a step kept or saved in between")
     return Restart(
         size=size,
         from_step=failed.kept_step,
@@ -216,7 +216,7 @@ def _lost_devices(failed: FailedAttempt, seen: History, size: Size) -> dict[str,
     device = size.device_of(rank)
     if device not in lost and seen.device_failures[device] >= DEVICE_FAILURES:
         name = f"rank {rank} (GPU {device})" if size.gpus else f"rank {rank}"
-        lost[device] = f"{name} failed twice without a new checkpoint in between"
+        lost[device] = f"{name} failed twice without a step kept or saved in between"
     return lost
 
 

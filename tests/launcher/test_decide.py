@@ -17,9 +17,9 @@ FOUR = Size(4)
 TWO_TO_FOUR = Size(4, [2, 3, 4])
 THREE_GPUS = Size(3, [1, 2, 3], ["a", "b", "c"])
 NEW = History(newest_step=5)
-EXHAUSTED = "launch.max_restarts=2 used up without a new checkpoint"
+EXHAUSTED = "launch.max_restarts=2 used up without a step kept or saved in between"
 SAME = "same failure at the same step in 3 attempts; restarting again would not help"
-AGAIN = "failed twice without a new checkpoint in between"
+AGAIN = "failed twice without a step kept or saved in between"
 
 
 def failure(**changes: Any) -> Failure:

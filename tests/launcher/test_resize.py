@@ -459,7 +459,7 @@ def test_a_run_whose_number_changes_ends_where_it_would_have(tmp_path: Path) -> 
         assert again.end() == 0, again.said()
     assert_close(place, tmp_path / "calm")
     summary = read(place, "summary.json")
-    lost = (3, 2, "rank 2 failed twice without a new checkpoint in between")
+    lost = (3, 2, "rank 2 failed twice without a step kept or saved in between")
     changes = [(one["from"], one["to"], one["why"]) for one in summary["resizes"]]
     assert changes[:3] == [(3, 2, ASKED_FOR), (2, 3, ASKED_FOR), lost] and changes[-1] == (
         2,
@@ -530,7 +530,7 @@ def test_below_the_lowest_number_the_run_ends_as_it_would_have(tmp_path: Path) -
     with running(tmp_path / "run", *words, env=env) as job:
         assert job.end() == 70
     said = job.said()
-    reason = "rank 1 failed twice without a new checkpoint in between"
+    reason = "rank 1 failed twice without a step kept or saved in between"
     assert said.count(f"continuing with 2 processes; {reason}") == 1
     assert len(fatal_lines(said)) == 4 and "not restarted: launch.max_restarts=1 used up" in said
     assert read(tmp_path / "run", "failure.json")["kind"] == "died"
