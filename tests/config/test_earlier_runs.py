@@ -198,6 +198,43 @@ def test_checkpoint_overrides_its_config_file(text: str | None, tmp_path: Path) 
 
 
 @pytest.mark.slow
+def test_keys_may_change_on_a_resume_as_the_page_says(tmp_path: Path) -> None:
+    """docs/guides/checkpoints.md has them in a table."""
+    words = ["model=mlp", "run_dir=run"]
+    checkpoint_of(tmp_path / "run", *words)
+    accepted(
+        *words,
+        "train.accumulation_steps=2",
+        "train.epochs=9",
+        "optimizer.lr=0.01",
+        "optimizer.momentum=0.5",
+        "schedule=constant",
+        "task=classification",
+        "task.label_smoothing=0.1",
+        "checkpoint.keep=9",
+        "launch.nproc_per_node=3",
+        "data.placement=host",
+        "tuning.precision=bf16",
+        "strategy.bucket_cap_mb=5",
+    )
+    for change in (
+        "train.global_batch_size=48",
+        "optimizer=adamw",
+        "optimizer.decay_norm_and_bias=false",
+        "optimizer.groups=[{match:layers.0.*,lr:0.01}]",
+        "seed=5",
+        "model.hidden=32",
+        "model.freeze=[layers.0.*]",
+        "data.validation=0.1",
+        "data.mixup=0.2",
+        "strategy=ordered",
+    ):
+        problems = problems_of(*words, change)
+        assert problems, change
+        assert all("the run in run_dir=run has" in problem for problem in problems), problems
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     [
