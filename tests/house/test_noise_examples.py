@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ddp_train
 from ddp_train.data.batch_plan import epoch_order
 from ddp_train.data.datasets import ArraySource
 from ddp_train.distributed.world import World
@@ -106,6 +107,69 @@ def test_a_vae_learns_the_same_on_any_number_of_processes() -> None:
                 assert weights == pytest.approx(expected[0], rel=1e-10, abs=1e-10)
                 assert scores == pytest.approx(expected[1:], rel=1e-10)
     assert len(ordered) == 5 and all(result == ordered[0] for result in ordered), "bit for bit"
+
+
+class KeyedDropout(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        return ddp_train.dropout(x, self.p, self.training)
+
+
+class AttentionReader(nn.Module):
+    """Attention with dropout: its product written out, or a layer of torch's that was changed."""
+
+    def __init__(self, is_torchs: bool) -> None:
+        super().__init__()
+        self.layer = None
+        if is_torchs:
+            self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.3, batch_first=True)
+            self.layer.self_attn.dropout = 0.0
+            for module in self.layer.modules():
+                if type(module) is nn.Dropout:
+                    module.__class__ = KeyedDropout
+        self.projections = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = images.flatten(1).unflatten(1, (8, 8))
+        if self.layer is not None:
+            return self.head(self.layer(rows).mean(1))
+        q, k, v = self.projections(rows).unflatten(2, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        attended = ddp_train.dropout(weights, 0.3, self.training) @ v
+        return self.head(attended.transpose(1, 2).flatten(2).mean(1))
+
+
+def readers_on_ranks(world: World) -> list[list[float]]:
+    """The weights of both kinds of attention."""
+    weights = []
+    for is_torchs in (True, False):
+        config = config_of(
+            world,
+            seed=SEED,
+            model={
+                "_target_": "tests.house.test_noise_examples.AttentionReader",
+                "is_torchs": is_torchs,
+            },
+            task={"name": "classification"},
+            train={"global_batch_size": 12, "epochs": 2},
+            tuning={"precision": "fp64", "num_workers": 0},
+            launch={"threads_per_process": 1},
+            strategy={"name": "ddp", "find_unused_parameters": True},
+        )
+        source = ArraySource(IMAGES, LABELS)
+        job = job_of(config, world, (source, source))
+        fit(job)
+        weights.append(nn.utils.parameters_to_vector(job.module.model.parameters()).tolist())
+    return weights
+
+
+@pytest.mark.slow
+def test_dropout_in_attention_is_the_same_on_any_number_of_processes() -> None:
+    """As docs/guides/noise.md writes it."""
+    (alone,) = on_ranks(1, readers_on_ranks)
+    for weights in on_ranks(3, readers_on_ranks):
+        for one, other in zip(weights, alone, strict=True):
+            assert one == pytest.approx(other, rel=1e-10, abs=1e-10)
 
 
 DIFFUSION = """
