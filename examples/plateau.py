@@ -1,5 +1,6 @@
 """Handwritten digits in a loop of one's own, with a learning rate that falls when the test loss
-does not: ReduceLROnPlateau, given the same number on all processes. docs/guides/own_loop.md."""
+does not: ReduceLROnPlateau, given the same number on all processes. Training stops when the rate is
+small. docs/guides/own_loop.md."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -9,7 +10,8 @@ from torch.utils import data
 
 import ddp_train
 
-EPOCHS = 8
+EPOCHS = 30
+LEAST_RATE = 0.1
 
 
 def digits(train):
@@ -28,6 +30,8 @@ def main():
     run.resume(model=model, optimizer=optimizer, scheduler=scheduler)
 
     for epoch in run.epochs(EPOCHS):
+        if optimizer.param_groups[0]["lr"] < LEAST_RATE:
+            break  # alike on all processes, and in the checkpoint: a second start stops here too
         model.train()
         for images, labels in loader:
             optimizer.zero_grad()
