@@ -2,11 +2,13 @@
 
 A block whose first line is a comment with the name of a file is saved under that name; blocks
 of `bash` and other blocks of `python` run in the order of the page. `<!-- not run: REASON -->` before
-a block says why it does not run here, `<!-- part of a script -->` that it is a part of one.
+a block says why it does not run here, `<!-- part of a script -->` that it is a part of one, and
+`<!-- needs: PACKAGE ... -->` which packages it needs: without them it does not run.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -36,6 +38,7 @@ NEEDS_A_CLONE = {"README.md", "examples.md"}
 BLOCK = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S)
 FILE = re.compile(r"(?:# @package _global_\n)?# ([\w./]+\.(?:py|yaml))$", re.M)
 LANGUAGES = {"bash", "python", "yaml", "diff", "text"}
+NEEDS = "needs: "
 LIMIT_SECONDS = 100
 
 
@@ -60,9 +63,16 @@ def blocks_of(page: Path) -> Iterator[Block]:
         yield Block(mark, language, code)
 
 
+def can_run(block: Block) -> bool:
+    """Tell whether the mark of a block lets it run here."""
+    if block.mark.startswith(NEEDS):
+        return all(map(importlib.util.find_spec, block.mark.removeprefix(NEEDS).split()))
+    return not block.mark
+
+
 def command_of(block: Block) -> list[str]:
     """The command that runs a block; empty if it is saved only, or not run."""
-    if block.mark or block.file:
+    if block.file or not can_run(block):
         return []
     if block.language == "bash":
         return ["bash", "-e", "-c", block.code]
@@ -75,7 +85,7 @@ def command_of(block: Block) -> list[str]:
 def test_blocks_are_of_known_kinds_and_compile(page: Path) -> None:
     for block in blocks_of(page):
         assert block.language in LANGUAGES, block.code
-        assert not block.mark or block.mark.startswith(("not run: ", "part of a script"))
+        assert not block.mark or block.mark.startswith(("not run: ", "part of a script", NEEDS))
         assert all(len(line) <= 100 for line in block.code.splitlines()), block.code
         if block.language == "python":
             compile(block.code, str(page), "exec")
