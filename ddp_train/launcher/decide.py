@@ -57,11 +57,14 @@ class FailedAttempt:
         """Traits that two equal failures have in common; empty if none was reported.
 
         Numbers in the detail are left out: seconds, sizes and process ids differ between attempts.
+        Where all ranks raise the same exception, chance decides which of them is reported.
         """
-        if self.failure is None:
+        failure = self.failure
+        if failure is None:
             return ()
-        detail = re.sub(r"\d+", "#", self.failure.detail)
-        return self.failure.kind, str(self.failure.rank), str(self.failure.step), detail
+        rank = "any" if failure.kind == "exception" else str(failure.rank)
+        detail = re.sub(r"\d+", "#", failure.detail)
+        return failure.kind, rank, str(failure.step), detail
 
     def suspect_rank(self) -> int | None:
         """The rank that failed, if that may be due to its GPU, or to the host's memory.

@@ -207,6 +207,7 @@ def at(step: int, checkpoint: int, rank: int = 0) -> FailedAttempt:
         (9, [at(7, 5), at(7, 5), at(8, 5), at(7, 5), at(7, 5)], [""] * 5),
         (9, [at(7, 5), at(7, 5), at(7, 5)], ["", "", SAME]),
         (9, [at(7, 5, 0), at(7, 5, 1), at(7, 5, 1)], ["", "", ""]),
+        (9, [exception(rank=rank) for rank in (0, 1, 0)], ["", "", SAME]),
     ],
 )
 def test_failures_are_counted_between_checkpoints(
