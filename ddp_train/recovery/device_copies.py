@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.errors import LaunchError
+from ddp_train.recovery.kept_layout import Layout, Views
 from ddp_train.resilience.kept_memory import Record
 
 
@@ -54,6 +55,44 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             [targets[place] for place in places], [sources[place] for place in places]
         )
+
+
+class StagedTensors:
+    """Copies on a GPU of tensors that may change before the copy stream comes to read them.
+
+    Those of the host, as the steps that RMSprop counts, take one transfer.
+    """
+
+    def __init__(self, tensors: list[Tensor], device: str) -> None:
+        self.is_on_host = [not tensor.is_cuda for tensor in tensors]
+        of_host, _ = self._divided(tensors)
+        layout = Layout.of(of_host, common=(), ranks=1)
+        self.sent = torch.empty(layout.sizes[0], dtype=torch.uint8, pin_memory=True)
+        self.received = torch.empty(layout.sizes[0], dtype=torch.uint8, device=device)
+        places = range(len(of_host))
+        self.to_send = [Views(self.sent, layout).own(place) for place in places]
+        arrived = iter([Views(self.received, layout).own(place) for place in places])
+        self.copies = [
+            next(arrived) if on_host else torch.empty_like(tensor)
+            for tensor, on_host in zip(tensors, self.is_on_host, strict=True)
+        ]
+        """In the order of the tensors."""
+
+    def copy(self, tensors: list[Tensor]) -> None:
+        """Copy them as they are now. The last copies must have been read."""
+        of_host, of_device = self._divided(tensors)
+        _, targets = self._divided(self.copies)
+        copy_each(targets, of_device)
+        if of_host:
+            copy_each(self.to_send, of_host)
+            self.received.copy_(self.sent, non_blocking=True)
+
+    def _divided(self, tensors: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of the host, and those of the GPU."""
+        pairs = list(zip(tensors, self.is_on_host, strict=True))
+        of_host = [tensor for tensor, on_host in pairs if on_host]
+        of_device = [tensor for tensor, on_host in pairs if not on_host]
+        return of_host, of_device
 
 
 class CopyStream:

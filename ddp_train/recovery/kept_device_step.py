@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_train.distributed.environment import keeper_descriptor
 from ddp_train.linux import wait_until
-from ddp_train.recovery.device_copies import CopyStream, DeviceHead, copy_each
+from ddp_train.recovery.device_copies import CopyStream, DeviceHead, StagedTensors
 from ddp_train.recovery.device_memory import DeviceMemory
 from ddp_train.recovery.kept_layout import Layout, Views
 from ddp_train.recovery.kept_step import KeptRecords, KeptStep, Numbers, State
@@ -49,8 +49,10 @@ class KeptDeviceStep(KeptStep):
         self.memory: DeviceMemory | None = None
         self.addresses: list[int] = []
         """Those of the sources when the copies were captured."""
-        self.staged: list[Tensor] = []
-        """Copies of the tensors that a forward pass changes: made before it begins."""
+        self.host_places: list[int] = []
+        """Those among the sources that are on the host."""
+        self.staged = StagedTensors([], device.name)
+        """The sources on the host, and the tensors that a forward pass changes."""
 
     def wait(self) -> None:
         self.head.whole.synchronize()
@@ -78,7 +80,7 @@ class KeptDeviceStep(KeptStep):
         return self.addresses != [source.data_ptr() for source in self.sources]
 
     def _copy(self, mark: int, state: State, numbers: Numbers) -> None:
-        copy_each(self.staged, state.own())
+        self.staged.copy(self._to_stage(state))
         assert isinstance(numbers, Tensor), "they are on the GPU"
         self.numbers.copy_(numbers)
         self.head.replay(self.device.copies, mark)
@@ -86,10 +88,17 @@ class KeptDeviceStep(KeptStep):
     def _lay_out(self, state: State) -> None:
         torch.cuda.synchronize()  # the copies that are queued are of the layout before
         super()._lay_out(state)
-        self.staged = [torch.empty_like(tensor) for tensor in state.own()]
         sources = [source.detach() for source in self.sources]
         self.addresses = [source.data_ptr() for source in sources]
-        self.head.capture(self.device.copies, self.targets, [*sources, *self.staged], self.numbers)
+        self.host_places = [place for place, source in enumerate(sources) if not source.is_cuda]
+        self.staged = StagedTensors(self._to_stage(state), self.device.name)
+        copies = iter(self.staged.copies)
+        for place in self.host_places:
+            sources[place] = next(copies)
+        self.head.capture(self.device.copies, self.targets, [*sources, *copies], self.numbers)
+
+    def _to_stage(self, state: State) -> list[Tensor]:
+        return [*(self.sources[place] for place in self.host_places), *state.own()]
 
     def _views(self, layout: Layout) -> Views:
         size = max(1, layout.sizes[self.records.rank])
