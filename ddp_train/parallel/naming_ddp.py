@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_train.distributed.process_group import ranks
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, ModelError
 from ddp_train.parallel.gradient_check import missing_gradients, trained_parameters
 
 BUCKET_MB = {"large": 125, "one": 2**20}
@@ -32,9 +32,11 @@ class NamingDdp(DistributedDataParallel):
         """
         options: those of torch's DDP.
 
-        Raises ModelError for parameters of lazy layers.
+        Raises ModelError for parameters of lazy layers, and for sparse gradients over NCCL.
         """
         names = list(trained_parameters(module))
+        if dist.get_backend() != "gloo":
+            _refuse_sparse_tables(module)
         super().__init__(module, **options)
         self.trained = names
 
@@ -68,6 +70,23 @@ class NamingDdp(DistributedDataParallel):
             names = [self.trained[int(number)] for number in match[1].split()]
             names.sort(key=list(trained_parameters(self.module)).index)
             raise missing_gradients(names) from error
+
+
+def _refuse_sparse_tables(module: nn.Module) -> None:
+    """Raise ModelError for tables with sparse gradients, which torch exchanges over gloo alone."""
+    tables = [
+        name.removeprefix("model.")
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+        and part.sparse
+        and part.weight.requires_grad
+    ]
+    if tables:
+        raise ModelError(
+            f"{', '.join(tables)}: torch exchanges sparse gradients over gloo, and not over NCCL",
+            "make it with sparse=False, and train it by Adam in place of SparseAdam; or train on"
+            " one GPU",
+        )
 
 
 def _own_values(gradient: Tensor) -> Tensor:

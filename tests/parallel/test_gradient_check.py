@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_train.assembly.strategy import build_strategy
@@ -16,6 +17,7 @@ from ddp_train.distributed.world import World
 from ddp_train.engine.loop import fit
 from ddp_train.errors import ModelError
 from ddp_train.parallel.ddp.config import DdpConfig
+from ddp_train.parallel.naming_ddp import NamingDdp
 from ddp_train.parallel.strategy import DistributedDataParallel, Single
 from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.task import ModelWithTask
@@ -240,3 +242,18 @@ def frozen() -> nn.Module:
 def test_a_model_that_several_refuse_one_refuses_too(model: str, error: str) -> None:
     for ranks in (1, 2):
         assert set(on_ranks(ranks, not_trained, model)) == {error}
+
+
+def refused_over_nccl(_: World) -> str:
+    module = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Embedding(5, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda: "nccl")
+        with pytest.raises(ModelError) as refused:
+            NamingDdp(module)
+    return str(refused.value)
+
+
+def test_sparse_gradients_are_refused_where_torch_cannot_exchange_them() -> None:
+    """tests/sessions/test_on_gpus.py asks NCCL itself."""
+    (said,) = set(on_ranks(2, refused_over_nccl))
+    assert said.startswith("0: torch exchanges sparse gradients over gloo, and not over NCCL")

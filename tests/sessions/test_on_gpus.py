@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ddp_train.distributed.world import World
+from ddp_train.errors import ModelError
 from tests.sessions import loops, moving_copies, test_samplers, test_streams
 from tests.sessions.seen_batches import plain_loop
 from tests.support.ranks import on_ranks
@@ -21,6 +22,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 LOOPS = loops.LOOPS | moving_copies.LOOPS
+if GPUS > 1:
+    del LOOPS["looked_up"]  # sparse gradients, over NCCL
 ROUNDING = 1e-9
 """Sums come in another order, in eight to 18 steps."""
 
@@ -47,6 +50,21 @@ def test_models_and_copies_of_them_are_exact() -> None:
         for name, weights in found.items():
             by_hand = LOOPS[name](moving_copies.PlainRun())
             torch.testing.assert_close(weights, by_hand, rtol=0, atol=ROUNDING)
+
+
+def looked_up(world: World) -> str:
+    with (
+        pytest.raises(ModelError) as refused,
+        session_on(world, device=device_of(world)) as run,
+    ):
+        loops.looked_up(run)
+    return str(refused.value)
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+def test_sparse_gradients_are_refused() -> None:
+    for said in on_gpus(looked_up):
+        assert "torch exchanges sparse gradients over gloo, and not over NCCL" in said
 
 
 def all_samplers(world: World, folder: str) -> dict[tuple[str, bool], Any]:
