@@ -156,8 +156,10 @@ def gpu_names(visible_devices: str | None) -> list[str]:
 
 
 def unreachable_gpus(names: list[str]) -> set[str]:
-    """Those of `gpu_names` that the driver does not reach, or list, any more. A part of one (MIG)
-    counts as reached, and so do all where NVML does not work."""
+    """The GPUs of `gpu_names` that the driver does not reach, or list, any more.
+
+    A part of one (MIG) counts as reached, and so do all where NVML does not work.
+    """
     gone = set()
     whole = [name for name in names if name.startswith("GPU-")]
     with contextlib.suppress(pynvml.NVMLError), _nvml():

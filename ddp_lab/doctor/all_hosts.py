@@ -138,8 +138,10 @@ class HostDoctor:
         return before + tests + self._reports_seconds() + shared_file + REPORT_SECONDS
 
     def _reports_seconds(self) -> float:
-        """How much later than this host's own report that of another host may come: its collective
-        test may end one silence limit later."""
+        """Seconds by which the report of another host may come later than this host's own.
+
+        Its collective test may end one silence limit later.
+        """
         return max(self.limits.values()) + SHARED_SECONDS
 
     def lead(self) -> int:

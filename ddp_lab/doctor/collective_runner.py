@@ -41,7 +41,7 @@ PEER_ERROR_GRACE_SECONDS = 3.0
 
 @dataclass
 class RankResult:
-    """How far the test process of one rank came, and what it measured."""
+    """The last stage of the test process of one rank, and its measurements."""
 
     rank: int
     host: str

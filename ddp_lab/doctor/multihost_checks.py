@@ -148,7 +148,7 @@ class HostComparison:
         return [facts["host"] for facts in self._facts]
 
     def _compared(self, compared: Sized) -> str:
-        """How many hosts a comparison covers: `all 3 hosts`, or `2 of 3 hosts`."""
+        """The hosts that a comparison covers: `all 3 hosts`, or `2 of 3 hosts`."""
         if len(compared) < self.count:
             return f"{len(compared)} of {counted(self.count, 'host')}"
         return f"all {self.count} hosts"

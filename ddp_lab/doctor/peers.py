@@ -71,7 +71,7 @@ class Peers:
             ) from error
 
     def clock_offsets(self, others: list[int], seconds: float) -> dict[int, float]:
-        """How far the clock of each host is ahead of host 0's, which asks, in seconds.
+        """Seconds by which the clock of each host is ahead of that of host 0, which asks.
 
         Hosts without an answer are left out.
 

@@ -159,7 +159,7 @@ def differences_of(one: Record, several: Record) -> list[Difference]:
 
 
 def _place_of(difference: Difference) -> tuple[bool, bool, str, float]:
-    """Those that are more than rounding first; of these the first update, and buffers last."""
+    """A key that sorts differences beyond rounding first: by update, buffers last."""
     group = _group_of(difference.name)
     is_rounding = difference.share <= SCRIPT_ALLOWED
     if is_rounding:

@@ -1,1 +1,1 @@
-"""From the frozen config to the objects of a run. Config objects stop here."""
+"""Builds the objects of a run from the frozen config. Config objects stop here."""

@@ -147,7 +147,7 @@ class JobBuilder:
         mix: Mix | None,
         stream: torch.cuda.Stream | None,
     ) -> nn.Module:
-        """The model as the training step calls it; again when other parameters want gradients.
+        """The model as the training step calls it; again when other parameters require gradients.
 
         stream: the one on which steps are captured; None if they are not.
         """

@@ -1,4 +1,4 @@
-"""Where the checkpoints of a run are, and what their manifests say. Torch-free."""
+"""The places of the checkpoints of a run, and the contents of their manifests. Torch-free."""
 
 from __future__ import annotations
 

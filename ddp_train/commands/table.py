@@ -28,7 +28,7 @@ COMMANDS = {
     "doctor of this host": "ddp_lab.doctor.main:check_this_host",
     "doctor of all hosts": "ddp_lab.doctor.all_hosts:check_all_hosts",
 }
-"""Where the function of each command is: module and name."""
+"""Module and name of the function of each command."""
 OF_FOLDERS = ("init", "resize", "compare", "watch")
 PROVE_SCRIPT = "prove"
 """The first word of `prove script`. The command `prove` is a mode of runs by config."""

@@ -1,4 +1,4 @@
-"""From overrides and the presets (conf/) to one Config, with every problem found on the way.
+"""Composes one Config from overrides and presets (conf/), with every problem found on the way.
 
 Hydra composes, `bind` converts the values, and each message says which file a value is from.
 """

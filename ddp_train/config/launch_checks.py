@@ -87,7 +87,8 @@ def _too_many_beside(run: RequestedRun) -> Iterator[Problem]:
         if number * ranks > max(most, ranks):
             yield Problem(
                 f"{name}={number}",
-                f"would be {number * ranks:,} on this host, which has {counted(cpus, 'core')}",
+                f"makes {number * ranks:,} for {counted(ranks, 'process')} on this host, which has"
+                f" {counted(cpus, 'core')}",
                 f"use at most {most // ranks}",
             )
 

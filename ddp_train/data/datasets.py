@@ -223,9 +223,9 @@ def check_same_data(
     where = f" in data.root={root}" if root else ""
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
-        "restore the old data, or start a new run with checkpoint.resume=never; if nobody has"
-        " changed them, the data set draws numbers of its own, or goes through a set of texts, when"
-        " it is made: seed the one, sort the other",
+        "restore the old data, or start a new run with checkpoint.resume=never; if they have"
+        " not changed, the data set draws numbers or goes through a set of texts when it is made:"
+        " seed the one, sort the other",
     )
 
 

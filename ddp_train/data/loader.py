@@ -1,4 +1,4 @@
-"""From micro-batches to mixed batches on the device."""
+"""Turns micro-batches into mixed batches on the device."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class _Cut:
         if _are_equal(one, two):
             return one
         raise DataError(
-            f"a batch has a {type(one).__name__}, and nobody knows what that is in a batch without"
-            " samples, which a process has where there are fewer samples than processes",
+            f"a batch has a {type(one).__name__}, which cannot be made for a batch without samples;"
+            " a process has such a batch where there are fewer samples than processes",
             "let collate_fn return tensors, in dicts, lists, tuples or dataclasses, or choose a"
             " global_batch_size that leaves each process a sample in the last batch",
         )

@@ -105,7 +105,7 @@ class NumberedStream:
         return self.length
 
     def __getattr__(self, name: str) -> Any:
-        """What else the stream tells: `classes`, `collate_fn`."""
+        """Any other attribute of the stream: `classes`, `collate_fn`."""
         if name.startswith("_") or name in ("stream", "get_batch", "to"):
             raise AttributeError(name)
         return getattr(self.stream, name)

@@ -73,7 +73,7 @@ class Tasks:
     command: str = ""
     """srun, mpirun ..."""
     variables: tuple[str, ...] = ()
-    """Those that say so."""
+    """The variables that say so."""
 
 
 # --- who this process is --------------------------------------------------------------------------

@@ -290,7 +290,7 @@ def averaged_buffers(
 
 
 def buffer_places(module: torch.nn.Module) -> list[tuple[dict[str, torch.Tensor | None], str]]:
-    """Where each buffer is kept, in the order of `module.buffers()`."""
+    """The dict that holds each buffer, and its name there, in the order of `module.buffers()`."""
     names = [name.rpartition(".") for name, _ in module.named_buffers()]
     return [(module.get_submodule(parent)._buffers, name) for parent, _, name in names]
 

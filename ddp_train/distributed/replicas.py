@@ -41,7 +41,7 @@ def check_same_weights(module: nn.Module) -> None:
         f"the weights are not the same on all processes: the norm of {names[place]} is"
         f" {float(leader[place]):.6g} on rank 0 and {float(norms_of_ranks[rank, place]):.6g} on"
         f" rank {rank}",
-        "look for what changes them beside the optimizer, on one process or by numbers without a"
-        " common seed: a hook, an assignment in forward, or a model that is made differently with"
-        " strategy.init_sync=false",
+        "look for code beside the optimizer that changes them on one process alone, or by random"
+        " numbers: a hook, an assignment in forward, with strategy.init_sync=false the model's"
+        " constructor",
     )

@@ -65,7 +65,7 @@ class CopiesHook:
         return living
 
     def _name_of(self, copy: Any) -> str:
-        """Where an object is held, and its class: an attribute `teacher` of my.Task (Net)."""
+        """The holder of an object and its class: an attribute `teacher` of my.Task (Net)."""
         kind = type(copy).__name__
         for name, item in self._objects():
             if item is copy:

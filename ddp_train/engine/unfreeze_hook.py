@@ -15,7 +15,7 @@ class UnfreezeHook:
     """Lets the frozen parameters train too, from a step on.
 
     The optimizer has had them all along, and has left them alone for want of gradients. DDP has
-    not: its buckets are made once, of what wants gradients then, so the model is wrapped again.
+    not: its buckets are made once, of what requires gradients then, so the model is wrapped again.
     """
 
     step: int

@@ -40,7 +40,7 @@ handlers yet."""
 
 @dataclass(frozen=True)
 class Launch:
-    """What all attempts of a run share."""
+    """State that all attempts of a run share."""
 
     import_path: Path | None
     stop: StopRequests
@@ -48,13 +48,13 @@ class Launch:
     elastic: Elastic
     workload: Workload
     memory: KeptMemory | None = None
-    """Where the processes keep their state; None where there can be none."""
+    """The memory in which the processes keep their state; None where there can be none."""
     devices: HeldDevices | None = None
     """The memory on GPUs that it takes; None on CPUs."""
 
 
 class Stage(enum.Enum):
-    """Who has asked the workers of an attempt to stop. A change may become a stop."""
+    """The party that has asked the workers to stop. A change may become a stop."""
 
     TRAINING = "nobody has"
     CHANGING = "the launcher has, to start another number of them"
@@ -68,7 +68,7 @@ IN_STOP = (Stage.CHANGE_STOPPED, Stage.STOPPING)
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How an attempt has ended."""
+    """The end of an attempt."""
 
     code: int
     """0, SAVED, UNSAVED, or the exit code of a failure."""

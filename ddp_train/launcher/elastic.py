@@ -63,7 +63,7 @@ class Elastic:
         return unreachable_gpus(self.size.gpus_in_use())
 
     def wait(self, seconds: float) -> None:
-        """Sleep. Accepts a request that comes meanwhile, and returns then."""
+        """Sleep, or return earlier: when a request comes, which is accepted."""
         if self.requests:
             self.requests.wait(seconds)
         else:

@@ -60,14 +60,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What one worker is started with, whether it is forked or a new interpreter."""
+    """Arguments and environment of one worker, whether it is forked or a new interpreter."""
 
     arguments: list[str]
     environment: dict[str, str]
     descriptors: dict[str, int]
     """Open files that the worker inherits, by the environment variable that holds their number."""
     program: list[str] = field(default_factory=lambda: [*MODULE, WORKER])
-    """What Python runs, as on its command line: our worker, or the user's own script."""
+    """Arguments of Python: our worker, or the user's own script."""
 
     def whole_environment(self) -> dict[str, str]:
         """The environment, with the numbers of the descriptors."""

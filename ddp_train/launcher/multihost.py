@@ -148,7 +148,7 @@ def command(
 
 @contextlib.contextmanager
 def registered(run_dir: Path) -> Iterator[None]:
-    """Register this host inside.
+    """A context in which this host is registered.
 
     `present_hosts` lists it on every host that sees the same run directory.
     """
@@ -180,7 +180,7 @@ def present_hosts(run_dir: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class AgentEnd:
-    """How an agent has ended."""
+    """The end of an agent."""
 
     seconds: float
     """Time from its start."""

@@ -382,7 +382,7 @@ def _place_of(value: Any) -> Any:
 
 
 def _reduced(iterator: Iterator[Any]) -> tuple[Any, ...]:
-    """How pickle would make it again. Raises TypeError if it could not."""
+    """The parts from which pickle would make it again. Raises TypeError if it could not."""
     if type(iterator).__module__ not in ("builtins", "itertools"):
         raise TypeError(f"a {type(iterator).__name__} is of a class of its own")
     with warnings.catch_warnings():

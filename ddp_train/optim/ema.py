@@ -38,8 +38,8 @@ class WeightAverage:
             `ExponentialMovingAverage(num_updates)`: a short run's average soon forgets its first
             weights.
         may_skip: only the device knows whether a step was taken, as with a GradScaler.
-        trained: the parameters to average; None: those that want gradients now. The average of one
-            that is frozen is the parameter itself.
+        trained: the parameters to average; None: those that require gradients now. The average of
+            one that is frozen is the parameter itself.
 
         Raises ConfigError for parameters of 16 bits: adding a thousandth of a difference would not
         change them.

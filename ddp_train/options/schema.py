@@ -170,7 +170,7 @@ class ModelConfig:
         elif has_tokens and self.takes_tokens is False:
             yield Problem(
                 f"model={self.name}",
-                f"takes no tokens, and data={data.name} has nothing else",
+                f"does not take token ids, and data={data.name} gives nothing else",
                 "use model=gpt",
             )
         elif self.takes_tokens and not has_tokens and not data.is_custom:
@@ -403,9 +403,9 @@ class DataConfig:
             if isinstance(value, dict) and "_target_" in value:
                 yield Problem(
                     f"{option}.{name}={shown(value)}",
-                    "is not built: the sampler would get this dict",
-                    f"use data.sampler={shown(value)}, whose batches a run makes itself (with"
-                    " data.drop_last=true full ones alone); or name a class that builds it",
+                    f"is handed on as a dict: {option}._target_ alone is built",
+                    f"use data.sampler={shown(value)}, from which the run makes batches (full ones"
+                    " with data.drop_last=true), or name a class of yours that builds both",
                 )
         others = {
             f"data.weights={self.weights}": self.weights is not None,

@@ -65,7 +65,7 @@ class Strategy(Protocol):
 
         Evaluation and checkpoints use the module itself, which has the plain names.
 
-        To be called again when other parameters want gradients.
+        To be called again when other parameters require gradients.
 
         step_flops: counts the floating-point operations of a step on this process; None, or a
             result of None, if they are unknown.

@@ -59,11 +59,11 @@ class CaptureTrial:
         self.memory_share = 0.0
         """Part of the GPU's memory that steps and an evaluation might need."""
         self.in_python = ""
-        """What the forward pass does in Python, which a captured step would not do."""
+        """The effect in Python of a forward pass, which a captured step would not have."""
         self.replaced = ""
         """A tensor on the device that each forward pass replaces."""
         self.waits = ""
-        """Where the forward pass waits for the GPU."""
+        """The line at which the forward pass waits for the GPU."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class PythonState:
     draws: tuple[bytes, ...]
     """States of GENERATORS."""
     keyed_draws: int
-    """How often `noise_like` and its like were called."""
+    """Number of calls of `noise_like` and its like."""
 
     @classmethod
     def of(cls, roots: Mapping[str, Any]) -> PythonState:
@@ -162,7 +162,7 @@ def _changes(before: State, after: State) -> list[str]:
 
 
 def effect_in_python(before: PythonState, after: PythonState, device: str) -> str:
-    """What a forward pass did that a captured step would not do; "" if nothing.
+    """An effect of a forward pass that a captured step would not have; "" if there is none.
 
     A tensor on the device that is changed in its place, a captured step changes too.
     """
@@ -222,7 +222,7 @@ def places_that_wait() -> Iterator[list[str]]:
 
 
 def kept_in_python(before: State, after: State) -> str:
-    """What steps have changed for good; "" if nothing.
+    """Names of Python state that steps have changed for good; "" if none.
 
     What was None or not there does not count: caches are filled in a first step.
     """

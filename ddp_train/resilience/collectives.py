@@ -74,7 +74,7 @@ def _tensors(entry: dict[str, Any]) -> str:
 
 
 def compare(ranks: Mapping[int, Calls]) -> str:
-    """Where the calls of the ranks part, in words.
+    """The first collective at which the calls of the ranks differ, in words.
 
     Empty if they do not, or fewer than two ranks are known.
     """
@@ -106,7 +106,7 @@ def _describe_parting(ranks: Mapping[int, Mapping[int, Call]]) -> str:
 
 
 def _describe(number: int, made: Mapping[int, Call], missing: Sequence[int]) -> str:
-    """Who made which call in one place, in words.
+    """The calls in one place and the ranks that made each, in words.
 
     missing: the ranks that made none.
     """

@@ -39,7 +39,7 @@ class Report:
 
     failure: Failure
     trace: str = ""
-    """From `traceback_of` or `stack_of`."""
+    """The text of `traceback_of` or `stack_of`."""
 
     def print(self, is_fatal: bool = True, stream: TextIO | TolerantStream | None = None) -> None:
         """Print the trace, the headline and the remedy.

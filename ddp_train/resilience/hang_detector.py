@@ -61,7 +61,7 @@ class Hang:
     others: str
     """Phase and step of the other ranks."""
     called: str
-    """Where the collectives of the ranks part; may be empty."""
+    """The collective at which the calls of the ranks differ; may be empty."""
     stack: list[str]
     """The stack of the culprit's working thread, most recent call last; empty if it wrote none.
     Those of the loader processes that it waits for follow."""
@@ -103,7 +103,7 @@ class Observation:
 
     @property
     def is_training(self) -> bool:
-        """Whether it trains: it waits, or, if it works nearly all the time, it does steps."""
+        """Whether the rank trains: it was seen to wait for others, or has done a step."""
         waits = self.samples["backward"] + self.samples["optimizer step"]
         return waits > 0 or self.snapshot.step > self.step_before
 
@@ -213,8 +213,8 @@ class HangDetector:
         return [working_stack(run_dir, rank) for rank in range(len(self.pids))]
 
     def calls(self, run_dir: Path) -> str:
-        """Where the collectives of the ranks part, of those that have written their records within
-        RECORD_SECONDS."""
+        """The collective at which the calls of the ranks differ, of the ranks that write their
+        records within RECORD_SECONDS."""
         ranks = self._responsive_ranks()
         files = [collectives.record_file(run_dir, rank) for rank in ranks]
         wait_until(lambda: all(file.exists() for file in files), RECORD_SECONDS)

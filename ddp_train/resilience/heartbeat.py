@@ -67,7 +67,7 @@ class StatusSnapshot(NamedTuple):
 
     @property
     def progress(self) -> tuple[int, int, int]:
-        """How far the rank is, to be compared with others: greater is further ahead."""
+        """The position of the rank, to be compared with others: greater is further ahead."""
         return min(self.beats, 1), self.step, PHASE_NUMBERS[self.phase]
 
     @property
@@ -143,7 +143,7 @@ class RankStatus(ctypes.Structure):
         return code
 
     def believed(self, returncode: int | None) -> int | None:
-        """How a worker ended: its exit code, or UNREPORTED if it did not announce that by
+        """The end of a worker: its exit code, or UNREPORTED if it did not announce that by
         `leaving`, since some code in it has called os._exit().
 
         returncode: as subprocess gives it.

@@ -39,7 +39,7 @@ class Peer:
     rank: int
     host: str
     position: StatusSnapshot | None
-    """Where it is; None if it did not respond."""
+    """Its step and phase; None if it did not respond."""
 
 
 @dataclass(frozen=True)

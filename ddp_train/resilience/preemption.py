@@ -56,7 +56,7 @@ class Store(Protocol):
 
 
 class Phase(enum.Enum):
-    """How far the ranks are with a stop."""
+    """A phase of a stop on which the ranks agree."""
 
     TRAINING = "no rank is asked to stop"
     REQUESTED = "a rank is asked to stop; the last step is not known"
@@ -64,7 +64,7 @@ class Phase(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What takes a stop from one phase to the next."""
+    """An event that takes a stop from one phase to the next."""
 
     REQUEST = "a signal, or another rank's request in the store"
     AGREEMENT = "all ranks agree on the last step"
@@ -81,7 +81,7 @@ NEXT_PHASE = {
 
 
 class Stage(enum.IntEnum):
-    """What this process still does. It only rises."""
+    """The part of its work that this process has come to; it only rises."""
 
     LISTENING = 0
     """It trains, and obeys signals."""

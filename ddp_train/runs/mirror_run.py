@@ -53,7 +53,7 @@ def fetch(config: Config, world: World, device: str, status: RankStatus) -> str:
 def fetch_alone(config: Config, attempt: int) -> str:
     """Do what `fetch` does, on one process.
 
-    attempt: above 0 what is in the mirror is this run's own.
+    attempt: number of the restart; above 0 the checkpoints in the mirror are this run's own.
     """
     run_dir = Path(str(config.run_dir))
     mirror = Mirror(str(config.checkpoint.mirror))

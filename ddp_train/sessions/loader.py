@@ -182,8 +182,8 @@ def _global_batches(steps: Steps, source: Any, arguments: DataArguments) -> Glob
 class TestLoader:
     """Each sample once, on one process, in the order of the data set: process 0 has the first ones.
 
-    The batches are the same for any number of processes, which share them: what a loop adds up of
-    each, a mean among it, has the same sum. Iterated as often as one likes.
+    The batches are the same for any number of processes, which share them, so a sum over all of
+    them is the same, also of means of batches. It may be iterated often.
     """
 
     __test__ = False  # no tests, for pytest

@@ -314,8 +314,8 @@ class Run(MediaCalls):
         over: what a sum is taken over here: a number of samples or tokens, a mask.
         how: mean, sum, or last: one number, the same on all processes, as a learning rate is.
 
-        Raises UsageError for a name that lines have already, and for a number by itself of which
-        nobody knows what it is a mean of.
+        Raises UsageError for a name that lines have already, and for a number by itself in a step:
+        the number of samples that it is a mean of is not known.
         """
         self._open_steps("run.log").log(name, values, over, how)
 

@@ -57,7 +57,7 @@ class TrainingLoader:
         if is_in_update_bn():
             raise UsageError(
                 "update_bn was given a run.loader, whose batches are steps of training",
-                "run.update_bn(loader, average), whose are not",
+                "use run.update_bn(loader, average), whose batches are no steps",
             )
         goes_on = self.iterators == 0
         if self.steps.current_epoch and self.number in self.steps.saved_loaders:

@@ -1,4 +1,4 @@
-"""How a trial ended: the fields of its row, its value for the sweeper, its line in the terminal."""
+"""The end of a trial: the fields of its row, its value for the sweeper, its terminal line."""
 
 from __future__ import annotations
 

@@ -73,11 +73,11 @@ class SweepPlan:
     total: int = 0
     """The number of trials in the grid; 0 if a sweeper other than the grid decides it."""
     optuna_trials: int = 0
-    """How many trials our own sweeper draws."""
+    """Number of trials that our own sweeper draws."""
     job_launcher: str = ""
     """The Hydra launcher that runs the trials as jobs; empty if they run on this host."""
     pool: TrialPool | None = None
-    """How many trials run at a time, each in a process that this one forks; None: one after the
+    """Number of trials at a time, each in a process that this one forks; None: one after the
     other, in this process."""
     forks_workers: bool = True
     has_baseline: bool = False

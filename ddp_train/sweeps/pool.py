@@ -1,4 +1,4 @@
-"""How many trials of a sweep run at a time on this host, with how many GPUs each.
+"""The number of trials of a sweep at a time on this host, and of GPUs for each.
 
 The launcher that runs them is in hydra_plugins/ddp_train_pool, for any application of Hydra.
 Torch-free.
@@ -147,7 +147,7 @@ def pool_of(
     hardware: Hardware,
     settings: LauncherSettings = LauncherSettings(),
 ) -> TrialPool:
-    """How many trials run at a time.
+    """The number of trials at a time.
 
     config: as typed.
     trials: resolved configs.
@@ -174,7 +174,7 @@ def pool_of(
 
 
 def _gpus_of(trial: Config, hardware: Hardware) -> int:
-    """How many GPUs a trial uses, if it sees all of them."""
+    """The number of GPUs that a trial uses, if it sees all of them."""
     processes = int(trial.launch.nproc_per_node)
     if trial.strategy.spreads_over_gpus:
         return max(hardware.gpus, processes)

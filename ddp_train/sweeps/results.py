@@ -48,7 +48,7 @@ def append_row(sweep_dir: Path, row: dict[str, Any]) -> None:
 
 
 def results_size(sweep_dir: Path) -> int:
-    """Where the next row begins, in bytes."""
+    """The size of the results file in bytes: the next row begins there."""
     path = sweep_dir / RESULTS
     return path.stat().st_size if path.exists() else 0
 

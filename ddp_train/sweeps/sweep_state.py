@@ -38,7 +38,7 @@ class SweepState:
         self.rows: list[dict[str, Any]] = []
         self.results = ResultsWriter(plan.sweep_dir)
         self.results_begin = 0
-        """Where the rows of this start begin in the results file, in bytes."""
+        """The size of the results file at this start, in bytes: its rows begin there."""
         self.baseline = Baseline(plan.has_baseline)
         self.objective = plan.objective
         """As typed; its name once a trial has told what `auto` stands for."""

@@ -22,7 +22,7 @@ SLURM = ("slurm", "submitit_slurm")
 OPTUNA = "pool_optuna"
 """Our own sweeper."""
 OPTUNA_TRIALS = 20
-"""How many trials it has by default."""
+"""Number of trials by default."""
 KNOWN_SWEEPERS = ("", "basic", OPTUNA)
 """Sweepers whose parameters are checked before the first trial; empty: the grid."""
 OPTIMIZERS = ("optuna", OPTUNA)

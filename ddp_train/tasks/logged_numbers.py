@@ -292,7 +292,7 @@ class LoggedNumbers:
         return bool(self._here or self._all)
 
     def kept(self) -> list[Row]:
-        """What this process has logged and no exchange has yet, for memory that outlives it.
+        """The numbers of this process that no exchange has yet, for memory that outlives it.
 
         Waits for the device.
         """

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 def complete(task: Any) -> Task:
     """A user's task with what it lacks of `Task`.
 
-    Raises ConfigError if it is not a task. Warns of weights in it that nobody trains.
+    Raises ConfigError if it is not a task. Warns of weights in it that no optimizer has.
     """
     name = type(task).__name__
     problem = _problem(name, task)
@@ -52,8 +52,8 @@ def _warn_of_untrained_modules(task: Any) -> None:
         if any(parameter.requires_grad for parameter in module.parameters()):
             name = f"{type(task).__name__}.{attribute}"
             log.warning(
-                "task._target_: the parameters of %s want gradients, and nobody trains them; to"
-                " train it, make it part of the model, else self.%s.requires_grad_(False).eval()",
+                "task._target_: the parameters of %s require gradients, and no optimizer has them;"
+                " make it a part of the model, or freeze it: self.%s.requires_grad_(False).eval()",
                 name,
                 attribute,
             )

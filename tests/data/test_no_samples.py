@@ -68,7 +68,7 @@ def test_samples_of_random_length_are_cut_in_the_right_dimension() -> None:
 
 
 def test_an_unknown_object_is_refused_by_name() -> None:
-    with pytest.raises(DataError, match="a batch has a Generator, and nobody knows"):
+    with pytest.raises(DataError, match="a batch has a Generator, which cannot be made"):
         without_samples(torch.Generator(), torch.Generator())
 
 

@@ -424,7 +424,7 @@ GPT = {"name": "gpt"}
 def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("text")
     expected = [
-        ({"data": {"name": "text"}}, "model=cnn: takes no tokens", "use model=gpt"),
+        ({"data": {"name": "text"}}, "model=cnn: does not take token ids", "use model=gpt"),
         ({"model": GPT}, "model=gpt: needs tokens, and data=digits has none", "use data=text"),
         (
             {"model": {**GPT, "heads": 3}, "data": {"name": "text"}},

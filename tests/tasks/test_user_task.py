@@ -18,7 +18,7 @@ def test_weights_in_a_task_that_nobody_trains_are_warned_of(
     task.teacher = nn.Linear(2, 2)  # type: ignore[attr-defined]
     complete(task)
     assert (
-        "the parameters of Returns.teacher want gradients, and nobody trains them; to train it,"
+        "the parameters of Returns.teacher require gradients, and no optimizer has them; make it"
         in caplog.text
     )
     caplog.clear()

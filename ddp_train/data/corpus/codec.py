@@ -20,7 +20,7 @@ END_TOKEN = "<|endoftext|>"
 
 
 class Codec(Protocol):
-    """From text to tokens and back."""
+    """Turns text into tokens and back."""
 
     @property
     def vocabulary(self) -> int:

@@ -16,7 +16,7 @@ from ddp_train.resilience.preemption import ignore_signals
 from ddp_train.text import counted
 
 START_SECONDS = 10.0
-"""From the fork of a loader process to its first line of Python: 0.05 s are usual."""
+"""Seconds from the fork of a loader process to its first line of Python: 0.05 are usual."""
 START_TRIES = 3
 log = logging.getLogger(__name__)
 

@@ -110,8 +110,8 @@ class Placement:
             name = type(value).__name__
             path, _ = next(named_tensors(value))
             raise DataError(
-                f"a batch has a {name}, whose tensors (`{name}{path}`) nobody knows how to move to"
-                " the device: it has no method to(device)",
+                f"a batch has a {name}, whose tensors (`{name}{path}`) cannot be moved to the"
+                " device: it has no method to(device)",
                 f"give {name} a method to(device) that returns it there, make it a dataclass, or"
                 " let collate_fn return tensors in dicts, lists and tuples",
             )

@@ -16,8 +16,8 @@ smallest has 7 million."""
 
 
 _LAUNCH_BOUND_OPERATIONS = 10**12
-"""Of a step, six for each parameter of a block and token. 6 x 384 with 65,536 tokens has 4.2e12,
-takes 65 ms on an H200 if it is only captured, and 37 if it is compiled:
+"""Operations of a step, six for each parameter of a block and token. 6 x 384 with 65,536 tokens has
+4.2e12, takes 65 ms on an H200 if it is only captured, and 37 if it is compiled:
 docs/inside/decisions.md."""
 
 

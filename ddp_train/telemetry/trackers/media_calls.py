@@ -14,7 +14,7 @@ class MediaCalls(ABC):
 
     @abstractmethod
     def _media_of(self, method: str) -> tuple[Media, int]:
-        """Where what a method is given goes, and the step that it is of."""
+        """The collector for what a method is given, and the step that it belongs to."""
 
     def log_image(self, name: str, image: Any) -> None:
         """Send an image of rank 0 to the trackers; it waits for the device.
