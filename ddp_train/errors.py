@@ -78,7 +78,7 @@ class TaskError(DataError):
 
 
 class LogError(DataError):
-    """A number of the user's was logged as it must not be."""
+    """A call of `log` with a name or a number that is not allowed."""
 
     kind = "log"
 

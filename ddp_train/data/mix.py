@@ -66,7 +66,7 @@ class Mix:
         return Mixture(generator.betavariate(self.mixup, self.mixup), None)
 
     def with_partners(self, micro_batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """The micro-batches to fetch: before the samples of each one the sample before them.
+        """The micro-batches to fetch, each behind the sample that comes before its first.
 
         Iterated again it starts over.
         """

@@ -45,8 +45,8 @@ class BuiltInOptimizerConfig(OptimizerConfig):
         if self.lr_scaling != "none" and has_default and run.config.data.batch_by == "tokens":
             yield Problem(
                 f"optimizer.lr_scaling={self.lr_scaling}",
-                "with data.batch_by=tokens optimizer.lr_base_batch counts tokens too",
-                "give it",
+                "with data.batch_by=tokens optimizer.lr_base_batch is in tokens too",
+                "set optimizer.lr_base_batch=TOKENS, the batch that optimizer.lr is for",
             )
         yield from super().problems(run)
 

@@ -62,7 +62,9 @@ class OpenStep:
         self.all_have_samples &= share.all_have_samples
 
     def share_of(self, loader: StatefulLoader | None) -> MicroBatch:
-        """This process's share of the batch of a loader; None: of the only one.
+        """This process's share of the batch of a loader.
+
+        loader: None: the only one that there is.
 
         Raises UsageError if it gave none, or if there are several.
         """

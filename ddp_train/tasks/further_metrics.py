@@ -147,8 +147,8 @@ class FurtherMetrics:
     def try_out(self, predictions: Predictions, task_metrics: list[str]) -> list[str]:
         """The names of all numbers, found with one batch, which is forgotten.
 
-        What is computed from the states of the batch after an update with a part of it must be
-        what is computed at once. Not to the bit, for sums on a GPU may differ.
+        A metric must give the same numbers, to rounding, from the batch at once and from states
+        that a part of it has updated before.
 
         task_metrics: names of the task's own metrics.
 

@@ -250,7 +250,7 @@ def test_contradictions_are_refused() -> None:
         ),
         (
             {"optimizer": linear},
-            "optimizer.lr_scaling=linear: with data.batch_by=tokens optimizer.lr_base_batch c",
+            "optimizer.lr_scaling=linear: with data.batch_by=tokens optimizer.lr_base_batch is",
         ),
     ]:
         assert [message in problem for problem in problems(**sections)] == [True], sections
