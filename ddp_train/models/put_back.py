@@ -254,7 +254,10 @@ class MappingHolder(Holder):
         self.content = self._now()
 
     def _now(self) -> dict[Any, Any]:
-        content = dict(self.mapping)
+        if type(self.mapping) is dict:
+            content = dict(self.mapping)
+        else:
+            content = dict(self.mapping.items())  # not by `[key]`, which a class may answer anew
         if self.is_namespace:
             content = {name: item for name, item in content.items() if name[:2] != "__"}
         return content

@@ -176,6 +176,30 @@ def test_what_cannot_be_put_back_is_named(caplog: pytest.LogCaptureFixture) -> N
     assert "the warm-up, which is thrown away, has changed model.rows" in caplog.text
 
 
+class MadeWhenAsked(collections.OrderedDict[str, Any]):
+    """Keeps classes, and gives an object of one: the activations of transformers are such a table."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class UsesTable:
+    def __init__(self) -> None:
+        self.table = MadeWhenAsked(slots=Slots)
+
+    def __call__(self) -> None:
+        self.table["slots"].count += 1
+
+
+def test_a_table_that_makes_its_values_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    task = UsesTable()
+    with leaving_nothing("a trial", {"task": task}):
+        task()
+    assert caplog.text == ""
+    task()
+    assert list(task.table.items()) == [("slots", Slots)]
+
+
 def test_an_error_in_a_pass_leaves_nothing_either() -> None:
     net = Net()
     before = state(net)
