@@ -67,6 +67,7 @@ WITH_TORCH = [
             "other_means",
             "parameter_groups",
             "process",
+            "row_tables",
             "run",
             "score_watch",
             "session_checkpoints",
