@@ -71,6 +71,7 @@ WITH_TORCH = [
             "run",
             "score_watch",
             "session_checkpoints",
+            "states_of_ranks",
             "steps",
         )
     ),
