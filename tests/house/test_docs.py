@@ -134,6 +134,10 @@ def test_the_page_names_files_that_a_run_leaves() -> None:
     assert failure_report.FILE in PAGE and failure_report.SUMMARY in PAGE
 
 
+def test_the_readme_is_read_in_three_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 600
+
+
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
