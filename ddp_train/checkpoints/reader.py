@@ -205,7 +205,8 @@ def load_checkpoint(
 ) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
     """Load what `save_checkpoint` was given: step, model and training, on the CPU.
 
-    The newest that is whole: a corrupt one is passed over, with a warning. On every process alike.
+    It is the newest that is whole, alike on every process: a corrupt one is passed over, with a
+    warning.
 
     Returns None if nothing was saved yet. Raises DataError if there are checkpoints, and none that
     can be trusted.

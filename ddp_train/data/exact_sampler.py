@@ -66,7 +66,7 @@ class ExactSampler(Sampler[int]):
         return len(range(self.rank, self._samples_used(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, as with torch's sampler before each: each has another order."""
+        """Set the epoch. Call it before each epoch, which has an order of its own."""
         self.epoch = epoch
 
     def _samples_used(self) -> int:

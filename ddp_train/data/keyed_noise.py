@@ -62,7 +62,7 @@ def rand_like(x: Tensor, *, rows: Rows = "samples", dtype: torch.dtype | None = 
     """Uniform numbers in [0, 1) in the shape of x, in place of torch.rand_like(x).
 
     As `noise_like`, whose arguments it has. `rand_like(x) < p` is a mask, its `argsort(1)` a
-    permutation for each sample. Of another dtype they are the same numbers, cut off.
+    permutation for each sample. With another dtype the same numbers are truncated.
     """
     kind = _floating("rand_like", dtype or x.dtype)
     bits = _bits_like(x, "rand_like", rows)
@@ -84,7 +84,7 @@ def randint_like(
 
     As `noise_like`. `randint_like(labels, 1000)` is a step of diffusion for each sample.
 
-    low: the least; with `high` left out, 0, and `low` is what they stay below.
+    low: the least number; without `high` the least is 0, and `low` is the bound.
     dtype: of the result, that of x by default.
     """
     if high is None:
@@ -104,7 +104,7 @@ def randint_like(
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, *, rows: Rows = "samples") -> Tensor:
-    """Zeros in x with probability p, the rest divided by 1 - p: torch.nn.functional.dropout.
+    """x with zeros at probability p, the rest divided by 1 - p, as torch.nn.functional.dropout.
 
     As `noise_like`. Stochastic depth, which drops a block for whole samples, is
     `x * dropout(torch.ones_like(x[:, :1, :1]), p)` for x of [n, tokens, width].

@@ -61,7 +61,7 @@ class Trained(nn.Module):
     def preprocess(self, sample: Any) -> Tensor:
         """An input of the model for a raw sample, without the dimension of the batch.
 
-        It is made as those that the run scored.
+        It gets the preprocessing of the samples that the run scored.
 
         sample: of image data sets a path, an image of PIL, or pixels ([h, w], [h, w, c] or
             [c, h, w]; uint8, or from 0 to 1); of data=text a text; of your own data set what its

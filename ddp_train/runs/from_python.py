@@ -84,9 +84,9 @@ class Result:
 def run(*overrides: str) -> Result:
     """One run, as `ddp-train` does it with these overrides.
 
-    Its processes are its own, and end before this returns. What it prints goes to the terminal, or
-    into the cell of a notebook. Classes that the overrides name are imported by the processes from
-    the folder that one stands in, from installed packages or PYTHONPATH: those of a notebook's cell
+    It has processes of its own, which end before this returns. What it prints goes to the terminal,
+    or into the cell of a notebook. Classes that the overrides name are imported by the processes
+    from the current folder, from installed packages or PYTHONPATH: those of a notebook's cell
     cannot be. A stopped run is a result too.
 
     Raises ConfigError, before anything starts, with all that is wrong with the overrides, and

@@ -75,8 +75,8 @@ class Run(MediaCalls):
     def wrap(self, model: nn.Module, *, sync_batch_norm: bool = True, **options: Any) -> Wrapped:
         """The model on this process's device, whose gradients are the mean over all processes.
 
-        Call it before the optimizer is built, for each model that trains. A model that does not,
-        as a teacher, may have it too: it is on the device then, and its batch norm over all.
+        Call it before the optimizer is built, for each model that trains. A teacher, which does
+        not train, may be wrapped too: it is then on the device, its batch norm over all.
 
         sync_batch_norm: batch norm over the samples of all processes, as one process would have
             them; False: each has its own, which is faster and depends on their number.
@@ -269,21 +269,20 @@ class Run(MediaCalls):
         over: number of units here that count (tokens, pixels, weights): the sum of the losses is
             divided by the sum of `over` over all processes, which takes an exchange.
         of: where several loaders gave a batch in this step, the one whose samples they are of.
-        accumulate: an optimizer that steps every few batches. The gradients that add up are, after
-            each of them, those of the mean over all batches since its last step, by their samples
-            or by `over`.
+        accumulate: an optimizer that steps every few batches. After each batch the gradients are
+            those of the mean over all samples, or all units of `over`, since its last step.
         """
         return self._open_steps("run.mean").mean(losses, over, of, accumulate)
 
     def update_bn(self, loader: TrainingLoader, model: nn.Module) -> None:
         """Take the statistics of batch norm anew: of an average of weights, for instance.
 
-        In place of `torch.optim.swa_utils.update_bn`: on any number of processes they are those
-        that it has in one process of the global batches of an epoch, which are no steps of
-        training. Every process must call it, after the loop over the loader.
+        In place of `torch.optim.swa_utils.update_bn`: on any number of processes the statistics are
+        those of the global batches of an epoch in one process. No step is counted. Every process
+        must call it, after the loop over the loader.
 
         loader: of run.loader.
-        model: on run.device, wrapped or not; called with a batch, or what stands first in it.
+        model: on run.device, wrapped or not; called with a batch, or with its first element.
 
         Raises UsageError inside of the loop over the loader, and for other batches.
         """
@@ -331,7 +330,7 @@ class Run(MediaCalls):
         """The sum over all processes, for scores. Every process must call it.
 
         value: a number, or a tensor of the same shape on each. Integers are added up exactly,
-            fractions in float64. 0, which a process without a batch has, is neutral beside any.
+            fractions in float64. A process without a batch may give 0.
 
         Returns a number, or a tensor if one of the processes has one. Raises UsageError on all of
         them if the values do not fit together, or if the processes are in different places.
@@ -348,7 +347,7 @@ class Run(MediaCalls):
         process must call it.
 
         rows: a tensor, or a list of tensors that are put together; empty on a process without a
-            batch. No rows are neutral, whatever their type.
+            batch. An empty tensor fits any.
 
         Raises UsageError as `sum` does.
         """

@@ -86,11 +86,11 @@ def session(
     max_restarts: after a failure, from the newest checkpoint; the count starts again at each
         checkpoint.
     timeout_seconds: a process without progress for so long is a hang.
-    grace_seconds: from a request to stop until the processes are killed.
+    grace_seconds: seconds from a request to stop until the processes are killed.
     log_every_steps: steps between two lines of metrics.jsonl, with what `run.log` got.
     trackers: tensorboard, wandb, mlflow, or objects of classes derived from `ddp_train.Tracker`,
         which get these lines.
-    hyperparameters: what trackers show of the run, vars(args) for one.
+    hyperparameters: values that trackers show of the run, for example vars(args).
 
     Ends the process with the exit codes of docs/reference/files.md, after one line that says why.
     In a notebook it raises instead.

@@ -410,7 +410,7 @@ def log(
     It stands in the lines of metrics.jsonl, on the page of the run, in trackers, and in
     `ddp-train compare` and `watch`: at each logging interval one number, over all samples of all
     processes since the last one. Nothing is exchanged in a step, and nothing waits for the device.
-    Evaluations log nothing: what they find is what `score` returns.
+    Evaluations log nothing: return their numbers from `score`.
 
     name: a slash groups names, vae/kl.
     values: with how="mean" a number for each sample, token or what else it is a mean of, [n, ...];

@@ -87,7 +87,7 @@ class Lamb(SkippableOptimizer):
 
     With m and s, Adam's moments after bias correction, and weight decay b: u = m / (sqrt(s) + eps)
     + b w; w = w - lr |w| / |u| u. The trust ratio |w| / |u| is 1 where one of the norms is zero.
-    Steps are counted for each group together, also for a parameter that had no gradient in some.
+    One count of steps serves a whole group, also for a parameter that had no gradient in some.
     """
 
     def __init__(
