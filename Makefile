@@ -32,6 +32,7 @@ bench: .venv/ready  ## start-up against torchrun and overhead against a raw loop
 chaos: .venv/ready  ## runs under SIGKILLs at random and in every phase, 2 to 4 ranks; all must end in the same bytes
 	$(BIN)/python -m tests.campaigns.chaos
 	$(BIN)/python -m tests.campaigns.lost_ranks
+	$(BIN)/python -m tests.campaigns.lost_session
 
 fuzz: .venv/ready  ## random commands under random faults: the same bytes, or a cause that is named; goes on where it was left
 	$(BIN)/python -m tests.campaigns.fuzz $(ARGS)

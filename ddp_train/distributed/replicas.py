@@ -3,8 +3,10 @@ notice."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ddp_train.distributed.process_group import from_all_ranks, ranks
 from ddp_train.errors import ModelError
@@ -20,16 +22,42 @@ def check_same_weights(module: nn.Module) -> None:
 
     Raises ModelError, on all processes alike, with the name of the parameter that differs most.
     """
-    parameters = {
+    if ranks() == 1:
+        return
+    parameters = measured_parameters(module)
+    if parameters:
+        check_norms([*parameters], from_all_ranks(norms_of(parameters.values())))
+
+
+def measured_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters whose norms are compared, by their names: none of whole numbers or of 8
+    bits."""
+    return {
         name: parameter
         for name, parameter in module.named_parameters()
         if parameter.is_floating_point() and parameter.itemsize > 1
     }
-    if ranks() == 1 or not parameters:
+
+
+@torch.no_grad()
+def norms_of(parameters: Iterable[Tensor]) -> Tensor:
+    """The norms of parameters: [n], float64."""
+    parameters = list(parameters)
+    if not parameters:
+        return torch.empty(0, dtype=torch.float64)
+    norms = torch._foreach_norm(parameters, 2)  # pyright: ignore[reportPrivateImportUsage]
+    return torch.stack(norms).double()
+
+
+def check_norms(names: list[str], norms_of_ranks: Tensor) -> None:
+    """Compare norms of parameters.
+
+    norms_of_ranks: [ranks, n], of `norms_of`.
+
+    Raises ModelError with the name of the parameter that differs most.
+    """
+    if not names:
         return
-    names = list(parameters)
-    norms = torch._foreach_norm(list(parameters.values()), 2)  # pyright: ignore[reportPrivateImportUsage]
-    norms_of_ranks = from_all_ranks(torch.stack([norm.double() for norm in norms]))
     leader = norms_of_ranks[0]
     are_same = (norms_of_ranks == leader) | (norms_of_ranks.isnan() & leader.isnan())
     relative = (norms_of_ranks - leader).abs() / leader.clamp(min=1e-30)

@@ -4,7 +4,8 @@ The launcher owns memory that outlives its workers: an anonymous file on CPUs
 (`resilience/kept_memory.py`), allocations of each GPU (`resilience/held_devices.py`). After each
 step every rank keeps its share of weights, moments and averages there, and what it alone has
 (`run_keeper.py`; on GPUs at a pace, `pace.py`). A mark is written last. A step that all ranks of a
-host have marked is whole, whatever happens to them afterwards.
+host have marked is whole, whatever happens to them afterwards. A session keeps the same, where its
+checkpoint could be saved (`sessions/session_keeper.py`, `packing.py`, `kept_session.py`).
 
 | what happens | what the launcher does |
 |---|---|

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import sys
 from collections.abc import Mapping
@@ -22,10 +23,12 @@ from ddp_train.checkpoints.checkpoint_hook import HookStates, add_unreported_los
 from ddp_train.checkpoints.training_state import METRICS, STEPPER
 from ddp_train.checkpoints.writer import Snapshot, write_checkpoint
 from ddp_train.distributed.environment import descriptor_named, saving_task
-from ddp_train.errors import LaunchError
+from ddp_train.distributed.process_group import barrier
+from ddp_train.errors import LaunchError, WriteError
 from ddp_train.recovery import live_state
 from ddp_train.recovery.device_memory import DeviceMemory
 from ddp_train.recovery.kept_layout import KeptNorm, KeptTensor, Layout, Views, unpacked
+from ddp_train.recovery.kept_session import KeptSession
 from ddp_train.recovery.live_state import (
     AVERAGE,
     BUFFERS,
@@ -38,6 +41,9 @@ from ddp_train.resilience.held_devices import held_name
 from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Place, Record, marked_step
 from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tasks.mean_loss import Mean
+from ddp_train.tensor_tree import tensors
+
+log = logging.getLogger(__name__)
 
 Logged = tuple[list[list[Any]], list[list[Any]]]
 """Numbers that the user's code has logged: those that all ranks know of, and those of one rank."""
@@ -84,8 +90,6 @@ class KeptRank:
     """Entries of each checkpoint's manifest."""
     buffers_differ: bool
     """Whether each rank has buffers of its own."""
-    owner: dict[str, str]
-    """The run that may write into the run directory."""
     left: KeptLoss
     """What is in no line yet, if hooks have not acted after the step."""
     at: float
@@ -112,13 +116,13 @@ class KeptRank:
             views = Views.on_host(record, layout, rank)
         else:
             views = Views(on_device.cpu(), layout)
-        logged_at = memory.record(rank, places.logged)
+        logged_at = memory.record(rank, places.beside)
         logged: Logged = ([], [])
-        if logged_at.mark == marked_step(mark):
+        if logged_at.mark == mark:
             logged = unpacked(logged_at.text)
         total, units, at, norm = record.numbers
         facts = memory.record(rank, Place.FACTS)
-        manifest, buffers_differ, owner = json.loads(facts.text)
+        facts_of_run = json.loads(facts.text)
         before = KeptHooks.read(memory.record(rank, places.before))
         assert before, "they are kept before the step"
         after = KeptHooks.read(memory.record(rank, places.after))
@@ -126,9 +130,8 @@ class KeptRank:
             tree=tree,
             layout=layout,
             views=views,
-            manifest=manifest,
-            buffers_differ=buffers_differ,
-            owner=owner,
+            manifest=facts_of_run["manifest"],
+            buffers_differ=facts_of_run["buffers_differ"],
             left=KeptLoss(Mean(total, units), logged),
             at=at,
             norm=norm,
@@ -289,25 +292,44 @@ def save_kept_step(
     mark = memory.newest_state(ranks)
     if mark is None:
         return None
-    kept = KeptRun(memory, held, ranks, mark)
-    snapshot = kept.snapshot(is_saving)
-    if snapshot.training["objects"][STEPPER].pop(SKIPPED, 0):
-        return None  # its last steps changed nothing, since a loss was not finite
-    trained = [snapshot.model[name] for name in snapshot.manifest["trained"]]
-    if not all(bool(tensor.isfinite().all()) for tensor in trained):
+    facts = json.loads(memory.record(0, Place.FACTS).text)
+    if facts["is_session"]:
+        snapshot = KeptSession(memory, held, ranks, mark).snapshot()
+    else:
+        snapshot = KeptRun(memory, held, ranks, mark).snapshot(is_saving)
+        if snapshot.training["objects"][STEPPER].pop(SKIPPED, 0):
+            return None  # its last steps changed nothing, since a loss was not finite
+    trained = [snapshot.model.get(name) for name in snapshot.manifest["trained"]]
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors(trained)):
         return None
-    write_checkpoint(run_dir, snapshot, kept.ranks[0].owner)
-    return kept.step
+    write_checkpoint(run_dir, snapshot, facts["owner"])
+    return snapshot.step
 
 
 def save_step_of_last_attempt(
-    task: dict[str, Any], memory: KeptMemory | None, run_dir: Path
-) -> int | None:
-    """Do the task of a process whose launcher hands on what an attempt has kept.
+    memory: KeptMemory | None, run_dir: Path, is_leader: bool, device: str
+) -> None:
+    """Make a checkpoint of what the attempt before has kept, if it has. A collective then.
+
+    Raises WriteError if it cannot be written: the run would go on some steps earlier.
+    """
+    task = saving_task()
+    if task is None:
+        return
+    if is_leader:
+        try:
+            _do(task, memory, run_dir)
+        except WriteError:
+            raise
+        except LaunchError as error:
+            log.warning("what was kept cannot be saved: %s", error)
+    barrier(device)
+
+
+def _do(task: dict[str, Any], memory: KeptMemory | None, run_dir: Path) -> int | None:
+    """Save what the launcher hands on. Returns the step, see `save_kept_step`.
 
     task: `environment.saving_task`.
-
-    Returns the step, see `save_kept_step`.
     """
     assert memory, "the launcher hands its memory on"
     held: dict[tuple[int, int], Tensor] = {}
@@ -326,7 +348,7 @@ def main() -> NoReturn:
     if task["held"]:
         torch.cuda.init()
     try:
-        step = save_step_of_last_attempt(task, KeptMemory.inherited(), Path(sys.argv[1]))
+        step = _do(task, KeptMemory.inherited(), Path(sys.argv[1]))
     except LaunchError as error:
         sys.exit(f"what was kept cannot be saved: {error}")
     sys.exit(0 if step is not None else 1)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_train.distributed.environment import keeper_descriptor
 from ddp_train.linux import wait_until
-from ddp_train.recovery.device_copies import CopyStream, DeviceHead, StagedTensors
+from ddp_train.recovery.device_copies import CopyStream, DeviceHead, StagedTensors, copy_each
 from ddp_train.recovery.device_memory import DeviceMemory
 from ddp_train.recovery.kept_layout import Layout, Views
 from ddp_train.recovery.kept_step import KeptRecords, KeptStep, Numbers, State
@@ -35,6 +35,47 @@ class DeviceKeeping:
         self.launcher = socket.socket(fileno=descriptor)
 
 
+class HeldMemory:
+    """Memory of a GPU for one place, which the launcher holds."""
+
+    def __init__(self, records: KeptRecords, device: DeviceKeeping) -> None:
+        self.records = records
+        self.device = device
+        self.memory: DeviceMemory | None = None
+
+    def views(self, layout: Layout) -> Views:
+        """The tensors of a layout. Raises LaunchError without room for them."""
+        size = max(1, layout.sizes[self.records.rank])
+        if self.memory is None or self.memory.size < size:
+            if self.memory:
+                self.memory.release()
+            self.memory = DeviceMemory.create(self.device.index, size)
+            descriptor = self.memory.descriptor()
+            held = Held(descriptor, self.device.index, self.memory.size)
+            send(self.device.launcher, self.records.rank, self.records.places.state, held)
+            os.close(descriptor)
+        return Views(self.memory.bytes, layout)
+
+
+class WaitedDeviceStep(KeptStep):
+    """A place for the state on a GPU, in memory of that GPU, whose copies the host waits for.
+
+    The code that follows may change any tensor.
+    """
+
+    def __init__(self, records: KeptRecords, device: DeviceKeeping) -> None:
+        super().__init__(records)
+        self.held = HeldMemory(records, device)
+
+    def _copy(self, mark: int, state: State, numbers: Numbers) -> None:
+        copy_each(self.targets, [*self.sources, *state.own()])
+        torch.cuda.current_stream().synchronize()
+        self.records.state.complete(mark)
+
+    def _views(self, layout: Layout) -> Views:
+        return self.held.views(layout)
+
+
 class KeptDeviceStep(KeptStep):
     """A place for the state on a GPU, in memory of that GPU.
 
@@ -46,7 +87,7 @@ class KeptDeviceStep(KeptStep):
         self.device = device
         self.numbers = torch.zeros(Record.NUMBERS, dtype=torch.float64, device=device.name)
         self.head = DeviceHead(records.state, device.name)
-        self.memory: DeviceMemory | None = None
+        self.held = HeldMemory(records, device)
         self.addresses: list[int] = []
         """Those of the sources when the copies were captured."""
         self.host_places: list[int] = []
@@ -101,13 +142,4 @@ class KeptDeviceStep(KeptStep):
         return [*(self.sources[place] for place in self.host_places), *state.own()]
 
     def _views(self, layout: Layout) -> Views:
-        size = max(1, layout.sizes[self.records.rank])
-        if self.memory is None or self.memory.size < size:
-            if self.memory:
-                self.memory.release()
-            self.memory = DeviceMemory.create(self.device.index, size)
-            descriptor = self.memory.descriptor()
-            held = Held(descriptor, self.device.index, self.memory.size)
-            send(self.device.launcher, self.records.rank, self.places.state, held)
-            os.close(descriptor)
-        return Views(self.memory.bytes, layout)
+        return self.held.views(layout)

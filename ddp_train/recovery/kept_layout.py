@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,15 +53,24 @@ class Layout:
     """Bytes in the place of each rank."""
 
     @classmethod
-    def of(cls, own: Sequence[Tensor], common: Sequence[Tensor], ranks: int) -> Layout:
-        """The layout of tensors that each rank has of its own, and of those that all have."""
+    def of(
+        cls,
+        own: Sequence[Tensor],
+        common: Sequence[Tensor],
+        ranks: int,
+        of_leader: Collection[int] = (),
+    ) -> Layout:
+        """The layout of tensors that each rank has of its own, and of those that all have.
+
+        of_leader: the numbers of the common ones that rank 0 keeps in any case.
+        """
         own_at: list[KeptAt] = []
         end = 0
         for tensor in own:
             own_at.append(KeptAt(tensor.dtype, tensor.shape, end))
             end += aligned(tensor.nbytes)
         sizes = [end] * ranks
-        owners = shares([tensor.nbytes for tensor in common], ranks)
+        owners = shares([tensor.nbytes for tensor in common], ranks, of_leader)
         common_at: list[KeptAt] = []
         for tensor, owner in zip(common, owners, strict=True):
             common_at.append(KeptAt(tensor.dtype, tensor.shape, sizes[owner]))
@@ -102,17 +111,20 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def shares(sizes: Sequence[int], ranks: int) -> list[int]:
+def shares(sizes: Sequence[int], ranks: int, of_leader: Collection[int] = ()) -> list[int]:
     """Which rank keeps which of the tensors that are the same on all ranks, so that each keeps
     about as many bytes.
 
     sizes: bytes of each tensor.
+    of_leader: the numbers of those that rank 0 keeps in any case.
 
     Returns a rank for each tensor.
     """
     kept = [0] * ranks
+    kept[0] = sum(sizes[place] for place in of_leader)
     owners = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+    others = [place for place in range(len(sizes)) if place not in of_leader]
+    for place in sorted(others, key=lambda place: -sizes[place]):
         owner = kept.index(min(kept))
         owners[place] = owner
         kept[owner] += sizes[place]

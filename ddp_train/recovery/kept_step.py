@@ -34,6 +34,10 @@ class State(Protocol):
         """Looks up the tensors that each rank keeps by itself."""
         ...
 
+    def layout(self, ranks: int) -> Layout:
+        """How so many ranks share them out."""
+        ...
+
 
 @dataclass(frozen=True)
 class KeptRecords:
@@ -43,7 +47,7 @@ class KeptRecords:
     rank: int
     ranks: int
     state: Record
-    logged: Record
+    beside: Record
 
     @classmethod
     def of(cls, memory: KeptMemory, places: StepPlaces, rank: int, ranks: int) -> KeptRecords:
@@ -52,7 +56,7 @@ class KeptRecords:
             rank=rank,
             ranks=ranks,
             state=memory.record(rank, places.state),
-            logged=memory.record(rank, places.logged),
+            beside=memory.record(rank, places.beside),
         )
 
 
@@ -61,8 +65,8 @@ class KeptStep:
 
     def __init__(self, records: KeptRecords) -> None:
         self.records = records
-        self.step: int | None = None
-        """The step that was written last."""
+        self.mark: int | None = None
+        """The mark of the state that was written last, see `state_mark`."""
         self.written: State | None = None
         """The state whose tree is written here."""
         self.sources: list[Tensor] = []
@@ -91,24 +95,24 @@ class KeptStep:
         """Keep nothing, until the next step is written."""
         self.wait()
         self.records.state.open()
-        self.records.logged.open()
-        self.step = None
+        self.records.beside.open()
+        self.mark = None
 
     def write(
-        self, step: int, mark: int, state: State, numbers: Numbers, logged: bytes | None = None
+        self, mark: int, state: State, numbers: Numbers = (), beside: bytes | None = None
     ) -> None:
         """Keep a state, behind `open`.
 
         mark: see `state_mark`.
-        logged: numbers that the user's code has logged and no line has; None if there are none.
+        beside: see `StepPlaces`; None if there is nothing.
         """
         if self.written is not state or self._have_moved():
             self._lay_out(state)
-        if logged is not None:
-            self.records.logged.open()
-            self.records.logged.text = logged
-            self.records.logged.complete(step)
-        self.step = step
+        if beside is not None:
+            self.records.beside.open()
+            self.records.beside.text = beside
+            self.records.beside.complete(mark)
+        self.mark = mark
         self._copy(mark, state, numbers)
 
     def _copy(self, mark: int, state: State, numbers: Numbers) -> None:
@@ -132,7 +136,7 @@ class KeptStep:
     def _lay_out(self, state: State) -> None:
         """Write the tree, and find the places of the tensors that this rank keeps."""
         records = self.records
-        layout = Layout.of(state.own(), state.common, records.ranks)
+        layout = state.layout(records.ranks)
         records.state.text = packed((state.tree, layout))
         views = self._views(layout)
         owners = enumerate(layout.owners)

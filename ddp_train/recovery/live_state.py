@@ -13,7 +13,7 @@ from ddp_train.distributed.process_group import buffer_places
 from ddp_train.engine.loop import Job
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.stepper import Stepper
-from ddp_train.recovery.kept_layout import KeptNorm, KeptTensor
+from ddp_train.recovery.kept_layout import KeptNorm, KeptTensor, Layout
 from ddp_train.tensor_tree import map_tensors, tensors
 
 BUFFERS = "buffers"
@@ -56,6 +56,9 @@ class LiveState:
     """See `shapes_of`."""
     places: list[tuple[dict[str, Tensor | None], str]]
     """Of the buffers."""
+
+    def layout(self, ranks: int) -> Layout:
+        return Layout.of(self.own(), self.common, ranks)
 
     def is_of(self, job: Job, after_hooks: bool) -> bool:
         """Whether these are still the tensors of a job.

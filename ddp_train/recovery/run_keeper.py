@@ -20,7 +20,14 @@ from ddp_train.recovery.kept_layout import packed
 from ddp_train.recovery.kept_step import KeptStep, Numbers
 from ddp_train.recovery.live_state import LiveState, state_of
 from ddp_train.recovery.state_keeper import StateKeeper
-from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Record, StepPlaces, state_mark
+from ddp_train.resilience.kept_memory import (
+    TURNS,
+    KeptMemory,
+    Record,
+    StepPlaces,
+    marked_step,
+    state_mark,
+)
 from ddp_train.tasks.mean_loss import ForwardPass, as_tensor
 
 
@@ -128,7 +135,14 @@ class RunKeeper(StepObserver):
             job.stepper.copies = keeper.device.copies
             self.losses = DeviceLosses(keeper.device.name)
         try:
-            keeper.begin([checkpoint_hook.manifest, job.strategy.buffers_differ, owner])
+            keeper.begin(
+                {
+                    "is_session": False,
+                    "manifest": checkpoint_hook.manifest,
+                    "buffers_differ": job.strategy.buffers_differ,
+                    "owner": owner,
+                }
+            )
         except LaunchError as error:
             keeper.give_up(error)
             yield
@@ -175,8 +189,8 @@ class RunKeeper(StepObserver):
         logged = None
         if stepper.logged.is_used:
             logged = packed((stepper.logged.state(), stepper.logged.kept()))
-        mark = state_mark(step, hooks_changed_it=after is not None)
-        kept.write(step, mark, self.live, self.losses.numbers_of(stepper), logged)
+        mark = state_mark(step, is_later=after is not None)
+        kept.write(mark, self.live, self.losses.numbers_of(stepper), logged)
 
     def _before_hooks(self, job: Job) -> None:
         """Note that hooks act after this step, which they do too where training is stopped.
@@ -193,7 +207,7 @@ class RunKeeper(StepObserver):
         before = self.hooks
         self.hooks = None
         kept = self.keeper.last
-        if kept is None or kept.step != job.step:
+        if kept is None or kept.mark is None or marked_step(kept.mark) != job.step:
             return
         self.hooks = self._hooks_now(job)
         if not self.hooks_change_it:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ddp_train.errors import LaunchError
-from ddp_train.recovery.kept_device_step import DeviceKeeping, KeptDeviceStep
+from ddp_train.recovery.kept_device_step import DeviceKeeping, KeptDeviceStep, WaitedDeviceStep
 from ddp_train.recovery.kept_step import KeptRecords, KeptStep
 from ddp_train.recovery.pace import NoPace, Pace
 from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Place
@@ -29,12 +29,21 @@ NOT_KEPT = (
 class StateKeeper:
     """The two places of a rank, in which it keeps states in turns."""
 
-    def __init__(self, memory: KeptMemory, rank: int, ranks: int, device: str) -> None:
+    def __init__(
+        self,
+        memory: KeptMemory,
+        rank: int,
+        ranks: int,
+        device: str,
+        copies_beside: bool = True,
+    ) -> None:
         """
         rank: the number of this process on its host.
         ranks: the processes of the host.
         device: of the state.
+        copies_beside: on a GPU copies run beside the next step, whose update waits for them.
         """
+        self.copies_beside = copies_beside
         self.memory = memory
         self.rank = rank
         self.ranks = ranks
@@ -42,6 +51,8 @@ class StateKeeper:
         self.device = None if device == "cpu" else DeviceKeeping(device)
         """None on the CPU."""
         self.pace: Pace = self.device.pace if self.device else Pace()
+        self.is_over = False
+        """It has given up."""
         self.next: KeptStep | None = None
         """The place that is written next; None before `begin`."""
         self.last: KeptStep | None = None
@@ -56,7 +67,8 @@ class StateKeeper:
         """
         make: Callable[[KeptRecords], KeptStep] = KeptStep
         if self.device:
-            make = partial(KeptDeviceStep, device=self.device)
+            kind = KeptDeviceStep if self.copies_beside else WaitedDeviceStep
+            make = partial(kind, device=self.device)
         self.next, self.last = (
             make(KeptRecords.of(self.memory, places, self.rank, self.ranks)) for places in TURNS
         )
@@ -86,11 +98,18 @@ class StateKeeper:
         self.next = self.last
         self.last = kept
 
+    def take_back(self) -> None:
+        """Drop the state that was written last: the one before counts again."""
+        assert self.next and self.last, "begun"
+        self.last.drop()
+        self.next, self.last = self.last, self.next
+
     def give_up(self, error: Exception) -> None:
         """Keep nothing any more."""
         log.warning(NOT_KEPT, error)
+        self.is_over = True
         self.pace = NoPace()
         self.facts.open()  # the other ranks do not wait for this one
         for kept in (self.next, self.last):
             if kept:
-                kept.step = None
+                kept.mark = None

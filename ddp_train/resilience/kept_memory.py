@@ -28,11 +28,11 @@ class Place(IntEnum):
     FACTS = 0
     """What does not change in an attempt."""
     FIRST_STATE = 1
-    FIRST_LOGGED = 2
+    FIRST_BESIDE = 2
     FIRST_BEFORE = 3
     FIRST_AFTER = 4
     SECOND_STATE = 5
-    SECOND_LOGGED = 6
+    SECOND_BESIDE = 6
     SECOND_BEFORE = 7
     SECOND_AFTER = 8
 
@@ -43,8 +43,9 @@ class StepPlaces:
 
     state: Place
     """Weights, moments, buffers and losses."""
-    logged: Place
-    """The numbers that the user's code has logged and no line has yet."""
+    beside: Place
+    """What changes with each step beside them: the numbers that the user's code has logged and no
+    line has yet; of a session all that is no tensor."""
     before: Place
     """The states of hooks before they acted after this step."""
     after: Place
@@ -52,16 +53,19 @@ class StepPlaces:
 
 
 TURNS = (
-    StepPlaces(Place.FIRST_STATE, Place.FIRST_LOGGED, Place.FIRST_BEFORE, Place.FIRST_AFTER),
-    StepPlaces(Place.SECOND_STATE, Place.SECOND_LOGGED, Place.SECOND_BEFORE, Place.SECOND_AFTER),
+    StepPlaces(Place.FIRST_STATE, Place.FIRST_BESIDE, Place.FIRST_BEFORE, Place.FIRST_AFTER),
+    StepPlaces(Place.SECOND_STATE, Place.SECOND_BESIDE, Place.SECOND_BEFORE, Place.SECOND_AFTER),
 )
 """Steps are kept in turns: one is whole while the other one is written."""
 
 
-def state_mark(step: int, hooks_changed_it: bool) -> int:
-    """The mark of a state: ranks have the same one only if it is of the same step, and hooks have
-    changed it on all or on none of them."""
-    return 2 * step + hooks_changed_it
+def state_mark(step: int, is_later: bool) -> int:
+    """The mark of a state: ranks have the same one only if it is of the same step, and of the same
+    moment after it.
+
+    is_later: hooks have changed it since; in a session its epoch has ended.
+    """
+    return 2 * step + is_later
 
 
 def marked_step(mark: int) -> int:
@@ -83,6 +87,8 @@ class Record:
         self.descriptor = descriptor
         self.begin = begin
         self.memory = mmap.mmap(descriptor, CONTENT_BEGINS, offset=begin)
+        self.mapped: mmap.mmap | None = None
+        """The content that was written last; its mapping takes longer than most texts."""
 
     @property
     def mark(self) -> int | None:
@@ -121,7 +127,9 @@ class Record:
     @text.setter
     def text(self, text: bytes) -> None:
         if text:
-            self.content(len(text))[: len(text)] = text
+            if self.mapped is None or len(self.mapped) < len(text):
+                self.mapped = self.content(len(text))
+            self.mapped[: len(text)] = text
         self.length_format.pack_into(self.memory, self.LENGTH_BEGINS, len(text))
 
     def content(self, size: int) -> mmap.mmap:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +11,7 @@ from ddp_train.assembly.checkpoint_model import find_checkpoint
 from ddp_train.assembly.data_sets import open_datasets
 from ddp_train.config.user_code import build_trackers
 from ddp_train.data.splits import Splits
-from ddp_train.distributed.environment import saving_task
-from ddp_train.distributed.process_group import barrier, local_leader_first
-from ddp_train.errors import LaunchError, WriteError
+from ddp_train.distributed.process_group import local_leader_first
 from ddp_train.performance.switches import set_garbage_collection, set_process_flags
 from ddp_train.recovery.kept_checkpoint import save_step_of_last_attempt
 from ddp_train.runs import mirror_run
@@ -24,8 +21,6 @@ from ddp_train.runs.summary import write as write_summary
 from ddp_train.runs.training import StartingPoint, Training
 from ddp_train.telemetry.trackers.tracker import Tracker
 from ddp_train.telemetry.trackers.tracking import Tracking, open_trackers
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,7 +75,8 @@ class TrainingRun(RunContext):
 
         Returns the summary, which is published unless later processes continue the run.
         """
-        self._save_step_of_last_attempt()
+        memory = self.worker.kept_memory
+        save_step_of_last_attempt(memory, self.run_dir, self.world.is_leader, self.device)
         note = mirror_run.fetch(self.config, self.world, self.device, self.status)
         if note:
             self.display.line(note)
@@ -94,23 +90,6 @@ class TrainingRun(RunContext):
                 self.publish(summary)
             tracking.finish(summary)
         return summary
-
-    def _save_step_of_last_attempt(self) -> None:
-        """Make a checkpoint of what the attempt before has kept, if it has.
-
-        Raises WriteError if it cannot be written: the run would go on some steps earlier.
-        """
-        task = saving_task()
-        if task is None:
-            return
-        if self.world.is_leader:
-            try:
-                save_step_of_last_attempt(task, self.worker.kept_memory, self.run_dir)
-            except WriteError:
-                raise
-            except LaunchError as error:
-                log.warning("what was kept cannot be saved: %s", error)
-        barrier(self.device)
 
     def _train_from(
         self, start: StartingPoint, splits: Splits, tracking: Tracking

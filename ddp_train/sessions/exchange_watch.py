@@ -24,11 +24,12 @@ STREAMED_BATCH = "the next batch of run.loader"
 UPDATE_BN = "run.update_bn"
 LINE = "the line that is logged"
 CHECKPOINT = "a checkpoint"
+KEEPING = "what keeping takes"
 END_OF_EPOCH = "the end of an epoch"
 END_OF_SESSION = "the end of the session"
 EXCHANGES = (
     *("", BACKWARD, UNITS, CLOSURE, BATCH_NORM, ALL_GATHER, SUM, GATHER, LOADER, TEST_LOADER),
-    *(PASS, STREAMED_BATCH, UPDATE_BN, LINE, CHECKPOINT, END_OF_EPOCH, END_OF_SESSION),
+    *(PASS, STREAMED_BATCH, UPDATE_BN, LINE, CHECKPOINT, KEEPING, END_OF_EPOCH, END_OF_SESSION),
 )
 """The name of each exchange of a session, by its number; 0 is that of none."""
 NUMBERS = {name: number for number, name in enumerate(EXCHANGES)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class GradientWatch:
                 self._looked_at[optimizer] = parameter
                 return
 
-    def wanted(self, module: nn.Module) -> Gradients:
+    def wanted(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Gradients:
         """The gradients that a checkpoint must hold, not copied."""
         used: set[int] = set()
         if self._keeps_used is False:
@@ -75,7 +75,7 @@ class GradientWatch:
                 used |= {id(parameter) for parameter in parameters_of(optimizer)}
         return {
             name: parameter.grad
-            for name, parameter in module.named_parameters()
+            for name, parameter in named_parameters
             if parameter.grad is not None and id(parameter) not in used
         }
 

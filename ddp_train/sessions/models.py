@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -42,6 +43,8 @@ class Models:
         self.wrapped: list[Wrapped] = []
         self.backward_pass = -1
         """The number of the last backward pass of a loss of run.mean; torch counts from 0."""
+        self.registrations = 0
+        """How often a module anywhere has got another module, a parameter or a buffer."""
         self._handles: list[Any] = []
 
     def __iter__(self) -> Iterator[Wrapped]:
@@ -67,6 +70,7 @@ class Models:
             self._handles = [
                 register_module_module_registration_hook(self._see_registration),
                 register_module_parameter_registration_hook(self._see_registration),
+                register_module_buffer_registration_hook(self._count_registration),
             ]
         wrapped = Wrapped(model, self.device, self.processes, sync_batch_norm, options)
         self.wrapped.append(wrapped)
@@ -109,8 +113,12 @@ class Models:
 
     def _see_registration(self, *_: object) -> None:
         """Called when a module anywhere gets another module or a parameter."""
+        self._count_registration()
         for model in self.wrapped:
             model.gradient_exchange.is_stale = True
+
+    def _count_registration(self, *_: object) -> None:
+        self.registrations += 1
 
 
 def as_one(named: Mapping[str, Wrapped]) -> nn.Module:

@@ -59,6 +59,18 @@ class Sent:
     """A line of training is written."""
 
 
+@dataclass(frozen=True)
+class NumbersNow:
+    """The numbers of a session that are in no line yet."""
+
+    of_all: dict[str, Any]
+    """Those that all processes know, see `SessionNumbers.state`."""
+    logged: list[Any]
+    """Those of this process alone, see `LoggedNumbers.kept`."""
+    samples: int
+    """Samples of this process that are in no exchange yet."""
+
+
 def log_call(name: str, values: Any, over: Any, how: str, in_step: bool) -> LogCall:
     """The arguments of `Run.log`, checked.
 
@@ -118,6 +130,11 @@ class SessionNumbers:
             "samples_seen": self.samples_seen,
             "logged": self.logged.state(),
         }
+
+    def not_in_lines(self) -> NumbersNow:
+        """The numbers that are in no line yet, for memory that outlives this process."""
+        self._finish()
+        return NumbersNow(self.state(), self.logged.kept(), self.samples)
 
     def open(self) -> None:
         """Open the file, and the trackers, when it is known where the run begins."""

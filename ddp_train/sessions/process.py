@@ -19,6 +19,7 @@ from ddp_train.distributed.preflight import meet
 from ddp_train.distributed.process_group import Store, open_store
 from ddp_train.distributed.world import World
 from ddp_train.errors import PeerError
+from ddp_train.recovery.kept_checkpoint import save_step_of_last_attempt
 from ddp_train.resilience import failure_report, heartbeat, stacks
 from ddp_train.resilience.failure import NO_SAMPLE
 from ddp_train.resilience.preemption import (
@@ -46,6 +47,11 @@ from ddp_train.telemetry.log_files import log_handlers, redirect_streams
 from ddp_train.telemetry.pages.live import LivePage
 from ddp_train.telemetry.trackers.tracking import FAILED_SECONDS, Tracking, open_trackers
 from ddp_train.text import counted
+
+NOTHING_IS_KEPT = (
+    "note: ddp_train.session: a failure costs the steps since the last checkpoint: under torchrun,"
+    " and where `ulimit -f` limits files, nothing is kept outside the processes"
+)
 
 
 @contextlib.contextmanager
@@ -180,6 +186,13 @@ class SessionProcess:
         worker.status.phase = "build"
         backend = str(self.facts["backend"])
         with worker.group(store, steps.device, backend, settings.timeout_seconds):
+            memory = worker.kept_memory
+            is_leader = self.world.is_leader
+            save_step_of_last_attempt(memory, settings.run_dir, is_leader, steps.device)
+            if not settings.is_proof:
+                steps.kept_memory = memory
+            if memory is None and is_leader and not self.alone:
+                print(NOTHING_IS_KEPT, file=sys.stderr)
             connection = store.clone() if store else None
             patience_seconds = settings.grace_seconds / 2
             with (

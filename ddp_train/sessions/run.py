@@ -224,6 +224,8 @@ class Run(MediaCalls):
         steps.position = steps.checkpoints.restore(steps.device, steps.gradients)
         if steps.position.batch:
             warn_of_fractions(others)
+        if steps.kept_memory:
+            steps.keep_in(steps.kept_memory)
         steps.numbers.resume(steps.position.step, steps.checkpoints.numbers)
         steps.status.step = steps.position.step
         return steps.position.step

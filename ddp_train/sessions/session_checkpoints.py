@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -265,7 +265,7 @@ class SessionCheckpoints:
         self.saved = replace(position)
         module = self.module
         check_same_weights(module)
-        gradients = exchanged(module, watch.wanted(module))
+        gradients = exchanged(module, watch.wanted(module.named_parameters()))
         self._warn_of_unsaved_state(device)
         with (
             averaged_buffers(module, keep_if_alike=True) as buffers,
@@ -278,16 +278,36 @@ class SessionCheckpoints:
                     on_saving = self.status.set_saving
                     self.writer = Writer(self.settings.run_dir, keep, on_saving=on_saving)
                 session = {
-                    "position": asdict(position),
-                    **loading,
+                    **self.session_state(position, loading, watch),
                     "gradients": {name: as_saved(one) for name, one in gradients.items()},
                     "numbers": numbers,
-                    "windows": watch.windows.state(self.objects),
-                    "groups": self._groups(),
-                    "models": self.models,
                     "buffers_of_copies": buffers_of_copies,
                 }
                 self.writer.submit(partial(self._snapshot, position.step, session, buffers))
+
+    def session_state(
+        self, position: Position, loading: dict[str, Any], watch: GradientWatch
+    ) -> dict[str, Any]:
+        """The part of the state after a step that all processes know without an exchange."""
+        return {
+            "position": dict(vars(position)),
+            **loading,
+            "windows": watch.windows.state(self.objects),
+            "groups": self._groups(),
+            "models": self.models,
+        }
+
+    def manifest(self) -> dict[str, Any]:
+        """Entries of each checkpoint's manifest."""
+        return {
+            "world_size": self.world.size,
+            "torch": torch.__version__,
+            "trained": [
+                name
+                for name, parameter in self.module.named_parameters()
+                if parameter.requires_grad
+            ],
+        }
 
     def _warn_of_unsaved_state(self, device: str) -> None:
         """Name once what the model has changed and no checkpoint holds. A collective."""
@@ -336,14 +356,7 @@ class SessionCheckpoints:
             buffers=buffers,
             session=session,
         )
-        manifest = {
-            "world_size": self.world.size,
-            "torch": torch.__version__,
-            "trained": [
-                name for name, parameter in module.named_parameters() if parameter.requires_grad
-            ],
-        }
-        return Snapshot(step, copies_of(module.state_dict()), state.as_dict(), manifest)
+        return Snapshot(step, copies_of(module.state_dict()), state.as_dict(), self.manifest())
 
     def finish(self) -> None:
         """Wait until all is written. Raises WriteError if the last one could not be."""

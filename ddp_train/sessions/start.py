@@ -83,8 +83,8 @@ def session(
     device: auto, cuda or cpu.
     seed: of everything that is drawn.
     keep: number of the newest checkpoints that are kept.
-    max_restarts: after a failure, from the newest checkpoint; the count starts again at each
-        checkpoint.
+    max_restarts: after a failure, from the last step that all processes had done; the count starts
+        again with each further step.
     timeout_seconds: a process without progress for so long is a hang.
     grace_seconds: seconds from a request to stop until the processes are killed.
     log_every_steps: steps between two lines of metrics.jsonl, with what `run.log` got.

@@ -23,7 +23,9 @@ from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
 from ddp_train.models.living_objects import living_objects
 from ddp_train.models.unsaved_copies import UnsavedCopies
+from ddp_train.recovery.state_keeper import StateKeeper
 from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.resilience.kept_memory import KeptMemory, state_mark
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.exchange_watch import (
     BACKWARD,
@@ -31,6 +33,7 @@ from ddp_train.sessions.exchange_watch import (
     CLOSURE,
     END_OF_EPOCH,
     END_OF_SESSION,
+    KEEPING,
     LINE,
     SUM,
     UNITS,
@@ -54,6 +57,7 @@ from ddp_train.sessions.position import Position
 from ddp_train.sessions.row_tables import RowTables, warning_of
 from ddp_train.sessions.score_watch import ScoreWatch
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
+from ddp_train.sessions.session_keeper import SessionKeeper
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
 from ddp_train.sessions.update_record import UpdateRecord
@@ -95,6 +99,10 @@ class Steps:
         self.position = Position()
         self.models = Models(device, world.size)
         self.checkpoints: SessionCheckpoints | None = None
+        self.kept_memory: KeptMemory | None = None
+        """In which the state may be kept; None if a failure costs the steps since the last
+        checkpoint."""
+        self.keeper: SessionKeeper | None = None
         self.training_loaders: list[StatefulLoader] = []
         """The loaders that there are in the current epoch."""
         self.lasting_loaders = 0
@@ -148,6 +156,7 @@ class Steps:
         self.is_over = True
         CURRENT.see_exchange = None
         self._handle.remove()
+        self.keeper = None
         if self.update_record:
             self.update_record.close()
         for close in self.closings:
@@ -186,6 +195,7 @@ class Steps:
             self.numbers.flush(position.step, position.epoch + 1)
             check_same_rates(self.checkpoints.objects, self.device)
             position.end_epoch()
+            self._keep(state_mark(position.step, is_later=True))
             is_last = position.epoch == count
             if position.epoch % save_every == 0 or is_last or self.is_save_due:
                 self.save_now()
@@ -283,6 +293,15 @@ class Steps:
         if self.current_epoch:
             self.current_epoch.is_complete = not some
 
+    def end_loop(self) -> None:
+        """Called where a loop over batches has none left: what follows it belongs to its last step.
+
+        That was kept if nobody knew that it is the last one, as of a stream. From there the loop
+        would be without a batch, which few are written for.
+        """
+        if self.keeper:
+            self.keeper.take_back(state_mark(self.position.step, is_later=False))
+
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`."""
         self.exchange_watch.enter(END_OF_SESSION)
@@ -313,12 +332,45 @@ class Steps:
         self._warn_of_unsaved(self.checkpoints.objects)
         phase = self.status.phase
         self.status.phase = "checkpoint"
-        states = [loader.state() for loader in self.training_loaders]
-        loading = {"batches": self.facts_of_loaders(), "loaders": states}
+        loading = self._loading()
         self.numbers.catch_up(self.position.step, self.epochs_begun)
         numbers = self.numbers.state()
         self.checkpoints.save(self.position, loading, self.gradients, numbers, self.device)
         self.status.phase = phase
+
+    def _loading(self) -> dict[str, Any]:
+        """Facts that identify the batches, and the states of the loaders. A collective."""
+        states = [loader.state() for loader in self.training_loaders]
+        return {"batches": self.facts_of_loaders(), "loaders": states}
+
+    def _state_beside(self) -> dict[str, Any]:
+        assert self.checkpoints, "epochs() has seen to it"
+        return self.checkpoints.session_state(self.position, self._loading(), self.gradients)
+
+    def keep_in(self, memory: KeptMemory) -> None:
+        """Keep the state after each step in memory that outlives this process."""
+        assert self.checkpoints, "resume() has made them"
+        world = self.world
+        rank = world.local_rank
+        keeper = StateKeeper(memory, rank, world.local_size, self.device, copies_beside=False)
+        self.keeper = SessionKeeper(
+            keeper, self.checkpoints, self.models, self.device, world.is_leader
+        )
+        self.keeper.begin()
+
+    def _keep(self, mark: int) -> None:
+        """Keep the state where a checkpoint could be saved. mark: see `state_mark`."""
+        if self.keeper and self.keeper.comes_to_keep(mark):
+            self.keeper.keep(mark, self._state_beside, self.numbers.not_in_lines, self.gradients)
+
+    def _agree_on_keeping(self) -> None:
+        """Count a step for the keeper, and agree how often it keeps one where that is due."""
+        if self.keeper is None:
+            return
+        self.keeper.pace.count_step()
+        if self.keeper.pace.is_due:
+            self.exchange_watch.enter(KEEPING)
+            self.keeper.agree()
 
     def _warn_of_unsaved(self, objects: Mapping[str, Any]) -> None:
         """Name what no checkpoint holds of the objects that training needs."""
@@ -399,9 +451,14 @@ class Steps:
         if not is_last and self.position.step % self.numbers.every_steps == 0:
             self.exchange_watch.enter(LINE)
             self.numbers.line(self.position.step, self.position.epoch + 1)
+        self._agree_on_keeping()
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
         # is right about when the next one is due.
-        if is_last or not self.gradients.are_used:
+        could_be_saved = self.gradients.are_used and not is_last
+        if could_be_saved and self.had_backward:  # else the others may be steps behind
+            self._keep(state_mark(self.position.step, is_later=False))
+        self.status.step = self.position.step  # what is not kept yet is not done
+        if not could_be_saved:
             return
         if self.is_save_due:
             self.save_now()
@@ -414,12 +471,14 @@ class Steps:
             return
         if self.had_backward:
             self._count(step)
+            self.status.step = self.position.step
         self._close_step()
 
     def _end_open_step(self) -> None:
         """End the step of an iterator that goes on in the next epoch."""
         if self.open_step is not None:
             self._count(self.open_step)
+            self.status.step = self.position.step
 
     def _close_step(self) -> None:
         if self.open_step is not None:
@@ -443,7 +502,6 @@ class Steps:
             place.batch += 1
             place.step = self.position.step
         self._close_step()
-        self.status.step = self.position.step
 
     def log(self, name: str, values: Any, over: Any, how: str) -> None:
         """See Run.log."""

@@ -105,6 +105,8 @@ class TrainingLoader:
         place.is_over = True
         if leads:
             steps.see_batches_left(False)
+            if not self.repeat:
+                steps.end_loop()
         steps.status.phase = "hook"
         return place.batch > 0 or not leads  # a step that goes on is not counted yet
 

@@ -64,6 +64,7 @@ WITH_TORCH = [
             "open_step",
             "local_gradients",
             "mixed_rows",
+            "model_parts",
             "other_means",
             "parameter_groups",
             "process",
@@ -71,6 +72,7 @@ WITH_TORCH = [
             "run",
             "score_watch",
             "session_checkpoints",
+            "session_keeper",
             "states_of_ranks",
             "steps",
         )

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ddp_train.recovery.pace import HOST_SECONDS, SHARE, DevicePace
+from ddp_train.recovery.pace import HOST_SECONDS, SHARE, DevicePace, SessionPace
 
 
 class Copies:
@@ -53,3 +53,44 @@ def test_all_ranks_keep_the_same_steps() -> None:
     assert [pace.every for pace in paces] == [
         math.ceil((HOST_SECONDS + 0.002) / (SHARE * 0.010))
     ] * 3
+
+
+def kept_of_session(pace: SessionPace, steps: int) -> list[int]:
+    kept = []
+    for step in range(1, steps + 1):
+        pace.count_step()
+        if pace.comes_to_keep():
+            kept.append(step)
+    return kept
+
+
+def test_a_session_keeps_each_step_that_is_cheap() -> None:
+    pace = SessionPace(share=0.1, free_seconds=0.001)
+    pace.deliver([[0.001, 0.0009], [0.002, 0.0001]])
+    assert kept_of_session(pace, 3) == [1, 2, 3]
+    pace.deliver([[0.1, 0.009], [0.2, 0.008]])
+    assert pace.every == 1
+
+
+def test_a_session_keeps_what_is_large_at_a_pace() -> None:
+    """The slowest rank decides; steps that cannot be kept count too."""
+    pace = SessionPace(share=0.1, free_seconds=0.001)
+    pace.deliver([[0.02, 0.001], [0.01, 0.005]])
+    assert pace.every == 5
+    assert kept_of_session(pace, 10) == [5, 10]
+    for _ in range(7):
+        pace.count_step()
+    assert pace.comes_to_keep() and not pace.comes_to_keep()
+
+
+def test_a_session_agrees_less_and_less_often() -> None:
+    pace = SessionPace(share=0.1)
+    agreed = []
+    for step in range(1, 2000):
+        pace.count_step()
+        if pace.is_due:
+            agreed.append(step)
+            pace.took(0.5)
+            pace.took(0.25)
+            assert pace.collect()[1] == 0.25
+    assert agreed == [16, 32, 64, 128, 256, 512, 1024, 1536]

@@ -172,16 +172,18 @@ def test_used_gradients_that_the_loop_drops_are_not_saved() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watch = GradientWatch()
     backward(watch, model)
-    assert set(watch.wanted(model)) == {"weight", "bias"}, "half added"
+    assert set(watch.wanted(model.named_parameters())) == {"weight", "bias"}, "half added"
     watch.see_step(optimizer)
-    assert set(watch.wanted(model)) == {"weight", "bias"}, "the loop may go on adding"
+    assert set(watch.wanted(model.named_parameters())) == {"weight", "bias"}, (
+        "the loop may go on adding"
+    )
     optimizer.zero_grad()
     backward(watch, model)
     watch.see_step(optimizer)
-    assert not watch.wanted(model)
+    assert not watch.wanted(model.named_parameters())
     backward(watch, model)
     watch.see_step(optimizer)
-    assert set(watch.wanted(model)) == {"weight", "bias"}, "it did add"
+    assert set(watch.wanted(model.named_parameters())) == {"weight", "bias"}, "it did add"
 
 
 def test_gradients_of_one_optimizer_alone_are_saved() -> None:
@@ -193,7 +195,7 @@ def test_gradients_of_one_optimizer_alone_are_saved() -> None:
         for part in model.values():
             backward(watch, part)
         watch.see_step(often)
-        wanted = watch.wanted(model)
+        wanted = watch.wanted(model.named_parameters())
         often.zero_grad()
     assert set(wanted) == {"other.weight", "other.bias"}
 

@@ -1,0 +1,59 @@
+"""What the models of a session consist of, looked up once as long as they stay as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ddp_train.distributed.process_group import buffer_places
+from ddp_train.distributed.replicas import measured_parameters
+from ddp_train.recovery.packing import StatePacker
+
+
+class ModelParts:
+    """The parameters and buffers of the models of a session, and of copies of them."""
+
+    def __init__(self, module: nn.Module, copies: nn.Module, registrations: int) -> None:
+        """
+        module: all models.
+        registrations: see `Models`: another number, and there may be others.
+        """
+        self.module = module
+        self.registrations = registrations
+        self.named = list(module.named_parameters())
+        self.parameters = [*module.parameters(), *copies.parameters()]
+        self.measured = measured_parameters(module)
+        """The parameters whose norms are compared between processes, by their names."""
+        self.places = buffer_places(module)
+        self.places_of_copies = buffer_places(copies)
+        self.packed: bytes | None = None
+        """The state of the models, if it consists of these parameters and buffers alone."""
+
+    def add_to(self, packer: StatePacker) -> None:
+        """List the buffers, which each rank has of its own, and the parameters."""
+        for holder, name in [*self.places, *self.places_of_copies]:
+            buffer = holder.get(name)
+            if buffer is not None:
+                packer.add_own(buffer)
+        for parameter in self.parameters:
+            packer.add(parameter, is_same=True)
+
+    def packed_state(self, packer: StatePacker) -> bytes:
+        """The state of the models. packer: lists these parameters and buffers already."""
+        if self.packed is not None:
+            return self.packed
+        listed = len(packer.common)
+        state = state_of(self.module)
+        packed = packer.packed(state, is_same=False)
+        has_others = not all(isinstance(value, Tensor) for value in state.values())
+        if not has_others and len(packer.common) == listed:
+            self.packed = packed
+        return packed
+
+
+def state_of(holder: Any) -> Any:
+    """A state_dict, of a module with its own tensors and not with views of them."""
+    if isinstance(holder, nn.Module) and type(holder).state_dict is nn.Module.state_dict:
+        return dict(holder.state_dict(keep_vars=True))
+    return holder.state_dict()

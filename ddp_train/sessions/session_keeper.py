@@ -1,0 +1,222 @@
+"""Keeps the state of a session outside its processes, where a checkpoint could be saved.
+
+What lies there is what a checkpoint would have: the tensors of what `run.resume` got, and packed
+beside them the rest. Nothing is exchanged for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ddp_train.distributed.process_group import from_all_ranks
+from ddp_train.distributed.replicas import norms_of
+from ddp_train.errors import LaunchError
+from ddp_train.recovery.kept_layout import Layout
+from ddp_train.recovery.pace import SHARE, SessionPace
+from ddp_train.recovery.packing import StatePacker
+from ddp_train.recovery.state_keeper import StateKeeper
+from ddp_train.resilience import run_lock
+from ddp_train.sessions.gradients import GradientWatch, as_saved
+from ddp_train.sessions.model_parts import ModelParts, state_of
+from ddp_train.sessions.models import Models
+from ddp_train.sessions.numbers import NumbersNow
+from ddp_train.sessions.session_checkpoints import SessionCheckpoints
+from ddp_train.tensor_tree import tensors
+
+SHARE_ON_CPU = 0.1
+FREE_SECONDS = 0.002
+"""What keeping may take in each step on the CPU, however short that is."""
+WORTH_TELLING_SECONDS = 1.0
+"""The least seconds of training that a failure costs for which a note is printed."""
+LARGE_BYTES = 2**20
+
+
+class SessionTensors:
+    """The tensors of a session's state, as a `StateKeeper` copies them."""
+
+    tree = None
+
+    def __init__(self, packer: StatePacker) -> None:
+        self.common = packer.common
+        self.of_leader = packer.of_leader
+        self.own_now = packer.own
+        self.shapes = _shapes([*packer.common, *packer.own])
+
+    def own(self) -> list[Tensor]:
+        return self.own_now
+
+    def layout(self, ranks: int) -> Layout:
+        return Layout.of(self.own_now, self.common, ranks, self.of_leader)
+
+    def take(self, packer: StatePacker) -> bool:
+        """Take the tensors after another step. Returns False if they need another layout."""
+        are_same = len(packer.common) == len(self.common) and all(
+            one is other for one, other in zip(packer.common, self.common, strict=True)
+        )
+        if not are_same or packer.of_leader != self.of_leader:
+            return False
+        if self.shapes != _shapes([*packer.common, *packer.own]):
+            return False
+        self.own_now = packer.own
+        return True
+
+
+def _shapes(tensors: list[Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+class SessionKeeper:
+    """Keeps the state of a session on one process."""
+
+    def __init__(
+        self,
+        keeper: StateKeeper,
+        checkpoints: SessionCheckpoints,
+        models: Models,
+        device: str,
+        is_leader: bool,
+    ) -> None:
+        self.keeper = keeper
+        self.checkpoints = checkpoints
+        self.models = models
+        self.parts: ModelParts | None = None
+        self.device = device
+        self.is_leader = is_leader
+        # Of this thread: other processes may take the core meanwhile.
+        self.clock = time.thread_time
+        self.pace = SessionPace(SHARE_ON_CPU, FREE_SECONDS)
+        if keeper.device:
+            self.clock = time.perf_counter
+            self.pace = SessionPace(SHARE)
+        self.tensors: SessionTensors | None = None
+        self.last_mark = -1
+        """The mark of the state that was kept last."""
+        self.largest = ("", 0)
+        """The object with most data beside tensors on the device, and their bytes."""
+        self.has_told = False
+
+    def begin(self) -> None:
+        """Keep states from now on."""
+        run_dir = self.checkpoints.settings.run_dir
+        facts = {"is_session": True, "owner": run_lock.owner(run_dir / run_lock.FILE)}
+        try:
+            self.keeper.begin(facts)
+        except LaunchError as error:
+            self.keeper.give_up(error)
+
+    def comes_to_keep(self, mark: int) -> bool:
+        """Whether the state is kept now: on all processes alike.
+
+        mark: see `state_mark`.
+        """
+        return mark != self.last_mark and self.pace.comes_to_keep()
+
+    def keep(
+        self,
+        mark: int,
+        take_session: Callable[[], dict[str, Any]],
+        take_numbers: Callable[[], NumbersNow],
+        watch: GradientWatch,
+    ) -> None:
+        """Keep a state. All processes must call it: a stream's state may be exchanged.
+
+        take_session: see `SessionCheckpoints.session_state`.
+        take_numbers: see `SessionNumbers.not_in_lines`.
+        watch: knows which gradients the next step needs.
+        """
+        self.last_mark = mark
+        if self.keeper.device:
+            torch.cuda.current_stream().synchronize()
+        began = self.clock()
+        session = take_session()
+        numbers = take_numbers()
+        if self.keeper.is_over:
+            return
+        packer = StatePacker(self.device)
+        with self.keeper.turn() as kept:
+            beside = self._packed(packer, session, numbers, watch)
+            if self.tensors is None or not self.tensors.take(packer):
+                self.tensors = SessionTensors(packer)
+            kept.write(mark, self.tensors, beside=beside)
+        self.pace.took(self.clock() - began)
+
+    def take_back(self, mark: int) -> None:
+        """Go back to the state before, if the one with this mark was kept last."""
+        if mark == self.last_mark and not self.keeper.is_over:
+            self.keeper.take_back()
+
+    def agree(self) -> None:
+        """Agree how often a step is kept. A collective."""
+        here = torch.tensor(self.pace.collect(), dtype=torch.float64, device=self.device)
+        self.pace.deliver(from_all_ranks(here).tolist())
+        seconds = self.pace.every * self.pace.step_seconds
+        if self.pace.every == 1 or seconds < WORTH_TELLING_SECONDS or self.has_told:
+            return
+        self.has_told = True
+        if self.is_leader and not self.keeper.is_over:
+            print(self._note(seconds), file=sys.stderr)
+
+    def _note(self, seconds: float) -> str:
+        name, size = self.largest
+        cause = ""
+        if size > LARGE_BYTES:
+            cause = f" ({name} has {size / 2**20:,.0f} MiB that are no tensors on {self.device})"
+        return (
+            f"note: ddp_train.session: each {self.pace.every}th step is kept outside the processes:"
+            f" it takes {self.pace.cost_seconds:.2g} s{cause}; a failure costs some {seconds:.0f} s"
+        )
+
+    def _packed(
+        self,
+        packer: StatePacker,
+        session: dict[str, Any],
+        numbers: NumbersNow,
+        watch: GradientWatch,
+    ) -> bytes:
+        """The state beside its tensors, which are listed. See `recovery.kept_session.RankState`."""
+        parts = self._model_parts()
+        parts.add_to(packer)
+        norms = norms_of(parts.measured.values()).to(self.device)
+        packer.add_own(norms)
+        gradients = {name: as_saved(one) for name, one in watch.wanted(parts.named).items()}
+        for gradient in tensors(gradients):
+            packer.add_own(gradient)
+        objects = {
+            name: packer.packed(state_of(holder), is_same=isinstance(holder, Optimizer))
+            for name, holder in self.checkpoints.objects.items()
+        }
+        name = max(objects, key=lambda name: len(objects[name]), default="")
+        self.largest = (name, len(objects.get(name, b"")))
+        of_all = {
+            "model": parts.packed_state(packer),
+            "objects": objects,
+            "session": session,
+            "numbers": numbers.of_all,
+            "manifest": self.checkpoints.manifest(),
+        }
+        rank_state = {
+            "of_all": packer.packed(of_all, is_same=False),
+            "buffers": len(parts.places),
+            "buffers_of_copies": len(parts.places_of_copies),
+            "gradients": gradients,
+            "norms": norms,
+            "names": [*parts.measured],
+            "logged": numbers.logged,
+            "samples": numbers.samples,
+        }
+        return packer.packed(rank_state, is_same=False)
+
+    def _model_parts(self) -> ModelParts:
+        registrations = self.models.registrations
+        if self.parts is None or self.parts.registrations != registrations:
+            copies = self.checkpoints.copies_here(self.device)
+            # A new ModuleList counts too.
+            self.parts = ModelParts(self.checkpoints.module, copies, self.models.registrations)
+        return self.parts
