@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ DIFFERS = 70
 MOST_SHOWN = 5
 LAST_LINES = 20
 USE = "use it as ddp-train prove train.py [ARGUMENT ...], or -m MODULE, as python takes them"
+ROUNDING_OF_FLOAT32 = 1e-5
+IN_FLOAT32 = "so little may be the rounding of a part that is in float32 beside float64"
 DRAWN = (
     "it draws random numbers by process, so nothing is known: draw by ddp_train.dropout and"
     " noise_like, or turn it off for this command"
@@ -43,6 +46,12 @@ class Record:
     arrays: Mapping[str, np.ndarray]
     """Gradients and buffers by their names, as `update 1 layer.weight`."""
     draws_by_process: bool
+
+    @property
+    def precision(self) -> str:
+        """fp64 if all gradients are in float64, else fp32."""
+        gradients = [array for name, array in self.arrays.items() if name.startswith("update")]
+        return "fp64" if all(array.dtype == np.float64 for array in gradients) else "fp32"
 
 
 @dataclass(frozen=True)
@@ -75,9 +84,10 @@ def prove_script(arguments: Sequence[str]) -> int:
     except RunFailedError as error:
         print(f"{error}\n  its output: {folder}")
         return error.exit_code
-    differences = differences_of(one, several)
-    print(verdict(differences, several.draws_by_process))
-    if differences[0].share > SCRIPT_ALLOWED:
+    allowed = SCRIPT_ALLOWED[one.precision]
+    differences = differences_of(one, several, allowed)
+    print(verdict(differences, several.draws_by_process, allowed))
+    if differences[0].share > allowed:
         print(f"  output of both runs: {folder}")
         return DIFFERS
     shutil.rmtree(folder)
@@ -138,8 +148,10 @@ def read(file: Path) -> Record:
     return Record(arrays, draws)
 
 
-def differences_of(one: Record, several: Record) -> list[Difference]:
+def differences_of(one: Record, several: Record, allowed: float) -> list[Difference]:
     """The differences of all gradients and buffers, the first update first, then by size.
+
+    allowed: what is rounding, and comes last.
 
     Relative to the largest number of the parameter, or a hundredth of the largest of its update:
     gradients that vanish, as those of a bias before batch norm, are rounding alone.
@@ -155,13 +167,13 @@ def differences_of(one: Record, several: Record) -> list[Difference]:
         first, second = one.arrays.get(name), several.arrays.get(name)
         scale = max(_largest(first), _largest(second), largest[_group_of(name)] / 100)
         found.append(Difference(name, _distance(first, second) / scale))
-    return sorted(found, key=_place_of)
+    return sorted(found, key=partial(_place_of, allowed=allowed))
 
 
-def _place_of(difference: Difference) -> tuple[bool, bool, str, float]:
+def _place_of(difference: Difference, allowed: float) -> tuple[bool, bool, str, float]:
     """A key that sorts differences beyond rounding first: by update, buffers last."""
     group = _group_of(difference.name)
-    is_rounding = difference.share <= SCRIPT_ALLOWED
+    is_rounding = difference.share <= allowed
     if is_rounding:
         group = ""
     return is_rounding, group == "buffer", group, -difference.share
@@ -190,24 +202,42 @@ def _distance(one: np.ndarray | None, other: np.ndarray | None) -> float:
     return float(np.abs(one[finite] - other[finite]).max(initial=0.0))
 
 
-def verdict(differences: Sequence[Difference], draws_by_process: bool) -> str:
+def verdict(differences: Sequence[Difference], draws_by_process: bool, allowed: float) -> str:
     """Say whether the script gives the same on several processes as on one.
 
     differences: of each recorded array, the worst first; at least one.
     draws_by_process: random numbers of the script depend on the process.
+    allowed: the largest difference that is rounding.
     """
     several = counted(NUMBERS_OF_PROCESSES[1], "process")
     worst = differences[0].share
-    if worst <= SCRIPT_ALLOWED:
+    if worst <= allowed:
         return (
-            f"the same on {several} as on 1: the gradients of the first updates differ by"
-            f" {worst:.1e} at most, which is rounding"
+            f"the same on {several} as on 1: the gradients of {_updates_in(differences)} differ by"
+            f" {worst:.1e} at most, which is rounding; what acts later, and scores, were not"
+            " compared"
         )
-    beyond = [difference for difference in differences if difference.share > SCRIPT_ALLOWED]
-    lines = [f"NOT the same on {several} as on 1 (allowed for rounding: {SCRIPT_ALLOWED:g})"]
+    beyond = [difference for difference in differences if difference.share > allowed]
+    lines = [
+        f"NOT the same on {several} as on 1, in {_updates_in(differences)} (allowed for rounding:"
+        f" {allowed:g})"
+    ]
     for difference in beyond[:MOST_SHOWN]:
-        lines.append(f"  {difference.name} differs by {difference.share:.1%}")
+        lines.append(f"  {difference.name} differs by {_percent(difference.share)}")
     if len(beyond) > MOST_SHOWN:
         lines.append(f"  and {len(beyond) - MOST_SHOWN} more")
+    if max(difference.share for difference in beyond) < ROUNDING_OF_FLOAT32:
+        lines.append(f"  {IN_FLOAT32}")
     lines.append(f"  {DRAWN if draws_by_process else CAUSES}")
     return "\n".join(lines)
+
+
+def _updates_in(differences: Sequence[Difference]) -> str:
+    """`update 1`, or `the first 3 updates`."""
+    groups = {_group_of(difference.name) for difference in differences} - {"buffer"}
+    return "update 1" if len(groups) == 1 else f"the first {len(groups)} updates"
+
+
+def _percent(share: float) -> str:
+    """`12.5%`, and `3e-06` where that would be 0.0%."""
+    return f"{share:.1%}" if share >= 0.001 else f"{share:.0e}"

@@ -6,7 +6,7 @@ see `batch_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -71,12 +71,22 @@ class EvenBatches:
     The order is that of the data set, or keyed by seed and pass. Nothing is kept from pass to pass.
     """
 
-    def __init__(self, dataset: Sized, size: int, drop_last: bool, seed: int | None = None) -> None:
-        """seed: None for the order of the data set."""
+    def __init__(
+        self,
+        dataset: Sized,
+        size: int,
+        drop_last: bool,
+        seed: int | None = None,
+        short_batch_at: int | None = None,
+    ) -> None:
+        """seed: None for the order of the data set.
+        short_batch_at: the place of the last batch if it is short; None: the end.
+        """
         self.dataset = dataset
         self.size = size
         self.drop_last = drop_last
         self.seed = seed
+        self.short_batch_at = short_batch_at
         self.order: np.ndarray | None = None
         """The sample numbers of the pass, int64 [n]; None: in order, of which there is no list."""
         if seed is not None:
@@ -94,13 +104,21 @@ class EvenBatches:
 
     def batches(self, first: int) -> Iterator[np.ndarray]:
         samples = len(self.dataset)
-        for number in range(first, len(self)):
+        for number in self._numbers()[first:]:
             start = number * self.size
             end = min(start + self.size, samples)
             if self.order is None:
                 yield np.arange(start, end)
             else:
                 yield self.order[start:end]
+
+    def _numbers(self) -> Sequence[int]:
+        """The numbers of the batches, in the order in which they come."""
+        numbers = range(len(self))
+        if self.short_batch_at is None or len(self.dataset) % self.size == 0 or self.drop_last:
+            return numbers
+        *others, last = numbers
+        return [*others[: self.short_batch_at], last, *others[self.short_batch_at :]]
 
     def pass_facts(self) -> dict[str, Any]:
         return {}

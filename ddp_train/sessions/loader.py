@@ -34,6 +34,7 @@ from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch, reported_
 from ddp_train.sessions.score_watch import TAKEN_OVER_STEPS
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
+from ddp_train.sessions.update_record import UPDATES
 from ddp_train.sessions.wrapped import WAY_OF_UPDATE_BN, is_in_update_bn
 from ddp_train.tasks.logged_numbers import no_numbers
 from ddp_train.text import counted
@@ -176,7 +177,12 @@ def _global_batches(steps: Steps, source: Any, arguments: DataArguments) -> Glob
         )
     assert arguments.batch_size, "check has seen to it"
     order_seed = seed if arguments.is_shuffled else None
-    return EvenBatches(source, arguments.batch_size, arguments.drop_last, order_seed)
+    short_batch_at = None
+    if steps.settings.is_proof:
+        short_batch_at = UPDATES - 1
+    return EvenBatches(
+        source, arguments.batch_size, arguments.drop_last, order_seed, short_batch_at
+    )
 
 
 class TestLoader:

@@ -23,7 +23,8 @@ from ddp_train.distributed.environment import DRAWS, GRADIENTS
 from ddp_train.sessions.parameter_groups import parameters_of
 
 UPDATES = 3
-"""Updates of each optimizer: what a step leaves for the next one is seen in the second."""
+"""Updates of each optimizer: what a step leaves for the next one is seen in the second. An epoch's
+short last batch comes in the last of them."""
 MOST_STEPS = 50
 """Steps of the loop after which an optimizer without an update is waited for no longer."""
 DROPOUTS = (
