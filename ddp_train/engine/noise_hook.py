@@ -12,7 +12,8 @@ from ddp_train.telemetry.console import Display
 DRAWS_BY_RANK = (
     "note: steps draw random numbers (dropout, noise, masks), each process its own: repeatable, but"
     " on another number of processes the result differs by them; ddp_train.noise_like, rand_like,"
-    " randint_like and dropout draw alike on any number"
+    " randint_like and dropout draw alike on any number; one number for all samples of a batch, a"
+    " coin or a size, is rand_like(torch.zeros(1), rows='shared')"
 )
 BY_RANK = f"{DRAWS_BY_RANK}, strategy=ordered on 1, 2, 4 and 8"
 NOT_SEEDED = (

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.training_step import CURRENT
 from ddp_train.distributed.world import World
 from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
+from ddp_train.parallel.sync_batch_norm import SyncBatchNorm
 from ddp_train.sessions.local_gradients import LocalGradients
 from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.other_means import other_mean
+from ddp_train.tensor_tree import tensors
 
+SAME_ROWS = (
+    "run.wrap: in the first step the model had the same rows on all processes, which run.loader"
+    " does not give: batch norm over all processes counts each row %d times, and running_var is"
+    " too small. Where all have the same rows that of one process is right:"
+    " run.wrap(model, sync_batch_norm=False)"
+)
+MOST_NUMBERS = 2**16
+"""Numbers of a batch that are compared."""
 log = logging.getLogger(__name__)
 
 
@@ -31,6 +42,9 @@ class FirstStep:
         """None where there is one process."""
         if world.is_leader and world.size > 1:
             self.draws = DrawsOfStep(seed_step)
+        self.rows = ""
+        """A digest of the first rows of a model with batch norm over all processes; "" if this
+        process had none, or all alike."""
         self.local_gradients: LocalGradients | None = None
         if world.is_leader:
             self.local_gradients = LocalGradients()
@@ -57,6 +71,17 @@ class FirstStep:
             if mixes_rows(losses, model.gradient_exchange.outputs, samples):
                 log.warning(MIXED)
                 self._forget_outputs()
+                return
+
+    def see_inputs(self, model: nn.Module, inputs: Any) -> None:
+        """Called after a forward pass in train mode."""
+        together = (SyncBatchNorm, nn.SyncBatchNorm)
+        if self.rows or not any(isinstance(layer, together) for layer in model.modules()):
+            return
+        for rows in tensors(inputs):
+            if rows.is_floating_point() and rows.ndim and not bool((rows == rows[:1]).all()):
+                numbers = rows.detach().reshape(-1)[:MOST_NUMBERS].double().cpu().numpy()
+                self.rows = hashlib.sha256(numbers.tobytes()).hexdigest()
                 return
 
     def see_sum(self, value: Any) -> None:

@@ -235,6 +235,7 @@ class TestLoader:
         open_step = steps.open_step
         with steps.score_watch.scoring(averaged, shared_out(), no_numbers()):
             for batch in self.batches:
+                steps.score_watch.begin_batch()
                 with scored(batch.micro_batch):
                     yield batch.data
                 if steps.position.step != step or steps.open_step is not open_step:

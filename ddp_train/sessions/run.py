@@ -91,6 +91,8 @@ class Run(MediaCalls):
         if note and steps.world.is_leader:
             print(f"note: run.wrap: {note}", file=sys.stderr)
         wrapped.register_forward_pre_hook(steps.see_forward)
+        if self.processes > 1:
+            wrapped.register_forward_hook(steps.see_pass, with_kwargs=True)
         return wrapped
 
     def loader(

@@ -8,7 +8,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
 from ddp_train.sessions.settings import UsageError
+from ddp_train.tensor_tree import tensors
 
 TAKEN_OVER_STEPS = (
     "the batches of run.test_loader were taken over several steps of training: each process has"
@@ -17,11 +21,17 @@ TAKEN_OVER_STEPS = (
     " train on pairs make two loaders by run.loader, or one of a data set whose samples are the"
     " pairs",
 )
+CARRIED = (
+    "run.test_loader: the model was given what it had returned for an earlier batch, as a hidden"
+    " state is: each process has some of the batches, and begins anew with its first. Score with a"
+    " plain DataLoader, of which each process has all batches, and without run.sum"
+)
 log = logging.getLogger(__name__)
 
 
 class ScoreWatch:
-    """Warns once if what each process computed of all samples is added up."""
+    """Warns once if what each process computed of all samples is added up, and once if a model is
+    given what it returned for an earlier batch of a test loader."""
 
     def __init__(self) -> None:
         self.open: list[contextlib.ExitStack] = []
@@ -29,6 +39,11 @@ class ScoreWatch:
         self.scored_elsewhere = False
         """The model has scored other batches since the last sum."""
         self.has_warned = False
+        self.has_warned_of_carried = False
+        self.returned: list[StorageWeakRef] = []
+        """The memory of what models returned for the current batch of a test loader."""
+        self.returned_before: list[StorageWeakRef] = []
+        """The same of the batch before. None of it is kept alive."""
 
     @property
     def is_scoring(self) -> bool:
@@ -58,6 +73,21 @@ class ScoreWatch:
         if not self.is_scoring:
             self.scored_elsewhere = True
 
+    def begin_batch(self) -> None:
+        """To be called when a test loader gives a batch."""
+        self.returned_before = self.returned
+        self.returned = []
+
+    def see_pass(self, inputs: Any, outputs: Any) -> None:
+        """Called after a forward pass. inputs, outputs: any containers of tensors."""
+        if not self.is_scoring or self.has_warned_of_carried:
+            return
+        before = {memory.cdata for memory in self.returned_before}
+        if before and any(memory.cdata in before for memory in _memory_of(inputs)):
+            self.has_warned_of_carried = True
+            log.warning(CARRIED)
+        self.returned += _memory_of(outputs)
+
     def see_sum(self, processes: int) -> None:
         if self.scored_elsewhere and not self.has_warned and processes > 1:
             self.has_warned = True
@@ -68,3 +98,13 @@ class ScoreWatch:
                 processes,
             )
         self.scored_elsewhere = False
+
+
+def _memory_of(value: Any) -> list[StorageWeakRef]:
+    """Weak references to the memory of the tensors in a value. As long as one is kept, no other
+    memory has its `cdata`."""
+    return [
+        StorageWeakRef(tensor.untyped_storage())
+        for tensor in tensors(value)
+        if tensor.layout == torch.strided
+    ]

@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.empty_batch import step_without_samples
+from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.process_group import same_everywhere, total
 from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
@@ -39,7 +40,7 @@ from ddp_train.sessions.exchange_watch import (
     UNITS,
     ExchangeWatch,
 )
-from ddp_train.sessions.first_step import FirstStep
+from ddp_train.sessions.first_step import SAME_ROWS, FirstStep
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
 from ddp_train.sessions.models import Models
@@ -140,6 +141,8 @@ class Steps:
         self.seed_step = StepSeed(settings.seed, world.rank, device)
         self.first_step: FirstStep | None = FirstStep(self.models, self.seed_step, world)
         """None when this process has done a step."""
+        self.rows_of_first_step: str | None = None
+        """A digest, see FirstStep; None before the first step, and when they were compared."""
         self.row_tables: RowTables | None = None
         """None on one process, and when they were compared."""
         if world.size > 1:
@@ -191,6 +194,7 @@ class Steps:
             self.exchange_watch.enter(END_OF_EPOCH)
             meet(END_OF_EPOCH, self.device)
             self._check_updates()
+            self._compare_rows()
             self._compare_tables()
             self.numbers.flush(position.step, position.epoch + 1)
             check_same_rates(self.checkpoints.objects, self.device)
@@ -259,6 +263,16 @@ class Steps:
         what = "the number of steps of the optimizers"
         same_everywhere(self.gradients.updates, self.device, what, SAME_UPDATES)
 
+    def _compare_rows(self) -> None:
+        """Say once if all processes had the same rows in the first step. A collective."""
+        rows = self.rows_of_first_step
+        if rows is None or self.world.size == 1:
+            return
+        self.rows_of_first_step = None
+        are_same = {rows} == set(texts_from_all_ranks(rows, self.device))
+        if are_same and rows and self.world.is_leader:
+            log.warning(SAME_ROWS, self.world.size)
+
     def _compare_tables(self) -> None:
         """Name once the tables of which each process has its own rows. A collective."""
         tables = self.row_tables
@@ -307,6 +321,7 @@ class Steps:
         self.exchange_watch.enter(END_OF_SESSION)
         meet(END_OF_SESSION, self.device)
         self._end_open_step()
+        self._compare_rows()
         self._compare_tables()
         self.numbers.flush(self.position.step, self.epochs_begun)
         if self.current_epoch and self.checkpoints:
@@ -493,6 +508,7 @@ class Steps:
             self.row_tables.end()
         if self.first_step:
             draws_by_rank = self.first_step.end()
+            self.rows_of_first_step = self.first_step.rows
             self.first_step = None
             if draws_by_rank and self.update_record:
                 self.update_record.draws_by_process = True
@@ -588,6 +604,16 @@ class Steps:
         """Called before each forward pass of the wrapped model."""
         if not self.open_step:
             self.score_watch.see_score()
+
+    def see_pass(
+        self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], outputs: Any
+    ) -> None:
+        """Called after each forward pass of the wrapped model, on several processes."""
+        if torch.compiler.is_compiling():
+            return
+        self.score_watch.see_pass((inputs, named), outputs)
+        if self.first_step and self.open_step and model.training:
+            self.first_step.see_inputs(model, (inputs, named))
 
     def see_sum(self, call: str, value: Any) -> None:
         """Called when a value is added up, or gathered, over all processes. call: SUM or GATHER."""

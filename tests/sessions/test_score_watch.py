@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from ddp_train.sessions.score_watch import ScoreWatch
+from ddp_train.distributed.world import World
+from ddp_train.sessions import score_watch
+from ddp_train.sessions.score_watch import CARRIED, ScoreWatch
+from tests.sessions.loops import rows, sgd
+from tests.support.ranks import on_ranks
+from tests.support.session_ranks import session_on
 
 
 def test_sum_over_batches_of_a_test_loader_is_silent(caplog: pytest.LogCaptureFixture) -> None:
@@ -28,3 +35,56 @@ def test_one_process_may_sum_what_it_likes(caplog: pytest.LogCaptureFixture) -> 
     watch.see_score()
     watch.see_sum(processes=1)
     assert not caplog.records
+
+
+class Recurrent(nn.Module):
+    """A network whose outputs are inputs for the next batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 4).double()
+
+    def forward(self, inputs: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        after = self.cell(inputs, hidden)
+        return after[:, 0], after
+
+
+def scored(world: World, kind: str) -> list[str]:
+    """What is said of a loop over a test loader after an epoch.
+
+    kind: the state is carried from batch to batch, begun anew in each, or used twice in each.
+    """
+    messages: list[str] = []
+    log = score_watch.log
+    log.warning = lambda text, *_: messages.append(text)  # type: ignore[method-assign]
+    with session_on(world) as run:
+        model = run.wrap(Recurrent(), find_unused_parameters=True)
+        optimizer = sgd(model)
+        loader = run.loader(rows(), global_batch_size=10)
+        test_loader = run.test_loader(rows(), batch_size=2)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(1):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                run.mean((model(inputs)[0] - labels).square()).backward()
+                optimizer.step()
+            total = 0.0
+            state = None
+            with torch.no_grad():
+                for inputs, _ in test_loader:
+                    if kind != "carried":
+                        state = None
+                    outputs, state = model(inputs, state)
+                    if kind == "twice":
+                        outputs, state = model(inputs, hidden=state)
+                    state = state.detach()
+                    total += outputs.sum().item()
+            run.sum(total)
+    return messages
+
+
+@pytest.mark.parametrize(("kind", "told"), [("carried", [CARRIED]), ("anew", []), ("twice", [])])
+def test_a_state_that_is_carried_over_test_batches_is_told_once(kind: str, told: list[str]) -> None:
+    for messages in on_ranks(3, scored, kind):
+        assert messages == told
+    assert on_ranks(1, scored, kind) == [[]]
