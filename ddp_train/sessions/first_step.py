@@ -15,6 +15,7 @@ from ddp_train.distributed.training_step import CURRENT
 from ddp_train.distributed.world import World
 from ddp_train.engine.noise_hook import DRAWS_BY_RANK, other_generators
 from ddp_train.parallel.sync_batch_norm import SyncBatchNorm
+from ddp_train.sessions.beside_mean import BESIDE, BesideMean
 from ddp_train.sessions.local_gradients import LocalGradients
 from ddp_train.sessions.mixed_rows import MIXED, mixes_rows
 from ddp_train.sessions.models import Models
@@ -45,12 +46,19 @@ class FirstStep:
         self.rows = ""
         """A digest of the first rows of a model with batch norm over all processes; "" if this
         process had none, or all alike."""
+        self.beside_mean: BesideMean | None = None
+        """None where there is one process."""
+        if world.is_leader and world.size > 1:
+            self.beside_mean = BesideMean()
+        self.gathers = 0
+        """Calls of `all_gather` before the step."""
         self.local_gradients: LocalGradients | None = None
         if world.is_leader:
             self.local_gradients = LocalGradients()
 
     def begin(self, step: int) -> None:
         """To be called when the generators were seeded for the step."""
+        self.gathers = CURRENT.gathers
         if self.draws:
             self.draws.begin(step)
 
@@ -72,6 +80,12 @@ class FirstStep:
                 log.warning(MIXED)
                 self._forget_outputs()
                 return
+
+    def see_loss(self, loss: Tensor, samples: int) -> None:
+        """Called with each mean loss. samples: of this process, in the batch."""
+        if self.beside_mean:
+            outputs = [model.gradient_exchange.outputs for model in self.models]
+            self.beside_mean.see_loss(loss, outputs, samples)
 
     def see_inputs(self, model: nn.Module, inputs: Any) -> None:
         """Called after a forward pass in train mode."""
@@ -103,6 +117,8 @@ class FirstStep:
             print(DRAWS_BY_RANK, file=sys.stderr)
         if self.local_gradients:
             self.local_gradients.warn()
+        if self.beside_mean and self.beside_mean.ends_with_some(self.gathers):
+            log.warning(BESIDE)
         self._forget_outputs()
         return draws_by_rank
 

@@ -33,7 +33,7 @@ def mixes_rows(losses: Tensor, outputs: Any, samples: int) -> bool:
     """True if the loss of a sample depends on the model's outputs for others.
 
     losses: one for each sample; of another number, as those of pairs, their sum is looked at.
-    outputs: tensors, in any containers. Others than those of `_dimensions_of_samples`, and graphs
+    outputs: tensors, in any containers. Others than those of `dimensions_of_samples`, and graphs
         with operations in Python, are not looked at.
 
     Takes gradients of the losses with respect to the outputs alone. Waits for the device.
@@ -42,13 +42,13 @@ def mixes_rows(losses: Tensor, outputs: Any, samples: int) -> bool:
         return False
     if not torch.is_grad_enabled():
         return False
-    tried = [output for output in tensors(outputs) if _dimensions_of_samples(output, samples)]
+    tried = [output for output in tensors(outputs) if dimensions_of_samples(output, samples)]
     if not tried:
         return False
-    watched = _watched_operations()
+    watched = watched_operations()
     with torch.autocast(losses.device.type, enabled=False):
         for output in tried:
-            if not _can_be_tried(losses, output, watched):
+            if not can_be_tried(losses, output, watched):
                 continue
             try:
                 mixes = _mixes(losses, output, samples)
@@ -61,7 +61,7 @@ def mixes_rows(losses: Tensor, outputs: Any, samples: int) -> bool:
     return False
 
 
-def _dimensions_of_samples(output: Tensor, samples: int) -> list[int]:
+def dimensions_of_samples(output: Tensor, samples: int) -> list[int]:
     """The dimensions in which the samples may stand: the first one, or the second, after time.
 
     None for tensors that do not come from samples, as the parameters that a model returns.
@@ -100,12 +100,12 @@ def _couples_samples(loss: Tensor, output: Tensor, samples: int) -> bool:
     (gradient,) = torch.autograd.grad(loss, output, create_graph=True, allow_unused=True)
     if gradient is None or not gradient.requires_grad:
         return False
-    if not _can_be_tried(gradient, output, set()):
+    if not can_be_tried(gradient, output, set()):
         return False
     # Unequal weights: gradients of differences add up to zero.
     weights = torch.linspace(1, 2, output.numel(), device=output.device, dtype=gradient.dtype)
     weighted = gradient * weights.view_as(gradient)
-    for dimension in _dimensions_of_samples(output, samples):
+    for dimension in dimensions_of_samples(output, samples):
         size = output.size(dimension)
         # The first and the last row are of two samples, in whatever order the others stand.
         rows = samples // 2 if size == samples else 1
@@ -126,7 +126,7 @@ def _depends_on(value: Tensor, output: Tensor) -> Tensor:
     return gradient.isfinite() & (gradient != 0)
 
 
-def _watched_operations() -> set[Any]:
+def watched_operations() -> set[Any]:
     """The operations whose results keep their gradient, or call a function with it.
 
     A further backward pass through one of them would be seen by the user's code.
@@ -139,7 +139,7 @@ def _watched_operations() -> set[Any]:
     }
 
 
-def _can_be_tried(losses: Tensor, output: Tensor, watched: set[Any]) -> bool:
+def can_be_tried(losses: Tensor, output: Tensor, watched: set[Any]) -> bool:
     """True if a further backward pass from the losses to the output disturbs nothing.
 
     That of an operation in Python may be a collective, as that of `all_gather` is, or one that

@@ -563,9 +563,15 @@ class Steps:
             units = self._units_of_all(over, share)
             loss = losses.sum() * self._part_of_mean(units, share).to(losses.dtype)
         if loss.requires_grad:
+            self._look_at_outputs(loss, share)
             self.gradients.see_loss()
             loss.register_hook(self._in_backward)
         return loss
+
+    def _look_at_outputs(self, loss: Tensor, share: MicroBatch) -> None:
+        """To be called before other hooks of a mean loss: what is watched is not looked at."""
+        if self.first_step:
+            self.first_step.see_loss(loss, share.num_real)
 
     def _mean_of_window(
         self, losses: Tensor, over: float | Tensor | None, share: MicroBatch, optimizer: Optimizer
@@ -583,6 +589,7 @@ class Steps:
         before = window.units
         loss = losses.sum() * self._part_of_mean(after, share).to(losses.dtype)
         if loss.requires_grad:
+            self._look_at_outputs(loss, share)
             self.gradients.see_loss()
             loss.register_hook(lambda _: window.see_backward(before, after))
             loss.register_hook(self._in_backward)
