@@ -13,17 +13,24 @@ from ddp_train.resilience.failure_report import is_foreign
 
 def loop_variables(is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, Any]]:
     """The variables with wanted names, of the innermost function first, globals after locals."""
+    for frame in user_frames():
+        yield from locals_of(frame, is_wanted).items()
+        for name, value in list(frame.f_globals.items()):
+            if is_wanted(name):
+                yield name, value
+
+
+def user_frames() -> Iterator[types.FrameType]:
+    """The frames of the user's code on the stack, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         if not is_foreign(frame.f_code.co_filename):
-            yield from _locals_of(frame, is_wanted).items()
-            for name, value in list(frame.f_globals.items()):
-                if is_wanted(name):
-                    yield name, value
+            yield frame
         frame = frame.f_back
 
 
-def _locals_of(frame: types.FrameType, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+def locals_of(frame: types.FrameType, is_wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """The local variables of a frame with wanted names; it keeps none of them alive."""
     code = frame.f_code
     names = (*code.co_varnames, *code.co_cellvars, *code.co_freevars)
     if not any(map(is_wanted, names)):

@@ -51,13 +51,15 @@ class BesideMean:
 
     def see_loss(self, loss: Tensor, outputs: Iterable[Any], samples: int) -> None:
         """Take note of a mean loss. outputs: of the model; samples: of this process."""
-        tried = [one for one in tensors(outputs) if dimensions_of_samples(one, samples)]
-        if samples < 2 or not tried or not torch.is_grad_enabled():
-            return
-        number = self.losses
-        self.losses += 1
         if self.watched is None:
             self.watched = watched_operations()
+        number = self.losses
+        self.losses += 1
+        # One that is not looked at is known by it, so that nothing is said.
+        loss.register_hook(partial(self._see_factor, number))
+        if samples < 2 or not torch.is_grad_enabled():
+            return
+        tried = [one for one in tensors(outputs) if dimensions_of_samples(one, samples)]
         for output in tried:
             if not output.requires_grad or not can_be_tried(loss, output, self.watched):
                 continue
@@ -69,7 +71,6 @@ class BesideMean:
                 self.gradients[key] = {}
                 output.register_hook(partial(self._see_gradient, key))
             self.gradients[key][number] = gradient
-        loss.register_hook(partial(self._see_factor, number))
 
     def _see_factor(self, number: int, factor: Tensor) -> None:
         """Called when a loss goes backward, before the outputs that it comes from."""

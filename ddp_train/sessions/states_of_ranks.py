@@ -41,7 +41,7 @@ def numbers_apart(model: nn.Module, objects: Mapping[str, Any], device: str) -> 
             numbers |= dict(_numbers_in(name, _state_of(holder)))
     of_ranks = [json.loads(text) for text in texts_from_all_ranks(json.dumps(numbers), device)]
     names = dict.fromkeys(name for of_rank in of_ranks for name in of_rank)
-    return [name for name in names if not _are_same([of_rank.get(name) for of_rank in of_ranks])]
+    return [name for name in names if not are_same([of_rank.get(name) for of_rank in of_ranks])]
 
 
 def _state_of(holder: Any) -> Any:
@@ -55,7 +55,7 @@ def _state_of(holder: Any) -> Any:
 def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, list[float]]]:
     if isinstance(value, Tensor):
         if value.dtype != torch.uint8 and value.numel() and value.layout == torch.strided:
-            yield name, _numbers_of(value)
+            yield name, numbers_of(value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from _numbers_in(f"{name}[{key!r}]", item)
@@ -67,7 +67,7 @@ def _numbers_in(name: str, value: Any) -> Iterator[tuple[str, list[float]]]:
 
 
 @torch.no_grad()
-def _numbers_of(tensor: Tensor) -> list[float]:
+def numbers_of(tensor: Tensor) -> list[float]:
     """The norm of a tensor, and a sum in which places have unequal weights."""
     flat = tensor.detach().reshape(-1)
     flat = flat.abs().double() if flat.is_complex() else flat.double()
@@ -75,7 +75,7 @@ def _numbers_of(tensor: Tensor) -> list[float]:
     return torch.stack([flat.norm(), flat @ weights]).tolist()
 
 
-def _are_same(of_ranks: list[list[float] | None]) -> bool:
+def are_same(of_ranks: list[list[float] | None]) -> bool:
     """True if all ranks have the same numbers, to rounding. None: a rank has none of the name."""
     first = of_ranks[0]
     if first is None:

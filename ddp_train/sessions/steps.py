@@ -28,6 +28,7 @@ from ddp_train.recovery.state_keeper import StateKeeper
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.kept_memory import KeptMemory, state_mark
 from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions.carried_numbers import CARRIED, CarriedNumbers
 from ddp_train.sessions.exchange_watch import (
     BACKWARD,
     CHECKPOINT,
@@ -145,8 +146,11 @@ class Steps:
         """A digest, see FirstStep; None before the first step, and when they were compared."""
         self.row_tables: RowTables | None = None
         """None on one process, and when they were compared."""
+        self.carried: CarriedNumbers | None = None
+        """None on one process, and when they were compared."""
         if world.size > 1:
             self.row_tables = RowTables()
+            self.carried = CarriedNumbers()
         self.update_record: UpdateRecord | None = None
         """The record of a run of `ddp-train prove train.py`; None in any other."""
         if settings.is_proof:
@@ -194,8 +198,7 @@ class Steps:
             self.exchange_watch.enter(END_OF_EPOCH)
             meet(END_OF_EPOCH, self.device)
             self._check_updates()
-            self._compare_rows()
-            self._compare_tables()
+            self._compare_processes()
             self.numbers.flush(position.step, position.epoch + 1)
             check_same_rates(self.checkpoints.objects, self.device)
             position.end_epoch()
@@ -263,8 +266,23 @@ class Steps:
         what = "the number of steps of the optimizers"
         same_everywhere(self.gradients.updates, self.device, what, SAME_UPDATES)
 
+    def _compare_processes(self) -> None:
+        """Name once what each process has of its own samples alone. A collective."""
+        self._compare_rows()
+        self._compare_tables()
+        self._compare_carried()
+
+    def _compare_carried(self) -> None:
+        carried = self.carried
+        if carried is None or not carried.is_complete:
+            return
+        self.carried = None
+        names = carried.apart(self.device)
+        if names and self.world.is_leader:
+            log.warning(CARRIED, ", ".join(names))
+
     def _compare_rows(self) -> None:
-        """Say once if all processes had the same rows in the first step. A collective."""
+        """Say if all processes had the same rows in the first step."""
         rows = self.rows_of_first_step
         if rows is None or self.world.size == 1:
             return
@@ -274,7 +292,6 @@ class Steps:
             log.warning(SAME_ROWS, self.world.size)
 
     def _compare_tables(self) -> None:
-        """Name once the tables of which each process has its own rows. A collective."""
         tables = self.row_tables
         if tables is None or not tables.is_complete:
             return
@@ -321,8 +338,7 @@ class Steps:
         self.exchange_watch.enter(END_OF_SESSION)
         meet(END_OF_SESSION, self.device)
         self._end_open_step()
-        self._compare_rows()
-        self._compare_tables()
+        self._compare_processes()
         self.numbers.flush(self.position.step, self.epochs_begun)
         if self.current_epoch and self.checkpoints:
             for loader in self.training_loaders:
@@ -506,6 +522,8 @@ class Steps:
         self.numbers.end_step(self.position.step, step.samples)
         if self.row_tables:
             self.row_tables.end()
+        if self.carried:
+            self.carried.look(step.samples)
         if self.first_step:
             draws_by_rank = self.first_step.end()
             self.rows_of_first_step = self.first_step.rows

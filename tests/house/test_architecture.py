@@ -56,6 +56,8 @@ WITH_TORCH = [
         f"ddp_train.sessions.{name}"
         for name in (
             "batch_norm",
+            "beside_mean",
+            "carried_numbers",
             "first_step",
             "gradient",
             "loader",

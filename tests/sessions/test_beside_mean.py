@@ -76,6 +76,28 @@ def penalised(run: Any, model: Any, inputs: Tensor) -> None:
     run.mean(slopes.square().sum(1) + outputs.square().sum(1)).backward()
 
 
+def of_two_loaders(world: World) -> list[str]:
+    """What is said of a batch of two loaders, which share out other numbers of samples: the model
+    has both at once, and each has a mean."""
+    messages: list[str] = []
+    first_step.log.warning = lambda text, *_: messages.append(text)  # type: ignore[method-assign]
+    with session_on(world) as run:
+        model = run.wrap(Coder())
+        optimizer = sgd(model)
+        inputs = list(rows().tensors[0])
+        one = run.loader(inputs, global_batch_size=6)
+        other = run.loader(inputs, global_batch_size=15)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(1):
+            for x, y in zip(one, other, strict=False):
+                optimizer.zero_grad()
+                losses = model(torch.cat([x, y]))[0].square().sum(1)
+                of_one = run.mean(losses[: len(x)], of=one)
+                (of_one + run.mean(losses[len(x) :], of=other)).backward()
+                optimizer.step()
+    return messages
+
+
 def told(world: World, backward: Callable[..., None]) -> list[Any]:
     messages: list[str] = []
     first_step.log.warning = lambda text, *_: messages.append(text)  # type: ignore[method-assign]
@@ -106,3 +128,8 @@ def test_what_comes_by_the_mean_is_exact_and_not_told(backward: Any) -> None:
         for messages, weights in on_ranks(size, told, backward):
             assert messages == []
             torch.testing.assert_close(weights, expected)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_two_means_of_one_pass_are_not_told(size: int) -> None:
+    assert on_ranks(size, of_two_loaders) == [[]] * size

@@ -1,0 +1,127 @@
+"""Numbers that a loop carries from step to step into its losses, compared between processes."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import types
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ddp_train.distributed.exchange import texts_from_all_ranks
+from ddp_train.models.loop_variables import locals_of, user_frames
+from ddp_train.sessions.carried_names import carried_into_losses
+from ddp_train.sessions.states_of_ranks import are_same, numbers_of
+from ddp_train.tensor_tree import attributes_of
+
+LOOKS = 3
+"""Steps that are looked at: the first may set what each of the next changes."""
+MODULE_OF_RUN = "ddp_train.sessions.run"
+CARRIED = (
+    "%s: carried from step to step into the losses, and not the same on all processes: each has its"
+    " own samples, and on another number of processes the losses are others. Of all samples, for a"
+    " mean: run.sum(values.sum()) / run.sum(len(values))"
+)
+
+
+class CarriedNumbers:
+    """Tells which of the loop's variables carry other numbers on each process."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        """Steps that were looked at."""
+        self.numbers: dict[str, list[float]] = {}
+        """Numbers of each carried variable after the last of these steps, without hidden states."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.looks >= LOOKS
+
+    def look(self, samples: int) -> None:
+        """To be called when a step ends. samples: of this process in it."""
+        if self.is_complete:
+            return
+        self.looks += 1
+        self.numbers = {}
+        for frame in user_frames():
+            names = _carried_in(frame)
+            if names is None:
+                continue
+            for name in names:
+                value = _value_of(name, frame)
+                if isinstance(value, Tensor | np.ndarray) and _is_hidden_state(value, samples):
+                    continue
+                numbers = _numbers_of(value)
+                if numbers:
+                    self.numbers[name] = numbers
+            return
+
+    def apart(self, device: str) -> list[str]:
+        """The variables that are not the same on all processes, at the end of an epoch.
+
+        A collective: every process must call it.
+        """
+        texts = texts_from_all_ranks(json.dumps(self.numbers), device)
+        of_ranks = [json.loads(text) for text in texts]
+        names = set.intersection(*map(set, of_ranks))
+        return [
+            name for name in sorted(names) if not are_same([numbers[name] for numbers in of_ranks])
+        ]
+
+
+def _carried_in(frame: types.FrameType) -> list[str] | None:
+    """See `carried_into_losses`, of the loop that a frame is in."""
+    code = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+    return carried_into_losses(code, frame.f_lineno, _names_of_run(frame))
+
+
+def _names_of_run(frame: types.FrameType) -> set[str]:
+    """How the code of a frame calls the run: `run`, `self.run`."""
+    variables = dict(frame.f_globals) | locals_of(frame, lambda _: True)
+    names = {name for name, value in variables.items() if _is_run(value)}
+    attributes = attributes_of(variables.get("self"))
+    return names | {f"self.{name}" for name, value in attributes.items() if _is_run(value)}
+
+
+def _is_run(value: Any) -> bool:
+    return type(value).__module__ == MODULE_OF_RUN
+
+
+def _value_of(name: str, frame: types.FrameType) -> Any:
+    """The value of `q` or `self.q`; None if there is none. No property is called."""
+    first, *attributes = name.split(".")
+    variables = locals_of(frame, first.__eq__)
+    value = variables.get(first, frame.f_globals.get(first))
+    for attribute in attributes:
+        parts = attributes_of(value)
+        if isinstance(value, nn.Module):
+            parts |= value._buffers
+        value = parts.get(attribute)
+    return value
+
+
+def _is_hidden_state(value: Tensor | np.ndarray, samples: int) -> bool:
+    """True for what has rows for each sample of the batch, [n, ...] or [layers, n, ...]."""
+    return value.ndim > 1 and samples in value.shape[:2]
+
+
+def _numbers_of(value: Any) -> list[float] | None:
+    """Numbers by which a variable is compared; None for what is no number, and for parameters."""
+    if isinstance(value, nn.Parameter | bool):
+        return None
+    if isinstance(value, int | float | np.number):
+        return [float(value)]
+    if isinstance(value, list | tuple) and value:
+        if not all(isinstance(item, int | float) for item in value):
+            return None
+        value = torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
+        value = torch.as_tensor(value)
+    if not isinstance(value, Tensor) or value.requires_grad:
+        return None  # a loss that adds up is the part of this process
+    if value.layout == torch.strided and value.numel():
+        return numbers_of(value)
+    return None
