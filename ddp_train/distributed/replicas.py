@@ -39,6 +39,14 @@ def measured_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def weight_with_nan(module: nn.Module) -> str:
+    """The name of the first trained weight that holds a NaN; "" if none does."""
+    measured = measured_parameters(module)
+    trained = {name: item for name, item in measured.items() if item.requires_grad}
+    flags = norms_of(trained.values()).isnan().tolist()
+    return next((name for name, flag in zip(trained, flags, strict=True) if flag), "")
+
+
 @torch.no_grad()
 def norms_of(parameters: Iterable[Tensor]) -> Tensor:
     """The norms of parameters: [n], float64."""

@@ -28,7 +28,7 @@ from ddp_train.checkpoints.training_state import (
 from ddp_train.checkpoints.writer import Snapshot, Writer
 from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.process_group import averaged_buffers, same_everywhere
-from ddp_train.distributed.replicas import check_same_weights
+from ddp_train.distributed.replicas import check_same_weights, weight_with_nan
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.models.python_state import changed, state_of
@@ -103,6 +103,7 @@ class SessionCheckpoints:
         self.state_at_start: dict[str, str] | None = unsaved_state(self.module)
         """None once it was compared."""
         self.has_warned_of_ranks = False
+        self.has_warned_of_nan = False
         """State was named that is not the same on all processes."""
         self.earlier_batches: dict[str, Any] = {}
         """Facts that identify the batches of the checkpoint that the run resumed from."""
@@ -265,6 +266,7 @@ class SessionCheckpoints:
         self.saved = replace(position)
         module = self.module
         check_same_weights(module)
+        self._warn_of_nan(position.step)
         gradients = exchanged(module, watch.wanted(module.named_parameters()))
         self._warn_of_unsaved_state(device)
         with (
@@ -308,6 +310,22 @@ class SessionCheckpoints:
                 if parameter.requires_grad
             ],
         }
+
+    def _warn_of_nan(self, step: int) -> None:
+        """Name once a weight that is NaN: the loop trains on, and fills all checkpoints with it."""
+        if self.has_warned_of_nan:
+            return
+        name = weight_with_nan(self.module)
+        if name:
+            self.has_warned_of_nan = True
+            log.warning(
+                "%s holds a NaN after step %d, and the loop trains on: stop it, since the newest %d"
+                " checkpoints alone are kept; to leave such a step out write, before backward(),"
+                " `if not math.isfinite(run.sum(loss.item())): continue`",
+                name,
+                step,
+                self.settings.keep,
+            )
 
     def _warn_of_unsaved_state(self, device: str) -> None:
         """Name once what the model has changed and no checkpoint holds. A collective."""

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+import ddp_train
 from ddp_train.sessions.session_checkpoints import apart
 
 
@@ -20,3 +25,24 @@ def test_buffers_that_each_process_fills_alone_are_named() -> None:
     others[1, 6] = 1.0
     assert apart(model, others) == ["1.codes"]
     assert apart(nn.Linear(1, 1), torch.empty(3, 0)) == []
+
+
+@pytest.mark.slow
+def test_weights_that_become_nan_are_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inputs = torch.ones(8, 2)
+    inputs[5] = torch.nan
+    with ddp_train.session(tmp_path, processes=1, device="cpu") as run:
+        model = run.wrap(nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = run.loader(TensorDataset(inputs), global_batch_size=4, shuffle=False)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(3):
+            for (batch,) in loader:
+                optimizer.zero_grad()
+                run.mean(model(batch)[:, 0]).backward()
+                optimizer.step()
+    warnings = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("weight holds a NaN after step 2, and the loop trains on")
