@@ -17,7 +17,10 @@ Numbers = tuple[float, ...] | Tensor
 
 
 class State(Protocol):
-    """A state whose tensors are copied, by one layout as long as it is the same object."""
+    """A state whose tensors are copied, by one layout as long as it is the same object.
+
+    Tensors of the same shapes may come in the places of others.
+    """
 
     @property
     def tree(self) -> Any:
@@ -69,8 +72,10 @@ class KeptStep:
         """The mark of the state that was written last, see `state_mark`."""
         self.written: State | None = None
         """The state whose tree is written here."""
+        self.here: list[int] = []
+        """The numbers of the common tensors that this rank keeps."""
         self.sources: list[Tensor] = []
-        """Those of the common tensors that this rank keeps."""
+        """These tensors."""
         self.targets: list[Tensor] = []
         """Their places, and those of the tensors that this rank alone has."""
 
@@ -106,6 +111,8 @@ class KeptStep:
         mark: see `state_mark`.
         beside: see `StepPlaces`; None if there is nothing.
         """
+        if self.written is state:
+            self.sources = [state.common[number] for number in self.here]
         if self.written is not state or self._have_moved():
             self._lay_out(state)
         if beside is not None:
@@ -140,9 +147,9 @@ class KeptStep:
         records.state.text = packed((state.tree, layout))
         views = self._views(layout)
         owners = enumerate(layout.owners)
-        here = [number for number, owner in owners if owner == records.rank]
-        self.sources = [state.common[number] for number in here]
-        self.targets = [views.common(number) for number in here]
+        self.here = [number for number, owner in owners if owner == records.rank]
+        self.sources = [state.common[number] for number in self.here]
+        self.targets = [views.common(number) for number in self.here]
         self.targets += [views.own(number) for number in range(len(layout.own))]
         self.written = state
 

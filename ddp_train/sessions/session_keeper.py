@@ -34,7 +34,7 @@ SHARE_ON_CPU = 0.1
 FREE_SECONDS = 0.002
 """What keeping may take in each step on the CPU, however short that is."""
 WORTH_TELLING_SECONDS = 1.0
-"""The least seconds of training that a failure costs for which a note is printed."""
+"""The seconds of training that a failure may cost on a GPU without a note at the start."""
 LARGE_BYTES = 2**20
 
 
@@ -57,13 +57,12 @@ class SessionTensors:
 
     def take(self, packer: StatePacker) -> bool:
         """Take the tensors after another step. Returns False if they need another layout."""
-        are_same = len(packer.common) == len(self.common) and all(
-            one is other for one, other in zip(packer.common, self.common, strict=True)
-        )
-        if not are_same or packer.of_leader != self.of_leader:
+        counts = (len(packer.common), packer.of_leader)
+        if counts != (len(self.common), self.of_leader):
             return False
         if self.shapes != _shapes([*packer.common, *packer.own]):
             return False
+        self.common = packer.common
         self.own_now = packer.own
         return True
 
@@ -89,11 +88,8 @@ class SessionKeeper:
         self.parts: ModelParts | None = None
         self.device = device
         self.is_leader = is_leader
-        # Of this thread: other processes may take the core meanwhile.
-        self.clock = time.thread_time
         self.pace = SessionPace(SHARE_ON_CPU, FREE_SECONDS)
         if keeper.device:
-            self.clock = time.perf_counter
             self.pace = SessionPace(SHARE)
         self.tensors: SessionTensors | None = None
         self.last_mark = -1
@@ -134,7 +130,7 @@ class SessionKeeper:
         self.last_mark = mark
         if self.keeper.device:
             torch.cuda.current_stream().synchronize()
-        began = self.clock()
+        began = time.perf_counter()
         session = take_session()
         numbers = take_numbers()
         if self.keeper.is_over:
@@ -145,7 +141,7 @@ class SessionKeeper:
             if self.tensors is None or not self.tensors.take(packer):
                 self.tensors = SessionTensors(packer)
             kept.write(mark, self.tensors, beside=beside)
-        self.pace.took(self.clock() - began)
+        self.pace.took(time.perf_counter() - began)
 
     def take_back(self, mark: int) -> None:
         """Go back to the state before, if the one with this mark was kept last."""
@@ -157,20 +153,22 @@ class SessionKeeper:
         here = torch.tensor(self.pace.collect(), dtype=torch.float64, device=self.device)
         self.pace.deliver(from_all_ranks(here).tolist())
         seconds = self.pace.every * self.pace.step_seconds
-        if self.pace.every == 1 or seconds < WORTH_TELLING_SECONDS or self.has_told:
+        is_far = seconds > WORTH_TELLING_SECONDS or not self.keeper.device
+        if self.pace.every == 1 or not is_far or self.has_told:
             return
         self.has_told = True
         if self.is_leader and not self.keeper.is_over:
-            print(self._note(seconds), file=sys.stderr)
+            print(self._note(), file=sys.stderr)
 
-    def _note(self, seconds: float) -> str:
+    def _note(self) -> str:
         name, size = self.largest
         cause = ""
         if size > LARGE_BYTES:
-            cause = f" ({name} has {size / 2**20:,.0f} MiB that are no tensors on {self.device})"
+            cause = f", of which {name} has {size / 2**20:,.0f} MiB that are no tensors"
         return (
-            f"note: ddp_train.session: each {self.pace.every}th step is kept outside the processes:"
-            f" it takes {self.pace.cost_seconds:.2g} s{cause}; a failure costs some {seconds:.0f} s"
+            f"note: ddp_train.session: it takes {self.pace.cost_seconds:.2g} s to keep a step"
+            f" outside the processes{cause}: one in {self.pace.every} is kept, and a failure costs"
+            " the steps since"
         )
 
     def _packed(

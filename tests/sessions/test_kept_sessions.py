@@ -143,6 +143,50 @@ with ddp_train.session(run_dir, max_restarts=9) as run:
 """
 
 
+LARGE = """
+import sys
+
+import torch
+from torch import nn
+
+import ddp_train
+
+
+class Replay:
+    def __init__(self):
+        self.seen = [float(number) for number in range(500_000)]
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+with ddp_train.session(sys.argv[1].removeprefix("run_dir="), processes=2) as run:
+    model = run.wrap(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = run.loader(torch.utils.data.TensorDataset(torch.ones(240, 3)), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer, replay=Replay())
+    for epoch in run.epochs(1):
+        for (inputs,) in loader:
+            optimizer.zero_grad()
+            run.mean(model(inputs).squeeze(1)).backward()
+            optimizer.step()
+"""
+
+
+def test_what_is_large_and_no_tensor_is_kept_at_a_pace(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LARGE)
+    command = [sys.executable, str(script)]
+    with running(tmp_path / "run", env={"PYTHONPATH": str(ROOT)}, command=command) as job:
+        assert job.end() == 0, job.said()
+        said = job.said()
+    assert said.count("note: ddp_train.session: it takes ") == 1, said
+    assert "of which replay has 4 MiB that are no tensors: one in " in said, said
+
+
 def test_weights_that_have_come_apart_are_not_saved(tmp_path: Path) -> None:
     """Each rank keeps a part of them: together they are nobody's."""
     script = tmp_path / "train.py"
