@@ -47,7 +47,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import ddp_train
+import ddp_train.sessions.process
 
+ddp_train.sessions.process.KEPT_ON = ("cpu", "cuda")
 run_dir = sys.argv[1].removeprefix("run_dir=")
 kind = sys.argv[2]
 samples, epochs, width, hang_seconds, save_every = map(int, sys.argv[3:])
