@@ -35,6 +35,10 @@ MOST_OBJECTS = 20_000
 MOST_COLUMNS = 16
 """Numbers of a row that are looked at: who writes a row writes all of it."""
 MOST_ROWS = 2**24
+MOST_OBJECT_ROWS = 2**20
+"""Of a list or a dict, whose rows are looked at one by one: 0.1 s for a million."""
+MOST_COPIED = 2**24
+"""Numbers of a tensor or array with gaps, of which rows are cut out of a copy."""
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 NOT_LOOKED_INTO = (str, bytes, type, types.ModuleType, types.FunctionType, types.MethodType)
 LOCAL_ROWS = (
@@ -176,7 +180,7 @@ def rows_of(value: Any, samples: int) -> np.ndarray | Rows | None:
     if isinstance(value, dict):
         return _rows_of_dict(value)
     if isinstance(value, list):
-        if not samples <= len(value) <= MOST_ROWS or not _is_number(value[0]):
+        if not samples <= len(value) <= MOST_OBJECT_ROWS or not _is_number(value[0]):
             return None
         if not all(map(_is_number, value)):
             return None
@@ -186,6 +190,8 @@ def rows_of(value: Any, samples: int) -> np.ndarray | Rows | None:
             return None
         if not samples <= len(value) <= MOST_ROWS:
             return None
+        if not value.flags.c_contiguous and value.size > MOST_COPIED:
+            return None
         columns = value.reshape(len(value), -1)[:, :MOST_COLUMNS].astype(np.float64)
         return columns @ np.linspace(1, 2, columns.shape[1])
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
@@ -194,6 +200,8 @@ def rows_of(value: Any, samples: int) -> np.ndarray | Rows | None:
         return None
     if value.is_nested or not value.numel():
         return None
+    if not value.is_contiguous() and value.numel() > MOST_COPIED:
+        return None
     with torch.no_grad():
         columns = value.detach().reshape(len(value), -1)[:, :MOST_COLUMNS].cpu().double().numpy()
     return columns @ np.linspace(1, 2, columns.shape[1])
@@ -201,7 +209,7 @@ def rows_of(value: Any, samples: int) -> np.ndarray | Rows | None:
 
 def _rows_of_dict(table: dict[Any, Any]) -> Rows | None:
     rows: Rows = {}
-    if len(table) > MOST_ROWS:
+    if len(table) > MOST_OBJECT_ROWS:
         return None
     for key, value in list(table.items()):
         if type(key) is bool or not isinstance(key, int | np.integer):

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from ddp_train.distributed.all_gather import all_gather
 from ddp_train.distributed.world import World
 from ddp_train.sessions import steps
+from ddp_train.sessions.row_tables import rows_of
 from tests.sessions.loops import BATCH, SAMPLES, net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on
@@ -166,3 +167,12 @@ def test_a_table_of_all_rows_is_exact_and_not_named(name: str) -> None:
 def test_one_process_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert told(World(), "tensor")[0] == []
+
+
+def test_data_with_gaps_are_not_copied() -> None:
+    """A copy of images in another order of dimensions may fill the memory."""
+    images = torch.zeros(1).expand(2**13, 2**12)
+    assert rows_of(images, 10) is None
+    assert rows_of(images.numpy(), 10) is None
+    assert rows_of(images[:, :8], 10) is not None
+    assert rows_of([0.0] * 2**21, 10) is None
