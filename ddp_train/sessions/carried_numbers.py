@@ -1,4 +1,4 @@
-"""Numbers that a loop carries from step to step into its losses, compared between processes."""
+"""Numbers that a loop carries from step to step, or from epoch to epoch, into its losses."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LOOKS = 3
 """Steps that are looked at: the first may set what each of the next changes."""
 MODULE_OF_RUN = "ddp_train.sessions.run"
 CARRIED = (
-    "%s: carried from step to step into the losses, and not the same on all processes: each has its"
-    " own samples, and on another number of processes the losses are others. Of all samples, for a"
-    " mean: run.sum(values.sum()) / run.sum(len(values))"
+    "%s: carried from steps or epochs before into the losses, and not the same on all processes:"
+    " each has its own samples, and on another number of processes the losses are others. Of all"
+    " samples, for a mean: run.sum(values.sum()) / run.sum(len(values))"
 )
 
 
@@ -33,6 +33,8 @@ class CarriedNumbers:
     def __init__(self) -> None:
         self.looks = 0
         """Steps that were looked at."""
+        self.samples = 0
+        """Samples of this process in the last step."""
         self.numbers: dict[str, list[float]] = {}
         """Numbers of each carried variable after the last of these steps, without hidden states."""
 
@@ -42,29 +44,33 @@ class CarriedNumbers:
 
     def look(self, samples: int) -> None:
         """To be called when a step ends. samples: of this process in it."""
-        if self.is_complete:
-            return
-        self.looks += 1
-        self.numbers = {}
+        self.samples = samples
+        if not self.is_complete:
+            self.looks += 1
+            self.numbers = self._numbers_now()
+
+    def _numbers_now(self) -> dict[str, list[float]]:
+        """The numbers that the innermost loop carries whose step or epoch ends now."""
         for frame in user_frames():
             names = _carried_in(frame)
             if names is None:
                 continue
-            for name in names:
-                value = _value_of(name, frame)
-                if isinstance(value, Tensor | np.ndarray) and _is_hidden_state(value, samples):
-                    continue
-                numbers = _numbers_of(value)
-                if numbers:
-                    self.numbers[name] = numbers
-            return
+            values = {name: _value_of(name, frame) for name in names}
+            numbers = {
+                name: _numbers_of(value)
+                for name, value in values.items()
+                if not _is_hidden_state(value, self.samples)
+            }
+            return {name: of_one for name, of_one in numbers.items() if of_one}
+        return {}
 
     def apart(self, device: str) -> list[str]:
         """The variables that are not the same on all processes, at the end of an epoch.
 
         A collective: every process must call it.
         """
-        texts = texts_from_all_ranks(json.dumps(self.numbers), device)
+        numbers = self.numbers | self._numbers_now()
+        texts = texts_from_all_ranks(json.dumps(numbers), device)
         of_ranks = [json.loads(text) for text in texts]
         names = set.intersection(*map(set, of_ranks))
         return [
@@ -103,8 +109,10 @@ def _value_of(name: str, frame: types.FrameType) -> Any:
     return value
 
 
-def _is_hidden_state(value: Tensor | np.ndarray, samples: int) -> bool:
+def _is_hidden_state(value: Any, samples: int) -> bool:
     """True for what has rows for each sample of the batch, [n, ...] or [layers, n, ...]."""
+    if not isinstance(value, Tensor | np.ndarray):
+        return False
     return value.ndim > 1 and samples in value.shape[:2]
 
 

@@ -111,6 +111,7 @@ class Trainer:
         self.threshold = 0.1
         self.weights = torch.ones(2).double()
         """Of the classes: as many as a process has samples."""
+        self.temperature = 1.0
         self.seen = 0.0
 
     def mean_of(self, values: Tensor) -> float:
@@ -124,8 +125,9 @@ class Trainer:
         loader = self.run.loader(rows(), global_batch_size=6)
         self.run.resume(model=model, optimizer=optimizer)
         for _ in self.run.epochs(2):
+            largest = torch.zeros(1).double()
             for inputs, labels in loader:
-                losses = (model(inputs).squeeze(1) - labels).square()
+                losses = (model(inputs).squeeze(1) / self.temperature - labels).square()
                 kept = losses * (losses > self.threshold)
                 optimizer.zero_grad()
                 self.run.mean(kept * self.weights[labels.long()]).backward()
@@ -133,6 +135,8 @@ class Trainer:
                 self.seen += losses.sum().item()
                 self.threshold = 0.5 * self.threshold + 0.5 * self.mean_of(losses.detach())
                 self.weights[1] *= 1 + self.mean_of(losses.detach())
+                largest = losses.detach()
+            self.temperature += self.mean_of(largest)
         return weights_of(model=model)
 
 
@@ -146,7 +150,7 @@ def told(world: World, of_all: bool) -> list[Any]:
 
 def test_a_number_of_own_samples_is_told_once() -> None:
     messages = [messages for messages, _ in on_ranks(3, told, False)]
-    assert messages == [[CARRIED % "self.threshold, self.weights"], [], []]
+    assert messages == [[CARRIED % "self.temperature, self.threshold, self.weights"], [], []]
     assert on_ranks(1, told, False)[0][0] == []
 
 
