@@ -36,6 +36,7 @@ def documented_loop(world: World, folder: Path, epochs: int) -> tuple[int, list[
     imports, loop = code.split('dist.init_process_group("gloo")\n')
     assert loop.count("range(first_epoch, 2)") == 1
     loop = loop.replace("range(first_epoch, 2)", f"range(first_epoch, {epochs})")
+    loop = loop.replace("dist.destroy_process_group()\n", "")
     os.chdir(folder)
     found: dict[str, Any] = {}
     exec(imports + loop + AFTER, found)
