@@ -318,7 +318,8 @@ def save_step_of_last_attempt(
         return
     if is_leader:
         try:
-            _do(task, memory, run_dir)
+            if _do(task, memory, run_dir) is None:
+                log.warning("what was kept is not saved: a loss or a weight is not finite")
         except WriteError:
             raise
         except LaunchError as error:

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -434,18 +434,18 @@ def drawn(
         if kind == "plain":
             moments.append("evaluation")
         ranks_hit = (draw.randrange(ranks),)
-        if draw.random() < 0.3:
+        stops = number == 2 and ranks > 1
+        if draw.random() < 0.3 and not stops:  # a run that is stopped as a whole is suspended
             ranks_hit = tuple(range(ranks))
-        stops = number == 2
-        blows.append(
-            Blow(
-                draw.randint(1, 6),
-                ranks_hit,
-                signal.SIGSTOP if stops else signal.SIGKILL,
-                draw.choice(moments),
-                draw.uniform(0, longest_delay),
-            )
+        blow = Blow(
+            draw.randint(1, 6),
+            ranks_hit,
+            moment=draw.choice(moments),
+            delay=draw.uniform(0, longest_delay),
         )
+        if stops:  # behind the second batch, before which more time is allowed
+            blow = replace(blow, steps=4, number=signal.SIGSTOP, moment="step")
+        blows.append(blow)
     return blows
 
 

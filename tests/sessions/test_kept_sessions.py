@@ -111,7 +111,7 @@ def test_the_same_command_goes_on_where_no_restart_is_left(
     assert weights(run_dir) == undisturbed.weights
 
 
-APART = """
+DAMAGED = """
 import os
 import signal
 import sys
@@ -123,6 +123,7 @@ from torch import nn
 import ddp_train
 
 run_dir = sys.argv[1].removeprefix("run_dir=")
+damage = sys.argv[2]
 with ddp_train.session(run_dir, max_restarts=9) as run:
     model = run.wrap(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -137,9 +138,12 @@ with ddp_train.session(run_dir, max_restarts=9) as run:
             optimizer.zero_grad()
             run.mean(model(inputs).squeeze(1)).backward()
             optimizer.step()
-            if run.step == 12 and run.rank == 1 and not killed.exists():
+            if run.step == 12 and not killed.exists():
                 with torch.no_grad():
-                    model.weight.add_(1)
+                    if damage == "nan":
+                        model.weight.mul_(torch.nan)
+                    elif run.rank == 1:
+                        model.weight.add_(1)
 """
 
 
@@ -187,13 +191,21 @@ def test_what_is_large_and_no_tensor_is_kept_at_a_pace(tmp_path: Path) -> None:
     assert "of which replay has 4 MiB that are no tensors: one in " in said, said
 
 
-def test_weights_that_have_come_apart_are_not_saved(tmp_path: Path) -> None:
-    """Each rank keeps a part of them: together they are nobody's."""
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        ("apart", "what was kept cannot be saved: the weights are not the same on all processes"),
+        ("nan", "what was kept is not saved: a loss or a weight is not finite"),
+    ],
+)
+def test_weights_that_nobody_saves(damage: str, cause: str, tmp_path: Path) -> None:
+    """Each rank keeps a part of them: of weights that have come apart, together they are
+    nobody's."""
     script = tmp_path / "train.py"
-    script.write_text(APART)
+    script.write_text(DAMAGED)
     env = {"DDP_TRAIN_PROCESSES": "3", "PYTHONPATH": str(ROOT)}
-    with running(tmp_path / "run", env=env, command=[sys.executable, str(script)]) as job:
+    command = [sys.executable, str(script)]
+    with running(tmp_path / "run", damage, env=env, command=command) as job:
         assert job.end() == 0, job.said()
         said = job.said()
-    assert "what was kept cannot be saved: the weights are not the same on all processes" in said
-    assert "resumed from step 10 " in said
+    assert cause in said and "resumed from step 10 " in said, said
