@@ -27,6 +27,8 @@ class RankState:
 
     of_all: bytes
     """What all ranks know, packed; see `SessionKeeper`."""
+    lasting: bytes
+    """What all ranks know and seldom changes, packed."""
     buffers: int
     """How many of its own tensors are buffers of the models: the first ones."""
     buffers_of_copies: int
@@ -34,8 +36,7 @@ class RankState:
     gradients: dict[str, Any]
     """Gradients that the next step needs, by the names of their parameters, see `as_saved`."""
     norms: Tensor
-    """Of the parameters, in the order of the names."""
-    names: list[str]
+    """Of the parameters, see `distributed.replicas`."""
     logged: list[Any]
     """Rows of numbers that no exchange has, see `LoggedNumbers.kept`."""
     samples: int
@@ -94,10 +95,12 @@ class KeptSession:
         Raises ModelError if the weights of the processes have come apart.
         """
         first = self.ranks[0]
-        check_norms(first.names, torch.stack([rank.norms for rank in self.ranks]))
+        lasting = unpacked_state(first.lasting, self._tensor)
+        check_norms(lasting["names"], torch.stack([rank.norms for rank in self.ranks]))
         state = unpacked_state(first.of_all, self._tensor)
         session = {
             **state["session"],
+            **lasting["session"],
             "gradients": self._gradients(),
             "numbers": self._numbers(state["numbers"]),
             "buffers_of_copies": self.buffers_of_copies.of_ranks,
@@ -111,7 +114,7 @@ class KeptSession:
             step=self.step,
             model=unpacked_state(state["model"], self._tensor),
             training=training.as_dict(),
-            manifest=state["manifest"],
+            manifest=lasting["manifest"],
         )
 
     def _tensor(self, kept: KeptTensor) -> Tensor:

@@ -281,6 +281,7 @@ class SessionCheckpoints:
                     self.writer = Writer(self.settings.run_dir, keep, on_saving=on_saving)
                 session = {
                     **self.session_state(position, loading, watch),
+                    **self.lasting_state(),
                     "gradients": {name: as_saved(one) for name, one in gradients.items()},
                     "numbers": numbers,
                     "buffers_of_copies": buffers_of_copies,
@@ -295,9 +296,11 @@ class SessionCheckpoints:
             "position": dict(vars(position)),
             **loading,
             "windows": watch.windows.state(self.objects),
-            "groups": self._groups(),
-            "models": self.models,
         }
+
+    def lasting_state(self) -> dict[str, Any]:
+        """The part that stays as long as the parameters are in the same groups."""
+        return {"groups": self._groups(), "models": self.models}
 
     def manifest(self) -> dict[str, Any]:
         """Entries of each checkpoint's manifest."""

@@ -91,6 +91,9 @@ class SessionKeeper:
         self.pace = SessionPace(SHARE_ON_CPU, FREE_SECONDS)
         if keeper.device:
             self.pace = SessionPace(SHARE)
+        self.lasting = b""
+        self.lasting_since: Any = None
+        """What it depends on, as it was when that was packed."""
         self.tensors: SessionTensors | None = None
         self.last_mark = -1
         """The mark of the state that was kept last."""
@@ -197,19 +200,36 @@ class SessionKeeper:
             "objects": objects,
             "session": session,
             "numbers": numbers.of_all,
-            "manifest": self.checkpoints.manifest(),
         }
         rank_state = {
             "of_all": packer.packed(of_all, is_same=False),
+            "lasting": self._lasting(parts, packer),
             "buffers": len(parts.places),
             "buffers_of_copies": len(parts.places_of_copies),
             "gradients": gradients,
             "norms": norms,
-            "names": [*parts.measured],
             "logged": numbers.logged,
             "samples": numbers.samples,
         }
         return packer.packed(rank_state, is_same=False)
+
+    def _lasting(self, parts: ModelParts, packer: StatePacker) -> bytes:
+        """What stays as long as the same parameters train, in the same groups."""
+        trains = [parameter.requires_grad for _, parameter in parts.named]
+        optimizers = [
+            holder for holder in self.checkpoints.objects.values() if isinstance(holder, Optimizer)
+        ]
+        groups = [len(group["params"]) for one in optimizers for group in one.param_groups]
+        reason = (parts.registrations, trains, groups)
+        if reason != self.lasting_since:
+            self.lasting_since = reason
+            lasting = {
+                "session": self.checkpoints.lasting_state(),
+                "manifest": self.checkpoints.manifest(),
+                "names": [*parts.measured],
+            }
+            self.lasting = packer.packed(lasting, is_same=False)
+        return self.lasting
 
     def _model_parts(self) -> ModelParts:
         registrations = self.models.registrations
