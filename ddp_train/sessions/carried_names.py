@@ -39,8 +39,15 @@ class Flow:
 
     def reaching_losses(self) -> set[str]:
         """All names that the losses come from."""
+        return self._with_sources(self.losses)
+
+    def all_sources(self, name: str) -> set[str]:
+        """All names that one comes from, at any number of steps."""
+        return self._with_sources(self.sources[name])
+
+    def _with_sources(self, names: set[str]) -> set[str]:
         found: set[str] = set()
-        waiting = set(self.losses)
+        waiting = set(names)
         while waiting:
             name = waiting.pop()
             found.add(name)
@@ -58,14 +65,37 @@ def carried_into_losses(code: str, line: int, run_names: set[str]) -> list[str] 
     Those that are set in the loop, and read in it before. None if the loop has no losses, or there
     is none, or the code cannot be read.
     """
+    loop = names_of_loop(code, line, run_names)
+    return None if loop is None else sorted(loop.carried)
+
+
+@dataclass(frozen=True)
+class LoopNames:
+    """Names that the losses of the innermost loop around a line depend on."""
+
+    carried: set[str]
+    """Those that are set in the loop, and read in it before."""
+    before: dict[str, set[str]]
+    """Those that are set in an epoch before that loop begins, each with all that it comes from."""
+    used: set[str]
+    """Those that the loop uses and does not set."""
+
+    def made_from(self, names: set[str]) -> set[str]:
+        """Those of `before` that come from one of some names."""
+        return {name for name, sources in self.before.items() if sources & names}
+
+
+def names_of_loop(code: str, line: int, run_names: set[str]) -> LoopNames | None:
+    """See `carried_into_losses`."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError):
         return None
-    loop = _loop_around(tree, line)
-    if loop is None:
+    loops = _loops_around(tree, line)
+    if not loops:
         return None
     flow = Flow(run_names)
+    loop = loops[-1]
     if isinstance(loop, ast.For):
         for name in _names_in(loop.target):
             flow.set(name, set())
@@ -73,15 +103,35 @@ def carried_into_losses(code: str, line: int, run_names: set[str]) -> list[str] 
     if not flow.losses:
         return None
     reaching = flow.reaching_losses()
-    return sorted(name for name in flow.carried & reaching if name in flow.sources)
+    before = Flow(run_names)
+    for outer in loops[:-1]:
+        if isinstance(outer, ast.For) and _is_epochs(outer.iter, run_names):
+            earlier = [part for part in outer.body if (part.end_lineno or 0) < loop.lineno]
+            _follow(earlier, set(), before)
+    return LoopNames(
+        carried={name for name in flow.carried & reaching if name in flow.sources},
+        before={name: before.all_sources(name) for name in before.sources if name in reaching},
+        used=reaching - flow.sources.keys(),
+    )
 
 
-def _loop_around(tree: ast.AST, line: int) -> ast.For | ast.While | None:
-    found = None
-    for node in ast.walk(tree):  # outer ones before inner ones
-        if isinstance(node, ast.For | ast.While) and node.lineno <= line <= (node.end_lineno or 0):
-            found = node
-    return found
+def _loops_around(tree: ast.AST, line: int) -> list[ast.For | ast.While]:
+    """The loops around a line, outer ones before inner ones."""
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.For | ast.While) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+
+
+def _is_epochs(items: ast.expr, run_names: set[str]) -> bool:
+    """Whether a loop is one over `run.epochs(...)`, with whatever is around the call."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == "epochs"
+        and _dotted(node.value) in run_names
+        for node in ast.walk(items)
+    )
 
 
 def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import linecache
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class CarriedNumbers:
             names = _carried_in(frame)
             if names is None:
                 continue
-            values = {name: _value_of(name, frame) for name in names}
+            values = {name: value_of(name, frame) for name in names}
             numbers = {
                 name: _numbers_of(value)
                 for name, value in values.items()
@@ -80,23 +81,34 @@ class CarriedNumbers:
 
 def _carried_in(frame: types.FrameType) -> list[str] | None:
     """See `carried_into_losses`, of the loop that a frame is in."""
-    code = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    return carried_into_losses(code, frame.f_lineno, _names_of_run(frame))
+    return carried_into_losses(code_of(frame), frame.f_lineno, run_names(frame))
 
 
-def _names_of_run(frame: types.FrameType) -> set[str]:
+def code_of(frame: types.FrameType) -> str:
+    """The code of the file that a frame is in; "" if there is none."""
+    return "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
+
+
+def run_names(frame: types.FrameType) -> set[str]:
     """How the code of a frame calls the run: `run`, `self.run`."""
+    return names_of(frame, _is_run)
+
+
+def names_of(frame: types.FrameType, is_wanted: Callable[[Any], bool]) -> set[str]:
+    """The names of some values in the code of a frame: `run`, `self.run`."""
     variables = dict(frame.f_globals) | locals_of(frame, lambda _: True)
-    names = {name for name, value in variables.items() if _is_run(value)}
+    names = {name for name, value in variables.items() if is_wanted(value)}
     attributes = attributes_of(variables.get("self"))
-    return names | {f"self.{name}" for name, value in attributes.items() if _is_run(value)}
+    if isinstance(variables.get("self"), nn.Module):
+        attributes |= variables["self"]._modules
+    return names | {f"self.{name}" for name, value in attributes.items() if is_wanted(value)}
 
 
 def _is_run(value: Any) -> bool:
     return type(value).__module__ == MODULE_OF_RUN
 
 
-def _value_of(name: str, frame: types.FrameType) -> Any:
+def value_of(name: str, frame: types.FrameType) -> Any:
     """The value of `q` or `self.q`; None if there is none. No property is called."""
     first, *attributes = name.split(".")
     variables = locals_of(frame, first.__eq__)

@@ -239,11 +239,10 @@ class SessionProcess:
         place = f"epoch {position.epoch}"
         if position.batch:
             place += f", {counted(position.batch, 'step')} of it"
-        print(
-            f"stopped after step {position.step} ({place}) and saved; the same command resumes"
-            " there",
-            file=sys.stderr,
-        )
+        saved = " and saved; the same command resumes there"
+        if position.batch and steps.whole_epochs:
+            saved = f"; the same command resumes at the beginning of epoch {position.epoch}"
+        print(f"stopped after step {position.step} ({place}){saved}", file=sys.stderr)
 
     def end_by_failure(self, error: BaseException) -> NoReturn:
         """Report a failure, and end this process with its exit code."""

@@ -232,18 +232,22 @@ class Run(MediaCalls):
         steps.status.step = steps.position.step
         return steps.position.step
 
-    def epochs(self, count: int, *, save_every: int = 1) -> Iterator[int]:
+    def epochs(self, count: int, *, save_every: int = 1, whole: bool = False) -> Iterator[int]:
         """The numbers of the epochs that are left, from 0 to `count`.
 
         A checkpoint is saved after every `save_every` epochs and after the last one. A stop
         (SIGTERM, Ctrl-C) ends the process between two steps, or two epochs.
+
+        whole: nothing is saved inside of an epoch, and a run resumes at the beginning of one: for
+            loops that hold something from step to step, or from the epoch's beginning on, which is
+            in no checkpoint. The epoch of a stop or a failure is computed again.
         """
         steps = self._open_steps("run.epochs")
         if count < 0 or save_every < 1:
             raise UsageError(
                 f"run.epochs: count={count}, save_every={save_every}", "use whole numbers above 0"
             )
-        return steps.epochs(count, save_every)
+        return steps.epochs(count, save_every, whole)
 
     def save(self) -> None:
         """Save a checkpoint as soon as this step is done, on all processes alike.

@@ -44,6 +44,7 @@ from ddp_train.sessions.exchange_watch import (
 from ddp_train.sessions.first_step import SAME_ROWS, FirstStep
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
+from ddp_train.sessions.lost_variables import LOST, LostVariables
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers, log_call
 from ddp_train.sessions.open_epoch import OpenEpoch
@@ -131,6 +132,10 @@ class Steps:
         self.current_epoch: OpenEpoch | None = None
         """None between two epochs."""
         self.is_save_due = False
+        self.whole_epochs = False
+        """Nothing is saved inside of an epoch."""
+        self.lost_variables: LostVariables | None = None
+        """On rank 0, until it was asked after two steps."""
         self.gradients = GradientWatch()
         self.had_backward = False
         """The mean loss of this step has gone backward."""
@@ -173,8 +178,9 @@ class Steps:
 
     # --- epochs -----------------------------------------------------------------------------------
 
-    def epochs(self, count: int, save_every: int) -> Iterator[int]:
+    def epochs(self, count: int, save_every: int, whole: bool) -> Iterator[int]:
         """See Run.epochs."""
+        self.whole_epochs = whole
         if self.checkpoints is None:
             raise UsageError(
                 "run.epochs: run.resume was not called: nothing would be saved, and nothing"
@@ -183,6 +189,9 @@ class Steps:
                 " state_dict",
             )
         position = self.position
+        if self.world.is_leader and not whole and not self.settings.is_proof:
+            saved = [*self.checkpoints.objects.values(), *self.models]
+            self.lost_variables = LostVariables(saved)
         self._go_on_with_loaders()
         if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
@@ -352,7 +361,8 @@ class Steps:
     def _stop_if_agreed(self) -> None:
         if self.stop.allows(self.position.step):
             return
-        if self.checkpoints and self.checkpoints.saved != self.position:
+        may_save = not self.whole_epochs or not self.position.batch
+        if may_save and self.checkpoints and self.checkpoints.saved != self.position:
             self.save_now()
         raise StoppedError
 
@@ -485,15 +495,14 @@ class Steps:
         self._agree_on_keeping()
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
         # is right about when the next one is due.
-        could_be_saved = self.gradients.are_used and not is_last
+        could_be_saved = self.gradients.are_used and not is_last and not self.whole_epochs
         if could_be_saved and self.had_backward:  # else the others may be steps behind
             self._keep(state_mark(self.position.step, is_later=False))
         self.status.step = self.position.step  # what is not kept yet is not done
-        if not could_be_saved:
-            return
-        if self.is_save_due:
+        if could_be_saved and self.is_save_due:
             self.save_now()
-        if self.position.step >= self.stop.limit:
+        may_stop = could_be_saved or (self.whole_epochs and not is_last)
+        if may_stop and self.position.step >= self.stop.limit:
             self._stop_if_agreed()
 
     def leave_step(self, step: OpenStep) -> None:
@@ -524,6 +533,8 @@ class Steps:
             self.row_tables.end()
         if self.carried:
             self.carried.look(step.samples)
+        if self.lost_variables:
+            self._tell_of_lost_variables(self.lost_variables)
         if self.first_step:
             draws_by_rank = self.first_step.end()
             self.rows_of_first_step = self.first_step.rows
@@ -536,6 +547,15 @@ class Steps:
             place.batch += 1
             place.step = self.position.step
         self._close_step()
+
+    def _tell_of_lost_variables(self, lost_variables: LostVariables) -> None:
+        """Name what the loop holds, and a run that is resumed inside of an epoch would not."""
+        names = lost_variables.look()
+        if names is None:
+            return
+        self.lost_variables = None
+        if names:
+            log.warning(LOST, ", ".join(names))
 
     def log(self, name: str, values: Any, over: Any, how: str) -> None:
         """See Run.log."""

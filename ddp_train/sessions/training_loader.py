@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -13,6 +14,12 @@ from ddp_train.sessions.position import Place
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.wrapped import is_in_update_bn
+
+log = logging.getLogger(__name__)
+LENGTH_LEFT = (
+    "len(loader) is %d in this epoch, the batches that are left of %d, since the run was resumed"
+    " inside of it; for a schedule take len(loader) before run.epochs"
+)
 
 
 class TrainingLoader:
@@ -31,6 +38,8 @@ class TrainingLoader:
         self.feed = feed
         self.repeat = repeat
         self.place = Place(epoch=-1, is_over=True)
+        self.told_length = False
+        """The length of a resumed epoch was asked for, and explained."""
         self.number = steps.add_loader(self)
         self.iterators = 0
         """Iterators that were made inside of an epoch of a resumed run, until one of them began."""
@@ -51,7 +60,15 @@ class TrainingLoader:
         place = Place(**saved["place"]) if saved else self.place
         if place.is_over:
             return batches
-        return batches - (place.batch if saved else place.first)
+        left = batches - (place.batch if saved else place.first)
+        self._tell_of_length(left, batches)
+        return left
+
+    def _tell_of_length(self, left: int, batches: int) -> None:
+        if self.told_length or not self.steps.world.is_leader:
+            return
+        self.told_length = True
+        log.warning(LENGTH_LEFT, left, batches)
 
     def __iter__(self) -> Iterator[Any]:
         if is_in_update_bn():

@@ -124,7 +124,7 @@ class Trainer:
         optimizer = sgd(model)
         loader = self.run.loader(rows(), global_batch_size=6)
         self.run.resume(model=model, optimizer=optimizer)
-        for _ in self.run.epochs(2):
+        for _ in self.run.epochs(2, whole=True):
             largest = torch.zeros(1).double()
             for inputs, labels in loader:
                 losses = (model(inputs).squeeze(1) / self.temperature - labels).square()

@@ -1,0 +1,232 @@
+"""Variables that losses depend on and no checkpoint holds, and epochs that are computed as a whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_train.distributed.world import World
+from ddp_train.sessions import training_loader
+from ddp_train.sessions.carried_names import names_of_loop
+from ddp_train.sessions.lost_variables import LOST
+from ddp_train.sessions.run import Run
+from tests.sessions.loops import net, rows, sgd, weights_of
+from tests.support.ranks import on_ranks
+from tests.support.session_ranks import Interrupted, session_on
+
+BODY = """
+hidden = None
+rate = 0.1 * epoch
+target = model(inputs) + 1
+for x, y in loader:
+    hidden = cell(x, hidden)
+    losses = rate * (hidden - target[y]).square()
+    run.mean(losses).backward()
+    total += losses.sum().item()
+"""
+
+
+def test_names_that_losses_use_are_found() -> None:
+    code = "for epoch in run.epochs(3):\n" + indent(dedent(BODY), "    ")
+    loop = names_of_loop(code, 1 + code.splitlines().index("    for x, y in loader:"), {"run"})
+    assert loop is not None
+    assert loop.carried == {"hidden"}
+    assert loop.made_from({"model"}) == {"target"}
+    assert {"cell", "rate", "target"} <= loop.used
+
+
+class Pool:
+    """Earlier rows, of which each step uses some."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+    def mixed(self, inputs: Tensor) -> Tensor:
+        self.rows.append(inputs[:1].detach())
+        return inputs + torch.cat(self.rows).mean(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows = state["rows"]
+
+
+def with_hidden(run: Run, whole: bool) -> nn.Module:
+    torch.manual_seed(0)
+    cell = run.wrap(nn.GRUCell(4, 3).double())
+    optimizer = sgd(cell)
+    loader = run.loader(rows(), global_batch_size=5, shuffle=False)
+    run.resume(cell=cell, optimizer=optimizer)
+    for _ in run.epochs(3, whole=whole):
+        hidden = torch.zeros(1, 3).double()
+        for x, y in loader:
+            optimizer.zero_grad()
+            hidden = cell(x, hidden.detach().mean(0).expand(len(x), 3))
+            run.mean((hidden.mean(1) - y).square()).backward()
+            optimizer.step()
+            total, _ = _all(hidden)
+            hidden = total
+    return cell
+
+
+def _all(values: Tensor) -> tuple[Tensor, Any]:
+    import ddp_train
+
+    return ddp_train.all_gather(values.detach())
+
+
+def with_targets(run: Run, whole: bool) -> nn.Module:
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    data = rows()
+    loader = run.loader(range(len(data)), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer)
+    inputs = data.tensors[0]
+    for _ in run.epochs(3, whole=whole):
+        with torch.no_grad():
+            target = model(inputs) + inputs[:, :1]
+        for i in loader:
+            if run.step == 5:
+                run.save()
+            optimizer.zero_grad()
+            run.mean((model(inputs[i]) - target[i]).square().squeeze(1)).backward()
+            optimizer.step()
+    return model
+
+
+def with_teacher(run: Run, whole: bool) -> nn.Module:
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer)
+    for _ in run.epochs(3, whole=whole):
+        teacher = copy.deepcopy(model)
+        for x, y in loader:
+            optimizer.zero_grad()
+            aims = teacher(x).detach().squeeze(1) + y
+            run.mean((model(x).squeeze(1) - aims).square()).backward()
+            optimizer.step()
+    return model
+
+
+def with_pool(run: Run, whole: bool, saves_it: bool = False) -> nn.Module:
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    pool = Pool()
+    more = {"pool": pool} if saves_it else {}
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer, **more)
+    for _ in run.epochs(1, whole=whole):
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.mean((model(pool.mixed(x)).squeeze(1) - y).square()).backward()
+            optimizer.step()
+    return model
+
+
+def with_nothing(run: Run, whole: bool) -> nn.Module:
+    """What is for a log, counts by the epoch, and what run.resume got."""
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer)
+    total = 0.0
+    for epoch in run.epochs(2, whole=whole):
+        weight = 1 / (1 + epoch)
+        parameters = list(model.parameters())
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses = weight * (model(x).squeeze(1) - y).square()
+            run.mean(losses + 0 * parameters[0].square().sum()).backward()
+            optimizer.step()
+            total += losses.sum().item()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("loop", "names"),
+    [
+        (with_hidden, "hidden"),
+        (with_targets, "target"),
+        (with_teacher, "teacher"),
+        (with_pool, "pool"),
+        (with_nothing, ""),
+    ],
+)
+def test_what_no_checkpoint_holds_is_told(
+    loop: Callable[[Run, bool], nn.Module], names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for whole in (False, True):
+        caplog.clear()
+        with session_on(World()) as run:
+            loop(run, whole)
+        told = [record.getMessage() for record in caplog.records if record.msg == LOST]
+        expected = [LOST % names] if names and not whole else []
+        assert told == expected
+
+
+def test_a_pool_that_is_saved_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with session_on(World()) as run:
+        with_pool(run, whole=False, saves_it=True)
+    assert LOST not in [record.msg for record in caplog.records]
+
+
+def resumed(world: World, folder: Path) -> dict[str, tuple[Any, Any]]:
+    """The weights of undisturbed loops, and of those that were interrupted inside of an epoch."""
+    found = {}
+    for loop in (with_hidden, with_targets):
+        with session_on(world) as run:
+            calm = weights_of(model=loop(run, True))
+        place = str(folder / loop.__name__)
+        with session_on(world, place) as run:
+            end_step = run._steps.end_step
+
+            def end_and_leave(*arguments: Any, run: Run = run, end_step: Any = end_step) -> None:
+                end_step(*arguments)
+                if run.step == 6:
+                    raise Interrupted
+
+            run._steps.end_step = end_and_leave  # type: ignore[method-assign]
+            loop(run, True)
+        with session_on(world, place) as run:
+            again = weights_of(model=loop(run, True))
+        found[loop.__name__] = calm, again
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_whole_epochs_resume_at_their_beginning(processes: int, tmp_path: Path) -> None:
+    """Also where the loop has called run.save in the middle of one."""
+    for found in on_ranks(processes, resumed, tmp_path):
+        for calm, again in found.values():
+            torch.testing.assert_close(again, calm, rtol=0, atol=0)
+
+
+def test_the_length_of_a_resumed_epoch_is_explained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = []
+    for _ in range(2):
+        with session_on(World(), str(tmp_path)) as run:
+            model = run.wrap(net())
+            loader = run.loader(rows(), global_batch_size=6)
+            run.resume(model=model)
+            for _ in run.epochs(1):
+                lengths.append(len(loader))
+                for x, y in loader:
+                    run.mean((model(x).squeeze(1) - y).square()).backward()
+                    if run.step == 1:
+                        run.save()
+                    if run.step == 2:
+                        raise Interrupted
+    assert lengths == [4, 2]
+    told = [record.getMessage() for record in caplog.records]
+    assert told.count(training_loader.LENGTH_LEFT % (2, 4)) == 1
