@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import PicklingError, UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +24,6 @@ from ddp_train.optim.ema import WeightAverage
 from ddp_train.parallel.strategy import Strategy
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tensor_tree import map_tensors
-from ddp_train.text import first_line
 
 STEPPER = "stepper"
 METRICS = "metrics"
@@ -203,15 +202,36 @@ def copies_of(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def problem_of_state(state: dict[str, Any]) -> str:
-    """Why no checkpoint could be read with a state_dict; "" if one could."""
+    """Why no checkpoint could be read with a state_dict: the place of what is no plain data, and
+    its type; "" if one could."""
+    if _can_be_read(state):
+        return ""
+    place, value = _part_that_cannot(state)
+    return f"{place} is a {type(value).__name__}"
+
+
+def _part_that_cannot(value: Any, place: str = "") -> tuple[str, Any]:
+    """The innermost part of a state that cannot be read, and where it is: `['groups'][0]`."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        parts = value.items()
+    elif isinstance(value, list | tuple):
+        parts = enumerate(value)
+    for key, part in parts:
+        if not _can_be_read(part):
+            return _part_that_cannot(part, f"{place}[{key!r}]")
+    return place, value
+
+
+def _can_be_read(state: Any) -> bool:
     content = io.BytesIO()
-    torch.save(state, content)
-    content.seek(0)
     try:
+        torch.save(state, content)
+        content.seek(0)
         torch.load(content, weights_only=True, map_location="cpu")
-    except UnpicklingError as error:
-        return first_line(error)
-    return ""
+    except (UnpicklingError, PicklingError, AttributeError, TypeError):  # the last two: by pickle
+        return False
+    return True
 
 
 def problem_of_extra_state(model: nn.Module) -> str:

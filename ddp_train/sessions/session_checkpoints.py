@@ -52,7 +52,7 @@ from ddp_train.sessions.wrapped import Wrapped
 log = logging.getLogger(__name__)
 PLAIN_DATA = (
     "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a checkpoint is"
-    " read"
+    " read; functions are attributes of the object"
 )
 SAME_OBJECTS = "give run.resume what it got when that was saved, or start over in another run_dir"
 NOT_THE_SAME = (

@@ -61,6 +61,7 @@ WITH_TORCH = [
             "first_step",
             "gradient",
             "loader",
+            "lost_variables",
             "models",
             "numbers",
             "open_step",

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddp_train
+from ddp_train.checkpoints.training_state import problem_of_state
 from ddp_train.sessions.session_checkpoints import apart
 
 
@@ -46,3 +47,13 @@ def test_weights_that_become_nan_are_named_once(
     warnings = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
     assert len(warnings) == 1
     assert warnings[0].startswith("weight holds a NaN after step 2, and the loop trains on")
+
+
+def test_what_is_no_plain_data_is_named_by_its_place() -> None:
+    """LARS as in public code: its groups hold the functions that choose parameters."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    assert problem_of_state(optimizer.state_dict()) == ""
+    for unreadable in (nn.init.zeros_, lambda parameter: parameter.ndim == 1):
+        optimizer.param_groups[0]["weight_decay_filter"] = unreadable
+        problem = problem_of_state(optimizer.state_dict())
+        assert problem == "['param_groups'][0]['weight_decay_filter'] is a function"
