@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -172,6 +173,35 @@ def checkpoints_in(path: Path) -> list[Path]:
     with contextlib.suppress(OSError):  # a name that is too long, which `check_rules` refuses later
         return [place for place in (path, *places(path)) if (place / MANIFEST).is_file()]
     return []
+
+
+def ground_in(run_dir: Path) -> dict[str, Any]:
+    """The config of the run in a run directory, as the ground of a command that names no job.
+
+    It is that of the newest checkpoint; before the first one, that of config.yaml. Empty for a
+    folder with neither. Raises ConfigError for a config.yaml that cannot be trained.
+    """
+    earlier = EarlierRun.of(run_dir)
+    if earlier is not None:
+        return earlier.ground_to_resume()
+    if not os.path.isfile(run_dir / FILE):  # noqa: PTH113  Path.is_file raises for a name that is too long
+        return {}
+    try:
+        earlier = EarlierRun.of_file(run_dir)
+    except ConfigError:
+        rule = f"its {FILE} is not that of a run, and the command names no job"
+        remedy = "name another run_dir, or choose the job, as by model=NAME"
+        raise ConfigError([f"run_dir={run_dir}: {rule}; {remedy}"]) from None
+    before = earlier.config()
+    if before.uses_trained:
+        rule = f"its {FILE} is of mode={before.mode}, which trains nothing"
+        raise ConfigError([f"run_dir={run_dir}: {rule}; name another run_dir to train in"])
+    ground = earlier.ground()
+    checkpoint = ground.get("checkpoint")
+    # It was said of the files that were there then.
+    if isinstance(checkpoint, dict) and checkpoint.get("resume") == "never":
+        checkpoint.pop("resume")
+    return ground
 
 
 def run_to_resume(config: Config) -> Config | None:

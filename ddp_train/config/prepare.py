@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_train.config.auto import at_another_number, resolve
 from ddp_train.config.checkpoint_checks import changed_keys
 from ddp_train.config.composition import read_config
-from ddp_train.config.earlier_runs import EarlierRun, run_to_resume
+from ddp_train.config.earlier_runs import EarlierRun, ground_in, run_to_resume
 from ddp_train.config.folders import is_of_script, is_of_sweep
 from ddp_train.config.freeze import COMMANDS, freeze, record_command, to_text, to_values
 from ddp_train.config.notices import notices
@@ -90,8 +90,8 @@ def prepare(
 def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]:
     """The config, composed and bound, and all problems.
 
-    What is done with a trained model gets model, task and data of its checkpoint, a run that
-    resumes what it had.
+    What is done with a trained model gets model, task and data of its checkpoint; a command that
+    names no job gets that of the run in its run_dir.
     """
     config, problems = read_config(program, overrides)
     if config.uses_trained:
@@ -100,22 +100,40 @@ def read_run(program: Program, overrides: Overrides) -> tuple[Config, list[str]]
             # With the problems of the second reading only: a key may belong to the option that is
             # adopted.
             return read_config(program, overrides, earlier.adopted())
-    may_resume = config.mode == "train" and config.checkpoint.resume != "never"
-    if not config.run_dir or not may_resume:
+    if config.mode != "train" or not config.run_dir:
+        return config, problems
+    resume = config.checkpoint.resume
+    # With an option of a group or a preset, the overrides say all of it, as at its start.
+    says_all = overrides.config or overrides.choices.keys() & {*OPTIONS, *PRESETS}
+    if not says_all and resume in ("auto", "never"):
+        return _read_on_ground(program, overrides, config, problems)
+    if resume == "never":
         return config, problems
     earlier = EarlierRun.of(Path(config.run_dir))
     if earlier is None:
         return config, problems
-    # With an option of a group or a preset, the overrides say all of it, as at its start.
-    says_all = overrides.choices.keys() & {*OPTIONS, *PRESETS}
-    if config.checkpoint.resume == "auto" and not overrides.config and not says_all:
-        return read_config(program, overrides, earlier.ground_to_resume())
     before = earlier.values.get("data", {})
     if config.data.decode == "auto" and before.get("name") == config.data.name:
         # Other hardware may choose another decoder, with slightly different pixels: a run keeps its
         # own.
         config.data = replace(config.data, decode=before.get("decode", "auto"))
     return config, problems
+
+
+def _read_on_ground(
+    program: Program, overrides: Overrides, config: Config, problems: list[str]
+) -> tuple[Config, list[str]]:
+    """The config of the run in the run directory with the overrides on top, and all problems.
+
+    config, problems: what the overrides say alone, which is returned for a new folder.
+    """
+    try:
+        ground = ground_in(Path(str(config.run_dir)))
+    except ConfigError as error:
+        return config, [*problems, *error.problems]
+    if not ground:
+        return config, problems
+    return read_config(program, overrides, ground)
 
 
 def resolve_and_check(

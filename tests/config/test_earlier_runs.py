@@ -89,12 +89,54 @@ def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
     for words in (
         ["optimizer=adamw"],
         ["experiment=gpt_tiny"],
-        ["checkpoint.resume=never"],
         ["mode=doctor"],
     ):
         assert read_again("run_dir=earlier", *words).train.epochs != 7, "the words say all of it"
+    anew = read_again("run_dir=earlier", "checkpoint.resume=never")
+    assert (anew.checkpoint.resume, anew.train.epochs, anew.model) == ("never", 7, before.model)
     under_torchrun = prepare(PROGRAM, ["run_dir=earlier"], World(0, 3, 0, 3, 0)).config
     assert under_torchrun.launch.nproc_per_node == 3 and under_torchrun.optimizer.lr == 0.003
+
+
+@pytest.mark.parametrize("began", ["auto", "never"])
+def test_a_run_before_its_first_checkpoint_is_the_same_job_again(began: str) -> None:
+    """Killed early, or failed while it was built."""
+    words = ["model=mlp", "optimizer=adamw", "train.epochs=7", "launch.nproc_per_node=2"]
+    accepted(*words, f"checkpoint.resume={began}", "run_dir=earlier")
+    for resume in ("auto", "never"):
+        again = read_again("run_dir=earlier", "optimizer.lr=0.5", f"checkpoint.resume={resume}")
+        assert (again.model.name, again.optimizer.name, again.optimizer.lr) == ("mlp", "adamw", 0.5)
+        assert (again.train.epochs, again.launch.nproc_per_node) == (7, 2)
+        assert again.tuning.num_workers == "auto", "for the hardware of today"
+        assert again.checkpoint.resume == resume
+    assert read_again("run_dir=earlier").checkpoint.resume == "auto", "it may go on from now on"
+    assert read_again("run_dir=earlier", "model=cnn").train.epochs != 7, "the words say all of it"
+    assert read_again("run_dir=earleir").model.name == "cnn", "a new run"
+    accepted("run_dir=earlier")
+    assert load_frozen(Path("earlier/config.yaml").read_text()).optimizer.name == "adamw"
+
+
+def test_a_run_that_began_elsewhere_begins_there_again(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "first", "model=mlp")
+    accepted("model=mlp", "checkpoint.resume=first", "run_dir=second")
+    assert read_again("run_dir=second").checkpoint.resume == "first"
+    assert read_again("run_dir=second", "checkpoint.resume=never").checkpoint.resume == "never"
+
+
+def test_a_config_file_that_cannot_be_trained_is_refused(tmp_path: Path) -> None:
+    checkpoint_of(tmp_path / "run", "model=mlp")
+    accepted("mode=evaluate", "checkpoint.resume=run", "run_dir=scores")
+    assert problems_of("run_dir=scores") == [
+        "run_dir=scores: its config.yaml is of mode=evaluate, which trains nothing; name another"
+        " run_dir to train in"
+    ]
+    Path("mine").mkdir()
+    for text in ("port: 80\n", "a: [", "- 1\n"):
+        Path("mine/config.yaml").write_text(text)
+        assert problems_of("run_dir=mine", "train.epochs=1") == [
+            "run_dir=mine: its config.yaml is not that of a run, and the command names no job;"
+            " name another run_dir, or choose the job, as by model=NAME"
+        ]
 
 
 @pytest.mark.parametrize("form", ["custom", "_target_"])
