@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,7 +17,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.empty_batch import step_without_samples
-from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.process_group import same_everywhere, total
 from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
@@ -28,7 +26,6 @@ from ddp_train.recovery.state_keeper import StateKeeper
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.kept_memory import KeptMemory, state_mark
 from ddp_train.resilience.preemption import StopController
-from ddp_train.sessions.carried_numbers import CARRIED, CarriedNumbers
 from ddp_train.sessions.exchange_watch import (
     BACKWARD,
     CHECKPOINT,
@@ -37,14 +34,13 @@ from ddp_train.sessions.exchange_watch import (
     END_OF_SESSION,
     KEEPING,
     LINE,
-    SUM,
     UNITS,
     ExchangeWatch,
 )
-from ddp_train.sessions.first_step import SAME_ROWS, FirstStep
+from ddp_train.sessions.first_epoch import FirstEpoch
+from ddp_train.sessions.first_step import FirstStep
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
-from ddp_train.sessions.lost_variables import LOST, LostVariables
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers, log_call
 from ddp_train.sessions.open_epoch import OpenEpoch
@@ -57,7 +53,6 @@ from ddp_train.sessions.open_step import (
 )
 from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.position import Position
-from ddp_train.sessions.row_tables import RowTables, warning_of
 from ddp_train.sessions.score_watch import ScoreWatch
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.session_keeper import SessionKeeper
@@ -67,7 +62,6 @@ from ddp_train.sessions.update_record import UpdateRecord
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
 
-log = logging.getLogger(__name__)
 SAME_UPDATES = (
     "each process has its own part of a loss: decide for all of them by a sum,"
     " if math.isfinite(run.sum(loss.item())): optimizer.step()"
@@ -134,8 +128,6 @@ class Steps:
         self.is_save_due = False
         self.whole_epochs = False
         """Nothing is saved inside of an epoch."""
-        self.lost_variables: LostVariables | None = None
-        """On rank 0, until it was asked after two steps."""
         self.gradients = GradientWatch()
         self.had_backward = False
         """The mean loss of this step has gone backward."""
@@ -147,15 +139,8 @@ class Steps:
         self.seed_step = StepSeed(settings.seed, world.rank, device)
         self.first_step: FirstStep | None = FirstStep(self.models, self.seed_step, world)
         """None when this process has done a step."""
-        self.rows_of_first_step: str | None = None
-        """A digest, see FirstStep; None before the first step, and when they were compared."""
-        self.row_tables: RowTables | None = None
-        """None on one process, and when they were compared."""
-        self.carried: CarriedNumbers | None = None
-        """None on one process, and when they were compared."""
-        if world.size > 1:
-            self.row_tables = RowTables()
-            self.carried = CarriedNumbers()
+        self.first_epoch: FirstEpoch | None = None
+        """None before the loop over epochs begins."""
         self.update_record: UpdateRecord | None = None
         """The record of a run of `ddp-train prove train.py`; None in any other."""
         if settings.is_proof:
@@ -189,9 +174,10 @@ class Steps:
                 " state_dict",
             )
         position = self.position
-        if self.world.is_leader and not whole and not self.settings.is_proof:
+        saved = None
+        if not whole and not self.settings.is_proof:
             saved = [*self.checkpoints.objects.values(), *self.models]
-            self.lost_variables = LostVariables(saved)
+        self.first_epoch = FirstEpoch(self.world, saved)
         self._go_on_with_loaders()
         if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
@@ -207,7 +193,7 @@ class Steps:
             self.exchange_watch.enter(END_OF_EPOCH)
             meet(END_OF_EPOCH, self.device)
             self._check_updates()
-            self._compare_processes()
+            self.first_epoch.compare(self.device)
             self.numbers.flush(position.step, position.epoch + 1)
             check_same_rates(self.checkpoints.objects, self.device)
             position.end_epoch()
@@ -275,40 +261,6 @@ class Steps:
         what = "the number of steps of the optimizers"
         same_everywhere(self.gradients.updates, self.device, what, SAME_UPDATES)
 
-    def _compare_processes(self) -> None:
-        """Name once what each process has of its own samples alone. A collective."""
-        self._compare_rows()
-        self._compare_tables()
-        self._compare_carried()
-
-    def _compare_carried(self) -> None:
-        carried = self.carried
-        if carried is None or not carried.is_complete:
-            return
-        self.carried = None
-        names = carried.apart(self.device)
-        if names and self.world.is_leader:
-            log.warning(CARRIED, ", ".join(names))
-
-    def _compare_rows(self) -> None:
-        """Say if all processes had the same rows in the first step."""
-        rows = self.rows_of_first_step
-        if rows is None or self.world.size == 1:
-            return
-        self.rows_of_first_step = None
-        are_same = {rows} == set(texts_from_all_ranks(rows, self.device))
-        if are_same and rows and self.world.is_leader:
-            log.warning(SAME_ROWS, self.world.size)
-
-    def _compare_tables(self) -> None:
-        tables = self.row_tables
-        if tables is None or not tables.is_complete:
-            return
-        self.row_tables = None
-        names = tables.apart(self.device)
-        if names and self.world.is_leader:
-            log.warning(warning_of(names))
-
     @property
     def epochs_begun(self) -> int:
         return self.position.epoch + (self.current_epoch is not None)
@@ -347,7 +299,8 @@ class Steps:
         self.exchange_watch.enter(END_OF_SESSION)
         meet(END_OF_SESSION, self.device)
         self._end_open_step()
-        self._compare_processes()
+        if self.first_epoch:
+            self.first_epoch.compare(self.device)
         self.numbers.flush(self.position.step, self.epochs_begun)
         if self.current_epoch and self.checkpoints:
             for loader in self.training_loaders:
@@ -466,14 +419,14 @@ class Steps:
         random.seed(key)
         if self.first_step:
             self.first_step.begin(self.position.step)
-        if self.row_tables:
-            self.row_tables.begin([loader.facts for loader in self.training_loaders])
+        if self.first_epoch:
+            self.first_epoch.begin_step([loader.facts for loader in self.training_loaders])
         return self.open_step
 
     def see_batch(self, share: MicroBatch, batch: Any) -> None:
         """Called with each batch before the user's loop has it."""
-        if self.row_tables:
-            self.row_tables.see_batch(share.sample_numbers[: share.num_real], batch)
+        if self.first_epoch:
+            self.first_epoch.see_batch(share, batch)
 
     def end_step(self, step: OpenStep, is_last: bool) -> None:
         """End a step, after the user's code is done with its batch.
@@ -529,15 +482,12 @@ class Steps:
     def _count(self, step: OpenStep) -> None:
         """Count a step as done, and close it."""
         self.numbers.end_step(self.position.step, step.samples)
-        if self.row_tables:
-            self.row_tables.end()
-        if self.carried:
-            self.carried.look(step.samples)
-        if self.lost_variables:
-            self._tell_of_lost_variables(self.lost_variables)
+        if self.first_epoch:
+            self.first_epoch.end_step(step.samples)
         if self.first_step:
             draws_by_rank = self.first_step.end()
-            self.rows_of_first_step = self.first_step.rows
+            if self.first_epoch:
+                self.first_epoch.rows = self.first_step.rows
             self.first_step = None
             if draws_by_rank and self.update_record:
                 self.update_record.draws_by_process = True
@@ -547,15 +497,6 @@ class Steps:
             place.batch += 1
             place.step = self.position.step
         self._close_step()
-
-    def _tell_of_lost_variables(self, lost_variables: LostVariables) -> None:
-        """Name what the loop holds, and a run that is resumed inside of an epoch would not."""
-        names = lost_variables.look()
-        if names is None:
-            return
-        self.lost_variables = None
-        if names:
-            log.warning(LOST, ", ".join(names))
 
     def log(self, name: str, values: Any, over: Any, how: str) -> None:
         """See Run.log."""
@@ -665,8 +606,8 @@ class Steps:
         self.exchange_watch.enter(call)
         if self.first_step:
             self.first_step.see_sum(value)
-        if self.row_tables and call == SUM:
-            self.row_tables.see_sum(value)
+        if self.first_epoch:
+            self.first_epoch.see_sum(call, value)
 
     def _in_backward(self, _: Tensor) -> None:
         if self.first_step:

@@ -58,6 +58,7 @@ WITH_TORCH = [
             "batch_norm",
             "beside_mean",
             "carried_numbers",
+            "first_epoch",
             "first_step",
             "gradient",
             "loader",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions import steps
+from ddp_train.sessions import first_epoch
 from ddp_train.sessions.carried_names import carried_into_losses
 from ddp_train.sessions.carried_numbers import CARRIED
 from tests.sessions.loops import net, rows, sgd, weights_of
@@ -142,7 +142,7 @@ class Trainer:
 
 def told(world: World, of_all: bool) -> list[Any]:
     messages: list[str] = []
-    steps.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
+    first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
     with session_on(world) as run:
         weights = Trainer(run, of_all).train()
     return [messages, weights]

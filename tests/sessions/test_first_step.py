@@ -17,7 +17,7 @@ from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.rng import StepSeed
 from ddp_train.distributed.training_step import TrainingStep
 from ddp_train.distributed.world import World
-from ddp_train.sessions import steps
+from ddp_train.sessions import first_epoch
 from ddp_train.sessions.first_step import SAME_ROWS, DrawsOfStep
 from tests.sessions.loops import BATCH, net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
@@ -52,7 +52,7 @@ def own_batches(world: World, kind: str) -> list[Any]:
         norm; `shared`: the loader gives it; `alike`: all rows of all batches are the same.
     """
     messages: list[str] = []
-    steps.log.warning = lambda text, *_: messages.append(text)  # type: ignore[method-assign]
+    first_epoch.log.warning = lambda text, *_: messages.append(text)  # type: ignore[method-assign]
     inputs, labels = rows().tensors
     with session_on(world) as run:
         torch.manual_seed(0)

@@ -1,0 +1,100 @@
+"""What is looked at in the first epoch of a session: variables of the loop that would make its
+result depend on the number of processes, or on where it was resumed.
+
+Rank 0 warns. What takes an exchange is compared at the end of the epoch.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ddp_train.data.batch_plan import MicroBatch
+from ddp_train.distributed.exchange import texts_from_all_ranks
+from ddp_train.distributed.world import World
+from ddp_train.sessions.carried_numbers import CARRIED, CarriedNumbers
+from ddp_train.sessions.exchange_watch import SUM
+from ddp_train.sessions.first_step import SAME_ROWS
+from ddp_train.sessions.lost_variables import LOST, LostVariables
+from ddp_train.sessions.row_tables import RowTables, warning_of
+
+log = logging.getLogger(__name__)
+
+
+class FirstEpoch:
+    """Looks at the variables of the user's loop."""
+
+    def __init__(self, world: World, saved: Collection[Any] | None) -> None:
+        """saved: the models and the objects of run.resume; None where nothing is lost beside
+        them, since each epoch begins anew."""
+        self.world = world
+        self.row_tables: RowTables | None = None
+        """None on one process, and when they were compared."""
+        self.carried: CarriedNumbers | None = None
+        """None on one process, and when they were compared."""
+        self.lost: LostVariables | None = None
+        """On rank 0, until it was asked after two steps."""
+        self.rows: str | None = None
+        """The digest of `FirstStep.rows`; None before the first step, and when it was compared."""
+        if world.size > 1:
+            self.row_tables = RowTables()
+            self.carried = CarriedNumbers()
+        if world.is_leader and saved is not None:
+            self.lost = LostVariables(saved)
+
+    def begin_step(self, facts: list[Mapping[str, Any]]) -> None:
+        """facts: of the loaders, see `Feed`."""
+        if self.row_tables:
+            self.row_tables.begin(facts)
+
+    def see_batch(self, share: MicroBatch, batch: Any) -> None:
+        """Called with each batch before the user's loop has it."""
+        if self.row_tables:
+            self.row_tables.see_batch(share.sample_numbers[: share.num_real], batch)
+
+    def see_sum(self, call: str, value: Any) -> None:
+        """Called when a value is added up, or gathered, over all processes. call: SUM or GATHER."""
+        if self.row_tables and call == SUM:
+            self.row_tables.see_sum(value)
+
+    def end_step(self, samples: int) -> None:
+        """samples: of this process in the step."""
+        if self.row_tables:
+            self.row_tables.end()
+        if self.carried:
+            self.carried.look(samples)
+        if self.lost:
+            self._tell_of_lost(self.lost)
+
+    def _tell_of_lost(self, lost: LostVariables) -> None:
+        names = lost.look()
+        if names is None:
+            return
+        self.lost = None
+        if names:
+            log.warning(LOST, ", ".join(names))
+
+    def compare(self, device: str) -> None:
+        """Name once what each process has of its own samples alone. A collective."""
+        self._compare_rows(device)
+        if self.row_tables and self.row_tables.is_complete:
+            names = self.row_tables.apart(device)
+            self.row_tables = None
+            if names and self.world.is_leader:
+                log.warning(warning_of(names))
+        if self.carried and self.carried.is_complete:
+            names = self.carried.apart(device)
+            self.carried = None
+            if names and self.world.is_leader:
+                log.warning(CARRIED, ", ".join(names))
+
+    def _compare_rows(self, device: str) -> None:
+        """Say if all processes had the same rows in the first step."""
+        rows = self.rows
+        if rows is None or self.world.size == 1:
+            return
+        self.rows = None
+        are_same = {rows} == set(texts_from_all_ranks(rows, device))
+        if are_same and rows and self.world.is_leader:
+            log.warning(SAME_ROWS, self.world.size)
