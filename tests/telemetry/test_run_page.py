@@ -202,6 +202,18 @@ def test_printed_commands_trust_the_code_of_the_run(tmp_path: Path) -> None:
         assert found.given["trusted_modules"] == ["my_net", "my_data"]
 
 
+@pytest.mark.parametrize("typed", ["python -m ddp_train", "python launch.py", "ddp-train"])
+@pytest.mark.parametrize("rest", ["model=mlp", "-m seed=1,2", "--config-dir=mine model=mlp"])
+def test_printed_commands_start_as_the_run_was_started(
+    typed: str, rest: str, tmp_path: Path
+) -> None:
+    run = read_run(leave_run(tmp_path / "run"))
+    run.commands[-1]["command"] = f"{typed} {rest}"
+    for command in uses(run):
+        program, _, words = command.partition(f"{typed} ")
+        assert program == "" and words.startswith(("mode=", "run_dir=")), command
+
+
 def test_run_that_trains_nothing_is_repeated_by_its_command(tmp_path: Path) -> None:
     """Its folder holds no checkpoint to evaluate."""
     run = read_run(leave_run(tmp_path / "run"))

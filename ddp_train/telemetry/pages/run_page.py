@@ -112,9 +112,12 @@ def uses(run: RunFiles) -> list[str]:
 
 
 def program_of(command: str) -> list[str]:
-    """The words of a command line before its first flag or setting."""
+    """The words of a command line before its first flag or setting; `python -m` is part of them."""
+    arguments = shlex.split(command)
     program = []
-    for argument in shlex.split(command):
+    if arguments[:2] == ["python", "-m"]:
+        program = arguments[:3]
+    for argument in arguments[len(program) :]:
         if "=" in argument or argument.startswith("-"):
             break
         program.append(argument)
