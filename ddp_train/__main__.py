@@ -19,6 +19,7 @@ from ddp_train.commands.table import (
     CHECK,
     OF_FOLDERS,
     PROVE_SCRIPT,
+    asks_for_help,
     command_of_run,
     has_flags,
     load,
@@ -53,6 +54,8 @@ def main(script: Path | None, argv: list[str]) -> int:
     first = argv[0] if argv else ""
     world = None
     try:
+        if asks_for_help(argv):
+            return load("help of")(first)
         if first in OF_FOLDERS:
             return load(first)(argv[1:])
         if first == PROVE_SCRIPT:

@@ -7,13 +7,13 @@ import shutil
 import sys
 
 import ddp_train
+from ddp_train.commands.table import HELP
 from ddp_train.config.program import CONFIG_DIR, PRESETS, Program
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.launcher.fork_server import ForkServer
 from ddp_train.text import did_you_mean
 
-HELP = ("-h", "--help")
 VERSION = "--version"
 SWEEP = ("-m", "--multirun")
 CONFIG = ("-c", "--cfg")

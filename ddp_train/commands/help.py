@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ddp_train.config.earlier_runs import CONFIG_KEY, OF_A_RUN
 from ddp_train.config.keys import is_section, own_keys
-from ddp_train.config.program import Program
+from ddp_train.config.program import Program, command_name
 from ddp_train.options.custom import CustomOption
 from ddp_train.options.registry import OPTIONS
 from ddp_train.options.schema import SECTIONS, Config
@@ -35,6 +35,32 @@ USES = {
     "{} resize RUN N": "change the number of processes",
     "{} init FOLDER": "start a project of your own",
 }
+OF_COMMANDS = {
+    "init": ("FOLDER", "Starts a project of your own, a package of the folder's name."),
+    "resize": (
+        "RUN N",
+        "Changes the number of processes of a run that trains, to one of the range that it was"
+        " started with\n(launch.nproc_per_node=1:4).",
+    ),
+    "compare": (
+        "RUN RUN ... [--metric SET.NAME] [--output PAGE.html]",
+        "Says what differs between runs, and whether it is more than noise.\n"
+        "A folder stands for all runs in it.\n\n"
+        "--metric SET.NAME    the number to judge by, as test.accuracy\n"
+        "--output PAGE.html   write a page with the curves",
+    ),
+    "watch": ("FOLDER", "Shows all runs of a folder, or one run, as they go; Ctrl-C ends it."),
+    "check": (
+        "[-m] [key=value ...]",
+        "Checks the command of a run, or of a sweep (-m). It starts and writes nothing.",
+    ),
+    "prove": (
+        "train.py [ARGUMENT ...]",
+        "Compares the first updates of a script with a ddp_train.session on 1 and 3 processes."
+        "\nIn place of train.py, -m MODULE names a module.",
+    ),
+}
+"""Arguments and meaning of each command that is a word of its own."""
 KEY_WIDTH = 44
 LEAST_TEXT_WIDTH = 23
 
@@ -48,6 +74,13 @@ def usage(typed: str) -> str:
     for command, meaning in zip(commands, USES.values(), strict=True):
         lines.append(f"{command:<{width}}{meaning}")
     return "\n".join(lines)
+
+
+def print_help_of(command: str) -> int:
+    """Print how a command of OF_COMMANDS is used. Returns the exit code."""
+    arguments, meaning = OF_COMMANDS[command]
+    print(f"{command_name()} {command} {arguments}\n\n{meaning}")
+    return 0
 
 
 def help_text(program: Program) -> str:

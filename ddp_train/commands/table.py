@@ -18,6 +18,8 @@ COMMANDS = {
     "prove script": "ddp_lab.prove.script:prove_script",
     # about other commands: function(program, arguments)
     "check": "ddp_train.commands.check:check",
+    # about a command that is a word of its own: function(command)
+    "help of": "ddp_train.commands.help:print_help_of",
     # about runs: function(program, arguments, world)
     "run": "ddp_train.commands.run:run",
     "flags": "ddp_train.commands.flags:run_with_flags",
@@ -33,6 +35,7 @@ OF_FOLDERS = ("init", "resize", "compare", "watch")
 PROVE_SCRIPT = "prove"
 """The first word of `prove script`. The command `prove` is a mode of runs by config."""
 CHECK = "check"
+HELP = ("-h", "--help")
 MODES = ("study", "prove")
 """Modes that are commands: their functions read the overrides of many runs."""
 
@@ -43,6 +46,16 @@ def command_of_run(arguments: list[str]) -> str:
         if f"mode={mode}" in arguments:
             return mode
     return "flags" if has_flags(arguments) else "run"
+
+
+def asks_for_help(arguments: list[str]) -> bool:
+    """Whether a command that is a word of its own is asked how it is used."""
+    if not arguments or arguments[0] not in (*OF_FOLDERS, PROVE_SCRIPT, CHECK):
+        return False
+    words = arguments[1:]
+    if arguments[0] == PROVE_SCRIPT:
+        words = words[:1]  # the others are those of the script
+    return not set(HELP).isdisjoint(words)
 
 
 def has_flags(arguments: list[str]) -> bool:

@@ -45,6 +45,19 @@ def test_help_names_choices_and_what_works() -> None:
         assert expected in told
 
 
+@pytest.mark.parametrize("command", ["init", "resize", "compare", "watch", "check", "prove"])
+def test_each_command_says_how_it_is_used(command: str) -> None:
+    told = launch(command, "--help")
+    assert (told.returncode, told.stderr) == (0, "")
+    assert f"launch.py {command} " in told.stdout.splitlines()[0]
+    assert max(map(len, told.stdout.splitlines())) <= 100
+    assert launch(command, "-h").stdout == told.stdout
+
+
+def test_a_proved_script_has_its_own_help() -> None:
+    assert "there is no script gone.py" in launch("prove", "gone.py", "--help").stderr
+
+
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_help_fits_a_terminal_and_loses_no_word(width: int) -> None:
     text = launch("--help").stdout

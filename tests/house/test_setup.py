@@ -72,7 +72,7 @@ def test_a_new_project_is_five_short_files(
         (["spot-finder"], "init spot-finder: exists and is not an empty folder"),
         ([], "init: needs one folder; use"),
         (["a", "b"], "init: needs one folder; use"),
-        (["--help"], "init: needs one folder; use"),
+        (["--here"], "init: needs one folder; use"),
         (["json"], "a package json is installed, which would hide yours"),
         (["2nd"], "2nd cannot be the name of a package"),
         (["spot-finder/conf/experiment/spots.yaml/x"], "cannot be"),
