@@ -11,16 +11,22 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ddp_train.errors import ConfigError, DataError, ModelError, WriteError
+from ddp_train.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    NonFiniteLossError,
+    WriteError,
+)
 from ddp_train.launcher.size import Size
 from ddp_train.resilience.failure import Failure
 from ddp_train.text import counted
 
 FINAL = (ConfigError.exit_code, DataError.exit_code, WriteError.exit_code)
 """Exit codes of failures that a restart would only repeat."""
-NOT_SAVED = (ModelError.kind, WriteError.kind)
-"""Kinds of failures after which no step is saved: the weights of the processes have come apart, or
-the run directory cannot be written."""
+NOT_SAVED = (ModelError.kind, NonFiniteLossError.kind, WriteError.kind)
+"""Kinds of failures after which no step is saved: the weights of the processes have come apart, the
+last weights give a loss that is not finite, or the run directory cannot be written."""
 SAME_FAILURES = 3
 """Attempts in a row with the same failure after which the run ends."""
 DEVICE_FAILURES = 2
@@ -229,14 +235,18 @@ def sentences(
     max_restarts: int,
     words_to_resume: str,
     steps_redone: int = 0,
+    finite_step: int | None = None,
 ) -> list[str]:
     """The lines that the terminal shows below the report of a failure.
 
     kept_step: the last step that all ranks have kept outside their processes.
     words_to_resume: the overrides that resume the run.
     steps_redone: how many steps they had done since.
+    finite_step: step of the newest checkpoint, -1 for none, where a loss was not finite; else None.
     """
     saved = "" if kept_step is None else _saved_sentence(decision, kept_step, words_to_resume)
+    if finite_step is not None and isinstance(decision, End):
+        saved = _not_finite_sentence(finite_step, words_to_resume)
     match decision:
         case Restart(counts_as_restart=True):
             next_line = f"restarting ({decision.number} of {max_restarts} restarts)"
@@ -257,6 +267,18 @@ def _saved_sentence(decision: Restart | End, kept_step: int, words_to_resume: st
         return f"step {kept_step} is kept: it lay outside the processes"
     return (
         f"saved step {kept_step}, which lay outside the processes; {words_to_resume} resumes there"
+    )
+
+
+def _not_finite_sentence(newest_step: int, words_to_resume: str) -> str:
+    """newest_step: of the checkpoints; -1 if there is none."""
+    reason = "the steps since the last checkpoint are not saved: their weights lead to that loss"
+    again = f"with that remedy the same command and {words_to_resume}"
+    if newest_step < 0:
+        return f"{reason}; {again} starts over"
+    return (
+        f"{reason}; {again} resumes from step {newest_step}; if that fails too, add"
+        " checkpoint.resume=never to start over, or checkpoint.resume=PATH of an older checkpoint"
     )
 
 

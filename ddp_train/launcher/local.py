@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddp_train.checkpoints.layout import newest_step
+from ddp_train.errors import NonFiniteLossError
 from ddp_train.launcher import loopback
 from ddp_train.launcher.attempt import Attempt, AttemptEnd, Launch
 from ddp_train.launcher.decide import (
@@ -121,7 +122,7 @@ class LocalRun:
             goes_on_as_it_is = isinstance(decision, Restart) and self.elastic.size == size
             if kept and not goes_on_as_it_is and not self._save_kept(kept):
                 kept = None
-            self._say(decision, kept, loss)
+            self._say(decision, kept, loss, failed)
             if isinstance(decision, End):
                 return decision.code
             if not goes_on_as_it_is:
@@ -146,7 +147,10 @@ class LocalRun:
         """
         memory = self.launch.memory
         failure = self._failure()
-        if memory is None or (failure and failure.kind in NOT_SAVED):
+        if memory is None:
+            return None
+        if failure and failure.kind in NOT_SAVED:
+            memory.forget()  # a later attempt that fails before its first step must not find it
             return None
         gpus = self.elastic.size.gpus_in_use()
         kept = KeptAttempt.of(memory, self.launch.devices, self.run_dir, ended.is_saving, gpus)
@@ -229,12 +233,23 @@ class LocalRun:
             stop_requested=bool(self.stop.received),
         )
 
-    def _say(self, decision: Restart | End, kept: KeptAttempt | None, loss: Loss | None) -> None:
+    def _say(
+        self,
+        decision: Restart | End,
+        kept: KeptAttempt | None,
+        loss: Loss | None,
+        failed: FailedAttempt,
+    ) -> None:
         """Print what follows a failure. kept: what goes on, or is saved."""
         kept_step = kept.step if kept else None
         redone = loss.step - kept.step if kept and loss else 0
         to_resume = self.elastic.config.words_to_resume
-        for sentence in sentences(decision, kept_step, self.max_restarts, to_resume, redone):
+        finite_step = None
+        if failed.failure and failed.failure.kind == NonFiniteLossError.kind:
+            finite_step = failed.newest_checkpoint
+        for sentence in sentences(
+            decision, kept_step, self.max_restarts, to_resume, redone, finite_step
+        ):
             print(self.launch.workload.translate(sentence), file=sys.stderr)
 
     def _resize(self) -> None:

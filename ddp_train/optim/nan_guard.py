@@ -112,11 +112,12 @@ class NonFiniteCheck:
         nothing to check."""
 
     def check_weights(self, steps_done: int) -> None:
-        """Raise NonFiniteLossError if a weight is not finite. Waits for the device: for
-        checkpoints, not for steps."""
+        """Raise NonFiniteLossError if a weight, or the norm of all, is not finite. Waits for the
+        device: for checkpoints, not for steps."""
         if not math.isfinite(nn.utils.get_total_norm(self.parameters)):
-            detail = f"after step {steps_done} the weights are not finite"
-            raise self._error(detail, steps_done, None)
+            detail = f"after step {steps_done} the weights are not finite, or their norm is not"
+            remedy = f"lower optimizer.lr={self.base_lr:g}, or clip with train.max_grad_norm=1"
+            raise NonFiniteLossError(detail, remedy, None, steps_done)
 
     def _scalar_to_check(self) -> float:
         """A scalar that is not finite if a loss was not: from the smallest gradient, which costs

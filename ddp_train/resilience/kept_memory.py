@@ -190,6 +190,12 @@ class KeptMemory:
         mark = self.newest_state(ranks)
         return None if mark is None else marked_step(mark)
 
+    def forget(self) -> None:
+        """Take all marks away. No rank may be alive."""
+        for rank in range(self.ranks):
+            for place in Place:
+                self.record(rank, place).open()
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self.descriptor)

@@ -277,3 +277,22 @@ def test_steps_that_are_computed_again_are_told() -> None:
     decision = restart(FOUR, 1, from_step=7)
     *_, said = sentences(decision, 7, 3, "run_dir=runs/a", steps_redone=2)
     assert said == "restarting (1 of 3 restarts), from step 7: 2 steps behind it are computed again"
+
+
+@pytest.mark.parametrize(
+    ("newest_step", "end"),
+    [
+        (-1, " starts over"),
+        (
+            5,
+            " resumes from step 5; if that fails too, add checkpoint.resume=never to start over,"
+            " or checkpoint.resume=PATH of an older checkpoint",
+        ),
+    ],
+)
+def test_where_a_run_resumes_whose_loss_is_not_finite(newest_step: int, end: str) -> None:
+    (said,) = sentences(End(70), None, 0, "run_dir=runs/a", finite_step=newest_step)
+    assert said == (
+        "the steps since the last checkpoint are not saved: their weights lead to that loss; with"
+        f" that remedy the same command and run_dir=runs/a{end}"
+    )

@@ -41,6 +41,20 @@ def test_the_newest_step_is_one_that_all_ranks_have(memory: KeptMemory) -> None:
     assert memory.newest_step(3) == 4, "what is being written does not count"
 
 
+def test_what_is_forgotten_is_kept_by_no_rank(memory: KeptMemory) -> None:
+    for rank in range(3):
+        keep(memory, rank, 4)
+        keep(memory, rank, 5)
+    facts = memory.record(0, Place.FACTS)
+    facts.set_numbers(0, 3)
+    facts.complete(0)
+    memory.forget()
+    assert memory.newest_step(3) is None and memory.ranks == 0
+    for rank in range(3):
+        keep(memory, rank, 2)
+    assert memory.newest_step(3) == 2
+
+
 def test_a_state_that_hooks_changed_on_some_ranks_is_not_whole(memory: KeptMemory) -> None:
     for step in (4, 5):
         for rank in range(3):

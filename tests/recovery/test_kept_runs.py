@@ -337,3 +337,21 @@ def test_states_that_lie_elsewhere_after_each_step_are_kept(parts: int, tmp_path
     assert read(tmp_path / "run", "summary.json")["recoveries"]
     name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skip", [False, True])
+def test_weights_that_have_diverged_are_not_saved(skip: bool, tmp_path: Path) -> None:
+    """The last step before a loss that is not finite is whole, but training cannot go on from
+    there."""
+    run_dir = tmp_path / "run"
+    words = ["model=mlp", "data.limit=200", "train.epochs=2", "launch.nproc_per_node=3"]
+    fails = ["optimizer.lr=1e20"]
+    if skip:
+        fails += ["train.on_non_finite=skip", "checkpoint.every_steps=2"]
+    failed = run(*words, *fails, f"run_dir={run_dir}")
+    assert failed.returncode == 70 and "FATAL non_finite_loss" in failed.stderr, failed.stderr
+    assert not (run_dir / "checkpoints").exists()
+    assert failed.stderr.endswith(f"the same command and run_dir={run_dir} starts over\n")
+    again = run(*words, "optimizer.lr=0.01", f"run_dir={run_dir}")
+    assert again.returncode == 0, again.stderr
