@@ -223,6 +223,31 @@ def changed_keys(before: Config, config: Config) -> list[str]:
     return changes
 
 
+def stretched_schedule(before: Config, config: Config) -> str:
+    """A note that the schedule of a resumed run has another length; "" if it has not.
+
+    A cosine that has ended after two epochs of two stands in the middle of four.
+    """
+    schedule = config.schedule
+    if not schedule.spans_the_run or schedule.name != before.schedule.name:
+        return ""
+    lengths = {
+        "epochs": (before.train.most_epochs, config.train.most_epochs),
+        "max_steps": (before.train.max_steps, config.train.max_steps),
+    }
+    changes = [
+        f"train.{name}={shown(now)} (was {shown(then)})"
+        for name, (then, now) in lengths.items()
+        if then != now
+    ]
+    if not changes:
+        return ""
+    return (
+        f"{', '.join(changes)}: schedule={schedule.name} is stretched over the new length, so the"
+        " learning rate may jump where the run resumes"
+    )
+
+
 def _dotted(section: str, name: str) -> str:
     if name == "name":
         return section

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from ddp_train.config.auto import at_another_number, resolve
-from ddp_train.config.checkpoint_checks import changed_keys
+from ddp_train.config.checkpoint_checks import changed_keys, stretched_schedule
 from ddp_train.config.composition import read_config
 from ddp_train.config.earlier_runs import EarlierRun, ground_in, run_to_resume
 from ddp_train.config.folders import is_of_script, is_of_sweep
@@ -175,6 +175,9 @@ def _lock_and_freeze(
         changes = ", ".join(changed_keys(earlier, resolved))
         if changes:
             notes.append(f"run_dir={resolved.run_dir} resumes with other values: {changes}")
+        stretched = stretched_schedule(earlier, resolved)
+        if stretched:
+            notes.append(stretched)
     is_restart = world is not None and world.attempt > 0
     if resolved.mode == "train" and resolved.checkpoint.resume == "never" and not is_restart:
         notes += archive_previous_run(run_dir)

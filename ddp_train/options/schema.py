@@ -594,6 +594,8 @@ class ScheduleConfig:
     name: str = "constant"
     is_custom: ClassVar[bool] = False
     """Whether it is a class or function of your own, or one of torch's schedulers."""
+    spans_the_run: ClassVar[bool] = False
+    """Whether the learning rate of a step depends on the number of steps of the run."""
     cycles_momentum = False
     metric = "auto"
     warmup_steps: int = key(0, "optimizer steps of linear warm-up from 0", at_least=0)

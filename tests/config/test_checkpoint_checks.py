@@ -118,6 +118,23 @@ def test_a_run_that_goes_on_otherwise_says_so(tmp_path: Path) -> None:
     assert notice.endswith(f", {digits}"), "loader processes change no number"
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_longer_run_says_that_its_schedule_is_stretched(tmp_path: Path, schedule: str) -> None:
+    words = ["model=mlp", f"schedule={schedule}", f"run_dir={tmp_path}/run"]
+    checkpoint_of(tmp_path / "run", *words, "train.epochs=2")
+    told = []
+    for epochs in (2, 4):
+        resumed = prepare(PROGRAM, [*words, f"train.epochs={epochs}"], None)
+        assert resumed.lock
+        resumed.lock.release()
+        told += [notice for notice in resumed.notices if "is stretched" in notice]
+    note = (
+        "train.epochs=4 (was 2): schedule=cosine is stretched over the new length, so the learning"
+        " rate may jump where the run resumes"
+    )
+    assert told == [note] * (schedule == "cosine")
+
+
 def test_checkpoint_copied_from_another_run_is_noticed(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "run", "model=mlp")
     other = checkpoint_of(tmp_path / "other", "model=mlp", "seed=3")

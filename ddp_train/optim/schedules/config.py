@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ddp_train.options.key import key
 from ddp_train.options.schema import ScheduleConfig
@@ -28,12 +28,14 @@ class StepConfig(ScheduleConfig):
 @dataclass
 class CosineConfig(ScheduleConfig):
     name: str = "cosine"
+    spans_the_run: ClassVar[bool] = True
     final_factor: float = _final_factor()
 
 
 @dataclass
 class PolynomialConfig(ScheduleConfig):
     name: str = "polynomial"
+    spans_the_run: ClassVar[bool] = True
     power: float = key(2.0, "exponent of the decay", above=0)
     final_factor: float = _final_factor()
 
@@ -44,6 +46,7 @@ class OneCycleConfig(ScheduleConfig):
     nothing."""
 
     name: str = "one_cycle"
+    spans_the_run: ClassVar[bool] = True
     pct_start: float = key(
         0.3, "fraction of the steps in which the learning rate goes up", above=0, below=1
     )
@@ -56,6 +59,7 @@ class WsdConfig(ScheduleConfig):
     """Warm-up, stable, decay (arXiv:2404.06395): lr until the last part of the run, then down."""
 
     name: str = "wsd"
+    spans_the_run: ClassVar[bool] = True
     decay_part: float = key(
         0.2,
         "part of the steps after the warm-up, the last one, in which the learning rate falls",
