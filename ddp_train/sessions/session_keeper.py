@@ -35,6 +35,7 @@ FREE_SECONDS = 0.002
 """What keeping may take in each step on the CPU, however short that is."""
 WORTH_TELLING_SECONDS = 1.0
 """The seconds of training that a failure may cost on a GPU without a note at the start."""
+WORTH_TELLING_SECONDS_ON_CPU = 0.1
 LARGE_BYTES = 2**20
 
 
@@ -156,8 +157,10 @@ class SessionKeeper:
         here = torch.tensor(self.pace.collect(), dtype=torch.float64, device=self.device)
         self.pace.deliver(from_all_ranks(here).tolist())
         seconds = self.pace.every * self.pace.step_seconds
-        is_far = seconds > WORTH_TELLING_SECONDS or not self.keeper.device
-        if self.pace.every == 1 or not is_far or self.has_told:
+        limit = WORTH_TELLING_SECONDS if self.keeper.device else WORTH_TELLING_SECONDS_ON_CPU
+        _, bytes_of_largest = self.largest
+        is_worth_telling = seconds > limit or bytes_of_largest > LARGE_BYTES
+        if self.pace.every == 1 or not is_worth_telling or self.has_told:
             return
         self.has_told = True
         if self.is_leader and not self.keeper.is_over:
