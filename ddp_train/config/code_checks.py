@@ -178,10 +178,11 @@ def loading_problems(
         where = ", ".join(trusted)
         if trusted == TRUSTED_MODULES:
             where = "the modules trusted by default (SECURITY.md)"
+        modules = ",".join([*trusted_modules, package])
         yield Problem(
             found,
             f"loads code from outside {where}",
-            f"if you trust it, add trusted_modules=[{package}]",
+            f"if you trust it, add trusted_modules=[{modules}]",
         )
         return
     spec = importlib.util.find_spec(package)

@@ -77,6 +77,8 @@ def test_code_named_by_a_checkpoint_is_not_imported(target: str) -> None:
     package = target.partition(".")[0]
     assert f"add trusted_modules=[{package}]" in problem
     assert named_by_a_checkpoint(target, f"trusted_modules=[{package}]") == []
+    (problem,) = named_by_a_checkpoint(target, "trusted_modules=[river]")
+    assert f"add trusted_modules=[river,{package}]" in problem
 
 
 @pytest.mark.slow
