@@ -13,6 +13,8 @@ OF_AVERAGE = "ema_"
 """Begins the names of the metrics that the average of the weights has: ema_loss, ema_accuracy."""
 RESERVED = ("loss", "samples", "correct", "kind", "step", "epoch", "time")
 """Keys of a line of metrics.jsonl, which no further metric may have as its name."""
+MOST_EXAMPLES = 4
+"""Names that a message shows where none is close to what was typed."""
 MOST_PROBLEMS = 20
 """The most messages of one kind that somebody reads."""
 
@@ -111,15 +113,20 @@ def matching(glob: str, names: Iterable[str]) -> list[str]:
 def unmatched(
     found: str, globs: Iterable[str], names: Sequence[str], what: str = "parameter"
 ) -> list[str]:
-    """A problem for each glob that matches no name, with one that was probably meant, and one for
-    all that are more than MOST_PROBLEMS. found: key and value, a `{}` for the glob. what: the names
-    are of."""
+    """A problem for each glob that matches no name, with one that was probably meant or else some
+    of the names, and one for all that are more than MOST_PROBLEMS.
+
+    found: key and value, a `{}` for the glob. what: the names are of.
+    """
     parents = dict.fromkeys(name.rpartition(".")[0] + ".*" for name in names if "." in name)
     wider = dict.fromkeys(name.split(".")[0] + ".*" for name in names if "." in name)
     known = list({**wider, **parents, **dict.fromkeys(names)})
+    examples = ""
+    if known:
+        examples = f"; such names are {', '.join(known[:MOST_EXAMPLES])}"
     missed = [glob for glob in globs if not matching(glob, names)]
     problems = [
-        f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known)}"
+        f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known) or examples}"
         for glob in missed[:MOST_PROBLEMS]
     ]
     further = len(missed) - MOST_PROBLEMS

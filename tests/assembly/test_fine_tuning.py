@@ -379,6 +379,7 @@ def test_what_is_frozen_rests_until_it_is_not() -> None:
             r"model\.freeze=\[1\.weihgt\]: matches no parameter; did you mean 1\.weight\?",
         ),
         (["1"], r"model\.freeze=\[1\]: matches no parameter; did you mean 1\.\*\?"),
+        (["conv.*"], r"model\.freeze=\[conv\.\*\]: matches no parameter; such names are 0\.\*, "),
         (["*"], r"model\.freeze=\[\*\]: nothing is left to train"),
     ],
 )
