@@ -71,6 +71,8 @@ def _called(
         # The one that Python names, too.
         unknown = next((key for key in arguments if key not in free), "")
         guess = did_you_mean(unknown, free)
+        if not guess and f"'{unknown}'" in str(error):
+            guess = f"; remove {section}.{unknown}"
         written = written or "no arguments"
         raise ConfigError([f"{found}: cannot be called with {written}: {error}{guess}"]) from error
     except ValueError:  # written in C, without a signature: the call itself fails

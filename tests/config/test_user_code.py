@@ -58,6 +58,9 @@ def test_arguments_are_judged_by_the_signature(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match=r"cannot be called with size=1, width=3: .*'width'"):
         instantiate("model", Code(target="mine_broken.Thing", arguments={"size": 1, "width": 3}))
+    with pytest.raises(ConfigError, match=r"argument 'mode'; remove model\.mode"):
+        arguments = {"size": 1, "mode": 3}
+        instantiate("model", Code(target="mine_broken.Thing", arguments=arguments))
     with pytest.raises(
         ConfigError, match=r"cannot be called with siez=1: .*'size'; did you mean size\?"
     ):
