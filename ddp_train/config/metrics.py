@@ -203,7 +203,7 @@ def _form_problems(config: Config, key: MetricKey) -> Iterator[Problem]:
     if is_set(key.split) and key.name:
         return
     found = f"{key.key}={key.value}"
-    allowed = ["test.NAME", "validation.NAME"]
+    allowed = ["test.NAME", "validation.NAME", "validation/SET.NAME"]
     if key.key == OBJECTIVE:
         allowed = [*MEASURED, *allowed]
     known = _known_metrics(config)

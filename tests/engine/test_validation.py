@@ -334,7 +334,7 @@ def test_without_a_best_checkpoint_none_is_taken_for_it(tmp_path: Path) -> None:
             "objective",
             "accuracy",
             {},
-            "must be one of auto, samples_per_second, seconds, test.NAME, validation.NAME",
+            "must be one of auto, samples_per_second, seconds, test.NAME, validation.NAME, validation/SET.NAME",
         ),
         (
             "objective",
@@ -348,7 +348,7 @@ def test_without_a_best_checkpoint_none_is_taken_for_it(tmp_path: Path) -> None:
             "checkpoint.best_metric",
             "seconds",
             {},
-            "must be one of auto, test.NAME, validation.NAME",
+            "must be one of auto, test.NAME, validation.NAME, validation/SET.NAME",
         ),
         (
             "checkpoint.best_metric",
