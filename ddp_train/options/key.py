@@ -62,7 +62,7 @@ def _broken_by_text(value: str, rules: Mapping[str, Any]) -> str:
     if choices and value not in choices:
         return f"must be one of {', '.join(choices)}{did_you_mean(value, choices)}"
     literals = rules.get("literals", ())
-    if rules.get("may_be_range") and (":" in value or not literals):
+    if rules.get("may_be_range") and value not in literals:
         return _broken_range(value, may_be_auto=bool(literals))
     if rules.get("is_span") and not _is_span(value):
         return "must be FIRST:LAST, two numbers from 2 on, as 100:105 (in a YAML file in quotes)"
