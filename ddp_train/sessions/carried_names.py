@@ -79,6 +79,8 @@ class LoopNames:
     """Those that are set in an epoch before that loop begins, each with all that it comes from."""
     used: set[str]
     """Those that the loop uses and does not set."""
+    passes: set[str]
+    """Those that count passes of that loop within an epoch."""
 
     def made_from(self, names: set[str]) -> set[str]:
         """Those of `before` that come from one of some names."""
@@ -104,14 +106,18 @@ def names_of_loop(code: str, line: int, run_names: set[str]) -> LoopNames | None
         return None
     reaching = flow.reaching_losses()
     before = Flow(run_names)
-    for outer in loops[:-1]:
+    passes: set[str] = set()
+    for place, outer in enumerate(loops[:-1]):
         if isinstance(outer, ast.For) and _is_epochs(outer.iter, run_names):
             earlier = [part for part in outer.body if (part.end_lineno or 0) < loop.lineno]
             _follow(earlier, set(), before)
+            between = [one for one in loops[place + 1 : -1] if isinstance(one, ast.For)]
+            passes = {name for one in between for name in _names_in(one.target)}
     return LoopNames(
         carried={name for name in flow.carried & reaching if name in flow.sources},
         before={name: before.all_sources(name) for name in before.sources if name in reaching},
         used=reaching - flow.sources.keys(),
+        passes=passes,
     )
 
 

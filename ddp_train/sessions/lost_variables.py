@@ -1,8 +1,8 @@
 """Variables of a loop that its losses depend on, and that no checkpoint holds.
 
-A hidden state that goes from batch to batch, a pool of earlier images, rollouts or a copy of the
-model that were made at the beginning of the epoch: a run that is resumed inside of an epoch begins
-without them.
+A hidden state that goes from batch to batch, a pool of earlier images, the number of a pass,
+rollouts or a copy of the model that were made at the beginning of the epoch: a run that is resumed
+inside of an epoch begins without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import tensors
 
 LOST = (
-    "%s: used for the losses, and in no checkpoint. A run that is resumed inside of an epoch begins"
+    "%s: needed for the same losses, and in no checkpoint. A run that is resumed inside of an epoch begins"
     " without it, and ends with other weights. Keep it in an object with state_dict and"
     " load_state_dict that run.resume gets; or, if each epoch makes it anew, resume at the"
     " beginning of an epoch: run.epochs(..., whole=True)"
@@ -60,7 +60,7 @@ class LostVariables:
                 return None
             names = self._lost_names(loop, frame, places)
             names += [name for name in now if _goes_on(self.pools.get(name, []), now[name])]
-            return sorted(set(names))
+            return sorted({*names, *loop.passes})
         return []
 
     def _lost_names(self, loop: LoopNames, frame: types.FrameType, places: set[int]) -> list[str]:

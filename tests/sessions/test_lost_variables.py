@@ -132,6 +132,21 @@ def with_pool(run: Run, whole: bool, saves_it: bool = False) -> nn.Module:
     return model
 
 
+def with_passes(run: Run, whole: bool) -> nn.Module:
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer)
+    for _ in run.epochs(2, whole=whole):
+        for number in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                run.mean((model(x).squeeze(1) - y).square()).backward()
+                optimizer.step()
+        assert number == 1
+    return model
+
+
 def with_nothing(run: Run, whole: bool) -> nn.Module:
     """What is for a log, counts by the epoch, and what run.resume got."""
     model = run.wrap(net())
@@ -158,6 +173,7 @@ def with_nothing(run: Run, whole: bool) -> nn.Module:
         (with_targets, "target"),
         (with_teacher, "teacher"),
         (with_pool, "pool"),
+        (with_passes, "number"),
         (with_nothing, ""),
     ],
 )
@@ -182,7 +198,7 @@ def test_a_pool_that_is_saved_is_not_told(caplog: pytest.LogCaptureFixture) -> N
 def resumed(world: World, folder: Path) -> dict[str, tuple[Any, Any]]:
     """The weights of undisturbed loops, and of those that were interrupted inside of an epoch."""
     found = {}
-    for loop in (with_hidden, with_targets):
+    for loop in (with_hidden, with_targets, with_passes):
         with session_on(world) as run:
             calm = weights_of(model=loop(run, True))
         place = str(folder / loop.__name__)
