@@ -22,7 +22,7 @@ from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import tensors
 
 LOST = (
-    "%s: needed for the same losses, and in no checkpoint. A run that is resumed inside of an epoch begins"
+    "%s: in no checkpoint, and the losses need it. A run that is resumed inside of an epoch begins"
     " without it, and ends with other weights. Keep it in an object with state_dict and"
     " load_state_dict that run.resume gets; or, if each epoch makes it anew, resume at the"
     " beginning of an epoch: run.epochs(..., whole=True)"
