@@ -14,6 +14,22 @@ from torch import Tensor
 from ddp_train.errors import LaunchError
 from ddp_train.recovery.kept_layout import KeptTensor
 
+PLAIN = {
+    (__name__, "_tensor_of"),
+    ("collections", "OrderedDict"),
+    ("collections", "defaultdict"),
+    ("builtins", "bytearray"),
+    ("builtins", "complex"),
+    ("builtins", "dict"),
+    ("builtins", "frozenset"),
+    ("builtins", "set"),
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch", "strided"),
+    ("torch.serialization", "_get_layout"),
+}
+"""What a pickled state may name, beside dtypes and what rebuilds tensors."""
+
 
 class StatePacker:
     """Packs the parts of a state, and lists their tensors, each one once."""
@@ -100,8 +116,7 @@ def _tensor_of(dtype: torch.dtype, shape: tuple[int, ...], content: bytes) -> Te
 def unpacked(content: bytes, tensor_of: Callable[[KeptTensor], Tensor]) -> Any:
     """A part of a state, with the tensors that `tensor_of` finds in its places.
 
-    It may run code, as any pickle: it was written by the processes of this run, into memory that
-    only they have.
+    It runs no code but PLAIN and torch's that rebuilds tensors. Raises LaunchError for others.
     """
     return _Unpickler(content, tensor_of).load()
 
@@ -114,7 +129,11 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) == (KeptTensor.__module__, KeptTensor.__name__):
             return self._find
-        return super().find_class(module, name)
+        is_rebuilding = module == "torch._utils" and name.startswith("_rebuild_")
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in PLAIN or is_rebuilding or is_dtype:
+            return super().find_class(module, name)
+        raise LaunchError(f"a state holds {module}.{name}, which is no plain data")
 
     def _find(self, own: bool, number: int) -> Tensor:
         return self.tensor_of(KeptTensor(own, number))

@@ -306,7 +306,7 @@ class SessionCheckpoints:
         """Entries of each checkpoint's manifest."""
         return {
             "world_size": self.world.size,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),  # a class of its own
             "trained": [
                 name
                 for name, parameter in self.module.named_parameters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +58,13 @@ def test_what_is_known_to_differ_is_of_rank_0() -> None:
     assert packer.of_leader == {1} and len(packer.common) == 2
     with pytest.raises(LaunchError, match="sparse_coo"):
         packer.add_own(torch.eye(2).to_sparse())
+
+
+def test_code_is_not_run() -> None:
+    packer = StatePacker("cpu")
+    for value in (print, torch.nn.Identity(), Path("a")):
+        with pytest.raises(LaunchError, match="which is no plain data"):
+            unpacked(packer.packed({"value": value}, is_same=True), _none)
 
 
 def _none(kept: KeptTensor) -> Tensor:
