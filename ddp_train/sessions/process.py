@@ -241,7 +241,7 @@ class SessionProcess:
             place += f", {counted(position.batch, 'step')} of it"
         saved = " and saved; the same command resumes there"
         if position.batch and steps.whole_epochs:
-            saved = f"; the same command resumes at the beginning of epoch {position.epoch}"
+            saved = f"; the same command resumes at the beginning of epoch {steps.saved_epoch}"
         print(f"stopped after step {position.step} ({place}){saved}", file=sys.stderr)
 
     def end_by_failure(self, error: BaseException) -> NoReturn:

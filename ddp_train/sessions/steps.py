@@ -262,6 +262,12 @@ class Steps:
         same_everywhere(self.gradients.updates, self.device, what, SAME_UPDATES)
 
     @property
+    def saved_epoch(self) -> int:
+        """The epoch at which the newest checkpoint resumes; 0 without one."""
+        saved = self.checkpoints.saved if self.checkpoints else None
+        return saved.epoch if saved else 0
+
+    @property
     def epochs_begun(self) -> int:
         return self.position.epoch + (self.current_epoch is not None)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ddp_train
 from ddp_train.distributed.world import World
 from ddp_train.sessions import training_loader
 from ddp_train.sessions.carried_names import names_of_loop
@@ -59,6 +60,15 @@ class Pool:
         self.rows = state["rows"]
 
 
+def begun(run: Run, **saved: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model, its optimizer and a loader of four batches an epoch. saved: for run.resume."""
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer, **saved)
+    return model, optimizer, loader
+
+
 def with_hidden(run: Run, whole: bool) -> nn.Module:
     torch.manual_seed(0)
     cell = run.wrap(nn.GRUCell(4, 3).double())
@@ -69,18 +79,11 @@ def with_hidden(run: Run, whole: bool) -> nn.Module:
         hidden = torch.zeros(1, 3).double()
         for x, y in loader:
             optimizer.zero_grad()
-            hidden = cell(x, hidden.detach().mean(0).expand(len(x), 3))
+            hidden = cell(x, hidden.mean(0).expand(len(x), 3))
             run.mean((hidden.mean(1) - y).square()).backward()
             optimizer.step()
-            total, _ = _all(hidden)
-            hidden = total
+            hidden, _ = ddp_train.all_gather(hidden.detach())
     return cell
-
-
-def _all(values: Tensor) -> tuple[Tensor, Any]:
-    import ddp_train
-
-    return ddp_train.all_gather(values.detach())
 
 
 def with_targets(run: Run, whole: bool) -> nn.Module:
@@ -94,8 +97,6 @@ def with_targets(run: Run, whole: bool) -> nn.Module:
         with torch.no_grad():
             target = model(inputs) + inputs[:, :1]
         for i in loader:
-            if run.step == 5:
-                run.save()
             optimizer.zero_grad()
             run.mean((model(inputs[i]) - target[i]).square().squeeze(1)).backward()
             optimizer.step()
@@ -103,10 +104,7 @@ def with_targets(run: Run, whole: bool) -> nn.Module:
 
 
 def with_teacher(run: Run, whole: bool) -> nn.Module:
-    model = run.wrap(net())
-    optimizer = sgd(model)
-    loader = run.loader(rows(), global_batch_size=6)
-    run.resume(model=model, optimizer=optimizer)
+    model, optimizer, loader = begun(run)
     for _ in run.epochs(3, whole=whole):
         teacher = copy.deepcopy(model)
         for x, y in loader:
@@ -118,12 +116,9 @@ def with_teacher(run: Run, whole: bool) -> nn.Module:
 
 
 def with_pool(run: Run, whole: bool, saves_it: bool = False) -> nn.Module:
-    model = run.wrap(net())
-    optimizer = sgd(model)
     pool = Pool()
-    more = {"pool": pool} if saves_it else {}
-    loader = run.loader(rows(), global_batch_size=6)
-    run.resume(model=model, optimizer=optimizer, **more)
+    saved = {"pool": pool} if saves_it else {}
+    model, optimizer, loader = begun(run, **saved)
     for _ in run.epochs(1, whole=whole):
         for x, y in loader:
             optimizer.zero_grad()
@@ -133,10 +128,7 @@ def with_pool(run: Run, whole: bool, saves_it: bool = False) -> nn.Module:
 
 
 def with_passes(run: Run, whole: bool) -> nn.Module:
-    model = run.wrap(net())
-    optimizer = sgd(model)
-    loader = run.loader(rows(), global_batch_size=6)
-    run.resume(model=model, optimizer=optimizer)
+    model, optimizer, loader = begun(run)
     for _ in run.epochs(2, whole=whole):
         for number in range(2):
             assert number < 2
@@ -149,10 +141,7 @@ def with_passes(run: Run, whole: bool) -> nn.Module:
 
 def with_nothing(run: Run, whole: bool) -> nn.Module:
     """What is for a log, counts by the epoch, and what run.resume got."""
-    model = run.wrap(net())
-    optimizer = sgd(model)
-    loader = run.loader(rows(), global_batch_size=6)
-    run.resume(model=model, optimizer=optimizer)
+    model, optimizer, loader = begun(run)
     total = 0.0
     for epoch in run.epochs(2, whole=whole):
         weight = 1 / (1 + epoch)
@@ -206,6 +195,8 @@ def resumed(world: World, folder: Path) -> dict[str, tuple[Any, Any]]:
             end_step = run._steps.end_step
 
             def end_and_leave(*arguments: Any, run: Run = run, end_step: Any = end_step) -> None:
+                if run.step == 4:
+                    run.save()
                 end_step(*arguments)
                 if run.step == 6:
                     raise Interrupted
@@ -220,10 +211,23 @@ def resumed(world: World, folder: Path) -> dict[str, tuple[Any, Any]]:
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_whole_epochs_resume_at_their_beginning(processes: int, tmp_path: Path) -> None:
-    """Also where the loop has called run.save in the middle of one."""
+    """Also where run.save was called in the middle of one."""
     for found in on_ranks(processes, resumed, tmp_path):
         for calm, again in found.values():
             torch.testing.assert_close(again, calm, rtol=0, atol=0)
+
+
+def test_a_stop_says_which_epoch_is_begun_again(tmp_path: Path) -> None:
+    """With save_every=2 that of the last checkpoint, and not the one that was stopped."""
+    for stopped_at, resumes_at in ((1, 0), (3, 2)):
+        with session_on(World(), str(tmp_path / str(stopped_at))) as run:
+            _, _, loader = begun(run)
+            steps = run._steps
+            for epoch in run.epochs(4, whole=True, save_every=2):
+                for _ in loader:
+                    if epoch == stopped_at:
+                        raise Interrupted
+        assert steps.saved_epoch == resumes_at
 
 
 def test_the_length_of_a_resumed_epoch_is_explained(
