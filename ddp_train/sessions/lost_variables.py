@@ -2,7 +2,8 @@
 
 A hidden state that goes from batch to batch, a pool of earlier images, the number of a pass,
 rollouts or a copy of the model that were made at the beginning of the epoch: a run that is resumed
-inside of an epoch begins without them.
+inside of an epoch begins without them. They are found in the function that has the loop over
+batches: what its caller made, and what a method that it calls keeps, is not.
 """
 
 from __future__ import annotations
