@@ -27,7 +27,7 @@ from ddp_train.distributed.process_group import barrier
 from ddp_train.errors import LaunchError, WriteError
 from ddp_train.recovery import live_state
 from ddp_train.recovery.device_memory import DeviceMemory
-from ddp_train.recovery.kept_layout import KeptNorm, KeptTensor, Layout, Views, unpacked
+from ddp_train.recovery.kept_layout import KeptNorm, KeptPlace, KeptTensor, Layout, Views, unpacked
 from ddp_train.recovery.kept_session import KeptSession
 from ddp_train.recovery.live_state import (
     AVERAGE,
@@ -38,7 +38,7 @@ from ddp_train.recovery.live_state import (
     SKIPPED,
 )
 from ddp_train.resilience.held_devices import held_name
-from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Place, Record, marked_step
+from ddp_train.resilience.kept_memory import KeptMemory, Place, Record, marked_step
 from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tasks.mean_loss import Mean
 from ddp_train.tensor_tree import tensors
@@ -81,7 +81,7 @@ class KeptHooks:
 
 @dataclass(frozen=True)
 class KeptRank:
-    """What one rank has kept of a step."""
+    """The step as one rank has kept it."""
 
     tree: dict[str, Any]
     layout: Layout
@@ -108,28 +108,22 @@ class KeptRank:
         cls, memory: KeptMemory, held: Mapping[tuple[int, int], Tensor], rank: int, mark: int
     ) -> KeptRank:
         """held: the memory on GPUs by rank and place, as bytes; empty on CPUs."""
-        places = next(one for one in TURNS if memory.record(rank, one.state).mark == mark)
-        record = memory.record(rank, places.state)
-        tree, layout = unpacked(record.text)
-        on_device = held.get((rank, places.state))
-        if on_device is None:
-            views = Views.on_host(record, layout, rank)
-        else:
-            views = Views(on_device.cpu(), layout)
+        place = KeptPlace(memory, held, rank, mark)
+        places = place.places
         logged_at = memory.record(rank, places.beside)
         logged: Logged = ([], [])
         if logged_at.mark == mark:
             logged = unpacked(logged_at.text)
-        total, units, at, norm = record.numbers
+        total, units, at, norm = place.record.numbers
         facts = memory.record(rank, Place.FACTS)
         facts_of_run = json.loads(facts.text)
         before = KeptHooks.read(memory.record(rank, places.before))
         assert before, "they are kept before the step"
         after = KeptHooks.read(memory.record(rank, places.after))
         return cls(
-            tree=tree,
-            layout=layout,
-            views=views,
+            tree=place.tree,
+            layout=place.layout,
+            views=place.views,
             manifest=facts_of_run["manifest"],
             buffers_differ=facts_of_run["buffers_differ"],
             left=KeptLoss(Mean(total, units), logged),
@@ -142,7 +136,7 @@ class KeptRank:
 
 
 class KeptRun:
-    """What all ranks of a host have kept of a step."""
+    """The step as all ranks of a host have kept it."""
 
     def __init__(
         self,

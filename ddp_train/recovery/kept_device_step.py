@@ -23,7 +23,7 @@ POLL_SECONDS = 0.0002
 
 
 class DeviceKeeping:
-    """What the places of a GPU share."""
+    """The stream, the pace and the launcher's socket, which both places of a GPU use."""
 
     def __init__(self, device: str) -> None:
         self.name = device

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddp_train.resilience.kept_memory import Record
+from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Record
 
 ALIGNMENT = 64
 """Tensors begin at multiples of it, in bytes."""
@@ -104,6 +104,26 @@ class Views:
         count = kept.shape.numel()
         flat = self.content[kept.begin : kept.begin + count * kept.dtype.itemsize]
         return flat.view(kept.dtype).view(kept.shape)
+
+
+class KeptPlace:
+    """The place in which a rank has kept a state, once all processes have ended."""
+
+    def __init__(
+        self, memory: KeptMemory, held: Mapping[tuple[int, int], Tensor], rank: int, mark: int
+    ) -> None:
+        """
+        held: the memory on GPUs by rank and place, as bytes; empty on CPUs.
+        mark: of the state, see `KeptMemory.newest_state`.
+        """
+        self.places = next(one for one in TURNS if memory.record(rank, one.state).mark == mark)
+        self.record = memory.record(rank, self.places.state)
+        self.tree, self.layout = unpacked(self.record.text)
+        on_device = held.get((rank, self.places.state))
+        if on_device is None:
+            self.views = Views.on_host(self.record, self.layout, rank)
+        else:
+            self.views = Views(on_device.cpu(), self.layout)
 
 
 def aligned(size: int) -> int:

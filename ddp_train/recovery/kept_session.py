@@ -14,21 +14,21 @@ from torch import Tensor
 from ddp_train.checkpoints.training_state import TrainingState
 from ddp_train.checkpoints.writer import Snapshot
 from ddp_train.distributed.replicas import check_norms
-from ddp_train.recovery.kept_layout import KeptTensor, Views, unpacked
-from ddp_train.recovery.packing import unpacked as unpacked_state
-from ddp_train.resilience.kept_memory import TURNS, KeptMemory, marked_step
+from ddp_train.recovery.kept_layout import KeptPlace, KeptTensor, Views
+from ddp_train.recovery.packing import unpacked
+from ddp_train.resilience.kept_memory import KeptMemory, marked_step
 from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tensor_tree import tensors
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank has kept of a step, by what it alone knows."""
+    """A step as one rank has kept it, beside the tensors."""
 
     of_all: bytes
-    """What all ranks know, packed; see `SessionKeeper`."""
+    """The state that is the same on all ranks, packed; see `SessionKeeper`."""
     lasting: bytes
-    """What all ranks know and seldom changes, packed."""
+    """The part of it that seldom changes, packed."""
     buffers: int
     """How many of its own tensors are buffers of the models: the first ones."""
     buffers_of_copies: int
@@ -36,7 +36,7 @@ class RankState:
     gradients: dict[str, Any]
     """Gradients that the next step needs, by the names of their parameters, see `as_saved`."""
     norms: Tensor
-    """Of the parameters, see `distributed.replicas`."""
+    """The norms of the parameters: [n], see `distributed.replicas`."""
     logged: list[Any]
     """Rows of numbers that no exchange has, see `LoggedNumbers.kept`."""
     samples: int
@@ -54,7 +54,7 @@ class Buffers:
 
 
 class KeptSession:
-    """What all ranks of a host have kept of a session's step."""
+    """A session's step as all ranks of a host have kept it."""
 
     def __init__(
         self,
@@ -73,18 +73,11 @@ class KeptSession:
         """The rank that has kept each of the common tensors."""
         self.ranks: list[RankState] = []
         for rank in range(ranks):
-            places = next(one for one in TURNS if memory.record(rank, one.state).mark == mark)
-            record = memory.record(rank, places.state)
-            _, layout = unpacked(record.text)
-            on_device = held.get((rank, places.state))
-            if on_device is None:
-                views = Views.on_host(record, layout, rank)
-            else:
-                views = Views(on_device.cpu(), layout)
-            self.views.append(views)
-            self.owners = layout.owners
-            text = memory.record(rank, places.beside).text
-            self.ranks.append(RankState(**unpacked_state(text, partial(_own, views))))
+            place = KeptPlace(memory, held, rank, mark)
+            self.views.append(place.views)
+            self.owners = place.layout.owners
+            text = memory.record(rank, place.places.beside).text
+            self.ranks.append(RankState(**unpacked(text, partial(_own, place.views))))
         first = self.ranks[0]
         self.buffers = self._buffers(0, first.buffers)
         self.buffers_of_copies = self._buffers(first.buffers, first.buffers_of_copies)
@@ -95,9 +88,9 @@ class KeptSession:
         Raises ModelError if the weights of the processes have come apart.
         """
         first = self.ranks[0]
-        lasting = unpacked_state(first.lasting, self._tensor)
+        lasting = unpacked(first.lasting, self._tensor)
         check_norms(lasting["names"], torch.stack([rank.norms for rank in self.ranks]))
-        state = unpacked_state(first.of_all, self._tensor)
+        state = unpacked(first.of_all, self._tensor)
         session = {
             **state["session"],
             **lasting["session"],
@@ -106,13 +99,12 @@ class KeptSession:
             "buffers_of_copies": self.buffers_of_copies.of_ranks,
         }
         objects = {
-            name: unpacked_state(content, self._tensor)
-            for name, content in state["objects"].items()
+            name: unpacked(content, self._tensor) for name, content in state["objects"].items()
         }
         training = TrainingState(objects, self.buffers.of_ranks, session=session)
         return Snapshot(
             step=self.step,
-            model=unpacked_state(state["model"], self._tensor),
+            model=unpacked(state["model"], self._tensor),
             training=training.as_dict(),
             manifest=lasting["manifest"],
         )
@@ -188,5 +180,7 @@ def _dense(gradient: Any) -> Tensor:
     """A gradient as `as_saved` has it."""
     if isinstance(gradient, Tensor):
         return gradient
-    places, values, shape = (gradient[name] for name in ("places", "values", "shape"))
-    return torch.sparse_coo_tensor(places, values, shape, check_invariants=True).to_dense()
+    sparse = torch.sparse_coo_tensor(
+        gradient["places"], gradient["values"], gradient["shape"], check_invariants=True
+    )
+    return sparse.to_dense()

@@ -24,7 +24,7 @@ class State(Protocol):
 
     @property
     def tree(self) -> Any:
-        """What lies beside the tensors and stays, with a `KeptTensor` in the place of each."""
+        """The plain part, which stays, with a `KeptTensor` in the place of each tensor."""
         ...
 
     @property

@@ -108,7 +108,7 @@ class SessionPace(Pace):
         self.step_seconds = math.inf
         """The shortest time of a step."""
         self.cost_seconds = 0.0
-        """What it took to keep one, the shortest time since the last exchange."""
+        """The shortest time of keeping a step since the last exchange."""
         self.has_cost = False
 
     def count_step(self) -> None:

@@ -102,7 +102,9 @@ class StateKeeper:
         """Drop the state that was written last: the one before counts again."""
         assert self.next and self.last, "begun"
         self.last.drop()
-        self.next, self.last = self.last, self.next
+        dropped = self.last
+        self.last = self.next
+        self.next = dropped
 
     def give_up(self, error: Exception) -> None:
         """Keep nothing any more."""

@@ -1,7 +1,8 @@
 """Keeps the state of a session outside its processes, where a checkpoint could be saved.
 
-What lies there is what a checkpoint would have: the tensors of what `run.resume` got, and packed
-beside them the rest. Nothing is exchanged for it.
+It is what a checkpoint would have: the tensors of what `run.resume` got, and packed beside them the
+rest. Processes exchange only the states of streams of which each reads its own part, and, every
+few hundred steps, how long keeping takes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.tensor_tree import tensors
 
 SHARE_ON_CPU = 0.1
+"""The part of the time of training that keeping may take on the CPU, if it takes FREE_SECONDS."""
 FREE_SECONDS = 0.002
 """What keeping may take in each step on the CPU, however short that is."""
 WORTH_TELLING_SECONDS = 1.0
 """The seconds of training that a failure may cost on a GPU without a note at the start."""
 WORTH_TELLING_SECONDS_ON_CPU = 0.1
+"""The same on the CPU, where else each step is kept."""
 LARGE_BYTES = 2**20
+"""Bytes of an object beside its tensors from which on the note names it."""
 
 
 class SessionTensors:
