@@ -49,12 +49,9 @@ from ddp_train.telemetry.trackers.tracking import FAILED_SECONDS, Tracking, open
 from ddp_train.text import counted
 
 NOTHING_IS_KEPT = (
-    "note: ddp_train.session: a failure costs the steps since the last checkpoint: on GPUs, under"
-    " torchrun, and where `ulimit -f` limits files, nothing is kept outside the processes"
+    "note: ddp_train.session: a failure costs the steps since the last checkpoint: under torchrun,"
+    " and where `ulimit -f` limits files, nothing is kept outside the processes"
 )
-KEPT_ON = ("cpu",)
-"""The types of devices on which each step is kept: on GPUs it was not proved yet, as
-`python -m tests.campaigns.lost_session --gpu` does."""
 
 
 @contextlib.contextmanager
@@ -192,10 +189,9 @@ class SessionProcess:
             memory = worker.kept_memory
             is_leader = self.world.is_leader
             save_step_of_last_attempt(memory, settings.run_dir, is_leader, steps.device)
-            keeps = memory is not None and steps.device.partition(":")[0] in KEPT_ON
-            if keeps and not settings.is_proof:
+            if not settings.is_proof:
                 steps.kept_memory = memory
-            if not keeps and is_leader and not self.alone:
+            if memory is None and is_leader and not self.alone:
                 print(NOTHING_IS_KEPT, file=sys.stderr)
             connection = store.clone() if store else None
             patience_seconds = settings.grace_seconds / 2

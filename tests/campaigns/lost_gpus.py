@@ -34,13 +34,14 @@ GPT = (
 MLP = ("model=mlp", "train.epochs=500", "train.evaluate_every_epochs=100")
 CASES: dict[str, tuple[str, ...]] = {
     "captured steps": (*MLP, "optimizer=adamw", "tuning.cuda_graph=true"),
-    "kernel by kernel, clipped": (*GPT, "tuning.cuda_graph=false"),
+    "kernel by kernel, clipped": (*GPT, "tuning.cuda_graph=false", "train.max_steps=800"),
     "captured, tokens, bf16": (*GPT, "tuning.cuda_graph=true", "tuning.precision=bf16"),
     "checked on the host": (
         *MLP,
         "optimizer=rmsprop",
         "optimizer.lr=0.001",
         "tuning.cuda_graph=false",
+        "train.epochs=200",
     ),
     "accumulation": (
         *MLP,
