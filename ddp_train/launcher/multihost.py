@@ -43,6 +43,9 @@ POLL_SECONDS = 0.2
 AGENT_PATIENCE_SECONDS = 5.0
 """Limit from the end of the last worker to the end of the agent, which itself waits 300 s for hosts
 that are gone."""
+NOTE_SECONDS = 5.0
+"""A wait for hosts that lasts so long is told on the terminal."""
+NOTE_AGAIN_SECONDS = 60.0
 OF_A_RANGE = ("keep_alive_interval=1", "keep_alive_max_attempt=5", "last_call_timeout=3")
 """How fast hosts continue without a lost one. torchrun's defaults, 5 s x 3 and 30 s, would make it
 45 s in place of 8. A heartbeat is compared with other hosts' clocks, so that it must not be
@@ -214,6 +217,8 @@ class AgentWatch:
         self.began = time.monotonic()
         self.last_seen = self.began
         """When workers were last seen."""
+        self.next_note = self.began + NOTE_SECONDS
+        """The earliest time of the next line about hosts that are waited for."""
         self.stop_by = math.inf
         """The end of the grace time after a request to stop."""
         self.final_by = math.inf
@@ -229,6 +234,7 @@ class AgentWatch:
                 self._look_for_workers(now)
                 if self._is_too_late(now, read_exits(self.exit_code_file)):
                     break
+                self._note_missing_hosts(now)
                 time.sleep(POLL_SECONDS)
             present = present_hosts(self.run_dir)
         finally:
@@ -252,6 +258,25 @@ class AgentWatch:
         if _has_workers(self.agent.pid, self.script):
             self.hosts_at_start = self.hosts_at_start or present_hosts(self.run_dir)
             self.last_seen = now
+
+    def _note_missing_hosts(self, now: float) -> None:
+        """Say for how many hosts this one waits, if its workers wait to be started."""
+        if self.stop.received or now < max(self.next_note, self.last_seen + NOTE_SECONDS):
+            return
+        self.next_note = now + NOTE_SECONDS
+        launch = self.config.launch
+        present = present_hosts(self.run_dir)
+        fewest, _, _ = str(self.config.host_range or launch.nnodes).partition(":")
+        missing = int(fewest) - len(present)
+        if missing <= 0:
+            return
+        self.next_note = now + NOTE_AGAIN_SECONDS
+        print(
+            f"waiting for {missing} of {fewest} hosts at {launch.rdzv_endpoint}"
+            f" (launch.join_timeout_seconds={launch.join_timeout_seconds});"
+            f" here: {', '.join(present)}",
+            file=sys.stderr,
+        )
 
     def _is_too_late(self, now: float, exits: WorkerExits) -> bool:
         """Whether a limit has passed."""

@@ -132,6 +132,7 @@ def test_three_hosts_train_the_model_of_one(cluster: Cluster, tmp_path: Path) ->
     cluster.start_all(*SMALL, "train.max_steps=12")
     assert [cluster.end(host.name) for host in cluster.lab.hosts] == [0, 0, 0], cluster.said()
     assert all(not host.commands() for host in cluster.lab.hosts)
+    assert not any("waiting for" in cluster.said(host.name) for host in cluster.lab.hosts)
     assert read(cluster.run_dir, "summary.json")["world_size"] == 3
     assert list((cluster.run_dir / "hosts").iterdir()) == []
     alone = run(*SMALL, ONE, "train.max_steps=12", f"run_dir={tmp_path}/alone")
@@ -151,6 +152,21 @@ def test_a_host_that_never_arrives_is_not_waited_for(cluster: Cluster) -> None:
     (fatal,) = fatal_lines(cluster.said())
     assert re.search(r"1 of 2 hosts joined within \d+ s: node0$", fatal)
     assert not cluster.lab.hosts[0].commands()
+
+
+@on_hosts
+@pytest.mark.slow
+def test_a_host_says_once_for_how_many_others_it_waits(cluster: Cluster) -> None:
+    early, late = cluster.lab.hosts
+    words = (*SMALL, "train.max_steps=2", "launch.nnodes=2", ENDPOINT)
+    waiting = (
+        "waiting for 1 of 2 hosts at node0:29400 (launch.join_timeout_seconds=600); here: node0\n"
+    )
+    cluster.start(early, *words)
+    wait_until(lambda: waiting in cluster.said(early.name), "line about the other host")
+    cluster.start(late, *words)
+    assert [cluster.end(host.name) for host in cluster.lab.hosts] == [0, 0], cluster.said()
+    assert [cluster.said(host.name).count("waiting for") for host in cluster.lab.hosts] == [1, 0]
 
 
 @on_hosts
