@@ -17,6 +17,7 @@ from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.options.custom import CustomDataConfig
 from ddp_train.options.registry import implementation_of
 from ddp_train.options.schema import Config
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.scored_sets import key_of_set
 
 BESIDE_ARGUMENTS = (
@@ -40,17 +41,21 @@ LOOKED_AT = 32
 """Samples of the training set of which a run that does not train looks at some."""
 
 
-def open_datasets(config: Config, downloads: bool = True) -> Splits:
+def open_datasets(
+    config: Config, downloads: bool = True, status: RankStatus | None = None
+) -> Splits:
     """The splits of the data set that a config names.
 
     downloads: whether this process may; another of its host has done so if not.
+    status: of this process, to which reading a stream is reported.
 
     Raises DataError or ConfigError.
     """
     data = config.data
     trains = not config.uses_trained
     if isinstance(data, CustomDataConfig):
-        whole = UserSplits(data, config.seed, downloads, trains, _samples_of_run(config)).open()
+        needed = _samples_of_run(config)
+        whole = UserSplits(data, config.seed, downloads, trains, needed, status).open()
     else:
         whole = _open_built_in(data, config.seed)
     splits = whole.limited(data.limit)

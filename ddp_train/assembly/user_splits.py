@@ -21,6 +21,7 @@ from ddp_train.data.splits import Splits, split_for_validation
 from ddp_train.data.user_dataset import UserDataset
 from ddp_train.errors import ConfigError, DataError
 from ddp_train.options.custom import NOT_TELLING, Code, CustomDataConfig, code_of
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.scored_sets import TEST, VALIDATION, full_name, is_name, key_of_set, kind_of
 from ddp_train.text import first_line, shown
 
@@ -93,6 +94,7 @@ class UserSplits:
         downloads: bool,
         trains: bool,
         samples_of_run: int | None = None,
+        status: RankStatus | None = None,
     ) -> None:
         """Check what the class is called with.
 
@@ -100,10 +102,12 @@ class UserSplits:
         trains: whether the training set is to train, with its augmentation; else its samples are as
             if scored.
         samples_of_run: those that are read of the training set in all; None if passes are counted.
+        status: of this process, to which reading a stream is reported.
 
         Raises ConfigError.
         """
         self.samples_of_run = samples_of_run
+        self.status = status
         self.data = data
         self.seed = seed
         self.downloads = downloads
@@ -195,7 +199,9 @@ class UserSplits:
         if is_training_set:
             needed = self.samples_of_run
         trains = is_training_set and self.trains
-        numbered = NumberedStream(stream, self.seed, data.limit, needed, trains=trains)
+        numbered = NumberedStream(
+            stream, self.seed, data.limit, needed, trains=trains, status=self.status
+        )
         if len(numbered):
             numbered.check_same_when_begun_again()
         return numbered

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data._utils import worker
 
+from ddp_train.data.reading_past import HOW_TO_GO_ON, ReadingPast
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.sample_stream import (
     digest_of,
@@ -26,22 +26,16 @@ from ddp_train.data.sample_stream import (
 from ddp_train.data.sample_tensors import as_tensors
 from ddp_train.data.stream_place import StreamPlace
 from ddp_train.errors import DataError
+from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.text import counted
 
 COUNT_SECONDS = 120.0
 """The longest time for which a stream is counted that tells no length."""
-SLOW_SECONDS = 10.0
-"""Reading past the samples that are done is told of if it takes longer."""
-HOW_TO_GO_ON = (
-    "with state_dict() and load_state_dict(), of plain data, a stream goes on where a checkpoint"
-    " was saved"
-)
 COMPARED = 8
 """Samples that are compared when a pass is begun again."""
 LIMIT = "use data.limit=1000, which holds for each set, or give it an end or a __len__"
 BY_STEPS = ", or train.epochs=null train.max_steps=1000, with which training reads on and on"
 _NOTHING = object()
-log = logging.getLogger(__name__)
 
 
 class NumberedStream:
@@ -59,6 +53,7 @@ class NumberedStream:
         needed: int | None = None,
         *,
         trains: bool = True,
+        status: RankStatus | None = None,
     ) -> None:
         """Count the samples of a pass, unless the stream tells them.
 
@@ -67,6 +62,7 @@ class NumberedStream:
         needed: samples of the whole run; with it a stream that tells no length is read on and on,
             one pass after the other. None: the run counts passes.
         trains: else it is scored, or only looked at.
+        status: of this process, to which samples that are read past are reported.
 
         Raises DataError for an iterator, for a stream without a sample or an end, and for one that
         gives other samples when it is begun again.
@@ -75,6 +71,7 @@ class NumberedStream:
         self.name = type(stream).__name__
         self.seed = seed
         self.trains = trains
+        self.status = status or RankStatus()
         if isinstance(stream, Iterator):
             raise DataError(
                 f"data._target_: {self.name} is an iterator, used up after one pass",
@@ -111,11 +108,15 @@ class NumberedStream:
         return getattr(self.stream, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy begins anew: iterators cannot be copied."""
-        return {**self.__dict__, "samples": None, "place": -1, "passes": 0, "last": _NOTHING}
+        """A copy begins anew, and reports to nobody: iterators cannot be copied, nor shared memory
+        sent."""
+        kept = self.__dict__ | {"samples": None, "place": -1, "passes": 0, "last": _NOTHING}
+        del kept["status"]
+        return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.status = RankStatus()
         self.begin()
 
     def set_epoch(self, epoch: int) -> None:
@@ -164,13 +165,15 @@ class NumberedStream:
         begins = self.samples is None
         if begins:
             self._begin_before(number)
-        first = self.place + 1
-        began = time.monotonic()
+        passed = ReadingPast(
+            self.status,
+            self.name,
+            number - self.place - 1,
+            "" if self.state_at_start else HOW_TO_GO_ON,
+            is_told=begins,
+        )
         sample = _NOTHING
         while self.place < number:
-            if begins and time.monotonic() - began > SLOW_SECONDS:
-                begins = False
-                self._tell_of_reading_past(first, number)
             sample = self._next()
             if sample is _NOTHING:
                 raise DataError(
@@ -180,6 +183,8 @@ class NumberedStream:
                     " any pass has, or train.max_steps=NUMBER without train.epochs",
                 )
             self.place += 1
+            if self.place < number:
+                passed.add()
         self.last = _NOTHING
         with contextlib.suppress(Exception):  # an object of any type may be no one's to copy
             self.last = copy.deepcopy(sample)
@@ -202,17 +207,6 @@ class NumberedStream:
                 " numpy's or Python's global generators, which are seeded; a generator of its own"
                 " is made in __iter__",
             )
-
-    def _tell_of_reading_past(self, first: int, number: int) -> None:
-        log.warning(
-            "%s: reading past %s before sample %d of the pass, %d so far in %g s%s",
-            self.name,
-            counted(number - first, "sample"),
-            number,
-            self.place + 1 - first,
-            SLOW_SECONDS,
-            "" if self.state_at_start else f"; {HOW_TO_GO_ON}",
-        )
 
     def _begin_before(self, number: int) -> None:
         """Let the next read go on from the last known place before a number of this epoch."""
@@ -274,6 +268,7 @@ class NumberedStream:
         while (limit is None or count < limit) and self._next() is not _NOTHING:
             self.place = count
             count += 1
+            self.status.samples_passed += 1
             if time.monotonic() > end:
                 raise DataError(
                     f"data._target_: {self.name} tells no length, and has not ended after"

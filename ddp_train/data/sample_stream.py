@@ -67,7 +67,8 @@ class StreamReader(IterableDataset[StreamedBatch]):
     key: int = 0
     """The key of the random draws of the pass."""
     skipped: int = 0
-    """Batches that are read and left out. Only the first one is made, to be compared."""
+    """Batches that are read past: they come without samples. Only the first one is made, to be
+    compared."""
     first: int = 0
     """The number of the first batch that is read."""
     is_at_end: bool = False
@@ -88,12 +89,11 @@ class StreamReader(IterableDataset[StreamedBatch]):
                 self.is_at_end = len(samples) < self.size
                 if not samples or (self.drop_last and self.is_at_end):
                     return
-                batch = None
+                batch = StreamedBatch(number, None, 0, len(samples))
                 if number >= self.skipped or not number:
                     batch = self._part(number, samples, is_first)
                     is_first = False
-            if batch is not None:
-                yield batch
+            yield batch
             number += 1
 
     def _part(self, number: int, samples: list[Any], is_first: bool) -> StreamedBatch:

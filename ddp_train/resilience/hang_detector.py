@@ -73,7 +73,7 @@ class Observation:
 
     snapshot: StatusSnapshot
     progress_at: float
-    """When step, phase or the number of batches last changed."""
+    """When step, phase or the number of batches, or of samples passed, last changed."""
     beat_at: float
     """When the number of beats last changed."""
     samples: Counter[str] = field(default_factory=Counter)

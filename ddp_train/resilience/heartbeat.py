@@ -64,6 +64,7 @@ class StatusSnapshot(NamedTuple):
     step: int
     batches: int
     phase: str
+    samples_passed: int = 0
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -87,7 +88,7 @@ class RankStatus(ctypes.Structure):
     _fields_ = (
         *_numbers("beats", "step", "batches", "resident_bytes", "saving", "phase_number"),
         *_numbers("_announced_code", "reported_code", "heeds_stop", "goes_on", "is_done"),
-        *_numbers("is_examined", "has_saved"),
+        *_numbers("is_examined", "has_saved", "samples_passed"),
         ("exchanges", ctypes.c_int64 * KEPT_EXCHANGES),
     )
     step: int
@@ -116,6 +117,9 @@ class RankStatus(ctypes.Structure):
     called."""
     has_saved: int
     """1 once this worker has saved what was kept, since another host is lost."""
+    samples_passed: int
+    """Samples of streams that were read past, or counted, so that this counts as progress. A loader
+    process that is forked adds to it too."""
     exchanges: ctypes.Array[ctypes.c_int64]
     """The last exchanges of a session that the worker has entered (sessions/exchange_watch.py)."""
 
@@ -135,7 +139,7 @@ class RankStatus(ctypes.Structure):
         self.phase_number = PHASE_NUMBERS[phase]
 
     def snapshot(self) -> StatusSnapshot:
-        return StatusSnapshot(self.beats, self.step, self.batches, self.phase)
+        return StatusSnapshot(self.beats, self.step, self.batches, self.phase, self.samples_passed)
 
     def leaving(self, code: int) -> int:
         """Announce the exit code that this worker is about to exit with. Returns it."""

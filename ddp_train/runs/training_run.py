@@ -65,7 +65,7 @@ class TrainingRun(RunContext):
         if self.config.data.writes_files():
             turns = local_leader_first(self.world, self.device)
         with turns:
-            splits = open_datasets(self.config, downloads=self.world.is_local_leader)
+            splits = open_datasets(self.config, self.world.is_local_leader, self.status)
         set_garbage_collection(self.config.tuning.gc_freeze)
         self.status.phase = "build"
         return splits

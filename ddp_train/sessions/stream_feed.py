@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.data.global_batches import Pass, part_of_rank
+from ddp_train.data.reading_past import HOW_TO_GO_ON, ReadingPast
 from ddp_train.data.rng import hash_key
 from ddp_train.data.sample_stream import (
     StreamedBatch,
@@ -61,6 +62,7 @@ class StreamFeed:
         self.world = world
         self.exchange_watch = steps.exchange_watch
         self.device = steps.device
+        self.status = steps.status
         self.size = size
         self.drop_last = arguments.drop_last
         self.split_by_node = split_by_node
@@ -293,6 +295,20 @@ class StreamedParts:
         return int(sizes.sum()), bool(sizes.min() > 0)
 
     def _parts(self) -> Iterator[StreamedBatch]:
+        """The parts of this process without those that are read past, but for the first one."""
+        feed = self.feed
+        advice = HOW_TO_GO_ON
+        if feed.num_workers:
+            advice += ", if num_workers=0"
+        samples = (feed.first - feed.reader.first) * feed.reader.size
+        passed = ReadingPast(feed.status, feed.name, samples, advice)
+        for part in self._read():
+            if 0 < part.number < feed.first:
+                passed.add(part.size)
+            else:
+                yield part
+
+    def _read(self) -> Iterator[StreamedBatch]:
         feed = self.feed
         if not feed.num_workers:
             yield from feed.reader
@@ -317,8 +333,7 @@ class StreamedParts:
                     )
                 digests.append(part.digest)
             part.number = number
-            if number >= feed.first or not number:
-                yield part
+            yield part
 
     def place(self, batch: Batch) -> Batch:
         return self.placement(batch)

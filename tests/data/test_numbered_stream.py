@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ddp_train.data.numbered_stream import NumberedStream
 from ddp_train.errors import DataError
+from ddp_train.resilience.heartbeat import RankStatus
 
 
 class Shuffled(IterableDataset):
@@ -183,11 +185,20 @@ def test_a_stream_whose_state_leaves_something_out_has_no_place() -> None:
 def test_a_long_way_to_the_first_sample_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("ddp_train.data.numbered_stream.SLOW_SECONDS", -1.0)
+    monkeypatch.setattr("ddp_train.data.reading_past.SLOW_SECONDS", -1.0)
     NumberedStream(Shuffled(), seed=3)[9]
     (record,) = caplog.records
-    assert "Shuffled: reading past 9 samples before sample 9 of the pass" in record.message
+    assert "reading past 9 samples of the stream Shuffled: 1 so far" in record.message
     assert "with state_dict() and load_state_dict()" in record.message
+
+
+def test_samples_that_are_counted_or_read_past_are_reported() -> None:
+    status = RankStatus()
+    stream = NumberedStream(Shuffled(), seed=3, status=status)
+    assert status.samples_passed == 20
+    assert [int(stream[number]) for number in (0, 1, 9)] and status.samples_passed == 27
+    copied = pickle.loads(pickle.dumps(stream))
+    assert int(copied[9]) == int(stream[9]) and status.samples_passed == 27
 
 
 @pytest.mark.parametrize(("limit", "length"), [(7, 7), (90, 20), (None, 20)])

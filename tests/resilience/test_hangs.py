@@ -3,19 +3,24 @@ behind."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.utils.data import DataLoader, IterableDataset
 
+from ddp_train.data.numbered_stream import NumberedStream
 from ddp_train.distributed.agent import write_torchrun_error_file
 from ddp_train.errors import DataError
+from ddp_train.linux import children_of
 from ddp_train.resilience import collectives, hang_detector
 from ddp_train.resilience.failure import (
     failure_from,
@@ -448,6 +453,56 @@ def test_a_run_that_was_suspended_as_a_whole_goes_on(tmp_path: Path, env: dict[s
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.3)  # the launcher looks before the ranks go on
         wait_until(lambda: steps() > before + 2, "three more steps")
+
+
+class Slow(IterableDataset):
+    """Forty samples, which take a while; one of them may take for ever."""
+
+    def __init__(self, still_at: int) -> None:
+        self.still_at = still_at
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(40):
+            time.sleep(1000 if number == self.still_at else 0.1)
+            yield number
+
+
+def read_the_last(board: StatusBoard, still_at: int, loader_processes: int) -> None:
+    status = board.ranks[0]
+    status.beats = 1
+    status.batches = 2  # else it may take two minutes to start
+    status.phase = "data"
+    stream: Any = NumberedStream(Slow(still_at), seed=0, status=status)
+    loader = DataLoader(stream, batch_size=None, sampler=[39], num_workers=loader_processes)
+    assert list(loader) == [39]
+
+
+@pytest.mark.parametrize("loader_processes", [0, 1])
+@pytest.mark.parametrize("still_at", [None, 12], ids=["reads on", "stands still"])
+def test_reading_past_a_stream_is_no_hang_unless_it_stands_still(
+    still_at: int | None, loader_processes: int
+) -> None:
+    board = StatusBoard.create(1)
+    start = multiprocessing.get_context("fork").Process
+    process = start(target=read_the_last, args=(board, still_at, loader_processes))
+    process.start()
+    assert process.pid
+    try:
+        wait_until(lambda: board.ranks[0].beats, "the process reads")
+        detector = HangDetector(board, [process.pid], timeout_seconds=2.0)
+        while process.is_alive() and not detector.finds_hang():
+            time.sleep(0.05)
+        assert process.is_alive() == (still_at is not None)
+        assert board.ranks[0].samples_passed == (39 if still_at is None else still_at)
+    finally:
+        for child in children_of(process.pid):
+            os.kill(child, signal.SIGKILL)
+        process.kill()
+        process.join()
+        board.close()
 
 
 def watched(

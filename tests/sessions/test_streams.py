@@ -97,6 +97,34 @@ def test_state_that_json_would_change_is_read_past(tmp_path: Path) -> None:
     assert first + rest == calm
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_is_read_past_is_progress_and_told(
+    num_workers: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("ddp_train.data.reading_past.SLOW_SECONDS", -1.0)
+    passed = []
+    for until in (4, None):
+        with contextlib.suppress(Interrupted), session_on(ALONE, str(tmp_path)) as run:
+            loader = run.loader(Stream(SHARED), global_batch_size=BATCH, num_workers=num_workers)
+            model = run.wrap(net())
+            run.resume(model=model)
+            for _ in run.epochs(1):
+                for inputs, _ in loader:
+                    run.mean(losses_of(model, inputs)).backward()
+                    if run.step + 1 == until:
+                        run.save()
+                    if run.step == until:
+                        raise Interrupted
+            passed.append(run._steps.status.samples_passed)
+    # Of 16 samples that are done the first four are compared with those of before.
+    assert passed == [12]
+    told = [record.message for record in caplog.records if "reading past" in record.message]
+    assert len(told) == 1 and "reading past 16 samples of the stream Stream" in told[0]
+
+
 class PlacedForGood(Stream):
     """A stream whose passes all begin where a state has put it."""
 
