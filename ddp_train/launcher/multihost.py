@@ -38,7 +38,7 @@ from ddp_train.resilience import failure_report, run_lock
 from ddp_train.resilience.failure import Failure
 from ddp_train.resilience.preemption import SAVED, UNSAVED
 
-AGENT = "torch.distributed.run"
+AGENT = str(Path(__file__).parents[1] / "distributed" / "torchrun_agent.py")
 POLL_SECONDS = 0.2
 AGENT_PATIENCE_SECONDS = 5.0
 """Limit from the end of the last worker to the end of the agent, which itself waits 300 s for hosts
@@ -134,7 +134,6 @@ def command(
     return [
         sys.executable,
         "-P",  # the agent itself imports nothing from the working folder
-        "-m",
         AGENT,
         f"--nnodes={config.host_range or launch.nnodes}",
         f"--nproc-per-node={launch.nproc_per_node}",

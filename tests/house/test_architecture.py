@@ -44,7 +44,10 @@ WITH_TORCH = [
         f"ddp_train.distributed.{name}"
         for name in ("all_gather", "connections", "exchange", "flight_record")
     ),
-    *(f"ddp_train.distributed.{name}" for name in ("preflight", "process_group", "replicas")),
+    *(
+        f"ddp_train.distributed.{name}"
+        for name in ("preflight", "process_group", "replicas", "torchrun_agent")
+    ),
     *("ddp_train.distributed.empty_batch", "ddp_train.resilience.peer_check"),
     *(f"ddp_train.telemetry.{name}" for name in ("gpu_sampler", "hardware_monitor")),
     *(f"ddp_train.{room}." for room in ("data", "models", "tasks", "optim", "parallel")),

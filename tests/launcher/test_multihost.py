@@ -4,6 +4,7 @@ tests/support/netlab.py."""
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -210,6 +211,17 @@ def test_hosts_end_with_the_exit_code_of_the_failure_of_one(cluster: Cluster) ->
     for name in ("node0", "node1"):
         (fatal,) = fatal_lines(cluster.said(name))
         assert "data (rank 1 on node1" in fatal, cluster.said(name)
+
+
+@on_hosts
+@pytest.mark.slow
+def test_hosts_that_stop_print_no_traceback(cluster: Cluster) -> None:
+    cluster.start_all(*ENDLESS, "train.log_every_steps=1")
+    cluster.wait_for_step()
+    cluster.processes["node1"].send_signal(signal.SIGTERM)
+    assert [cluster.end(name) for name in ("node0", "node1")] == [75, 75]
+    said = cluster.said("node0") + cluster.said("node1")
+    assert "and saved; resume with" in said and "Traceback" not in said, said
 
 
 @on_hosts

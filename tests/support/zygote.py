@@ -53,6 +53,7 @@ PROGRAM = Program("python launch.py", ROOT / "launch.py", ROOT)
 OWN_PRESETS = ROOT / "conf"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 AGENT = "torch.distributed.run"
+AGENT_OF_LAUNCHER = str(ROOT / "ddp_train/distributed/torchrun_agent.py")
 SESSION = "ddp_train.session("
 """Scripts that have it are forked too: each of their processes would import torch."""
 MODULES = (
@@ -316,6 +317,8 @@ def _main(argv: list[str]) -> tuple[str | None, list[str]]:
         return TEST_PROCESS, []
     if words and Path(words[0]).name == "launch.py" and Path(words[0]).resolve() == Path(SCRIPT):
         return words[0], words[1:]
+    if words and words[0] == AGENT_OF_LAUNCHER:
+        return words[0], words[1:]
     if words and words[0].endswith(".py") and SESSION in Path(words[0]).read_text():
         return words[0], words[1:]
     return None, []
@@ -484,7 +487,7 @@ def _become(request: Request, descriptors: list[int], writing: int, between: int
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if request.preexec:
             request.preexec()
-        if target == AGENT or "mode=doctor" in words:
+        if target in (AGENT, AGENT_OF_LAUNCHER) or "mode=doctor" in words:
             _start_nursery()
         code = _run_as_main(target)
     except BaseException:  # noqa: BLE001  as at the end of any program
