@@ -8,8 +8,14 @@ it. So the code of the loop is read: which names does the argument of `run.mean`
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import contextlib
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+from ddp_train.sessions.called_functions import CalledFunctions, is_local
+from ddp_train.sessions.code_names import dotted, names_in, owner_of
+from ddp_train.sessions.frame_names import code_of, run_names
 
 JUMPS = (ast.Continue, ast.Break)
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
@@ -55,70 +61,105 @@ class Flow:
         return found
 
 
-def carried_into_losses(code: str, line: int, run_names: set[str]) -> list[str] | None:
-    """The names that the innermost loop around a line carries into the losses of its next step.
-
-    code: of a file.
-    line: its number, from 1, in the loop or at its head.
-    run_names: how the code calls the run of the session.
-
-    Those that are set in the loop, and read in it before. None if the loop has no losses, or there
-    is none, or the code cannot be read.
-    """
-    loop = names_of_loop(code, line, run_names)
-    return None if loop is None else sorted(loop.carried)
-
-
 @dataclass(frozen=True)
 class LoopNames:
     """Names that the losses of the innermost loop around a line depend on."""
 
     carried: set[str]
     """Those that are set in the loop, and read in it before."""
-    before: dict[str, set[str]]
-    """Those that are set in an epoch before that loop begins, each with all that it comes from."""
     used: set[str]
     """Those that the loop uses and does not set."""
+    reaching: set[str]
+    """All of them, without objects as a whole of which the attributes are known: `self`."""
+
+
+@dataclass(frozen=True)
+class EpochNames:
+    """Names that are set within an epoch, before some line of it."""
+
+    before: dict[str, set[str]]
+    """Each with all that it comes from."""
     passes: set[str]
-    """Those that count passes of that loop within an epoch."""
+    """Those that count passes over that line."""
 
-    def made_from(self, names: set[str]) -> set[str]:
-        """Those of `before` that come from one of some names."""
-        return {name for name, sources in self.before.items() if sources & names}
+    def made_from(self, is_wanted: Callable[[str], bool]) -> set[str]:
+        """Those of `before` that come from a name of some kind."""
+        return {name for name, sources in self.before.items() if any(map(is_wanted, sources))}
 
 
-def names_of_loop(code: str, line: int, run_names: set[str]) -> LoopNames | None:
-    """See `carried_into_losses`."""
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError):
-        return None
-    loops = _loops_around(tree, line)
-    if not loops:
-        return None
-    flow = Flow(run_names)
-    loop = loops[-1]
-    if isinstance(loop, ast.For):
-        for name in _names_in(loop.target):
-            flow.set(name, set())
-    _follow(loop.body, set(), flow)
-    if not flow.losses:
-        return None
-    reaching = flow.reaching_losses()
-    before = Flow(run_names)
-    passes: set[str] = set()
-    for place, outer in enumerate(loops[:-1]):
-        if isinstance(outer, ast.For) and _is_epochs(outer.iter, run_names):
-            earlier = [part for part in outer.body if (part.end_lineno or 0) < loop.lineno]
-            _follow(earlier, set(), before)
-            between = [one for one in loops[place + 1 : -1] if isinstance(one, ast.For)]
-            passes = {name for one in between for name in _names_in(one.target)}
-    return LoopNames(
-        carried={name for name in flow.carried & reaching if name in flow.sources},
-        before={name: before.all_sources(name) for name in before.sources if name in reaching},
-        used=reaching - flow.sources.keys(),
-        passes=passes,
-    )
+class LoopCode:
+    """The code around a line: the loops there."""
+
+    def __init__(
+        self,
+        code: str,
+        line: int,
+        run_names: set[str],
+        functions: CalledFunctions | None = None,
+    ) -> None:
+        """
+        code: of a file. Where it cannot be read there are no loops.
+        line: its number, from 1, in a loop or at its head.
+        run_names: how the code calls the run of the session.
+        functions: puts the functions that are called into the code; None leaves calls as they are.
+        """
+        self.run_names = run_names
+        self.functions = functions
+        self.loops: list[ast.For | ast.While] = []
+        """Outer ones before inner ones."""
+        with contextlib.suppress(SyntaxError, ValueError):
+            self.loops = _loops_around(ast.parse(code), line)
+
+    @classmethod
+    def of_frame(cls, frame: types.FrameType) -> LoopCode:
+        """The code around the line that a frame is at, with the functions that it calls."""
+        return cls(code_of(frame), frame.f_lineno, run_names(frame), CalledFunctions(frame))
+
+    def loop_names(self) -> LoopNames | None:
+        """Names of the innermost loop; None if it has no losses, or there is none."""
+        if not self.loops:
+            return None
+        flow = Flow(self.run_names)
+        loop = self.loops[-1]
+        if isinstance(loop, ast.For):
+            for name in names_in(loop.target):
+                flow.set(name, set())
+        self._follow(loop.body, flow)
+        if not flow.losses:
+            return None
+        owners = {"self"}
+        if self.functions:
+            owners |= self.functions.owners
+        reaching = {name for name in flow.reaching_losses() - owners if not is_local(name)}
+        return LoopNames(
+            carried=flow.carried & reaching & flow.sources.keys(),
+            used=reaching - flow.sources.keys(),
+            reaching=reaching,
+        )
+
+    @property
+    def head(self) -> int:
+        """The line at which the innermost loop begins."""
+        return self.loops[-1].lineno
+
+    def epoch_names(self, line: int) -> EpochNames:
+        """Names that are set in an epoch before some line in it."""
+        flow = Flow(self.run_names)
+        passes: set[str] = set()
+        loops = [loop for loop in self.loops if loop.lineno < line]
+        for place, epochs in enumerate(loops):
+            if isinstance(epochs, ast.For) and _is_epochs(epochs.iter, self.run_names):
+                earlier = [part for part in epochs.body if (part.end_lineno or 0) < line]
+                self._follow(earlier, flow)
+                between = [one for one in loops[place + 1 :] if isinstance(one, ast.For)]
+                passes = {name for one in between for name in names_in(one.target)}
+        before = {name: flow.all_sources(name) for name in flow.sources if not is_local(name)}
+        return EpochNames(before, passes)
+
+    def _follow(self, body: list[ast.stmt], flow: Flow) -> None:
+        if self.functions:
+            body = self.functions.put_into(body)
+        _follow(body, set(), flow)
 
 
 def _loops_around(tree: ast.AST, line: int) -> list[ast.For | ast.While]:
@@ -135,7 +176,7 @@ def _is_epochs(items: ast.expr, run_names: set[str]) -> bool:
     return any(
         isinstance(node, ast.Attribute)
         and node.attr == "epochs"
-        and _dotted(node.value) in run_names
+        and dotted(node.value) in run_names
         for node in ast.walk(items)
     )
 
@@ -152,13 +193,13 @@ def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 _set_all([target], value, conditions, flow)
             case ast.AugAssign(target=target, value=value):
-                names = _names_in(value) | _names_in(target)
+                names = names_in(value) | names_in(target)
                 flow.read(names)
                 _set_all([target], value, conditions | names, flow)
             case ast.Expr(value=ast.Call() as call):
                 _follow_call(call, conditions, flow)
             case ast.If(test=test) | ast.While(test=test):
-                names = _names_in(test)
+                names = names_in(test)
                 flow.read(names)
                 if any(isinstance(part, JUMPS) for part in ast.walk(statement)):
                     flow.losses |= names | conditions
@@ -167,50 +208,63 @@ def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
                 _follow(statement.orelse, inner, flow)
             case ast.For(target=target, iter=items):
                 _set_all([target], items, conditions, flow)
-                _follow(statement.body, conditions | _names_in(items), flow)
+                _follow(statement.body, conditions | names_in(items), flow)
             case ast.With(items=items):
                 for item in items:
-                    flow.read(_names_in(item.context_expr))
+                    flow.read(names_in(item.context_expr))
                 _follow(statement.body, conditions, flow)
+            case ast.Try():
+                handlers = [part for handler in statement.handlers for part in handler.body]
+                parts = [*statement.body, *handlers, *statement.orelse, *statement.finalbody]
+                _follow(parts, conditions, flow)
             case _:
-                flow.read(_names_in(statement))
+                flow.read(names_in(statement))
 
 
 def _note_losses(statement: ast.stmt, conditions: set[str], flow: Flow) -> None:
     """Take the names that a loss comes from, if the statement itself calls `run.mean`."""
-    if isinstance(statement, ast.If | ast.For | ast.While | ast.With):
+    if isinstance(statement, ast.If | ast.For | ast.While | ast.With | ast.Try):
         return
     for node in ast.walk(statement):
         match node:
             case ast.Call(func=ast.Attribute(value=owner, attr="mean")):
-                if _dotted(owner) in flow.run_names:
+                if dotted(owner) in flow.run_names:
                     arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-                    flow.losses |= conditions.union(*map(_names_in, arguments))
+                    flow.losses |= conditions.union(*map(names_in, arguments))
             case ast.Call(func=ast.Attribute(value=loss, attr="backward")):
-                flow.losses |= conditions | _names_in(loss)
+                flow.losses |= conditions | names_in(loss)
 
 
 def _follow_call(call: ast.Call, conditions: set[str], flow: Flow) -> None:
     """A call whose value is left, as torch's methods that change a tensor: `q.mul_(x)`."""
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    flow.read(_names_in(call))
+    flow.read(names_in(call))
     if isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_"):
-        owner = _owner(call.func.value)
+        owner = owner_of(call.func.value)
         if owner:
-            flow.set(owner, conditions.union(*map(_names_in, arguments)))
+            flow.set(owner, conditions.union(*map(names_in, arguments)))
 
 
 def _set_all(targets: list[ast.expr], value: ast.expr, conditions: set[str], flow: Flow) -> None:
-    sources = _names_in(value) | conditions
-    flow.read(_names_in(value))
+    if isinstance(value, ast.Tuple) and len(targets) == 1:
+        parts = getattr(targets[0], "elts", [])
+        if len(parts) == len(value.elts) and not any(
+            isinstance(part, ast.Starred) for part in (*parts, *value.elts)
+        ):
+            flow.read(names_in(value))
+            for part, one in zip(parts, value.elts, strict=True):
+                _set_all([part], one, conditions, flow)
+            return
+    sources = names_in(value) | conditions
+    flow.read(names_in(value))
     for target in targets:
         for part in _parts_of(target):
             if isinstance(part, ast.Subscript):
-                name = _owner(part)
-                flow.read({name} | _names_in(part.slice))
-                flow.set(name, sources | _names_in(part.slice))
+                name = owner_of(part)
+                flow.read({name} | names_in(part.slice))
+                flow.set(name, sources | names_in(part.slice))
             else:
-                flow.set(_owner(part), sources)
+                flow.set(owner_of(part), sources)
 
 
 def _parts_of(target: ast.expr) -> Iterator[ast.expr]:
@@ -221,43 +275,3 @@ def _parts_of(target: ast.expr) -> Iterator[ast.expr]:
         yield from _parts_of(target.value)
     else:
         yield target
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    """The names in an expression: of `self.q[0].mean()` both `self.q` and `self`."""
-    found: set[str] = set()
-    waiting = [node]
-    while waiting:
-        part = waiting.pop()
-        name = _dotted(part)
-        if name:
-            words = name.split(".")
-            found |= {".".join(words[:count]) for count in range(1, len(words) + 1)}
-        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute):
-            waiting += [part.func.value, *part.args, *part.keywords]
-        else:
-            waiting += ast.iter_child_nodes(part)
-    return found
-
-
-def _owner(node: ast.AST) -> str:
-    """The name of what is changed: `q` of `q[i]`, `q.data` and `q.mul_(2)`."""
-    while True:
-        match node:
-            case ast.Subscript(value=value) | ast.Attribute(value=value, attr="data"):
-                node = value
-            case ast.Call(func=ast.Attribute(value=value)):
-                node = value
-            case _:
-                return _dotted(node)
-
-
-def _dotted(node: ast.AST) -> str:
-    """`a.b` of names and attributes; "" for any other expression."""
-    match node:
-        case ast.Name(id=name):
-            return name
-        case ast.Attribute(value=value, attr=attribute):
-            owner = _dotted(value)
-            return f"{owner}.{attribute}" if owner else ""
-    return ""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import linecache
 import types
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.distributed.exchange import texts_from_all_ranks
-from ddp_train.models.loop_variables import locals_of, user_frames
-from ddp_train.sessions.carried_names import carried_into_losses
+from ddp_train.models.loop_variables import user_frames
+from ddp_train.sessions.carried_names import LoopCode
+from ddp_train.sessions.frame_names import value_of
 from ddp_train.sessions.states_of_ranks import are_same, numbers_of
-from ddp_train.tensor_tree import attributes_of
 
 LOOKS = 3
 """Steps that are looked at: the first may set what each of the next changes."""
-MODULE_OF_RUN = "ddp_train.sessions.run"
 CARRIED = (
     "%s: carried from steps or epochs before into the losses, and not the same on all processes:"
     " each has its own samples, and on another number of processes the losses are others. Of all"
@@ -80,45 +77,12 @@ class CarriedNumbers:
 
 
 def _carried_in(frame: types.FrameType) -> list[str] | None:
-    """See `carried_into_losses`, of the loop that a frame is in."""
-    return carried_into_losses(code_of(frame), frame.f_lineno, run_names(frame))
+    """The names that the loop around a frame's line carries into the losses of its next step.
 
-
-def code_of(frame: types.FrameType) -> str:
-    """The code of the file that a frame is in; "" if there is none."""
-    return "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-
-
-def run_names(frame: types.FrameType) -> set[str]:
-    """How the code of a frame calls the run: `run`, `self.run`."""
-    return names_of(frame, _is_run)
-
-
-def names_of(frame: types.FrameType, is_wanted: Callable[[Any], bool]) -> set[str]:
-    """The names of some values in the code of a frame: `run`, `self.run`."""
-    variables = dict(frame.f_globals) | locals_of(frame, lambda _: True)
-    names = {name for name, value in variables.items() if is_wanted(value)}
-    attributes = attributes_of(variables.get("self"))
-    if isinstance(variables.get("self"), nn.Module):
-        attributes |= variables["self"]._modules
-    return names | {f"self.{name}" for name, value in attributes.items() if is_wanted(value)}
-
-
-def _is_run(value: Any) -> bool:
-    return type(value).__module__ == MODULE_OF_RUN
-
-
-def value_of(name: str, frame: types.FrameType) -> Any:
-    """The value of `q` or `self.q`; None if there is none. No property is called."""
-    first, *attributes = name.split(".")
-    variables = locals_of(frame, first.__eq__)
-    value = variables.get(first, frame.f_globals.get(first))
-    for attribute in attributes:
-        parts = attributes_of(value)
-        if isinstance(value, nn.Module):
-            parts |= value._buffers
-        value = parts.get(attribute)
-    return value
+    None if the loop has no losses, or there is none.
+    """
+    loop = LoopCode.of_frame(frame).loop_names()
+    return None if loop is None else sorted(loop.carried)
 
 
 def _is_hidden_state(value: Any, samples: int) -> bool:

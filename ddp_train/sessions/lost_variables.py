@@ -2,8 +2,8 @@
 
 A hidden state that goes from batch to batch, a pool of earlier images, the number of a pass,
 rollouts or a copy of the model that were made at the beginning of the epoch: a run that is resumed
-inside of an epoch begins without them. They are found in the function that has the loop over
-batches: what its caller made, and what a method that it calls keeps, is not.
+inside of an epoch begins without them. They are found in the code of the loop over batches, of the
+functions that it calls, and of an epoch around it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_train.models.loop_variables import user_frames
-from ddp_train.sessions.carried_names import LoopNames, names_of_loop
-from ddp_train.sessions.carried_numbers import code_of, names_of, run_names, value_of
+from ddp_train.sessions.carried_names import EpochNames, LoopCode, LoopNames
+from ddp_train.sessions.frame_names import value_of
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import tensors
 
@@ -50,8 +50,10 @@ class LostVariables:
 
     def look(self) -> list[str] | None:
         """The names, once it was called after two steps; None before."""
-        for frame in user_frames():
-            loop = names_of_loop(code_of(frame), frame.f_lineno, run_names(frame))
+        frames = list(user_frames())
+        for place, frame in enumerate(frames):
+            code = LoopCode.of_frame(frame)
+            loop = code.loop_names()
             if loop is None:
                 continue
             places = self._saved_places()
@@ -59,25 +61,42 @@ class LostVariables:
             if self.pools is None:
                 self.pools = now
                 return None
-            names = self._lost_names(loop, frame, places)
-            names += [name for name in now if _goes_on(self.pools.get(name, []), now[name])]
-            return sorted({*names, *loop.passes})
+            names = {name for name in loop.carried if self._is_lost(name, frame, places)}
+            names |= {name for name in now if _goes_on(self.pools.get(name, []), now[name])}
+            values = [value_of(name, frame) for name in loop.reaching]
+            names |= self._names_of_epoch(code.epoch_names(code.head), frame, values, places)
+            for outer in frames[place + 1 :]:
+                epoch = LoopCode.of_frame(outer).epoch_names(outer.f_lineno)
+                names |= self._names_of_epoch(epoch, outer, values, places)
+            return sorted(name for name in names if not _owners(name) & names)
         return []
 
-    def _lost_names(self, loop: LoopNames, frame: types.FrameType, places: set[int]) -> list[str]:
-        of_model = names_of(frame, lambda value: isinstance(value, Wrapped))
-        return [
-            name
-            for name in loop.carried | loop.made_from(of_model)
-            if not self._is_saved(name, frame) and _is_lost(value_of(name, frame), places)
-        ]
+    def _names_of_epoch(
+        self,
+        epoch: EpochNames,
+        frame: types.FrameType,
+        values: list[Any],
+        saved_places: set[int],
+    ) -> set[str]:
+        """Names that an epoch has set in a frame before the loop, and those that count its passes.
+
+        values: those that the losses of the loop depend on.
+        """
+        needed = {id(value) for value in values}
+        needed_places = set().union(*map(_places_of, values))
+        names = epoch.passes
+        for name in epoch.made_from(lambda name: isinstance(value_of(name, frame), Wrapped)):
+            value = value_of(name, frame)
+            is_needed = id(value) in needed or _places_of(value) & needed_places
+            if is_needed and self._is_lost(name, frame, saved_places):
+                names.add(name)
+        return names
 
     def _saved_places(self) -> set[int]:
         """Where the tensors lie that saved modules and objects hold."""
         places = set()
         for item in self.saved:
-            held = item.parameters() if isinstance(item, nn.Module) else tensors(item)
-            places |= {_place(tensor) for tensor in held}
+            places |= _places_of(item)
         return places
 
     def _pools_of_used(
@@ -86,17 +105,22 @@ class LostVariables:
         pools = {}
         for name in loop.used:
             value = value_of(name, frame)
-            if name != "self" and _may_hold(value) and not self._is_saved(name, frame):
+            if _may_hold(value) and not self._is_saved(name, frame):
                 found = islice(tensors(value), MOST_TENSORS)
                 own = [tensor for tensor in found if _place(tensor) not in places]
                 pools[name] = [(tensor, tensor._version) for tensor in own]
         return pools
 
+    def _is_lost(self, name: str, frame: types.FrameType, saved_places: set[int]) -> bool:
+        """Whether a name has numbers or tensors that are not saved."""
+        value = value_of(name, frame)
+        if self._is_saved(name, frame) or isinstance(value, bool):
+            return False
+        return isinstance(value, int | float) or not _places_of(value) <= saved_places
+
     def _is_saved(self, name: str, frame: types.FrameType) -> bool:
         """Whether run.resume got the value of a name, or the object that it is an attribute of."""
-        words = name.split(".")
-        owners = [".".join(words[:count]) for count in range(1, len(words) + 1)]
-        return any(id(value_of(owner, frame)) in self.known for owner in owners)
+        return any(id(value_of(one, frame)) in self.known for one in {name, *_owners(name)})
 
 
 def _goes_on(before: Pool, now: Pool) -> bool:
@@ -109,14 +133,18 @@ def _goes_on(before: Pool, now: Pool) -> bool:
     return was_changed or len(now) > len(before) > 0
 
 
-def _is_lost(value: Any, saved_places: set[int]) -> bool:
-    """True for numbers, tensors and what holds some, but for what lies where saved tensors do."""
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, int | float):
-        return True
-    found = value.parameters() if isinstance(value, nn.Module) else tensors(value)
-    return any(_place(tensor) not in saved_places for tensor in found)
+def _owners(name: str) -> set[str]:
+    """The objects that an attribute belongs to: of `self.net.rows` `self` and `self.net`."""
+    words = name.split(".")
+    return {".".join(words[:count]) for count in range(1, len(words))}
+
+
+def _places_of(value: Any) -> set[int]:
+    """Where the tensors lie that a value holds, which is no long list."""
+    if isinstance(value, list | dict) and len(value) > MOST_ITEMS:
+        return set()
+    held = value.parameters() if isinstance(value, nn.Module) else tensors(value)
+    return set(map(_place, held))
 
 
 def _place(tensor: Tensor) -> int:

@@ -60,9 +60,11 @@ WITH_TORCH = [
         for name in (
             "batch_norm",
             "beside_mean",
-            "carried_numbers",
+            "called_functions",
+            "carried_",
             "first_epoch",
             "first_step",
+            "frame_names",
             "gradient",
             "loader",
             "lost_variables",

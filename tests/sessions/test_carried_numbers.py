@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_train.distributed.world import World
 from ddp_train.sessions import first_epoch
-from ddp_train.sessions.carried_names import carried_into_losses
+from ddp_train.sessions.carried_names import LoopCode
 from ddp_train.sessions.carried_numbers import CARRIED
 from tests.sessions.loops import net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
@@ -93,13 +93,18 @@ for epoch in run.epochs(3):
 {indent(dedent(body).strip(), " " * 8)}
     print(total)
 """
-    assert carried_into_losses(code, 4, {"run"}) == expected
-    assert carried_into_losses(code, 4, {"session"}) in (None, expected)
+    assert carried(code, 4, "run") == expected
+    assert carried(code, 4, "session") in (None, expected)
 
 
 def test_code_that_cannot_be_read_has_no_names() -> None:
-    assert carried_into_losses("for x in", 1, {"run"}) is None
-    assert carried_into_losses("x = 3", 1, {"run"}) is None
+    assert carried("for x in", 1, "run") is None
+    assert carried("x = 3", 1, "run") is None
+
+
+def carried(code: str, line: int, run_name: str) -> list[str] | None:
+    loop = LoopCode(code, line, {run_name}).loop_names()
+    return None if loop is None else sorted(loop.carried)
 
 
 class Trainer:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ddp_train
 from ddp_train.distributed.world import World
 from ddp_train.sessions import training_loader
-from ddp_train.sessions.carried_names import names_of_loop
+from ddp_train.sessions.carried_names import LoopCode
 from ddp_train.sessions.lost_variables import LOST
 from ddp_train.sessions.run import Run
 from tests.sessions.loops import net, rows, sgd, weights_of
@@ -36,10 +36,11 @@ for x, y in loader:
 
 def test_names_that_losses_use_are_found() -> None:
     code = "for epoch in run.epochs(3):\n" + indent(dedent(BODY), "    ")
-    loop = names_of_loop(code, 1 + code.splitlines().index("    for x, y in loader:"), {"run"})
+    around = LoopCode(code, 1 + code.splitlines().index("    for x, y in loader:"), {"run"})
+    loop = around.loop_names()
     assert loop is not None
     assert loop.carried == {"hidden"}
-    assert loop.made_from({"model"}) == {"target"}
+    assert around.epoch_names(around.head).made_from("model".__eq__) == {"target"}
     assert {"cell", "rate", "target"} <= loop.used
 
 
@@ -161,7 +162,7 @@ def with_nothing(run: Run, whole: bool) -> nn.Module:
         (with_hidden, "hidden"),
         (with_targets, "target"),
         (with_teacher, "teacher"),
-        (with_pool, "pool"),
+        (with_pool, "pool.rows"),
         (with_passes, "number"),
         (with_nothing, ""),
     ],

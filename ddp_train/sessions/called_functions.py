@@ -1,0 +1,280 @@
+"""Puts the bodies of the user's functions in the places of their calls in the code of a loop.
+
+`loss = trainer.step(x)` becomes the statements of `step`, in which `self` is `trainer` and `x` is
+the loop's: who follows names through the loop then finds those that `step` keeps, `trainer.hidden`.
+The function's own variables get names that no code has.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import copy
+import inspect
+import linecache
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ddp_train.models.loop_variables import locals_of
+from ddp_train.resilience.failure_report import is_foreign
+from ddp_train.sessions.code_names import dotted
+from ddp_train.sessions.frame_names import value_of
+
+DEPTH = 4
+"""Calls within calls that are followed."""
+MOST_CALLS = 200
+"""Calls of a loop that are followed."""
+MARK = "()"
+"""In the names of a function's own variables."""
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def is_local(name: str) -> bool:
+    """Whether a name is that of a variable of a function that was called."""
+    return MARK in name
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function of the user's that a call leads to."""
+
+    code: types.CodeType
+    variables: dict[str, Any]
+    """The globals of its module."""
+    owner: str
+    """What its first parameter is called where it is a method; "" for any other function."""
+
+
+class CalledFunctions:
+    """Puts the functions that a loop calls into its statements."""
+
+    def __init__(self, frame: types.FrameType) -> None:
+        """frame: of the loop."""
+        self.frame = frame
+        self.count = 0
+        """Calls that were replaced."""
+        self.owners: set[str] = set()
+        """Whose methods they were, as the loop calls them."""
+        self.active: list[types.CodeType] = []
+        """Of the functions that are put in now, the outermost first."""
+        self.trees: dict[str, ast.Module] = {}
+        """The code of files, by name."""
+
+    def put_into(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        """The statements with those of called functions before them. They may be changed."""
+        result: list[ast.stmt] = []
+        for statement in body:
+            for field in ("body", "orelse", "finalbody"):
+                if isinstance(getattr(statement, field, None), list):
+                    setattr(statement, field, self.put_into(getattr(statement, field)))
+            for handler in getattr(statement, "handlers", []):
+                handler.body = self.put_into(handler.body)
+            if not isinstance(statement, FunctionNode | ast.ClassDef):
+                result += self._put_before(statement)
+            result.append(statement)
+        return result
+
+    def _put_before(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+        """What the calls in the expressions of a statement do; they become what it returns."""
+        for name, value in ast.iter_fields(statement):
+            if isinstance(value, ast.expr):
+                replacer = _Replacer(self)
+                setattr(statement, name, replacer.visit(value))
+                yield from replacer.statements
+
+    def called(self, call: ast.Call) -> Called | None:
+        """The function that a call leads to; None unless it is the user's own."""
+        if len(self.active) == DEPTH:
+            return None
+        found = self._found(dotted(call.func))
+        if found is None:
+            return None
+        code = found.code
+        is_plain = not code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE)
+        if is_foreign(code.co_filename) or not is_plain or code in self.active:
+            return None
+        return found
+
+    def _found(self, name: str) -> Called | None:
+        owner, _, method = name.rpartition(".")
+        value = value_of(name, self.frame) if name else None
+        if value is None and owner:
+            kind = type(value_of(owner, self.frame))
+            value = inspect.getattr_static(kind, method, None)
+            if isinstance(value, staticmethod):
+                owner = ""
+                value = value.__func__
+        elif isinstance(value, types.FunctionType):
+            owner = ""
+        elif value is not None:
+            owner = name
+            value = inspect.getattr_static(type(value), "__call__", None)
+        value = inspect.unwrap(value) if callable(value) else None
+        if not isinstance(value, types.FunctionType):
+            return None
+        return Called(value.__code__, value.__globals__, owner)
+
+    def statements_of(self, called: Called, call: ast.Call) -> tuple[list[ast.stmt], ast.expr]:
+        """What a call does, and what it returns. Nothing where the code cannot be read."""
+        code = called.code
+        node = self._node_of(called)
+        if node is None or self.count == MOST_CALLS:
+            return [], call
+        self.count += 1
+        self.owners |= {called.owner} - {""}
+        prefix = f"{code.co_name}{MARK}{self.count}_"
+        body = copy.deepcopy(node.body)
+        given = _given(node, call, called.owner)
+        renamer = _Renamer(prefix, self._own_names(called), given, _names_set(body))
+        returned = _returned(body)
+        begin = [
+            _assign(ast.Name(prefix + name, ast.Store()), value)
+            for name, value in given.items()
+            if not renamer.is_substituted(name)
+        ]
+        body = [renamer.visit(statement) for statement in body]
+        self.active.append(code)
+        body = self.put_into(body)
+        self.active.pop()
+        return begin + body, renamer.visit(returned)
+
+    def _node_of(self, called: Called) -> FunctionNode | None:
+        """The definition of a function; None where its code cannot be read."""
+        code = called.code
+        file = code.co_filename
+        if file not in self.trees:
+            text = "".join(linecache.getlines(file, called.variables))
+            with contextlib.suppress(SyntaxError, ValueError):
+                self.trees[file] = ast.parse(text)
+        for node in ast.walk(self.trees.get(file, ast.Module([], []))):
+            if isinstance(node, FunctionNode) and node.name == code.co_name:
+                lines = [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+                if min(lines) == code.co_firstlineno:
+                    return node
+        return None
+
+    def _own_names(self, called: Called) -> Callable[[str], bool]:
+        """Tells which names of a function mean nothing in the loop, or something else there."""
+        code = called.code
+        own = {*code.co_varnames, *code.co_cellvars}
+        of_loop = dict(self.frame.f_globals) | locals_of(self.frame, lambda _: True)
+
+        def is_own(name: str) -> bool:
+            if name in code.co_freevars:
+                return False
+            is_same = name in of_loop and of_loop[name] is called.variables.get(name)
+            return name in own or not is_same
+
+        return is_own
+
+
+class _Replacer(ast.NodeTransformer):
+    """Replaces calls in an expression by what they return, inner ones first."""
+
+    def __init__(self, functions: CalledFunctions) -> None:
+        self.functions = functions
+        self.statements: list[ast.stmt] = []
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        called = self.functions.called(node)
+        if called is None:
+            return node
+        statements, returned = self.functions.statements_of(called, node)
+        self.statements += statements
+        return returned
+
+
+class _Renamer(ast.NodeTransformer):
+    """Gives the names in a function those that they have in the loop, or new ones."""
+
+    def __init__(
+        self,
+        prefix: str,
+        is_own: Callable[[str], bool],
+        given: dict[str, ast.expr],
+        names_set: set[str],
+    ) -> None:
+        self.prefix = prefix
+        self.is_own = is_own
+        self.given = given
+        self.names_set = names_set
+
+    def is_substituted(self, name: str) -> bool:
+        """Whether a parameter is called what the loop calls its argument."""
+        value = self.given.get(name)
+        return value is not None and bool(dotted(value)) and name not in self.names_set
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if self.is_substituted(node.id):
+            return copy.deepcopy(self.given[node.id])
+        if self.is_own(node.id):
+            return ast.Name(self.prefix + node.id, node.ctx)
+        return node
+
+
+def _given(node: FunctionNode, call: ast.Call, owner: str) -> dict[str, ast.expr]:
+    """What a call gives for each parameter. owner: of a method, as the loop calls it."""
+    arguments = [*call.args]
+    if owner:
+        arguments.insert(0, ast.parse(owner, mode="eval").body)
+    parameters = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
+    given = dict(zip(parameters, arguments, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    rest = arguments[len(parameters) :]
+    rest += [keyword.value for keyword in call.keywords if not keyword.arg]
+    for more in (node.args.vararg, node.args.kwarg):
+        if more:
+            given[more.arg] = ast.Tuple(rest, ast.Load())
+    return given
+
+
+def _names_set(body: list[ast.stmt]) -> set[str]:
+    return {
+        node.id
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+    }
+
+
+def _returned(body: list[ast.stmt]) -> ast.expr:
+    """Make each `return` of a function an assignment. Returns the expression of what they set.
+
+    Where all return as many values, that is a tuple: a loss has not the sources of a score.
+    """
+    values = [
+        node.value
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Return) and node.value
+    ]
+    lengths = {len(value.elts) if isinstance(value, ast.Tuple) else 1 for value in values}
+    names = ["return"]
+    if len(lengths) == 1 and lengths != {1}:
+        names = [f"return_{place}" for place in range(lengths.pop())]
+    _ReturnsAsSets(names).visit(ast.Module(body, []))
+    loads: list[ast.expr] = [ast.Name(name, ast.Load()) for name in names]
+    return loads[0] if len(loads) == 1 else ast.Tuple(loads, ast.Load())
+
+
+class _ReturnsAsSets(ast.NodeTransformer):
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        if node.value is None:
+            return ast.Pass()
+        targets: list[ast.expr] = [ast.Name(name, ast.Store()) for name in self.names]
+        if len(targets) == 1:
+            return _assign(targets[0], node.value)
+        return _assign(ast.Tuple(targets, ast.Store()), node.value)
+
+
+def _assign(target: ast.expr, value: ast.expr) -> ast.stmt:
+    return ast.fix_missing_locations(ast.Assign([target], value, lineno=0))

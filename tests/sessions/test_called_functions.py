@@ -1,0 +1,219 @@
+"""Variables that functions and methods of the loop keep, and that its losses depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ddp_train.distributed.world import World
+from ddp_train.sessions import first_epoch
+from ddp_train.sessions.carried_numbers import CARRIED
+from ddp_train.sessions.lost_variables import LOST
+from ddp_train.sessions.run import Run
+from tests.sessions.loops import net, rows, sgd
+from tests.support.ranks import on_ranks
+from tests.support.session_ranks import session_on
+
+baseline = 0.0
+
+
+class Trainer:
+    """A loop in methods: what each step computes is kept in attributes."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.model = run.wrap(net())
+        self.optimizer = sgd(self.model)
+        self.total = 0.0
+        self.recent: list[Tensor] = []
+        self.hidden = torch.zeros(1).double()
+        self.queue = torch.zeros(4).double()
+
+    def fit(self, step: Callable[[Tensor, Tensor], Any], epochs: int = 2) -> None:
+        loader = self.run.loader(rows(), global_batch_size=6)
+        self.run.resume(model=self.model, optimizer=self.optimizer)
+        for _ in self.run.epochs(epochs):
+            for x, y in loader:
+                self.total += float(self.update(step(x, y)))
+
+    def update(self, losses: Tensor) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.run.mean(losses)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+class WithHidden(Trainer):
+    def fit(self, step: Callable[[Tensor, Tensor], Any], epochs: int = 2) -> None:
+        loader = self.run.loader(rows(), global_batch_size=6)
+        self.run.resume(model=self.model, optimizer=self.optimizer)
+        for _ in self.run.epochs(epochs):
+            for x, y in loader:
+                self.one(x, y)
+
+    def one(self, x: Tensor, y: Tensor) -> None:
+        out = self.model(x).squeeze(1)
+        losses = (out - self.hidden - y).square()
+        self.hidden = self.hidden + 0.1
+        self.update(losses)
+
+
+def hidden_in_a_method(run: Run) -> None:
+    trainer = WithHidden(run)
+    trainer.fit(trainer.one)
+
+
+def hidden_of_another_object(run: Run) -> None:
+    trainer = WithHidden(run)
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    for _ in run.epochs(2):
+        for x, y in loader:
+            trainer.one(x, y)
+
+
+def mixed(queue: list[Tensor], x: Tensor) -> Tensor:
+    queue.append(x[:1].detach())
+    return x + torch.cat(queue).mean(0)
+
+
+def queue_in_a_function(run: Run) -> None:
+    trainer = Trainer(run)
+    queue: list[Tensor] = []
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    for _ in run.epochs(1):
+        for x, y in loader:
+            x = mixed(queue, x)
+            trainer.update((trainer.model(x).squeeze(1) - y).square())
+
+
+def above_baseline(values: Tensor) -> Tensor:
+    global baseline
+    advantages = values - baseline
+    if len(values):
+        baseline = 0.9 * baseline + 0.1 * values.mean().item()
+    return advantages
+
+
+def global_in_a_function(run: Run) -> None:
+    trainer = Trainer(run)
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    for _ in run.epochs(1):
+        for x, y in loader:
+            trainer.update(above_baseline(y) * trainer.model(x).squeeze(1))
+
+
+def train_epoch(trainer: Trainer, loader: Any, inputs: Tensor, aims: Tensor) -> None:
+    for i in loader:
+        trainer.update((trainer.model(inputs[i]) - aims[i]).square().squeeze(1))
+
+
+def aims_of_the_caller(run: Run) -> None:
+    trainer = Trainer(run)
+    inputs, _ = rows().tensors
+    loader = run.loader(range(len(inputs)), global_batch_size=6)
+    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    for _ in run.epochs(2):
+        with torch.no_grad():
+            aims = trainer.model(inputs) + inputs[:, :1]
+        train_epoch(trainer, loader, inputs, aims)
+
+
+def passes_of_the_caller(run: Run) -> None:
+    trainer = Trainer(run)
+    inputs, aims = rows().tensors
+    loader = run.loader(range(len(inputs)), global_batch_size=6)
+    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    for _ in run.epochs(1):
+        for number in range(2):
+            assert number < 2
+            train_epoch(trainer, loader, inputs, aims[:, None])
+
+
+LOST_IN = [
+    (hidden_in_a_method, "self.hidden"),
+    (hidden_of_another_object, "trainer.hidden"),
+    (queue_in_a_function, "queue"),
+    (global_in_a_function, "baseline"),
+    (aims_of_the_caller, "aims"),
+    (passes_of_the_caller, "number"),
+]
+
+
+class Meter:
+    """A score, which no loss depends on."""
+
+    def __init__(self) -> None:
+        self.sum = torch.zeros(1).double()
+        self.count = 0
+
+    def update(self, values: Tensor) -> float:
+        self.sum = self.sum + values.detach().sum()
+        self.count += len(values)
+        return self.sum.item() / max(self.count, 1)
+
+
+def of_a_log(run: Run) -> None:
+    """Scores beside the loss, what is saved, and what a step makes anew."""
+    trainer = Trainer(run)
+    meter = Meter()
+    average = torch.zeros(3).double()
+
+    def losses_and_score(x: Tensor, y: Tensor) -> tuple[Tensor, float]:
+        out = trainer.model(x).squeeze(1)
+        losses = (out - y).square()
+        score = meter.update(losses)
+        average.add_(losses.detach().sum())
+        trainer.recent = [*trainer.recent[-3:], losses.detach()]
+        return losses, score
+
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    for epoch in run.epochs(2):
+        for x, y in loader:
+            weight = scaled(epoch)
+            losses, score = losses_and_score(x, y)
+            run.log("score", torch.full((len(x),), score))
+            trainer.total += float(trainer.update(weight * losses))
+
+
+def scaled(epoch: int) -> float:
+    return 1 / (1 + epoch)
+
+
+def of_the_trainers_log(run: Run) -> None:
+    trainer = Trainer(run)
+    trainer.fit(lambda x, y: (trainer.model(x).squeeze(1) - y).square())
+
+
+@pytest.mark.parametrize(("loop", "names"), [*LOST_IN, (of_a_log, ""), (of_the_trainers_log, "")])
+def test_what_functions_keep_is_told(
+    loop: Callable[[Run], None], names: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with session_on(World()) as run:
+        loop(run)
+    told = [record.getMessage() for record in caplog.records if record.msg == LOST]
+    assert told == ([LOST % names] if names else [])
+
+
+def told_apart(world: World, loop: Callable[[Run], None]) -> list[str]:
+    """The warnings of the first epoch on a process."""
+    messages: list[str] = []
+    first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
+    with session_on(world) as run:
+        loop(run)
+    return messages
+
+
+def test_a_baseline_in_a_function_is_told_on_three() -> None:
+    messages = on_ranks(3, told_apart, global_in_a_function)
+    assert messages[0] == [LOST % "baseline", CARRIED % "baseline"]
+    assert messages[1:] == [[], []]
+    assert on_ranks(3, told_apart, of_a_log) == [[], [], []]
