@@ -78,8 +78,8 @@ class FailureRecorder:
         timeout_seconds = self.config.launch.timeout_seconds
         failure = self.workload.translated(failure_from_hang(hang, log_file, timeout_seconds))
         headline = failure_report.headline(failure)
-        lines = [headline, "stack (most recent call last):", *hang.stack]
-        failure_report.append_to_log(log_file, lines)
+        stack = ["stack (most recent call last):", *hang.stack] if hang.stack else []
+        failure_report.append_to_log(log_file, [headline, *stack])
         return self._record(failure, failure_report.stack_of(hang.rank, hang.stack, log_file))
 
     def _record(self, failure: Failure, stack: str) -> Report | None:

@@ -241,7 +241,7 @@ def failure_from_exit(
     if returncode == -signal.SIGKILL and oom_killed:
         detail = f"killed by the kernel's OOM killer; memory before: {sizes}"
         return _Cause("oom", detail, _LESS_MEMORY).failure(rank, status, log_file)
-    remedy = f"see {log_file}"
+    remedy = f"see what it has printed, above or in {log_file}"
     if returncode < 0:
         number = -returncode
         name = f"signal {number}"  # most real-time signals have a number only
@@ -267,6 +267,11 @@ def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Fai
     evidence = [silence, hang.reason, hang.others, hang.called]
     detail = "; ".join(text for text in evidence if text)
     remedy = "see the stack of that rank; if it is only slow, raise launch.timeout_seconds"
+    if not hang.stack:
+        remedy = (
+            "find out what that rank waits for: its stack could not be read; if it is only slow,"
+            " raise launch.timeout_seconds"
+        )
     if hang.reason == STOPPED:
         remedy = (
             "find out who stopped it; kill -CONT PID continues it, within launch.timeout_seconds"

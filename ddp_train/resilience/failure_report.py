@@ -143,8 +143,10 @@ def wait_for_report(run_dir: Path, seconds: float, reported_code: Callable[[], i
 
 
 def append_to_log(log_file: Path, lines: Sequence[str]) -> None:
-    """Append to the log of a process that cannot write it itself."""
+    """Append to the log of a process that cannot write it itself, perhaps because it has not begun
+    one."""
     try:
+        log_file.parent.mkdir(exist_ok=True)
         with log_file.open("a") as file:
             file.write("\n".join([*lines, ""]))
     except OSError as error:

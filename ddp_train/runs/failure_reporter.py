@@ -121,6 +121,8 @@ class FailureReporter:
         else:
             sizes = f"rank {rank} {self.status.resident_bytes / 2**30:.2f} GiB"
         failure = failure_from(error, rank, self.status, self.worker.log_file, sizes)
+        if not self.worker.log_file.exists():
+            failure = replace(failure, log="")
         snapshot = snapshot_file(self.run_dir, rank)
         if failure.kind == "oom" and snapshot.exists():
             detail = f"{failure.detail}; the GPU's memory then: {snapshot} (see {VIEWER})"

@@ -70,7 +70,7 @@ def test_a_signal_without_a_name_is_told_by_its_number() -> None:
     library = "find out who sent it, or which library uses it"
     for number, name, remedy in (
         (37, "signal 37", library),
-        (signal.SIGTERM, "SIGTERM", "see logs/rank_1.log"),
+        (signal.SIGTERM, "SIGTERM", "see what it has printed, above or in logs/rank_1.log"),
     ):
         failure = failure_from_exit(
             -number, 1, RankStatus(), Path("logs/rank_1.log"), oom_killed=False, sizes=""

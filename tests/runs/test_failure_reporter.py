@@ -39,6 +39,16 @@ def test_failure_of_this_rank_is_reported(
     assert "a file is gone\n  remedy: look for it\n" in output
 
 
+def test_report_names_a_log_that_exists(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("none", "begun"):
+        (tmp_path / name / "logs").mkdir(parents=True)
+    (tmp_path / "begun/logs/rank_0.log").touch()
+    reporter_in(tmp_path / "none").report(DataError("a file is gone"))
+    assert "log:" not in capfd.readouterr().err
+    reporter_in(tmp_path / "begun").report(DataError("a file is gone"))
+    assert f"log: {tmp_path}/begun/logs/rank_0.log\n" in capfd.readouterr().err
+
+
 def test_report_has_the_users_words(tmp_path: Path) -> None:
     reporter = reporter_in(tmp_path, translate=lambda text: text.replace("launch.", ""))
     reporter.report(LaunchError("launch.seed=1", "set launch.seed"))
