@@ -36,6 +36,8 @@ DISTINCT_SAMPLES = 7
 """The most samples of the batch without copies."""
 TOLERANCE = 0.02
 """Relative difference below which two losses count as equal: bfloat16 has 8 bits."""
+UNIT_TOLERANCE = 1e-5
+"""The same of two counts of units, which may be weights that are added up in float32."""
 DEPENDS_ON_PROCESSES = "the result would depend on the number of processes"
 MIXED = (
     "loss() of a few samples together is not the sum of what it gives for each: it compares them"
@@ -84,7 +86,7 @@ class LossTrial:
             remedy = f'{RETURN_SUMS}, as with reduction="sum"'
             return f"{findings}: that is a mean, not a sum; {remedy}"
         units_one_by_one = math.fsum(count for _, count in self.of_each)
-        if not math.isclose(distinct_units, units_one_by_one):
+        if not math.isclose(distinct_units, units_one_by_one, rel_tol=UNIT_TOLERANCE):
             return (
                 f"loss() counts {distinct_units:g} {task.unit}s in a batch of {samples} samples,"
                 f" and {units_one_by_one:g} if they come one by one: {DEPENDS_ON_PROCESSES}; count"

@@ -269,7 +269,7 @@ def test_a_session_joins_torchrun(folder: Path, calm: subprocess.CompletedProces
         == 1
     )
     assert (
-        joined.stderr.count("a failure costs the steps since the last checkpoint: on GPUs, under")
+        joined.stderr.count("a failure costs the steps since the last checkpoint: under torchrun")
         == 1
     )
 

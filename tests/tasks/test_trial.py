@@ -53,6 +53,12 @@ def contrast(outputs: Tensor) -> tuple[Tensor, int]:
     return nn.functional.cross_entropy(outputs @ outputs.T, own, reduction="sum"), len(own)
 
 
+def weighted(outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """By weights whose sum, in float32, depends on the order."""
+    weights = torch.sin(outputs.float()).square()
+    return (outputs * weights).sum(), weights.sum()
+
+
 def valid(outputs: Tensor) -> tuple[Tensor, Tensor]:
     mask = outputs > 1.2
     return outputs[mask].sum(), mask.sum()
@@ -72,6 +78,7 @@ def valid(outputs: Tensor) -> tuple[Tensor, Tensor]:
         lambda outputs: (outputs.sum() * 0, 0),
         contrast,
         valid,
+        weighted,
     ],
 )
 def test_a_loss_that_is_a_sum_passes_the_trial(loss: Callable[[Tensor], Any]) -> None:
