@@ -148,6 +148,11 @@ def _converted(schema: type, name: str, value: Any, key: str) -> Any:
         if issubclass(schema, CustomOption) or key in ENVIRONMENT_STAYS:
             return value
         return from_environment(value, key)
+    rules = rules_of(schema, name)
+    if rules.get("may_be_range") and not isinstance(value, str):
+        rule = broken_rule(value, rules, key)  # which says more than the type that is expected
+        if rule:
+            raise ValueError(rule)
     kinds = typing.get_args(hint) or (hint,)
     is_number = isinstance(value, int | float)
     if bool in kinds and is_number and value not in (0, 1):  # OmegaConf takes any number for true
@@ -164,7 +169,7 @@ def _converted(schema: type, name: str, value: Any, key: str) -> Any:
         # Where `auto` may stand too, a number stayed a text.
         if int in kinds and re.fullmatch(r"-?[0-9]{1,18}", str(converted)):
             converted = int(str(converted))
-        rule = broken_rule(converted, rules_of(schema, name))
+        rule = broken_rule(converted, rules, key)
         if rule:  # `check_rules` would show what was found
             raise ValueError(rule)
     return converted

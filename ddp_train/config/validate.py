@@ -62,7 +62,7 @@ def broken_rules_in(section: Any, prefix: str) -> list[str]:
         if dataclasses.is_dataclass(value):
             messages += broken_rules_in(value, f"{key}.")
             continue
-        rule = broken_rule(value, f.metadata)
+        rule = broken_rule(value, f.metadata, key)
         if rule:
             messages.append(f"{key}={shown(value)}: {rule}")
     return messages

@@ -40,14 +40,17 @@ def key(default: Any, meaning: str, **rules: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def broken_rule(value: Any, rules: Mapping[str, Any]) -> str:
+def broken_rule(value: Any, rules: Mapping[str, Any], name: str = "") -> str:
     """The rule that a value, or an item of a list, breaks, as `must be ...`; "" if it breaks none.
 
-    rules: see `key`. The type of the value is not checked.
+    rules: see `key`. The type of the value is not checked, unless it may be a range.
+    name: of the key, for the remedy.
     """
     if isinstance(value, list):
         broken = (broken_rule(item, rules) for item in value)
         return next(filter(None, broken), "")
+    if rules.get("may_be_range"):
+        return _broken_count(value, name, may_be_auto="auto" in rules.get("literals", ()))
     if value == "" and not rules.get("may_be_empty"):
         return "must not be empty"
     if isinstance(value, str):
@@ -62,8 +65,6 @@ def _broken_by_text(value: str, rules: Mapping[str, Any]) -> str:
     if choices and value not in choices:
         return f"must be one of {', '.join(choices)}{did_you_mean(value, choices)}"
     literals = rules.get("literals", ())
-    if rules.get("may_be_range") and value not in literals:
-        return _broken_range(value, may_be_auto=bool(literals))
     if rules.get("is_span") and not _is_span(value):
         return "must be FIRST:LAST, two numbers from 2 on, as 100:105 (in a YAML file in quotes)"
     if literals and value not in literals:
@@ -122,17 +123,35 @@ def _is_span(value: str) -> bool:
     return span is not None and span.high is not None and 2 <= span.low <= span.high
 
 
-def _broken_range(value: str, may_be_auto: bool) -> str:
-    """may_be_auto: for the key itself, and as the end of a range."""
+def _broken_count(value: Any, name: str, may_be_auto: bool) -> str:
+    """The rule that a number, or a range of numbers, breaks.
+
+    may_be_auto: for the key itself, and as the end of a range.
+    """
+    if may_be_auto and value == "auto":
+        return ""
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < LARGEST:
+        return ""
     span = range_of(value)
-    if span is None or not (span.high or may_be_auto):
+    if span is None or (span.high is None and not may_be_auto):
+        kinds = "a range LOW:HIGH, as 2:3"
         if may_be_auto:
-            return "must be a whole number, auto, or a range LOW:HIGH, as 2:8 or 2:auto"
-        return "must be a whole number, or a range LOW:HIGH, as 2:3"
+            kinds = "auto, or a range LOW:HIGH, as 2:8 or 2:auto"
+        fitting = _fitting_count(value, may_be_auto)
+        return f"must be a whole number of at least 1, or {kinds}; use {name}={fitting}"
     high = span.high or 1
     is_ascending = span.high is None or span.low <= span.high
     if not span.low or not is_ascending:
         low = max(1, min(span.low, high))
-        fitting = f"{low}:{max(span.low, high)}"
-        return f"must be a range LOW:HIGH with LOW at least 1, and at most HIGH; use {fitting}"
+        rule = "must be a range LOW:HIGH with LOW at least 1, and at most HIGH"
+        return f"{rule}; use {name}={low}:{max(span.low, high)}"
     return ""
+
+
+def _fitting_count(value: Any, may_be_auto: bool) -> int | str:
+    """What was probably meant by a value that is no number of processes or hosts."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST:
+        return max(1, round(value))
+    if isinstance(value, str) and value.isdecimal() and 1 <= int(value) < LARGEST:
+        return int(value)
+    return "auto" if may_be_auto else 1

@@ -39,6 +39,10 @@ from tests.support.configs import (
 
 pytestmark = pytest.mark.usefixtures("folder_without_gpus")
 REFUSED = "must be one of"
+COUNT = (
+    "must be a whole number of at least 1, or auto, or a range LOW:HIGH, as 2:8 or 2:auto;"
+    " use launch.nproc_per_node"
+)
 BAD: dict[str, list[str]] = {
     # keys that do not exist
     "optimizer.momentun=0.1": ["no such key; did you mean optimizer.momentum?"],
@@ -145,8 +149,15 @@ BAD: dict[str, list[str]] = {
     "train.epochs=[1,2]": ["must be a whole number"],
     "train.log_every_steps=null": ["must be a whole number"],
     "train.max_steps=1.5": ["must be a whole number or null"],
-    "launch.nproc_per_node=1.5": ["must be a whole number or auto"],
-    "launch.nproc_per_node=many": ["must be a whole number, auto, or a range LOW:HIGH"],
+    "launch.nproc_per_node=1.5": [f"{COUNT}=2"],
+    "launch.nproc_per_node=1e3": [f"{COUNT}=1000"],
+    "launch.nproc_per_node=-1": [f"{COUNT}=1"],
+    "launch.nproc_per_node=true": [f"{COUNT}=auto"],
+    "launch.nproc_per_node=null": [f"{COUNT}=auto"],
+    "launch.nproc_per_node='2'": [f"{COUNT}=2"],
+    "launch.nproc_per_node=auto2": [f"{COUNT}=auto"],
+    "launch.nproc_per_node=2:": [f"{COUNT}=auto"],
+    "launch.nnodes=1.5": ["must be a whole number of at least 1, or a range LOW:HIGH, as 2:3; use"],
     "launch.threads_per_process=many": ["must be a whole number or auto"],
     "tuning.num_workers=many": ["must be a whole number or auto"],
     "tuning.pin_memory=maybe": ["must be true, false or auto"],
@@ -201,7 +212,7 @@ BAD: dict[str, list[str]] = {
     "strategy.bucket_cap_mb_list=[1,nan]": ["must be a finite number"],
     "strategy.comm_hook=fp8": [REFUSED, "none, fp16, bf16, powersgd"],
     "launch.backend=mpi": [REFUSED, "auto, nccl, gloo"],
-    "launch.nproc_per_node=0": ["must be at least 1"],
+    "launch.nproc_per_node=0": [f"{COUNT}=1"],
     "launch.max_restarts=-1": ["must be at least 0"],
     "launch.timeout_seconds=0": ["must be above 0"],
     "launch.join_timeout_seconds=0": ["must be at least 1"],
@@ -377,6 +388,8 @@ BAD: dict[str, list[str]] = {
 """Command lines with one mistake, and what the one line about it must say besides the key and the
 value."""
 STARTS = {
+    "launch.nproc_per_node=1e3": "launch.nproc_per_node=1000.0",
+    "launch.nproc_per_node='2'": "launch.nproc_per_node=2",
     "train=5 train.max_steps=3": "train=5",
     "fooo.api_key=hunter2": "fooo.api_key=(hidden)",
     "+model=mlp": "+model=mlp",

@@ -75,15 +75,15 @@ def asked_config(
     [
         (
             asked_config("2:x"),
-            "launch.nnodes=2:x: must be a whole number, or a range LOW:HIGH, as 2:3",
+            "launch.nnodes=2:x: must be a whole number of at least 1, or a range LOW:HIGH, as 2:3",
         ),
         (
             asked_config("auto"),
-            "launch.nnodes=auto: must be a whole number, or a range LOW:HIGH, as 2:3",
+            "launch.nnodes=auto: must be a whole number of at least 1, or a range LOW:HIGH, as 2:3",
         ),
         (
             asked_config("2:auto"),
-            "launch.nnodes=2:auto: must be a whole number, or a range LOW:HIGH, as 2:3",
+            "launch.nnodes=2:auto: must be a whole number of at least 1, or a range LOW:HIGH, as 2:3",
         ),
         (
             asked_config("3:2"),
