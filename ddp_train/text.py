@@ -92,6 +92,25 @@ def did_you_mean(word: str, candidates: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def did_you_mean_glob(glob: str, candidates: Iterable[str]) -> str:
+    """'; did you mean X?' for the closest name or glob; empty if none is close.
+
+    What matches anything tells nothing of what was meant, and another number is no slip: `3.*` is
+    not close to `1.*`.
+    """
+    numbers = set(re.findall(r"\d+", glob))
+    by_letters: dict[str, str] = {}
+    for candidate in candidates:
+        if numbers.issuperset(re.findall(r"\d+", candidate)):
+            by_letters.setdefault(_without_wildcards(candidate), candidate)
+    close = difflib.get_close_matches(_without_wildcards(glob), by_letters, n=1, cutoff=0.7)
+    return f"; did you mean {by_letters[close[0]]}?" if close else ""
+
+
+def _without_wildcards(glob: str) -> str:
+    return re.sub(r"\[[^]]*\]|[^\w.-]", "", glob).strip(".")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message: torch appends a C++ stack."""
     return str(error).strip().partition("\n")[0]
@@ -126,7 +145,7 @@ def unmatched(
         examples = f"; such names are {', '.join(known[:MOST_EXAMPLES])}"
     missed = [glob for glob in globs if not matching(glob, names)]
     problems = [
-        f"{found.format(glob)}: matches no {what}{did_you_mean(glob, known) or examples}"
+        f"{found.format(glob)}: matches no {what}{did_you_mean_glob(glob, known) or examples}"
         for glob in missed[:MOST_PROBLEMS]
     ]
     further = len(missed) - MOST_PROBLEMS

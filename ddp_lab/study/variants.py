@@ -15,7 +15,7 @@ from ddp_lab.study.results import METRICS
 from ddp_train.config.metrics import study_problems
 from ddp_train.options.key import AUTO, key
 from ddp_train.options.schema import Config
-from ddp_train.text import did_you_mean
+from ddp_train.text import did_you_mean, did_you_mean_glob
 
 LAYOUTS = ("comparison", "runs", "growth")
 NEEDS_GPU = "needs a GPU"
@@ -275,9 +275,8 @@ def _check_names(
                 )
     for pattern in config.only:
         if not fnmatch.filter(names, pattern):
-            problems.append(
-                f"study.only=[{pattern}]: no variant of that name{did_you_mean(pattern, names)}"
-            )
+            guess = did_you_mean_glob(pattern, names)
+            problems.append(f"study.only=[{pattern}]: no variant of that name{guess}")
     if config.baseline in names and config.baseline not in kept:
         problems.append(f"study.only: leaves out the baseline; add {config.baseline}")
     left_out = {

@@ -151,7 +151,7 @@ def test_all_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
         "nothing is taken of what does not fit"
     )
     with pytest.raises(
-        ConfigError, match=r"init_ignore=\[3\.\*\]: matches no name; did you mean \d\.\*\?"
+        ConfigError, match=r"init_ignore=\[3\.\*\]: matches no name; such names are \d\.\*"
     ):
         load_initial_weights(ours, read_weights(tmp_path / "w.pt", "w"), ["3.*", "2.*"])
     origin = load_initial_weights(
