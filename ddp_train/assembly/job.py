@@ -46,6 +46,9 @@ from ddp_train.tasks.builtin import Classification
 from ddp_train.tasks.score import Scorer
 from ddp_train.tasks.task import ModelWithTask
 
+MOST_SKIPPED = 1000
+"""Most steps in a row that `train.on_non_finite=skip` leaves out, where an epoch has more."""
+
 
 @dataclass(frozen=True)
 class JobBuilder:
@@ -186,12 +189,15 @@ class JobBuilder:
                 scaler.is_enabled(),
                 trained.values(),
             )
+        most_skipped = None
+        if train.on_non_finite == "skip":
+            most_skipped = min(plan.steps_per_epoch, MOST_SKIPPED)
         rules = UpdateRules(
             mean_of_units=strategy.mean_of_units,
             check_gradients=strategy.check_gradients,
             max_grad_norm=train.max_grad_norm,
             allow_missing_grads=strategy.allow_missing_grads,
-            skip_non_finite=train.on_non_finite == "skip",
+            most_skipped=most_skipped,
         )
         make_stepper: Callable[..., Stepper] = Stepper
         if stream:

@@ -56,7 +56,7 @@ class NonFiniteCheck:
         losses: RunningLoss,
         scaled: bool = False,
         allow_missing_grads: bool = False,
-        skip: bool = False,
+        most_skipped: int | None = None,
     ) -> None:
         """Watch the parameters of an optimizer.
 
@@ -64,12 +64,17 @@ class NonFiniteCheck:
         scaled: a GradScaler skips steps that overflow.
         allow_missing_grads: parameters may have no gradient in a step, so one gradient is no proxy
             for all.
-        skip: a step with such a loss is skipped with a warning, and training continues.
+        most_skipped: a step with such a loss is skipped with a warning, and training continues
+            until so many in a row are; None: the first one ends it.
         """
         self.losses = losses
         self.scaled = scaled
         self.allow_missing_grads = allow_missing_grads
-        self.skip = skip
+        self.most_skipped = most_skipped
+        self.skipped = 0
+        """Steps of the run that were skipped."""
+        self.skipped_in_a_row = 0
+        """Those of them since the last step that was taken."""
         groups = optimizer.param_groups
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.base_lr = groups[0]["initial_lr"]
@@ -88,17 +93,22 @@ class NonFiniteCheck:
         norm: of all gradients, if it is known.
 
         Raises NonFiniteLossError, on all ranks alike, if a loss is not finite and such steps are
-        not skipped.
+        not skipped, or if too many in a row were.
         """
         scalar = norm.item() if norm is not None else self._scalar_to_check()
         if math.isfinite(scalar):
+            self.skipped_in_a_row = 0
             return True
         culprits = self._culprits(step)
         if self.scaled and not culprits:
             return True  # float16 overflowed
         error = self._error_of_step(step, culprits)
-        if not self.skip:
+        if self.most_skipped is None:
             raise error
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= self.most_skipped:
+            raise _too_many_skipped(error, self.skipped_in_a_row)
         log.warning("%s; the step is skipped (train.on_non_finite=skip)", error)
         self.losses.forget(step)
         return False
@@ -186,6 +196,15 @@ class NonFiniteCheck:
                 first_remedy = "look for NaN in the inputs and targets of those samples"
             remedy = f"{first_remedy}; else {remedy}"
         return NonFiniteLossError(detail, remedy, rank, step)
+
+
+def _too_many_skipped(last: NonFiniteLossError, steps: int) -> NonFiniteLossError:
+    """The error that ends a run whose last `steps` steps were all skipped."""
+    detail = (
+        f"{last}; the last {counted(steps, 'step')} were all skipped"
+        " (train.on_non_finite=skip): the weights no longer change"
+    )
+    return NonFiniteLossError(detail, last.remedy, last.rank, last.step)
 
 
 def _listed(numbers: list[int]) -> str:

@@ -60,8 +60,9 @@ class UpdateRules:
     """The norm that gradients are clipped to."""
     allow_missing_grads: bool = False
     """Parameters may have no gradient in a step, so one gradient is no proxy for all."""
-    skip_non_finite: bool = False
-    """A step whose loss is not finite is skipped with a warning, and training continues."""
+    most_skipped: int | None = None
+    """A step whose loss is not finite is skipped with a warning, and training continues until so
+    many in a row are; None: the first one ends it."""
 
 
 class Stepper:
@@ -112,7 +113,7 @@ class Stepper:
 
     def _build_check(self) -> NonFiniteCheck:
         rules = self.rules
-        if rules.allow_missing_grads or rules.skip_non_finite or self.device == "cpu":
+        if rules.allow_missing_grads or rules.most_skipped is not None or self.device == "cpu":
             reads_flag = False
         else:  # torch's fused optimizers, and ours
             reads_flag = getattr(self.optimizer, "_step_supports_amp_scaling", False)
@@ -123,7 +124,7 @@ class Stepper:
             self.losses,
             self.scaled,
             rules.allow_missing_grads,
-            rules.skip_non_finite,
+            rules.most_skipped,
         )
 
     def continue_from(self, step: int) -> None:
@@ -140,6 +141,7 @@ class Stepper:
             "scaler": self.scaler.state_dict(),
             "gradient_norm": self.norm,
             "logged": self.logged.state(),
+            "skipped": [self.check_finite.skipped, self.check_finite.skipped_in_a_row],
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -155,6 +157,7 @@ class Stepper:
                     moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
         self.logged.load_state(state.get("logged", ()))
+        self.check_finite.skipped, self.check_finite.skipped_in_a_row = state.get("skipped", (0, 0))
         self.norm = state["gradient_norm"]
         if self.norm is not None:
             self.norm = self.norm.to(self.device)

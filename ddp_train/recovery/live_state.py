@@ -48,7 +48,7 @@ class LiveState:
     """The model or the optimizer makes a part of its state when it is asked for it."""
     changes_in_place: bool
     """A step changes only tensors that are there."""
-    extent: tuple[int, bool]
+    extent: tuple[int, bool, int, int]
     """See `extent_of`."""
     identity: list[Any]
     """See `identity_of`."""
@@ -83,10 +83,12 @@ def _comparable(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, STEPPER: {**stepper, "optimizer": stepper["optimizer"]["state"]}}
 
 
-def extent_of(stepper: Stepper) -> tuple[int, bool]:
-    """How many parameters the optimizer has a state of, and whether the norm of the gradients is
-    known."""
-    return len(stepper.optimizer.state), stepper.norm is not None
+def extent_of(stepper: Stepper) -> tuple[int, bool, int, int]:
+    """How many parameters the optimizer has a state of, whether the norm of the gradients is
+    known, and how many steps were skipped, in all and in a row."""
+    check = stepper.check_finite
+    is_norm_known = stepper.norm is not None
+    return len(stepper.optimizer.state), is_norm_known, check.skipped, check.skipped_in_a_row
 
 
 def shapes_of(places: list[tuple[dict[str, Tensor | None], str]]) -> list[Any]:

@@ -47,7 +47,7 @@ def reason_not_kept(job: Job, hooks_change_it: bool) -> str:
         return (
             "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
         )
-    if job.stepper.check_finite.skip:
+    if job.stepper.check_finite.most_skipped is not None:
         return "train.on_non_finite=skip takes back what was sent of a step"
     return ""
 

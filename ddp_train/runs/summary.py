@@ -88,6 +88,7 @@ def summary_of_training(
         "figures": metrics_hook.hardware.summary(),
         "recoveries": metrics_hook.recoveries,
         "resizes": resizes,
+        "steps_skipped": job.stepper.check_finite.skipped,
         "steps_redone": _steps_redone(run, metrics_hook),
     }
 

@@ -111,12 +111,22 @@ def _score_lines(summary: Summary) -> list[str]:
     early = summary.get("stopped_early")
     if early:
         lines.append(f"stopped early after step {early['step']:,}: {early['reason']}")
+    if summary.get("steps_skipped"):
+        lines.append(skipped_line(summary))
     lines += [f"{name} {score_line(summary[name])}" for name in sets_of(summary)]
     best = summary.get("best") or {}
     for name in sets_of(best):
         what = f"best {best['metric']} {_selected(best)} after step {best['step']:,}"
         lines.append(f"{what}: {name} {score_line(best[name])}")
     return lines
+
+
+def skipped_line(summary: Summary) -> str:
+    """How many steps `train.on_non_finite=skip` has left out."""
+    steps = counted(summary["steps"], "step")
+    return (
+        f"{summary['steps_skipped']:,} of {steps} skipped: their loss or gradients were not finite"
+    )
 
 
 def _speed_lines(summary: Summary) -> list[str]:

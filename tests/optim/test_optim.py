@@ -392,6 +392,29 @@ def test_a_bad_loss_can_be_skipped_on_all_ranks_alike() -> None:
         )
 
 
+def skip_all_of_an_epoch(world: World) -> tuple[str, int, int]:
+    """The first step of the second epoch is good: steps in a row are counted, not all."""
+    train = {"global_batch_size": 24, "epochs": 3, "on_non_finite": "skip"}
+    job = job_of(config_of(world, model={"name": "mlp"}, train=train), world, (table(96), table(8)))
+    sum_of_losses = job.module.task.sum_of_losses
+
+    def bad_but_once(outputs: Any, targets: Any) -> Any:
+        losses = sum_of_losses(outputs, targets)
+        return losses if job.step == 3 else losses * math.nan
+
+    job.module.task.sum_of_losses = bad_but_once
+    with pytest.raises(NonFiniteLossError) as raised:
+        fit(job)
+    return str(raised.value), job.step, job.stepper.check_finite.skipped
+
+
+def test_an_epoch_of_skipped_steps_ends_the_run() -> None:
+    for said, step, skipped in on_ranks(3, skip_all_of_an_epoch):
+        assert (step, skipped) == (7, 7)
+        assert "step 7: the loss is not finite" in said
+        assert "the last 4 steps were all skipped (train.on_non_finite=skip)" in said
+
+
 def test_weights_that_are_not_finite_are_never_saved() -> None:
     """The gradient of sqrt at 0 is infinite while the loss is finite: the last step of a run may
     spoil the weights."""

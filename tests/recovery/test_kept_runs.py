@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_train.telemetry.metrics_log import last_step
 from tests.campaigns.lost_ranks import Kill, Outcome, board_of, differences, kill, outcome, ranks_of
 from tests.support.commands import checkpoints, read, run, running, wait_until
 
@@ -337,6 +338,62 @@ def test_states_that_lie_elsewhere_after_each_step_are_kept(parts: int, tmp_path
     assert read(tmp_path / "run", "summary.json")["recoveries"]
     name = f"checkpoints/{checkpoints(tmp_path / 'whole')[-1]}/model.safetensors"
     assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+HOLES = """
+import torch
+
+
+class Holes:
+    classes = [str(number) for number in range(10)]
+
+    def __init__(self, train: bool):
+        draw = torch.Generator().manual_seed(0)
+        self.inputs = torch.rand(240, 1, 8, 8, generator=draw)
+        self.targets = torch.randint(10, (240,), generator=draw)
+        if train:
+            self.inputs[:3] = torch.nan
+
+    def __len__(self):
+        return 240
+
+    def __getitem__(self, number):
+        return self.inputs[number], self.targets[number]
+"""
+
+
+@pytest.mark.slow
+def test_skipped_steps_are_counted_past_a_kill_and_a_resume(tmp_path: Path) -> None:
+    (tmp_path / "holes.py").write_text(HOLES)
+    holes = {"PYTHONPATH": str(tmp_path)}
+    words = [
+        "data._target_=holes.Holes",
+        "trusted_modules=[holes]",
+        "model=mlp",
+        "launch.nproc_per_node=3",
+    ]
+    words += [
+        "train.log_every_steps=5",
+        "train.global_batch_size=24",
+        "train.epochs=20",
+        "train.on_non_finite=skip",
+    ]
+    whole = run(*words, f"run_dir={tmp_path}/whole", env=holes)
+    assert whole.returncode == 0, whole.stderr
+    expected = read(tmp_path / "whole", "summary.json")["steps_skipped"]
+    assert f"{expected} of 200 steps skipped: " in whole.stdout
+    assert f"{expected} of 200 steps skipped: " in (tmp_path / "whole/report.html").read_text()
+    with running(tmp_path / "run", *words, "launch.max_restarts=2", env=holes) as job:
+        for killed in (Kill(1, 12, "backward"), Kill(0, 22, "forward")):
+            assert kill(job, 3, killed)
+        wait_until(lambda: last_step(tmp_path / "run") > 22, "a line after the kills")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.end() == 75, job.said()
+    resumed = run(*words, f"run_dir={tmp_path}/run", env=holes)
+    assert resumed.returncode == 0, resumed.stderr
+    summary = read(tmp_path / "run", "summary.json")
+    assert (len(summary["recoveries"]), summary["steps_skipped"]) == (2, expected)
+    assert expected > 20
 
 
 @pytest.mark.slow

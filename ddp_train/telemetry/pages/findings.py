@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
 from ddp_train.telemetry.pages.run_files import FAILED, RUNNING, STOPPED, RunFiles
+from ddp_train.telemetry.summary_lines import skipped_line
 from ddp_train.text import counted, words_to_resume
 
 LEAST_SECONDS = 5.0
@@ -66,6 +67,8 @@ def _recoveries(run: RunFiles) -> Iterator[str]:
         if len(causes) > MOST_CAUSES:
             causes[MOST_CAUSES:] = ["..."]
         yield f"Restarted {times} ({', '.join(causes)}); {cost}."
+    if run.summary.get("steps_skipped"):
+        yield f"{skipped_line(run.summary)}."
     early = run.summary.get("stopped_early")
     if early:
         yield f"Stopped early: {early['reason']}."
