@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
-import shlex
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ import yaml
 
 from ddp_train.checkpoints.layout import MANIFEST, places, read_manifest
 from ddp_train.config.bind import custom_fields
-from ddp_train.config.freeze import COMMANDS, FILE, bind_frozen
+from ddp_train.config.freeze import FILE, bind_frozen
 from ddp_train.config.keys import kinds_of
 from ddp_train.config.program import FOLDER, PRESETS, sets_a_run
 from ddp_train.config.yaml_files import ambiguous, error_text, is_duplicate, load_yaml
@@ -32,8 +30,9 @@ OF_THE_HOST = (
     "launch.nproc_per_node",
     "launch.threads_per_process",
     "launch.backend",
+    "data.placement",
 )
-"""Keys that the hardware decides with `auto`, unless a command of the run has named the key."""
+"""Keys, beside the switches, that are `auto` again in a later run if `auto` chose their values."""
 WHOLE = {"model", "data", "optimizer", "train"}
 """Sections by which the config of a run is told from other files."""
 OF_THE_RUN = ("mode", "run_dir", "trusted_modules")
@@ -47,8 +46,6 @@ class EarlierRun:
 
     values: dict[str, Any]
     """The frozen config, plain."""
-    folder: Path
-    """Its run directory, or the checkpoint that was named."""
 
     @classmethod
     def of(cls, path: Path) -> EarlierRun | None:
@@ -61,7 +58,7 @@ class EarlierRun:
             with contextlib.suppress(OSError, ValueError):
                 config = read_manifest(checkpoint).get("config")
                 if config:
-                    return cls(_without_spoilt_sections(config), path)
+                    return cls(_without_spoilt_sections(config))
         return None
 
     @classmethod
@@ -90,7 +87,7 @@ class EarlierRun:
         if not isinstance(values, dict):
             values = {}
         _check_run(found, file, text, values.keys())
-        return cls(values, file.parent)
+        return cls(values)
 
     def config(self) -> Config:
         """Its config, with the default of each key that cannot be read."""
@@ -116,7 +113,6 @@ class EarlierRun:
             values.pop(name, None)
         _restore_auto(values)
         _restore_ranges(values)
-        self._release_the_host(values)
         for name, value in values.items():
             if isinstance(value, dict):
                 values[name] = custom_fields(name, value)
@@ -128,29 +124,6 @@ class EarlierRun:
         if isinstance(ground.get("checkpoint"), dict):
             ground["checkpoint"].pop("resume", None)
         return ground
-
-    def _release_the_host(self, values: dict[str, Any]) -> None:
-        """Set keys that nobody typed to `auto`, where the hardware decides them."""
-        typed = self._typed_keys()
-        if typed is None:
-            return
-        for key in OF_THE_HOST:
-            section, _, name = key.rpartition(".")
-            holder = values
-            if section:
-                holder = values.get(section)
-            if key not in typed and isinstance(holder, dict) and name in holder:
-                holder[name] = "auto"
-
-    def _typed_keys(self) -> set[str] | None:
-        """The keys that the commands of the run have named; None if they cannot be read."""
-        try:
-            lines = (self.folder / COMMANDS).read_text().splitlines()
-            commands = [json.loads(line)["command"] for line in lines]
-            arguments = shlex.split(" ".join(commands))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return {argument.partition("=")[0] for argument in arguments}
 
 
 def _check_run(found: str, file: Path, text: str, keys: Collection[str]) -> None:
@@ -228,14 +201,20 @@ def _without_spoilt_sections(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _restore_auto(values: dict[str, Any]) -> None:
-    values.pop("chosen_keys", None)
+    chosen_keys = values.pop("chosen_keys", None)
     reasons = values.pop("reasons", None)
-    data = values.get("data")
     tuning = values.get("tuning")
     if isinstance(reasons, dict) and isinstance(tuning, dict):
         tuning.update((name, "auto") for name in reasons if name in tuning)
-    if isinstance(data, dict) and data.get("name") != "custom" and "placement" in data:
-        data["placement"] = "auto"
+    if not isinstance(chosen_keys, list):
+        return
+    for key in OF_THE_HOST:
+        section, _, name = key.rpartition(".")
+        holder = values
+        if section:
+            holder = values.get(section)
+        if key in chosen_keys and isinstance(holder, dict) and name in holder:
+            holder[name] = "auto"
 
 
 def _restore_ranges(values: dict[str, Any]) -> None:

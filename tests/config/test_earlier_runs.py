@@ -22,6 +22,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.hardware import Hardware
 from ddp_train.options.custom import CustomModelConfig
 from ddp_train.options.schema import Config, RequestedRun
+from ddp_train.text import dotted
 from tests.support.commands import PROGRAM
 from tests.support.configs import (
     accepted,
@@ -74,8 +75,6 @@ def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
         "cpu",
         "auto",
     ), "begun without a GPU, it may go on with one"
-    Path("earlier/commands.jsonl").unlink()
-    assert read_again("run_dir=earlier").launch == before.launch, "nobody knows what was typed"
     assert before.tuning.num_workers == 0 and again.tuning.num_workers == "auto", (
         "for the hardware of today"
     )
@@ -96,6 +95,25 @@ def test_a_run_directory_alone_goes_on_with_its_run_as_it_was() -> None:
     assert (anew.checkpoint.resume, anew.train.epochs, anew.model) == ("never", 7, before.model)
     under_torchrun = prepare(PROGRAM, ["run_dir=earlier"], World(0, 3, 0, 3, 0)).config
     assert under_torchrun.launch.nproc_per_node == 3 and under_torchrun.optimizer.lr == 0.003
+
+
+@pytest.mark.parametrize("between", [["run_dir=earlier", "checkpoint.resume=never"], []])
+def test_what_the_first_command_typed_stays(between: list[str]) -> None:
+    """Whatever commands came after it, in that folder or from its config in another one."""
+    typed = {
+        "device": "cpu",
+        "launch.nproc_per_node": "3",
+        "launch.backend": "gloo",
+        "data.placement": "host",
+        "tuning.num_workers": "1",
+    }
+    words = [f"{key}={value}" for key, value in typed.items()]
+    accepted("model=mlp", *words, "run_dir=earlier")
+    accepted(*between or ["config=earlier", "run_dir=later"])
+    again = read_again("run_dir=earlier" if between else "run_dir=later")
+    found = dotted(dataclasses.asdict(again))
+    assert {key: str(found[key]) for key in typed} == typed
+    assert found["launch.threads_per_process"] == "auto", "which nobody typed"
 
 
 @pytest.mark.parametrize("began", ["auto", "never"])
