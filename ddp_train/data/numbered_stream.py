@@ -18,12 +18,13 @@ from torch.utils.data._utils import worker
 from ddp_train.data.reading_past import HOW_TO_GO_ON, ReadingPast
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.sample_stream import (
-    digest_of,
+    COMPARED,
+    TRIAL_SECONDS,
+    digests_of_pass,
     load_json,
     problem_of_state,
     state_as_json,
 )
-from ddp_train.data.sample_tensors import as_tensors
 from ddp_train.data.stream_place import StreamPlace
 from ddp_train.errors import DataError
 from ddp_train.resilience.heartbeat import RankStatus
@@ -31,8 +32,6 @@ from ddp_train.text import counted
 
 COUNT_SECONDS = 120.0
 """The longest time for which a stream is counted that tells no length."""
-COMPARED = 8
-"""Samples that are compared when a pass is begun again."""
 LIMIT = "use data.limit=1000, which holds for each set, or give it an end or a __len__"
 BY_STEPS = ", or train.epochs=null train.max_steps=1000, with which training reads on and on"
 _NOTHING = object()
@@ -91,9 +90,14 @@ class NumberedStream:
         self.is_repeated = self.told is None and limit is None and needed is not None
         self.is_whole = self.told is not None and (limit is None or limit >= self.told)
         """Its last number is the last sample of a pass."""
+        self.limit = limit
+        self.first_digests: list[int] = []
+        """Digests of the first samples, with which the pass after the first end is compared; empty
+        after that."""
         if needed is not None and self.is_repeated:
             self.length = needed
         elif self.told is None:
+            self.first_digests, _ = self._digests(self.state_at_start, COMPARED)
             self.length = self._count(limit)
         else:
             self.length = self.told if limit is None else min(self.told, limit)
@@ -193,20 +197,48 @@ class NumberedStream:
         return sample
 
     def check_same_when_begun_again(self) -> None:
-        """Raise DataError if the first samples are others when the pass is begun again."""
-        numbers = range(min(COMPARED, self.length))
-        first = [digest_of(as_tensors(self[number])) for number in numbers]
+        """Raise DataError if the first samples are others when the pass is begun again.
+
+        A pass that ends within TRIAL_SECONDS is compared whole with the one that follows it. Of
+        others the end is seen later, by the process that comes to it.
+        """
+        most = self.length + (self.limit is None)  # with its end
+        first, has_ended = self._digests(self.state_at_start, most, TRIAL_SECONDS)
+        self.first_digests = first[:COMPARED]
+        if has_ended:
+            self._compare_next_pass(first, TRIAL_SECONDS)
+        else:
+            again, _ = self._digests(self.state_at_start, COMPARED)
+            self._compare(first, again)
         self.begin()
-        again = [digest_of(as_tensors(self[number])) for number in numbers]
-        self.begin()
-        if first != again:
-            raise DataError(
-                f"data._target_: {self.name} gives other first samples each time it is begun, and"
-                " a process that reads it again, or resumes, would train on others",
-                "let it follow from its arguments and from set_epoch(epoch), and draw from torch's,"
-                " numpy's or Python's global generators, which are seeded; a generator of its own"
-                " is made in __iter__",
-            )
+
+    def _compare_next_pass(self, first: list[int], seconds: float = 0.0) -> None:
+        """Compare the pass that follows one that has ended, without the state of the start."""
+        again, _ = self._digests("", len(first), seconds)
+        self._compare(first, again)
+        self.first_digests = []
+
+    def _compare(self, first: list[int], again: list[int]) -> None:
+        for number, (one, other) in enumerate(zip(first, again, strict=False), 1):
+            if one != other:
+                raise DataError(
+                    f"data._target_: {self.name} gives other samples each time it is begun, by what"
+                    f" it keeps itself (seen in sample {number:,} of a pass): a process that reads"
+                    " it again, or resumes, would train on others",
+                    "let a pass follow from its arguments and from set_epoch(epoch), and draw from"
+                    " torch's, numpy's or Python's global generators, which are seeded; a generator"
+                    " of its own is made in __iter__",
+                )
+
+    def _digests(self, state: str, most: int, seconds: float = 0.0) -> tuple[list[int], bool]:
+        """See `digests_of_pass`, for the pass of epoch 0 from a state on."""
+        place = self.epoch, self.passes
+        self.epoch = self.passes = 0
+        try:
+            with as_in_no_loader_process():
+                return digests_of_pass(lambda: self._begun(state), self.seed, most, seconds)
+        finally:
+            self.epoch, self.passes = place
 
     def _begin_before(self, number: int) -> None:
         """Let the next read go on from the last known place before a number of this epoch."""
@@ -233,6 +265,7 @@ class NumberedStream:
                 self.samples = self._begun(self.state_to_begin)
             sample = next(self.samples, _NOTHING)
             if sample is _NOTHING and self.is_repeated and self.place >= 0:
+                self._see_end()
                 self.passes += 1
                 self.samples = self._begun(self.state_at_start)
                 sample = next(self.samples, _NOTHING)
@@ -260,6 +293,12 @@ class NumberedStream:
                 " __len__ tells",
                 f"let it tell as many as it gives, or use data.limit={self.length}",
             )
+        self._see_end()
+
+    def _see_end(self) -> None:
+        """Compare the pass that follows the first one that has ended."""
+        if self.first_digests:
+            self._compare_next_pass(self.first_digests)
 
     def _count(self, limit: int | None) -> int:
         """The samples of the first pass, up to a limit."""
@@ -275,6 +314,8 @@ class NumberedStream:
                     f" {counted(count, 'sample')} in {COUNT_SECONDS:g} s",
                     LIMIT + BY_STEPS if self.trains else LIMIT,
                 )
+        if limit is None or count < limit:
+            self._compare_next_pass(self.first_digests)
         self.begin()
         return count
 

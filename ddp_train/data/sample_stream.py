@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +18,7 @@ from ddp_train.data.dataset_content import bytes_of, content_of_sample
 from ddp_train.data.global_batches import part_of_rank
 from ddp_train.data.no_samples import without_samples
 from ddp_train.data.rng import hash_key, keyed_generators, number_of_digest
+from ddp_train.data.sample_tensors import as_tensors
 from ddp_train.tensor_tree import tensors
 from ddp_train.text import first_line
 
@@ -23,6 +26,10 @@ PARTS_WITHIN = 6
 """Levels at which a stream may hold another one."""
 TRIED = 8
 """Samples that a stream reads to try its state."""
+COMPARED = 8
+"""The least number of samples that are compared when a pass is begun again."""
+TRIAL_SECONDS = 0.3
+"""The longest time for which a pass is read to be compared with the next one."""
 
 
 @dataclass
@@ -161,6 +168,58 @@ def begins_there_again(stream: Any, state: str) -> bool:
             passes.append([content_of_sample(sample) for sample in islice(iter(clone), TRIED)])
     first, second = passes
     return first == second
+
+
+def passes_differ_by_themselves(stream: Any) -> bool:
+    """True if a copy of a stream gives other samples in each pass, by what it keeps between them.
+
+    A pass that ends within TRIAL_SECONDS is compared with the next one, another with its own
+    beginning. False for a stream that cannot be copied.
+    """
+    try:
+        tried = copy.deepcopy(stream)
+        state = state_as_json(tried) if has_state(tried) else ""
+        first, has_ended = digests_of_pass(lambda: _begun(tried), 0, sys.maxsize, TRIAL_SECONDS)
+        if not has_ended and has_state(tried):
+            if not state:
+                return False
+            load_json(tried, state)
+        again, _ = digests_of_pass(lambda: _begun(tried), 0, len(first), TRIAL_SECONDS)
+    except Exception:  # noqa: BLE001  code of the user's, which may not be made for copies
+        return False
+    return any(one != other for one, other in zip(first, again, strict=False))
+
+
+def _begun(stream: Any) -> Iterator[Any]:
+    if hasattr(stream, "set_epoch"):
+        stream.set_epoch(0)
+    return iter(stream)
+
+
+def digests_of_pass(
+    begin: Callable[[], Iterator[Any]], key: int, most: int, seconds: float
+) -> tuple[list[int], bool]:
+    """The digests of the first samples of a pass, and whether it has ended.
+
+    They are of COMPARED samples, or of as many more as come within some seconds.
+
+    begin: begins the pass.
+    key: of its draws from the global generators.
+    most: samples that are read at most.
+    """
+    digests: list[int] = []
+    end = time.monotonic() + seconds
+    with keyed_generators() as seed_generators:
+        seed_generators(hash_key(key, "stream", 0, 0))
+        samples = begin()
+        while len(digests) < most and (len(digests) < COMPARED or time.monotonic() < end):
+            seed_generators(hash_key(key, "stream", 0, len(digests)))
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return digests, True
+            digests.append(digest_of(as_tensors(sample)))
+    return digests, False
 
 
 def state_as_json(stream: Any) -> str:

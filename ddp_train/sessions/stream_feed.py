@@ -21,6 +21,7 @@ from ddp_train.data.sample_stream import (
     begins_there_again,
     has_state,
     load_json,
+    passes_differ_by_themselves,
     problem_of_state,
     state_as_json,
 )
@@ -372,6 +373,13 @@ def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> 
         print(
             f"note: {method}: a resumed run reads {name} past what is done"
             f" ({feed.problem_of_state})",
+            file=sys.stderr,
+        )
+    if steps.world.is_leader and passes_differ_by_themselves(feed.stream):
+        print(
+            f"note: {method}: {name} gives other samples each time it is begun, by what it keeps"
+            " itself: a resumed run, and with num_workers each pass, begins like the first one;"
+            " let a pass follow from set_epoch(epoch)",
             file=sys.stderr,
         )
     if steps.world.size > 1 and steps.world.is_leader and not split_by_node:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,6 +86,47 @@ class Positioned(Shuffled):
         self.place = 0
 
 
+class OfItsPass(IterableDataset):
+    """Its order, from a sample on, is that of a pass which it counts itself at the end of each."""
+
+    def __init__(self, from_sample: int = 0, pause_seconds: float = 0.0) -> None:
+        self.from_sample = from_sample
+        self.pause_seconds = pause_seconds
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        numbers = list(range(self.from_sample, 40))
+        random.Random(self.passes).shuffle(numbers)
+        for number in (*range(self.from_sample), *numbers):
+            time.sleep(self.pause_seconds)
+            yield torch.tensor(number)
+        self.passes += 1
+
+
+class ToldOfItsPass(OfItsPass):
+    def __len__(self) -> int:
+        return 40
+
+
+class OfItsPassInState(ToldOfItsPass):
+    """The same, which goes on by its state within a pass."""
+
+    place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+        self.place = state["place"]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for sample in itertools.islice(super().__iter__(), self.place, None):
+            self.place += 1
+            yield sample
+        self.place = 0
+
+
 def whole(stream: NumberedStream) -> list[int]:
     return [int(stream[number]) for number in range(len(stream))]
 
@@ -100,9 +144,9 @@ def test_who_reads_some_samples_reads_those_of_all() -> None:
 def test_a_pass_in_order_is_read_once() -> None:
     shuffled = Shuffled()
     stream = NumberedStream(shuffled, seed=3)
-    assert shuffled.begun == 1, "counted"
+    shuffled.begun = 0
     whole(stream)
-    assert shuffled.begun == 2
+    assert shuffled.begun == 1
 
 
 class ByProcess(IterableDataset):
@@ -224,8 +268,39 @@ def test_streams_that_cannot_be_read_again_are_refused() -> None:
     iterator: Any = iter([1, 2])
     with pytest.raises(DataError, match="list_iterator is an iterator, used up"):
         NumberedStream(iterator, seed=3)
-    with pytest.raises(DataError, match="OfItsOwn gives other first samples each time"):
+    with pytest.raises(DataError, match="OfItsOwn gives other samples each time"):
         NumberedStream(OfItsOwn(), seed=3).check_same_when_begun_again()
+
+
+@pytest.mark.parametrize("needed", [None, 200], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        OfItsPass,
+        ToldOfItsPass,
+        OfItsPassInState,
+        partial(OfItsPass, 20),
+        partial(ToldOfItsPass, 20),
+    ],
+)
+def test_passes_that_differ_by_what_a_stream_keeps_are_refused(
+    kind: Any, needed: int | None
+) -> None:
+    with pytest.raises(DataError, match="gives other samples each time it is begun, by what it"):
+        NumberedStream(kind(), seed=3, needed=needed).check_same_when_begun_again()
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"), [(OfItsPass, None), (ToldOfItsPass, None), (OfItsPassInState, 90)]
+)
+def test_long_passes_that_differ_are_refused_at_the_first_end(
+    kind: Any, needed: int | None
+) -> None:
+    with pytest.raises(DataError, match="seen in sample 1 of a pass"):
+        stream = NumberedStream(kind(pause_seconds=0.02), seed=3, needed=needed)
+        stream.check_same_when_begun_again()
+        assert kind is not OfItsPass, "its samples were counted"
+        whole(stream)
 
 
 def test_a_stream_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

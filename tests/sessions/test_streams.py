@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -384,6 +385,32 @@ def test_loader_processes_leave_out_what_is_not_full_of_their_own(tmp_path: Path
     arguments = {"num_workers": 2, "drop_last": True}
     seen, _ = session_loop(ALONE, tmp_path, loader_of(InUnevenParts(SHARED), **arguments))
     assert seen[: len(expected)] == expected
+
+
+class CountsItsPasses(IterableDataset[Sample]):
+    """Its order is that of a pass which it counts itself."""
+
+    read = passes = 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        for number in random.Random(self.passes).sample(range(SAMPLES), SAMPLES):
+            self.read += 1
+            yield SHARED[number]
+        self.passes += 1
+
+
+@pytest.mark.parametrize(
+    ("stream", "is_noted"),
+    [(CountsItsPasses(), True), (Stream(SHARED), False), (Positioned(SHARED), False)],
+)
+def test_passes_that_differ_by_what_a_stream_keeps_are_noted(
+    stream: Any, is_noted: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with session_on(ALONE, str(tmp_path)) as run:
+        run.loader(stream, global_batch_size=BATCH)
+    note = "gives other samples each time it is begun, by what it keeps itself"
+    assert (note in capfd.readouterr().err) is is_noted
+    assert stream.read == 0, "a copy was tried"
 
 
 class Same(IterableDataset[Tensor]):
