@@ -354,8 +354,8 @@ def save_checkpoint(
 ) -> Path:
     """Write the state of a training loop of your own into FOLDER/checkpoints; return its path.
 
-    As the launcher writes its own: atomically, on the disk when this returns, read again and
-    verified before older ones go. To be called on one process.
+    Call it on one process. The checkpoint is written atomically, and is on the disk when this
+    returns. It is read again and verified; only then are older ones removed.
 
     model: a state_dict, whose tensors are saved as safetensors; tied weights may be in it.
     training: all else to resume with (an optimizer's state_dict, a scheduler's, the epoch):

@@ -25,8 +25,8 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     rows the gradient is that of the sum over all rows. Every process must call it in the same place
     and use what it returns: its backward pass is a collective too.
 
-    Outside of a training step, in an evaluation above all, and on one process the rows are those of
-    this process: the batches of an evaluation are the same on any number of processes already.
+    In an evaluation, outside of a step and on one process the rows are those of the batch at hand:
+    the batches of an evaluation do not depend on the number of processes.
 
     Raises ConfigError where the rows would not be the global batch: with accumulation, with
     strategy=ordered, on several GPUs with strategy=dp. Raises LaunchError in a step that is being

@@ -265,9 +265,8 @@ def sentences(
 def _saved_sentence(decision: Restart | End, kept_step: int, words_to_resume: str) -> str:
     if isinstance(decision, Restart):
         return f"step {kept_step} is kept: it lay outside the processes"
-    return (
-        f"saved step {kept_step}, which lay outside the processes; {words_to_resume} resumes there"
-    )
+    where = "which was kept outside the processes"
+    return f"saved step {kept_step}, {where}; {words_to_resume} resumes there"
 
 
 def _not_finite_sentence(newest_step: int, words_to_resume: str) -> str:

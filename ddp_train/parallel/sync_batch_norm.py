@@ -97,8 +97,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronised(module: nn.Module) -> nn.Module:
-    """The module with every batch norm in it replaced; parameters and buffers stay the same
-    tensors.
+    """The module with every batch norm in it replaced by one with the statistics of all processes;
+    parameters and buffers stay the same tensors.
 
     Like torch's convert_sync_batchnorm it takes subclasses of torch's layers too, and what they add
     is lost.

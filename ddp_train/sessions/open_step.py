@@ -97,8 +97,8 @@ def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
     raise UsageError(
         f"run.mean: the losses have the shape {list(losses.shape)}, and the batch"
         f" {samples} samples{cause}",
-        "give it one loss for each sample, with reduction='none'; of tokens or pixels say which"
-        " count, run.mean(losses, over=mask), or over=losses.numel() if all do; a loss of a whole"
-        " batch that ddp_train.all_gather has put together goes by the samples here,"
+        "give it one loss for each sample, with reduction='none'; for tokens or pixels name"
+        " those that count, run.mean(losses, over=mask), or over=losses.numel() if all do; a loss"
+        " of a whole batch that ddp_train.all_gather has put together goes by the samples here,"
         " run.mean(loss * n, over=n)",
     )

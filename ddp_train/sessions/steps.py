@@ -657,8 +657,8 @@ class Steps:
             return (optimizer,), {"closure": partial(self._loss_of_all, closure, optimizer)}
         if not self.had_backward:
             raise UsageError(
-                "optimizer.step() in a step whose loss did not come by run.mean: where processes"
-                " have different numbers of samples it would be the mean over none of them",
+                "optimizer.step() in a step whose loss did not come by run.mean: its gradient would"
+                " not be the mean over the global batch",
                 "loss = run.mean(losses), of one loss for each sample (reduction='none'), then"
                 " loss.backward()",
             )

@@ -123,12 +123,12 @@ def check_labels(targets: Tensor, declared: DeclaredClasses) -> None:
     high = int(targets.max())
     if low >= 0 and high < count:
         return
-    remedy = f"labels count from 0, to {count - 1}"
+    remedy = f"those of {counted(count, 'class')} are 0 to {count - 1}"
     if low > 0:
-        remedy += ": if yours count from 1, return label - 1"
+        remedy += ": if yours begin at 1, return label - 1"
     raise ConfigError(
         [
-            f"task=classification: there are labels from {low} to {high}, and {tells}; {remedy};"
+            f"task=classification: the labels are {low} to {high}, and {tells}; {remedy};"
             f" or add data.outputs={high + 1}; if they are numbers return them as float32 and"
             " choose task=regression"
         ]

@@ -53,6 +53,8 @@ class Task:
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
         """The sum of the losses of all units of a batch, a scalar, and the number of units.
 
+        That number, or the sum of their weights, is a scalar tensor or a number.
+
         batch: what the data set gives: (inputs, targets), or whatever its `collate_fn` made.
         """
         raise NotImplementedError

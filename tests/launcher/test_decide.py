@@ -259,7 +259,7 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
             End(70, "it is enough"),
             7,
             [
-                "saved step 7, which lay outside the processes; run_dir=runs/a resumes there",
+                "saved step 7, which was kept outside the processes; run_dir=runs/a resumes there",
                 "not restarted: it is enough",
             ],
         ),

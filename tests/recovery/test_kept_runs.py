@@ -94,7 +94,7 @@ def test_the_same_command_continues_a_run_without_restarts(tmp_path: Path) -> No
     (saved,) = checkpoints(tmp_path / "run")
     step = int(saved.removeprefix("step_"))
     assert 10 <= step < 36
-    saved = f"saved step {step}, which lay outside the processes; "
+    saved = f"saved step {step}, which was kept outside the processes; "
     assert f"{saved}run_dir={tmp_path}/run resumes there" in said
     assert read(tmp_path / "run", "failure.json")["detail"].endswith(signal.SIGKILL.name)
     again = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/run")
@@ -241,7 +241,7 @@ def test_a_death_before_an_agreed_stop_costs_no_step(
         assert time.monotonic() - began < 10, "launch.grace_seconds are 30"
         said = job.said()
     assert len(steps) == 1
-    saved = f"saved step {steps.pop()}, which lay outside the processes; "
+    saved = f"saved step {steps.pop()}, which was kept outside the processes; "
     to_resume = f"run_dir={tmp_path}/run 'trusted_modules=[mute]'"
     assert f"{saved}{to_resume} resumes there" in said, said
 

@@ -104,7 +104,9 @@ def test_the_same_command_goes_on_where_no_restart_is_left(
         said = job.said()
     (saved,) = checkpoints(run_dir)
     step = int(saved.removeprefix("step_"))
-    assert f"saved step {step}, which lay outside the processes; the same command resumes" in said
+    assert (
+        f"saved step {step}, which was kept outside the processes; the same command resumes" in said
+    )
     with running(run_dir, *words, env=env, command=command) as job:
         assert job.end() == 0, job.said()
         assert f"resumed from step {step} " in job.said()

@@ -149,20 +149,20 @@ READINGS = {
     ),
     "labels from 1 on": (
         {"targets": [1, 2, 3] * 9, "classes": NAMES},
-        "there are labels from 1 to 3, and `classes` of Told tells 3 classes; labels count from 0,"
-        " to 2: if yours count from 1, return label - 1; or add data.outputs=4",
+        "the labels are 1 to 3, and `classes` of Told tells 3 classes; those of 3"
+        " classes are 0 to 2: if yours begin at 1, return label - 1; or add data.outputs=4",
     ),
     "a label between those that are read": (
         {"targets": [0, 2, 7, *[1] * 30], "classes": NAMES, "labels": [0, 2, 7, *[1] * 30]},
-        "there are labels from 0 to 7, and `classes` of Told tells 3 classes",
+        "the labels are 0 to 7, and `classes` of Told tells 3 classes",
     ),
     "a negative label": (
         {"targets": [*[0, 1] * 9, -1], "classes": 2},
-        "there are labels from -1 to 0, and `classes` of Told tells 2 classes",
+        "the labels are -1 to 0, and `classes` of Told tells 2 classes",
     ),
     "amounts as integers": (
         {"targets": [90_000, 120_000] * 9, "outputs": 1},
-        "data.outputs=1 tells 1 class; labels count from 0, to 0: if yours count from 1, return"
+        "data.outputs=1 tells 1 class; those of 1 class are 0 to 0: if yours begin at 1, return"
         " label - 1; or add data.outputs=120001; if they are numbers return them as float32",
     ),
     "truth beside ten classes": (

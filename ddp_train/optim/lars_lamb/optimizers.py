@@ -87,7 +87,7 @@ class Lamb(SkippableOptimizer):
 
     With m and s, Adam's moments after bias correction, and weight decay b: u = m / (sqrt(s) + eps)
     + b w; w = w - lr |w| / |u| u. The trust ratio |w| / |u| is 1 where one of the norms is zero.
-    One count of steps serves a whole group, also for a parameter that had no gradient in some.
+    A group has one count of steps: a parameter without a gradient in a step is counted too.
     """
 
     def __init__(

@@ -81,19 +81,26 @@ class Tracker(ABC):
         """
 
     def write_image(self, step: int, name: str, image: ndarray) -> None:
-        """Store an image, uint8 [height, width, 3].
+        """Store an image.
 
-        Override this, `write_text` and `write_table` if the tracker can store them. What it cannot
-        is not sent to it, and one warning says so. A call that fails is not repeated.
+        step: optimizer steps done.
+        image: uint8 [height, width, 3].
+
+        Override this, `write_text` and `write_table` if the tracker can store them. Those that it
+        cannot store are not sent to it, and one warning says so. A call that fails is not repeated.
         """
         raise NotImplementedError
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Store a text."""
+        """Store a text. step: optimizer steps done."""
         raise NotImplementedError
 
     def write_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Store a table."""
+        """Store a table.
+
+        step: optimizer steps done.
+        rows: numbers and texts, as many in each as there are columns.
+        """
         raise NotImplementedError
 
     @abstractmethod
