@@ -277,7 +277,7 @@ class Alone:
         return value
 
     def gather(self, rows: list[Tensor]) -> Tensor:
-        return torch.cat(rows)
+        return torch.cat(rows) if rows else torch.empty(0)
 
 
 class KeyedOrder(Sampler[int]):
