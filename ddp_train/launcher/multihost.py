@@ -43,6 +43,9 @@ POLL_SECONDS = 0.2
 AGENT_PATIENCE_SECONDS = 5.0
 """Limit from the end of the last worker to the end of the agent, which itself waits 300 s for hosts
 that are gone."""
+LOOK_SECONDS = 1.0
+"""The longest wait for the lock of this host: another one that looks whether it is held has it for
+a moment (`run_lock.is_held`)."""
 NOTE_SECONDS = 5.0
 """A wait for hosts that lasts so long is told on the terminal."""
 NOTE_AGAIN_SECONDS = 60.0
@@ -156,7 +159,7 @@ def registered(run_dir: Path) -> Iterator[None]:
     """
     path = run_dir / "hosts" / socket.gethostname()
     try:
-        lock = run_lock.acquire(path)
+        lock = run_lock.acquire(path, LOOK_SECONDS)
     except run_lock.LockHeldError as error:
         raise PeerError(
             f"{path} is held by {error}: this host takes part already, or another host has the same"

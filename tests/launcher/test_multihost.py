@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load
 
+from ddp_train.launcher.multihost import present_hosts, registered
 from ddp_train.resilience import run_lock
 from tests.launcher.test_local import SLOW_END
 from tests.support.commands import (
@@ -141,6 +143,23 @@ def test_three_hosts_train_the_model_of_one(cluster: Cluster, tmp_path: Path) ->
     one = load(weights(tmp_path / "alone"))
     three = load(weights(cluster.run_dir))
     assert max((one[name] - three[name]).abs().max().item() for name in one) < 1e-5
+
+
+def test_a_host_that_others_look_at_takes_part(tmp_path: Path) -> None:
+    """Its launcher starts while another one asks who is there: by a shared lock, for a moment."""
+    path = tmp_path / "hosts" / socket.gethostname()
+    path.parent.mkdir()
+    look = f"""
+import fcntl, time
+with open({str(path)!r}, "a") as file:
+    fcntl.flock(file, fcntl.LOCK_SH)
+    print("looking", flush=True)
+    time.sleep(0.3)
+"""
+    with subprocess.Popen([sys.executable, "-c", look], stdout=subprocess.PIPE) as other:
+        assert other.stdout and other.stdout.readline() == b"looking\n"
+        with registered(tmp_path):
+            assert present_hosts(tmp_path) == [path.name]
 
 
 @on_hosts
