@@ -39,7 +39,7 @@ BLOCK = re.compile(r"^(?:<!-- ([^\n]+) -->\n)?```(\w*)\n(.*?)^```$", re.M | re.S
 FILE = re.compile(r"(?:# @package _global_\n)?# ([\w./]+\.(?:py|yaml))$", re.M)
 LANGUAGES = {"bash", "python", "yaml", "diff", "text"}
 NEEDS = "needs: "
-LIMIT_SECONDS = 100
+LIMIT_SECONDS = 300
 
 
 @dataclass(frozen=True)
