@@ -29,8 +29,8 @@ class NotPixelsError(ValueError):
 
     def __init__(self, mode: str) -> None:
         super().__init__(
-            f"an image of PIL's mode {mode}, whose numbers are no pixels of 0 to 255; PIL would"
-            " cut them off at 255"
+            f"an image of PIL's mode {mode}, whose numbers may lie outside of 0 to 255; PIL"
+            " would cut those off"
         )
 
 

@@ -92,7 +92,7 @@ def randint_like(
     span = high - low
     if not 0 < span <= 1 << 53:
         raise DataError(
-            f"ddp_train.randint_like: no numbers from {low} to below {high}",
+            f"ddp_train.randint_like: low={low} must be less than high={high}, by 2**53 at most",
             "give it low < high, or the number of choices alone",
         )
     kind = dtype or x.dtype

@@ -142,7 +142,7 @@ def mix_of(
     if not used:
         return None
     if not classifies:
-        what = "mixes class labels, and the targets are none"
+        what = "mixes class labels, and the targets are not class labels"
         raise ConfigError([f"{key}={alpha:g}: {what}; use {key}=0" for key, alpha in used.items()])
     return Mix(seed, source.outputs, mixup, cutmix)
 

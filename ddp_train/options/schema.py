@@ -454,8 +454,7 @@ class DataConfig:
             if alpha and task.name not in ("auto", "classification"):
                 yield Problem(
                     f"data.{name}={alpha:g}",
-                    f"mixes class labels, and task={task.name} is not known to take parts of"
-                    " classes",
+                    f"mixes the labels of two classes, which task={task.name} may not accept",
                     f"use task=classification, or data.{name}=0",
                 )
         if (self.mixup or self.cutmix) and self.batch_by == "tokens":

@@ -170,9 +170,10 @@ class GradientExchange:
             )
         if self.is_local:
             raise UsageError(
-                f"optimizer.step() with gradients of {name} that were not exchanged: its graph was"
-                " hidden when the backward pass began",
-                "call checkpoint with use_reentrant=False",
+                f"optimizer.step() with gradients of {name} that are those of one process alone:"
+                " the backward pass did not find this model when it began",
+                "give torch.utils.checkpoint.checkpoint, by which it is called,"
+                " use_reentrant=False",
             )
         if self.ddp is not None:
             self.ddp.check_finished()

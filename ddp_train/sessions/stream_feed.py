@@ -215,9 +215,9 @@ class StreamFeed:
             digest = self.digest = part.digest
         if not self.split_by_node and self.digest_before not in (0, digest) and digest:
             raise DataError(
-                f"run.loader: {self.name} gives other samples than where the run was saved, inside"
-                " of this pass",
-                "let it give the same again: seed its shuffling, or give it state_dict and"
+                f"run.loader: {self.name} does not repeat the samples that it gave in this pass"
+                " before the run was saved",
+                "let it give the same samples again: seed its shuffling, or give it state_dict and"
                 " load_state_dict; or start over in another run_dir",
             )
         self.digest_before = 0

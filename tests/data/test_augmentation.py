@@ -294,7 +294,8 @@ def test_what_cannot_be_mixed_is_refused() -> None:
     picture = torch.zeros(1, 4, 4)
     assert mix_of(images(), 0, 0.0, 0.0, classifies=False) is None
     with pytest.raises(
-        ConfigError, match=r"data\.cutmix=1: mixes class labels, and the targets are none"
+        ConfigError,
+        match=r"data\.cutmix=1: mixes class labels, and the targets are not class labels",
     ):
         mix_of(images(), 0, 0.0, 1.0, classifies=False)
     with pytest.raises(ConfigError, match="needs an attribute `classes`"):

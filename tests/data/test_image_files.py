@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 SIDE = 8
 RED = (200, 100, 50)
-WIDE = "an image of PIL's mode .*, whose numbers are no pixels of 0 to 255"
+WIDE = "an image of PIL's mode .*, whose numbers may lie outside of 0 to 255"
 
 
 def png(numbers: tuple[int, ...], bits: int, colour_type: int) -> bytes:

@@ -249,7 +249,7 @@ def _third_of_three(sample: int) -> Tensor:
         (lambda: noise_like(torch.zeros(2), rows=cast("Any", "mine")), "rows='mine'"),
         (lambda: noise_like(torch.zeros(2, dtype=torch.int64)), "torch.int64 has no fractions"),
         (lambda: dropout(torch.zeros(2), 1.5), "p is 1.5"),
-        (lambda: randint_like(torch.zeros(2), 3, 3), "no numbers from 3 to below 3"),
+        (lambda: randint_like(torch.zeros(2), 3, 3), "low=3 must be less than high=3"),
     ],
 )
 def test_rows_and_arguments_that_do_not_fit_are_refused(

@@ -201,7 +201,7 @@ def test_images_with_other_numbers_than_pixels() -> None:
     assert decode_field("seg.png", coded(bits)).tolist() == [[[1, 1]]]
     assert decode_field("image", coded(bits)).unique().tolist() == [255]
     with pytest.raises(
-        ValueError, match=r"PIL's mode I.*, whose numbers are no pixels of 0 to 255"
+        ValueError, match=r"PIL's mode I.*, whose numbers may lie outside of 0 to 255"
     ):
         decode_field("image", depth)
     zipped = io.BytesIO()

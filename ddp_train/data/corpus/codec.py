@@ -48,7 +48,8 @@ class Tokenizer:
             self.tokenizer: Any = tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the package raises plain Exception
             raise DataError(
-                f"data.tokenizer={path}: {error}", "name a tokenizer.json of tokenizers"
+                f"data.tokenizer={path}: {error}",
+                "give the path of a tokenizer.json, as the package tokenizers saves it",
             ) from error
 
     @property
