@@ -240,7 +240,7 @@ class Run(MediaCalls):
 
         whole: nothing is saved inside of an epoch, and a run resumes at the beginning of one: for
             loops that hold something from step to step, or from the epoch's beginning on, which is
-            in no checkpoint. The epoch of a stop or a failure is computed again.
+            in no checkpoint. The epoch of a stop, a failure or a `break` is computed again.
         """
         steps = self._open_steps("run.epochs")
         if count < 0 or save_every < 1:

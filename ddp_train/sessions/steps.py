@@ -61,6 +61,7 @@ from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_sc
 from ddp_train.sessions.update_record import UpdateRecord
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.wrapped import Wrapped
+from ddp_train.text import counted
 
 SAME_UPDATES = (
     "each process has its own part of a loss: decide for all of them by a sum,"
@@ -301,7 +302,11 @@ class Steps:
             self.keeper.take_back(state_mark(self.position.step, is_later=False))
 
     def end(self) -> None:
-        """Save what a `break` has left unsaved, at the end of the `with`."""
+        """Save what a `break` has left unsaved, at the end of the `with`.
+
+        Inside of a whole epoch it is told instead: a loop that resumed there would lack what it
+        holds from the epoch's beginning on.
+        """
         self.exchange_watch.enter(END_OF_SESSION)
         meet(END_OF_SESSION, self.device)
         self._end_open_step()
@@ -313,9 +318,24 @@ class Steps:
                 loader.place.reopen(self.position.step)
             if self.current_epoch.is_complete:
                 self.position.end_epoch()
-            if self.position != self.checkpoints.saved:
+            if self.whole_epochs and self.position.batch:
+                self._tell_of_left_epoch()
+            elif self.position != self.checkpoints.saved:
                 self.save_now()
         self.current_epoch = None
+
+    def _tell_of_left_epoch(self) -> None:
+        """Say that a `break` has left a whole epoch, inside of which nothing is saved."""
+        if not self.world.is_leader:
+            return
+        position = self.position
+        print(
+            f"note: run.epochs(..., whole=True) was left inside of epoch {position.epoch} after"
+            f" {counted(position.batch, 'step')} of it, which are in no checkpoint: the same"
+            f" command resumes at the beginning of epoch {self.saved_epoch}; leave the loop over"
+            " epochs behind its last batch, or use run.epochs without whole=True",
+            file=sys.stderr,
+        )
 
     def _stop_if_agreed(self) -> None:
         if self.stop.allows(self.position.step):

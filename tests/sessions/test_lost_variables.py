@@ -231,6 +231,47 @@ def test_a_stop_says_which_epoch_is_begun_again(tmp_path: Path) -> None:
         assert steps.saved_epoch == resumes_at
 
 
+def batches_of_three_epochs(folder: Path, save_every: int, leave_at: int | None) -> list[Any]:
+    """The batches of whole epochs, up to a step after which both loops are left."""
+    seen: list[Any] = []
+    with session_on(World(), str(folder)) as run:
+        model, optimizer, loader = begun(run)
+        for epoch in run.epochs(3, whole=True, save_every=save_every):
+            for x, y in loader:
+                optimizer.zero_grad()
+                run.mean((model(x).squeeze(1) - y).square()).backward()
+                optimizer.step()
+                seen.append([epoch, y.tolist()])
+                if run.step + 1 == leave_at and leave_at % 4:
+                    break
+            if run.step == leave_at:
+                break
+    return [seen, weights_of(model=model)]
+
+
+@pytest.mark.parametrize(
+    ("save_every", "leave_at", "resumes_at", "is_noted"),
+    [(1, 6, 4, True), (1, 2, 0, True), (2, 6, 0, True), (1, 8, 8, False)],
+)
+def test_a_break_out_of_whole_epochs_resumes_at_the_beginning_of_one(
+    save_every: int,
+    leave_at: int,
+    resumes_at: int,
+    is_noted: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    calm, expected = batches_of_three_epochs(tmp_path / "calm", save_every, None)
+    assert len(calm) == 12
+    capfd.readouterr()
+    first, _ = batches_of_three_epochs(tmp_path / "left", save_every, leave_at)
+    note = f"left inside of epoch {leave_at // 4} after"
+    assert first == calm[:leave_at] and (note in capfd.readouterr().err) is is_noted
+    again, weights = batches_of_three_epochs(tmp_path / "left", save_every, None)
+    assert again == calm[resumes_at:]
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
 def test_the_length_of_a_resumed_epoch_is_explained(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
