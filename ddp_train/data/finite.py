@@ -15,19 +15,25 @@ from ddp_train.text import first_line
 log = logging.getLogger(__name__)
 
 
-def non_finite_samples(source: BatchSource, micro_batch: MicroBatch) -> list[int]:
+def non_finite_samples(source: BatchSource, mixes: bool, micro_batch: MicroBatch) -> list[int]:
     """The samples with a NaN or an infinity in an input or a target, as their epoch augments them.
 
-    The sample that mixup gives to the first one is looked at too. Each is read again, by itself. A
-    sample that cannot be read so is logged, and passes for finite.
+    Each is read again, by itself. A sample that cannot be read so is logged, and passes for finite.
+
+    mixes: mixup or cutmix gives the first sample a part of the one before, which is looked at if
+        all those of the batch are finite.
     """
-    numbers = micro_batch.indices.tolist()
-    if micro_batch.sample_before >= 0:
-        numbers.append(micro_batch.sample_before)
+    found = _non_finite(source, micro_batch.indices.tolist(), micro_batch.epoch)
+    if mixes and not found and micro_batch.sample_before >= 0:
+        return _non_finite(source, [micro_batch.sample_before], micro_batch.epoch)
+    return found
+
+
+def _non_finite(source: BatchSource, numbers: list[int], epoch: int | None) -> list[int]:
     found = []
     for number in dict.fromkeys(numbers):
         try:
-            batch = source.get_batch(np.array([number]), micro_batch.epoch)
+            batch = source.get_batch(np.array([number]), epoch)
         except Exception as error:  # noqa: BLE001  code of the user's, and training has failed already
             log.warning("sample %d cannot be read by itself: %s", number, first_line(error))
             continue

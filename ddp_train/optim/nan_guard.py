@@ -178,8 +178,12 @@ class NonFiniteCheck:
         samples_here = f"{counted(len(numbers), 'sample')} here"
         culprit_samples = [number for batch in bad for number in self.non_finite_samples(batch)]
         if culprit_samples:
-            detail += f"; of the {samples_here} these have NaN or infinite data: "
-            detail += _listed(culprit_samples)
+            own = [number for number in culprit_samples if number in numbers]
+            if own:
+                detail += f"; of the {samples_here} these have NaN or infinite data: {_listed(own)}"
+            else:
+                detail += f"; the {samples_here} are finite, but not the one before them, which is"
+                detail += f" mixed into the first: {_listed(culprit_samples)}"
             remedy = "correct those samples, or leave them out"
             return NonFiniteLossError(detail, remedy, rank, step)
         detail += f"; the data of the {samples_here} are finite: {_listed(numbers)}"

@@ -165,7 +165,9 @@ class Training:
         metrics.check_metrics(config, module, splits, run.device, has_average)
         builder = JobBuilder(config, run.world, run.device, module, strategy, run.status)
         job = builder.build_job(splits, start.step)
-        job.stepper.check_finite.non_finite_samples = partial(non_finite_samples, splits.train)
+        job.stepper.check_finite.non_finite_samples = partial(
+            non_finite_samples, splits.train, bool(config.data.mixup or config.data.cutmix)
+        )
         if config.host_range:
             job.stop.others_follow = hosts_follow
         metrics_hook = build_metrics_hook(run, splits, start, job)

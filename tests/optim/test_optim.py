@@ -487,7 +487,7 @@ def test_sample_with_nan_is_named_among_many() -> None:
     for culprit, found in ((47, "47"), (None, "finite: 0, 1, ")):
         losses = RunningLoss()
         check = NonFiniteCheck(optimizer, losses)
-        check.non_finite_samples = partial(non_finite_samples, source)
+        check.non_finite_samples = partial(non_finite_samples, source, False)
         numbers = np.arange(48) if culprit else np.arange(40)
         losses.add(math.nan, 48, MicroBatch(0, 3, numbers, 48, 1.0, is_last=True))
         weight.grad = torch.full((1,), math.nan)
@@ -499,6 +499,35 @@ def test_sample_with_nan_is_named_among_many() -> None:
             assert caught.value.remedy == "correct those samples, or leave them out"
         else:
             assert found in detail and detail.endswith("and 20 more, all in the log of this rank")
+
+
+@pytest.mark.parametrize(
+    ("bad", "mixes", "found"),
+    [
+        ((11, 12, 14), True, "of the 4 samples here these have NaN or infinite data: 12, 14"),
+        ((11,), True, "not the one before them, which is mixed into the first: 11"),
+        ((11,), False, "the data of the 4 samples here are finite: 12, 13, 14, 15"),
+    ],
+)
+def test_sample_before_is_named_if_it_alone_is_the_cause(
+    bad: tuple[int, ...], mixes: bool, found: str
+) -> None:
+    inputs = torch.ones(60, 1)
+    inputs[list(bad)] = math.nan
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [weight], "initial_lr": 1.0}])
+    losses = RunningLoss()
+    check = NonFiniteCheck(optimizer, losses)
+    source = ArraySource(inputs, torch.ones(60, 1))
+    check.non_finite_samples = partial(non_finite_samples, source, mixes)
+    numbers = np.arange(12, 16)
+    losses.add(
+        math.nan, 4, MicroBatch(0, 3, numbers, 4, 1.0, is_last=True, sample_before=numbers[0] - 1)
+    )
+    weight.grad = torch.full((1,), math.nan)
+    with pytest.raises(NonFiniteLossError) as caught:
+        check.allows(3, None)
+    assert str(caught.value).endswith(found)
 
 
 def test_skipped_first_step_leaves_no_garbage_in_the_momentum() -> None:
