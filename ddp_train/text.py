@@ -142,7 +142,7 @@ def unmatched(
     known = list({**wider, **parents, **dict.fromkeys(names)})
     examples = ""
     if known:
-        examples = f"; such names are {', '.join(known[:MOST_EXAMPLES])}"
+        examples = f"; such names are {', '.join(_examples(list(wider), known))}"
     missed = [glob for glob in globs if not matching(glob, names)]
     problems = [
         f"{found.format(glob)}: matches no {what}{did_you_mean_glob(glob, known) or examples}"
@@ -152,6 +152,14 @@ def unmatched(
     if further > 0:
         problems.append(f"{found.format('...')}: {further:,} more of them match no {what}")
     return problems
+
+
+def _examples(outermost: list[str], known: list[str]) -> list[str]:
+    """Some names: the first and last modules where there are many, for the head comes last."""
+    if len(outermost) <= MOST_EXAMPLES:
+        return known[:MOST_EXAMPLES]
+    half = MOST_EXAMPLES // 2
+    return [*outermost[:half], "...", *outermost[-half:]]
 
 
 def by_rank(findings: Iterable[str]) -> str:

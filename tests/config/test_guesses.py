@@ -38,3 +38,10 @@ def test_other_names_are_no_slips(glob: str) -> None:
     assert not did_you_mean_glob(glob, NAMES)
     (problem,) = unmatched("model.freeze=[{}]", [glob + "x"], ["1.weight", "fc.bias"])
     assert problem.endswith("matches no parameter; such names are 1.*, fc.*, 1.weight, fc.bias")
+
+
+def test_first_and_last_modules_are_named_where_there_are_many() -> None:
+    modules = ["conv1", "bn1", "layer2", "layer3", "layer4", "fc"]
+    names = [f"{module}.weight" for module in modules]
+    (problem,) = unmatched("model.freeze=[{}]", ["head.*"], names)
+    assert problem.endswith("; such names are conv1.*, bn1.*, ..., layer4.*, fc.*")
