@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from ddp_train.commands.table import load
 from ddp_train.config.program import Program
+from ddp_train.distributed.agent import is_of_launcher
 from ddp_train.distributed.world import World
 from ddp_train.launcher.fork_server import ForkServer
 
@@ -40,8 +41,9 @@ def _run_prepared(
     from ddp_train.launcher.workload import workload_of
 
     prepared = prepare(program, overrides, world)
-    for notice in (*program.notes, *prepared.notices):
-        print(f"note: {notice}", file=sys.stderr)
+    if not (world and is_of_launcher()):  # which has printed them
+        for notice in (*program.notes, *prepared.notices):
+            print(f"note: {notice}", file=sys.stderr)
     config = prepared.config
     if world:
         run_rank(program, world, overrides, prepared.text)

@@ -123,6 +123,11 @@ def _nnodes() -> str:
     return nnodes
 
 
+def is_of_launcher() -> bool:
+    """Whether our launcher of this host started the agent."""
+    return EXIT_CODE_FILE in os.environ
+
+
 def restarts_left() -> bool:
     """Whether the agent starts the workers of this host again if this one fails."""
     used = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

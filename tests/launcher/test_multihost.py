@@ -191,6 +191,15 @@ def test_a_host_says_once_for_how_many_others_it_waits(cluster: Cluster) -> None
 
 @on_hosts
 @pytest.mark.slow
+def test_each_host_says_a_note_once(cluster: Cluster) -> None:
+    cluster.start_all(*SMALL, "train.max_steps=2")
+    assert [cluster.end(host.name) for host in cluster.lab.hosts] == [0, 0], cluster.said()
+    note = "note: launch.nnodes=2: a lost process costs the steps since the last checkpoint"
+    assert [cluster.said(host.name).count(note) for host in cluster.lab.hosts] == [1, 1]
+
+
+@on_hosts
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_hosts_with_other_words_are_refused(cluster: Cluster) -> None:
     for host, seed in zip(cluster.lab.hosts, (1, 2), strict=True):
