@@ -6,7 +6,6 @@ import copy
 import itertools
 import pickle
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -89,16 +88,14 @@ class Positioned(Shuffled):
 class OfItsPass(IterableDataset):
     """Its order, from a sample on, is that of a pass which it counts itself at the end of each."""
 
-    def __init__(self, from_sample: int = 0, pause_seconds: float = 0.0) -> None:
+    def __init__(self, from_sample: int = 0) -> None:
         self.from_sample = from_sample
-        self.pause_seconds = pause_seconds
         self.passes = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         numbers = list(range(self.from_sample, 40))
         random.Random(self.passes).shuffle(numbers)
         for number in (*range(self.from_sample), *numbers):
-            time.sleep(self.pause_seconds)
             yield torch.tensor(number)
         self.passes += 1
 
@@ -284,8 +281,9 @@ def test_streams_that_cannot_be_read_again_are_refused() -> None:
     ],
 )
 def test_passes_that_differ_by_what_a_stream_keeps_are_refused(
-    kind: Any, needed: int | None
+    kind: Any, needed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ddp_train.data.numbered_stream.TRIAL_SECONDS", 60.0)
     with pytest.raises(DataError, match="gives other samples each time it is begun, by what it"):
         NumberedStream(kind(), seed=3, needed=needed).check_same_when_begun_again()
 
@@ -294,10 +292,11 @@ def test_passes_that_differ_by_what_a_stream_keeps_are_refused(
     ("kind", "needed"), [(OfItsPass, None), (ToldOfItsPass, None), (OfItsPassInState, 90)]
 )
 def test_long_passes_that_differ_are_refused_at_the_first_end(
-    kind: Any, needed: int | None
+    kind: Any, needed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ddp_train.data.numbered_stream.TRIAL_SECONDS", 0.0)
     with pytest.raises(DataError, match="seen in sample 1 of a pass"):
-        stream = NumberedStream(kind(pause_seconds=0.02), seed=3, needed=needed)
+        stream = NumberedStream(kind(), seed=3, needed=needed)
         stream.check_same_when_begun_again()
         assert kind is not OfItsPass, "its samples were counted"
         whole(stream)

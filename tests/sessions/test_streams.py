@@ -404,8 +404,13 @@ class CountsItsPasses(IterableDataset[Sample]):
     [(CountsItsPasses(), True), (Stream(SHARED), False), (Positioned(SHARED), False)],
 )
 def test_passes_that_differ_by_what_a_stream_keeps_are_noted(
-    stream: Any, is_noted: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    stream: Any,
+    is_noted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr("ddp_train.data.sample_stream.TRIAL_SECONDS", 60.0)
     with session_on(ALONE, str(tmp_path)) as run:
         run.loader(stream, global_batch_size=BATCH)
     note = "gives other samples each time it is begun, by what it keeps itself"
