@@ -243,6 +243,17 @@ def test_hosts_end_with_the_exit_code_of_the_failure_of_one(cluster: Cluster) ->
 
 @on_hosts
 @pytest.mark.slow
+def test_a_good_end_is_quiet_on_all_hosts(cluster: Cluster) -> None:
+    cluster.env = {"TORCH_SHOW_CPP_STACKTRACES": "0"}  # agents that import torch themselves
+    cluster.start_all(*SMALL, "train.max_steps=12")
+    assert [cluster.end(name) for name in ("node0", "node1")] == [0, 0], cluster.said()
+    for name in ("node1", "node0"):
+        said = cluster.said(name)
+        assert "frame #" not in said and "rendezvous" not in said, said
+
+
+@on_hosts
+@pytest.mark.slow
 def test_hosts_that_stop_print_no_traceback(cluster: Cluster) -> None:
     cluster.start_all(*ENDLESS, "train.log_every_steps=1")
     cluster.wait_for_step()
