@@ -622,9 +622,20 @@ def _resize_hook(training: Training, lost: dict[str, Any] | None) -> ResizeHook 
         changes = changes_of_hosts(
             training.metrics_hook, lost, size_then, run.world.size, run.device
         )
+        if changes and not lost:  # a loss is told by who reported it
+            run.display.line(_change_line(changes[-1], training.start.step))
     if not changes:
         return None
     return ResizeHook(training.metrics_hook, changes, training.start.step, run.device)
+
+
+def _change_line(change: dict[str, Any], step: int) -> str:
+    """`a host left after step 18; 1 process continues`.
+
+    change: see `launcher.size.Change`.
+    """
+    continues = "continues" if change["to"] == 1 else "continue"
+    return f"{change['why']} after step {step:,}; {counted(change['to'], 'process')} {continues}"
 
 
 def _tensorboard_hooks(training: Training, tracking: Tracking) -> list[Hook]:

@@ -424,6 +424,7 @@ def test_all_hosts_stop_and_resume_with_another_number(hosts: Elastic, tmp_path:
     hosts.begin(*NET, hosts=2)
     assert hosts.ends("node0", "node1") == [0, 0], hosts.all_said()
     assert hosts.changes() == [(3, 2, "a host left")]
+    assert re.search(r"^a host left after step \d+; 2 processes continue$", hosts.all_said(), re.M)
     ours = load(weights(hosts.run_dir))
     theirs = load(weights(calm(tmp_path, *WORDS, "+model.delay=0")))
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-10) for name in theirs)
