@@ -94,7 +94,7 @@ def _open_built_in(data: Any, seed: int) -> Splits:
     if data.random_erasing:
         assert isinstance(train, ArraySource | FolderSource), "only images have the key"
         train.erasing = Erasing(data.random_erasing, seed)
-    if not data.validation:
+    if not data.validation or train is test:
         return Splits(train, test, further=further)
     kept, taken = split_for_validation(len(train), data.validation, seed)
     numbers = {"train": kept, "validation": taken}

@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 from pyarrow import parquet
 
 import ddp_train
@@ -258,3 +259,24 @@ def test_data_without_targets_and_a_task_with_own_columns(
         and "a tensor [7] as 'margin', for 8 samples" in fatal
     ), done.stderr
     assert not list((tmp_path / "short").glob(".predictions*")), "nothing half written is left"
+
+
+def test_predictions_of_a_folder_without_train(tmp_path: Path) -> None:
+    for number in range(12):
+        for folder in ("all/train", "all/val", "new/val"):
+            place = tmp_path / folder / f"class_{number % 2}"
+            place.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (20, 20), (20 * number, 0, 0)).save(place / f"{number}.png")
+    words = ["data=image_folder", "data.image_size=16", "data.validation=0.5"]
+    words += ["model=mlp", "train.epochs=1", "train.global_batch_size=4", ONE]
+    done = run(*words, f"data.root={tmp_path}/all", f"run_dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    said = predict(tmp_path / "run", tmp_path / "predicted", f"data.root={tmp_path}/new")
+    assert "predictions for 12 samples of test in " in said
+    files = np.load(tmp_path / "predicted/predictions.npz")["file"]
+    assert all(str(name).startswith(f"{tmp_path}/new/val/") for name in files)
+    resume = f"checkpoint.resume={tmp_path}/run"
+    scored = run("mode=evaluate", resume, f"data.root={tmp_path}/new", f"run_dir={tmp_path}/scored")
+    assert scored.returncode == 0, scored.stderr
+    trains = run(*words, f"data.root={tmp_path}/new", f"run_dir={tmp_path}/other")
+    assert trains.returncode == 2 and "new/train must hold a folder per class" in trains.stderr

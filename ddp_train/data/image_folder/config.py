@@ -48,7 +48,7 @@ class ImageFolderConfig(LabelledImagesConfig):
         if self.decode == "gpu" and config.device == "cpu":
             yield Problem("data.decode=gpu", "needs a GPU", "use data.decode=processes")
             return
-        for name in self.class_folders:
+        for name in self._folders_read(config):
             folder = Path(self.root, name)
             if not has_folders(folder):
                 yield Problem(
@@ -67,6 +67,15 @@ class ImageFolderConfig(LabelledImagesConfig):
                 yield Problem(found, f"{folder} must hold a folder per class")
             elif folder.resolve() == Path(self.root, "train").resolve():
                 yield Problem(found, "its images train", f"name {A_FOLDER}, other than train")
+
+    def _folders_read(self, config: Config) -> tuple[str, ...]:
+        """Those of `class_folders` whose images a run reads."""
+        reads_test_alone = config.mode == "evaluate" and not config.evaluate.sets
+        if config.mode == "predict":
+            reads_test_alone = config.predict.split == "test"
+        if reads_test_alone:
+            return ("val",)
+        return self.class_folders
 
 
 def has_folders(path: Path) -> bool:

@@ -37,9 +37,15 @@ DRAWS = 5
 def open_image_folder(
     root: str, image_size: int, augment: bool, decode: str, seed: int
 ) -> tuple[FolderSource, FolderSource]:
-    """The training and the test split of a folder. Raises DataError if they differ in classes."""
-    train = FolderSource(Path(root, "train"), image_size, augment, seed, decode)
+    """The training and the test split of a folder.
+
+    Without train/, which a run that reads the test set alone need not have, it is twice the test
+    split. Raises DataError if they differ in classes.
+    """
     test = FolderSource(Path(root, "val"), image_size, False, seed, decode)
+    if not Path(root, "train").is_dir():
+        return test, test
+    train = FolderSource(Path(root, "train"), image_size, augment, seed, decode)
     if train.classes != test.classes:
         different = sorted(set(train.classes) ^ set(test.classes))
         raise DataError(
