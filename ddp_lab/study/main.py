@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
-from rich.console import Console
-
 from ddp_lab.study import variants_report
 from ddp_lab.study.provenance import load_at_start
 from ddp_lab.study.request import Request, read_request
@@ -19,9 +17,7 @@ from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError
 from ddp_train.telemetry.pages.page import write
 from ddp_train.telemetry.pages.report import Report, show
-
-COLUMNS = 100
-"""Width of the tables in a file or a pipe; the report has all columns."""
+from ddp_train.telemetry.pages.tables import folding_console
 
 
 class Kind(Protocol):
@@ -65,19 +61,9 @@ def study(program: Program, overrides: list[str], world: World | None) -> int:
             page = write(report, request.run_dir)
         except OSError as error:
             raise unwritten(request.run_dir, error) from None
-    show(report, _terminal())
+    show(report, folding_console())
     print(f"report {page}")
     return code
-
-
-def _terminal() -> Console:
-    """The terminal, or one of 100 columns for a file or a pipe: its lines are read as well."""
-    console = Console(highlight=False)
-    if console.is_terminal:
-        return console
-    return Console(
-        file=console.file, width=COLUMNS, force_terminal=True, color_system=None, highlight=False
-    )
 
 
 def help_text(program: Program, overrides: list[str]) -> str:

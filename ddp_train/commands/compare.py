@@ -14,7 +14,7 @@ from ddp_train.resilience.whole_files import write_text
 from ddp_train.telemetry.pages.compare_page import compare_page
 from ddp_train.telemetry.pages.page import as_page
 from ddp_train.telemetry.pages.run_files import CONFIG, RunFiles, read_run, runs_in
-from ddp_train.telemetry.pages.tables import show, tell
+from ddp_train.telemetry.pages.tables import folding_console, show, tell
 from ddp_train.text import did_you_mean
 
 COMPARE = "compare"
@@ -34,12 +34,13 @@ def compare(arguments: list[str]) -> int:
         report = compare_page(read_runs(paths), command, flags.get(METRIC, ""))
     except LookupError as error:
         raise ConfigError([f"{COMPARE} {METRIC} {error.args[0]}"]) from None
+    console = folding_console()
     for table in report.tables:
-        show(table, in_blocks=True)
-        print()
-    tell(report.findings)
+        show(table, console, in_blocks=True)
+        console.print()
+    tell(report.findings, console)
     if page is None:
-        tell([f"The page with the curves: add {OUTPUT} compare.html"], style="dim")
+        tell([f"The page with the curves: add {OUTPUT} compare.html"], console, "dim")
         return 0
     try:
         write_text(Path(page), as_page(report))

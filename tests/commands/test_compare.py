@@ -64,3 +64,22 @@ def test_comparison_in_80_columns_shows_what_differs(
     )
     words = {word for line in lines for word in line.split()}
     assert {"independent", "repeat", "noise"} <= words, "sentences break between words"
+
+
+@pytest.mark.parametrize(("asked", "width"), [("60", 60), (None, 100)])
+def test_comparison_in_a_pipe_is_folded_and_complete(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asked: str | None,
+    width: int,
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if asked:
+        monkeypatch.setenv("COLUMNS", asked)
+    for number in range(8):
+        leave_run(tmp_path / f"runs/a_run_with_a_name_{number}")
+    assert compare([str(tmp_path / "runs")]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= width and "\x1b" not in out
+    assert {"samples/s", "state"} <= {*out.split()} and "not shown" not in out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import shutil
 import statistics
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -26,6 +27,8 @@ The other numbers of the column have as many decimals.
 MOST_DECIMALS = 6
 PIPE_COLUMNS = 10_000
 """Width of a table in a file or a pipe: as wide as it needs."""
+FOLDED_COLUMNS = 100
+"""Width of a file or a pipe whose lines are folded as a terminal's, unless COLUMNS says another."""
 NAME_PARTS = r"\s*[^\s._,]*[._,]+|\s*[^\s._,]+"
 """Parts of a column's name on a narrow terminal: it may be broken behind `.`, `_` and `,` too."""
 
@@ -159,6 +162,17 @@ def show(table: Table, console: Console | None = None, in_blocks: bool = False) 
         tell([table.note], console, "dim")
     if left_out:
         tell([f"Columns not shown here (see the report): {', '.join(left_out)}."], console, "dim")
+
+
+def folding_console() -> Console:
+    """Standard output, which counts as a terminal where it is a file or a pipe too."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        return console
+    width = shutil.get_terminal_size((FOLDED_COLUMNS, 0)).columns
+    return Console(
+        file=console.file, width=width, force_terminal=True, color_system=None, highlight=False
+    )
 
 
 def tell(sentences: Sequence[str], console: Console | None = None, style: str = "") -> None:
