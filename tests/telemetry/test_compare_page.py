@@ -55,6 +55,24 @@ def test_the_findings_are_about_the_metric_that_is_named(tmp_path: Path) -> None
         compare_page(runs, "", "test.f2")
 
 
+def test_trials_are_compared_by_their_objective_and_all_named(tmp_path: Path) -> None:
+    runs = []
+    for number in range(4):
+        scores = {"accuracy": 0.5, "f1": 0.1 * number, "loss": 1.0}
+        folder = leave_run(tmp_path / str(number), test=scores)
+        text = (folder / "config.yaml").read_text().replace("lr: 0.1", f"lr: {number // 2}")
+        text += f"objective: test.f1\nseed: {number % 2}\n"
+        (folder / "config.yaml").write_text(text)
+        runs.append(read_run(folder))
+    found = compare_page(runs, "").findings[0]
+    assert found.startswith("2, 3 against 0, 1: test f1 +0.2, "), found
+    assert (
+        compare_page(runs, "", "test.accuracy")
+        .findings[0]
+        .startswith("2, 3 against 0, 1: test accuracy ")
+    )
+
+
 def test_scores_of_two_sets_are_never_put_side_by_side(tmp_path: Path) -> None:
     finished = leave_run(tmp_path / "finished", test={"accuracy": 0.5, "loss": 1.0})
     stopped = leave_run(tmp_path / "stopped", best=0.8)

@@ -38,6 +38,8 @@ NOT_SET = "(not set)"
 UNKNOWN = "unknown"
 SIGMAS = 2.0
 """Standard errors of a difference that another test set of that size would make by chance."""
+MOST_NAMED = 4
+"""Most runs of a group that a sentence names."""
 MOST_OWN = 12
 """Most columns of numbers that the user's code logged."""
 Runs = dict[str, RunFiles]
@@ -49,7 +51,7 @@ def compare_page(runs: Sequence[RunFiles], command: str, metric: str = "") -> Re
 
     command: that prints it.
     metric: that the findings are about, `validation.f1`, or the name of a number that was logged;
-        "": the one of most interest that all runs have.
+        "": the objective that all runs name, or else the one of most interest that all have.
 
     Raises LookupError if not all runs have the metric.
     """
@@ -222,6 +224,15 @@ def _shared_metric(runs: Collection[RunFiles]) -> str:
     return main_metric(shared)
 
 
+def _common_objective(runs: Collection[RunFiles]) -> str:
+    """The objective that the runs were made for, if it is one and all have its value; else ""."""
+    objectives = {str(run.config.get("objective")) for run in runs}
+    objective = objectives.pop()
+    if objectives or not all(objective in run.numbers for run in runs):
+        return ""
+    return objective
+
+
 def _asked_metric(runs: Collection[RunFiles], asked: str) -> tuple[str, str]:
     """Kind and name of the number that the user asks for. Raises LookupError if a run has none."""
     first, *others = [run.numbers for run in runs]
@@ -238,10 +249,9 @@ def _asked_metric(runs: Collection[RunFiles], asked: str) -> tuple[str, str]:
 def verdicts(runs: Runs, asked: str = "") -> list[str]:
     """Sentences: whether each group differs from the first by more than noise.
 
-    A group has the name of its first run.
-
     asked: see `compare_page`.
     """
+    asked = asked or _common_objective(runs.values())
     if asked:
         split, metric = _asked_metric(runs.values(), asked)
     else:
@@ -249,11 +259,12 @@ def verdicts(runs: Runs, asked: str = "") -> list[str]:
         split = _shared_split(runs.values(), metric)
     if split is None:
         return [f"The runs have no {metric} of the same set, and cannot be compared."]
-    (first, ground), *others = groups_of(runs).items()
+    (_, ground), *others = groups_of(runs).items()
     if others:
         return [
-            f"{name} against {first}{_verdict(ground, group, split, metric)}"
-            for name, group in others
+            f"{_named(group, runs)} against {_named(ground, runs)}"
+            f"{_verdict(ground, group, split, metric)}"
+            for _, group in others
         ]
     values = _last_scores(ground, split, metric)
     spread = shown_metric(metric, statistics.stdev(values))
@@ -261,6 +272,14 @@ def verdicts(runs: Runs, asked: str = "") -> list[str]:
         f"The runs differ in their seed at most; {split} {metric} has a standard deviation of"
         f" {spread} among them."
     ]
+
+
+def _named(group: Sequence[RunFiles], runs: Runs) -> str:
+    """The names of the runs of a group, the first ones where there are many."""
+    names = [name for name, run in runs.items() if run in group]
+    if len(names) > MOST_NAMED:
+        names[MOST_NAMED:] = ["..."]
+    return ", ".join(names)
 
 
 def groups_of(runs: Runs) -> dict[str, list[RunFiles]]:
