@@ -234,3 +234,19 @@ def test_run_leaves_its_page(tmp_path: Path) -> None:
     assert len(read(tmp_path / "r", "timeline.json")["seconds"]) == 2
     chosen = section_of(page, "Settings that are not the default")["lines"]
     assert not any("launch.page" in line for line in chosen)
+
+
+def test_a_session_without_losses_tells_training_and_test_apart(tmp_path: Path) -> None:
+    """A loop that logs `mse` and scores it: two plots of one name, and no loss."""
+    folder = leave_run(tmp_path / "r")
+    lines = []
+    for step in (10, 20):
+        moment = {"step": step, "epoch": step // 10, "time": 1.7e9 + step}
+        lines.append({"kind": "train", **moment, "mse": 0.5, "samples_per_second": 9.0})
+        lines.append({"kind": "test", **moment, "mse": 0.4})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = as_page(run_page(read_run(folder), {}))
+    titles = [section["title"] for section in report_in(page)["sections"]]
+    assert {"MSE (test)", "MSE (training)"} <= {*titles} and not {"MSE", "mse"} & {*titles}
+    table = section_of(page, "Evaluations of the test set")
+    assert [column["name"] for column in table["columns"]] == ["epoch", "step", "mse"]

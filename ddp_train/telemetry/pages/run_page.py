@@ -205,10 +205,12 @@ def duration(seconds: float) -> str:
 def _evaluations(run: RunFiles, split: str) -> Table:
     lines = run.lines(split)
     names = [name for name in run.scores if name != "loss"]
+    if any("loss" in line for line in lines):  # a session need not give one
+        names.append("loss")
     rows = []
     for line in lines:
         values = [in_column(name, line.get(name)) for name in names]
-        rows.append([line.get("epoch"), line["step"], *values, line.get("loss")])
+        rows.append([line.get("epoch"), line["step"], *values])
     best = None
     note = ""
     if split == run.selecting_set:
@@ -220,7 +222,7 @@ def _evaluations(run: RunFiles, split: str) -> Table:
         )
     return Table(
         f"Evaluations of the {split} set",
-        ["epoch", "step", *map(column_of, names), "loss"],
+        ["epoch", "step", *map(column_of, names)],
         rows,
         note,
         best=lines.index(best) if best else None,

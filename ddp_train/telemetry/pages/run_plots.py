@@ -69,7 +69,11 @@ def score_plots(runs: dict[str, RunFiles], marks: Sequence[Mark] = ()) -> list[P
     plots = [Plot("Loss", curves(_loss_curves(runs), STEP, Axis("loss", log=True), marks))]
     for metric in metrics[:MOST_METRICS]:
         axis = Axis(metric, percent=is_percent(metric))
-        plots.append(Plot(title(metric), curves(_score_curves(metric, runs), STEP, axis, marks)))
+        heading = title(metric)
+        if metric in _own_groups(runs):
+            sets = dict.fromkeys(name for run in runs.values() for name in run.scored_sets)
+            heading += f" ({', '.join(sets)})"
+        plots.append(Plot(heading, curves(_score_curves(metric, runs), STEP, axis, marks)))
     return plots
 
 
@@ -78,20 +82,27 @@ def own_plots(runs: dict[str, RunFiles], marks: Sequence[Mark] = ()) -> list[Plo
 
     runs: by their names; the name of a single run is empty.
     """
-    groups: dict[str, dict[OwnNumber, None]] = {}
-    for run in runs.values():
-        for number in run.own_numbers:
-            groups.setdefault(number.name.partition("/")[0], {})[number] = None
+    scores = {name for run in runs.values() for name in run.scores}
     plots = []
-    for group, numbers in [*groups.items()][:MOST_OWN_PLOTS]:
+    for group, numbers in [*_own_groups(runs).items()][:MOST_OWN_PLOTS]:
         drawn = []
         for number in [*numbers][:MOST_CURVES]:
             for place, (run_name, run) in enumerate(runs.items()):
                 label = f"{run_name} {number.name}".strip()
                 colour = place if run_name and len(numbers) == 1 else None
                 drawn.append(_curve(label, run.lines(number.kind), number.name, colour=colour))
-        plots.append(Plot(group, curves(drawn, STEP, Axis(group), marks)))
+        heading = f"{title(group)} (training)" if group in scores else group
+        plots.append(Plot(heading, curves(drawn, STEP, Axis(group), marks)))
     return plots
+
+
+def _own_groups(runs: dict[str, RunFiles]) -> dict[str, dict[OwnNumber, None]]:
+    """The numbers that code of the user's logged, by the first parts of their names."""
+    groups: dict[str, dict[OwnNumber, None]] = {}
+    for run in runs.values():
+        for number in run.own_numbers:
+            groups.setdefault(number.name.partition("/")[0], {})[number] = None
+    return groups
 
 
 def _loss_curves(runs: dict[str, RunFiles]) -> list[Curve]:
