@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ddp_train.resilience.whole_files import write_json
-from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, bars, curves
+from ddp_train.telemetry.pages.charts import Axis, Bar, Curve, Mark, bars, curves
 from ddp_train.telemetry.pages.page import HERE, as_page
 from ddp_train.telemetry.pages.report import Lines, Plot, Report
 from ddp_train.telemetry.pages.run_files import read_run
@@ -188,6 +188,21 @@ def test_browser_shows_bars_bands_and_columns_on_demand(tab: Page, tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_browser_keeps_an_event_at_the_axis_off_its_numbers(tab: Page, tmp_path: Path) -> None:
+    loss = Curve("loss", [10, 20, 30], [0.1, 0.2, 0.3])
+    chart = curves([loss], Axis("step"), Axis("loss"), [Mark(5, "died (rank 1)")])
+    path = tmp_path / "report.html"
+    path.write_text(as_page(Report("Run", "", [Plot("Loss", chart)])))
+    tab.open(path, 1280)
+    places = "[...document.querySelectorAll('.frame text')].map(t => [t.textContent, box(t)])"
+    box = "const box = t => (r => [r.left, r.right])(t.getBoundingClientRect());"
+    texts = dict(tab.ask(f"(() => {{ {box} return {places} }})()"))
+    left, _ = texts.pop("died (rank 1)")
+    _, right = min(texts.values())
+    assert left > right, texts
+
+
+@pytest.mark.slow
 def test_browser_shows_the_page_of_a_sweep(tab: Page, tmp_path: Path) -> None:
     rows = sweep_rows(tmp_path, optimizer__lr=[0.1, 0.2, 0.3], model__hidden=[8, 16], seed=[0, 1])
     path = tmp_path / "report.html"
@@ -215,6 +230,11 @@ def test_browser_shows_the_page_of_a_sweep(tab: Page, tmp_path: Path) -> None:
     decade = labels["0.1"] - labels["0.01"]
     rest = labels["0.3"] - labels["0.1"]
     assert rest / decade == pytest.approx(math.log10(3), abs=0.05), "and is logarithmic"
+    names = tab.ask(
+        "[...document.querySelector('.frame').querySelectorAll('text')].map(t => t.textContent)"
+        ".filter(text => text.startsWith('optimizer.lr='))"
+    )
+    assert names[0] == "optimizer.lr=0.3", "the legend begins with the best"
 
 
 @pytest.mark.slow

@@ -214,12 +214,14 @@ const keepDrawn = (() => {
     return places;
   }
 
-  /** Vertical lines with words. The table of events has all of them. */
-  function markLine(marks, pixelsPerUnit) {
+  /** Vertical lines with words on their left; on their right where the y axis is too close. The
+   * table of events has all of them. begin: of the x axis. */
+  function markLine(marks, pixelsPerUnit, begin) {
     const data = markPlaces(marks, pixelsPerUnit).map(({ x, texts }) => {
       const isLong = texts.length > 2;
       const name = isLong ? `${texts[0]}, ${texts.length - 1} more` : texts.join(", ");
-      return { xAxis: x, name };
+      const isAtAxis = (x - begin) * pixelsPerUnit < LINE_HEIGHT;
+      return { xAxis: x, name, label: { position: isAtAxis ? "insideEndBottom" : "insideEndTop" } };
     });
     return {
       symbol: "none",
@@ -232,7 +234,6 @@ const keepDrawn = (() => {
         fontSize: 10,
         width: 150,
         overflow: "truncate",
-        position: "insideEndTop",
         formatter: (mark) => mark.name,
       },
       data,
@@ -277,7 +278,8 @@ const keepDrawn = (() => {
     const xs = points.map((point) => point[0]);
     const [begin, end] = range([...xs, ...chart.marks.map((mark) => mark.x)]);
     if (chart.marks.length) {
-      series.at(-1).markLine = markLine(chart.marks, (width - LABELS_WIDTH) / (end - begin));
+      const pixelsPerUnit = (width - LABELS_WIDTH) / (end - begin);
+      series.at(-1).markLine = markLine(chart.marks, pixelsPerUnit, x.whole ? 0 : begin);
     }
     const hasLegend = named.length > 1;
     const option = {
@@ -291,7 +293,11 @@ const keepDrawn = (() => {
     option.xAxis.max = end;
     option.xAxis.axisLabel.alignMaxLabel = "right";
     option.xAxis.axisLabel.showMaxLabel = Number.isInteger(end);
-    if (hasLegend) option.legend = legendOption(named.map((curve) => curve.name));
+    if (hasLegend) {
+      // The one that stands out comes first: a narrow legend shows the others on further pages.
+      const ordered = [...named].sort((one, other) => other.level - one.level);
+      option.legend = legendOption(ordered.map((curve) => curve.name));
+    }
     return option;
   }
 
