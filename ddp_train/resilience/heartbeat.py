@@ -28,6 +28,8 @@ START_SECONDS = 120.0
 processes connect, models are compiled."""
 UNREPORTED = 256
 """Stands for the exit code of a worker which did not announce its own; no process has it."""
+EPOCH_END = "end of an epoch"
+"""The phase of a session after the last batch of an epoch; a run has hooks there."""
 END = "end"
 """The phase of a worker that has completed its work."""
 PHASES = (
@@ -39,6 +41,7 @@ PHASES = (
     "evaluation forward",
     "evaluation end",
     "hook",
+    EPOCH_END,
     "checkpoint",
     "sample",
     "unfreeze",

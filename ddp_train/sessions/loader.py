@@ -29,6 +29,7 @@ from ddp_train.distributed.process_group import averaged_buffers, same_everywher
 from ddp_train.distributed.training_step import scored, shared_out
 from ddp_train.distributed.world import World
 from ddp_train.models.put_back import leaving_nothing
+from ddp_train.resilience.heartbeat import EPOCH_END
 from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.feed import NumberedFeed, look_at_empty_batch, reported_batches
 from ddp_train.sessions.score_watch import TAKEN_OVER_STEPS
@@ -240,7 +241,7 @@ class TestLoader:
                     yield batch.data
                 if steps.position.step != step or steps.open_step is not open_step:
                     raise UsageError(*TAKEN_OVER_STEPS)
-        steps.status.phase = "hook"
+        steps.status.phase = EPOCH_END
 
 
 @dataclasses.dataclass

@@ -8,6 +8,7 @@ from typing import Any
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.global_batches import Pass
+from ddp_train.resilience.heartbeat import EPOCH_END
 from ddp_train.sessions.exchange_watch import PASS
 from ddp_train.sessions.feed import Feed
 from ddp_train.sessions.position import Place
@@ -124,7 +125,7 @@ class TrainingLoader:
             steps.see_batches_left(False)
             if not self.repeat:
                 steps.end_loop()
-        steps.status.phase = "hook"
+        steps.status.phase = EPOCH_END
         return place.batch > 0 or not leads  # a step that goes on is not counted yet
 
     def further_pass(self) -> Iterator[Batch]:

@@ -747,3 +747,36 @@ def test_data_that_the_loop_changes_are_seen(processes: int, tmp_path: Path) -> 
     ]
     found = load_file(tmp_path / "run/checkpoints/step_00000011/model.safetensors")["weight"]
     torch.testing.assert_close(found, weights_of_a_growing_set(), rtol=0, atol=1e-10)
+
+
+RAISES_AFTER_AN_EPOCH = """
+import torch
+
+import ddp_train
+
+rows = torch.arange(24.0).view(12, 2)
+with ddp_train.session("run", processes=3, device="cpu") as run:
+    model = run.wrap(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    run.resume(model=model, optimizer=optimizer)
+    for epoch in run.epochs(2):
+        for (batch,) in run.loader(torch.utils.data.TensorDataset(rows), global_batch_size=6):
+            optimizer.zero_grad()
+            run.mean(model(batch).square().mean(1)).backward()
+            optimizer.step()
+        if run.rank == 1:
+            raise ValueError("after the last batch")
+"""
+
+
+@pytest.mark.slow
+def test_a_failure_between_epochs_names_no_hook(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(RAISES_AFTER_AN_EPOCH)
+    env = environment({"PYTHONPATH": str(ROOT)})
+    done = zygote.run(
+        [sys.executable, str(script)], LIMIT_SECONDS, cwd=tmp_path, env=env, text=True
+    )
+    assert done.returncode == 70, done.stderr
+    failure = read(tmp_path / "run", "failure.json")
+    assert (failure["rank"], failure["phase"]) == (1, "end of an epoch"), failure
