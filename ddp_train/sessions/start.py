@@ -125,6 +125,8 @@ def session(
                 command = _this_command()
             owned.enter_context(_only_session(world))
             _take_run_dir(settings.run_dir, world, owned)
+            if world is None:
+                _note_variable_without_effect(settings.processes)
             if command:
                 raise SystemExit(_start(settings, *command))
             if world and world.is_leader and launcher_pid() is None:
@@ -230,6 +232,15 @@ def _processes_and_device(processes: int | None, device: str) -> tuple[int, str]
             f"processes={processes}, and {gpus} GPUs are visible", f"use {gpus}, or device='cpu'"
         )
     return processes, "cuda"
+
+
+def _note_variable_without_effect(processes: int) -> None:
+    variable = processes_asked()
+    if variable is not None and variable != str(processes):
+        print(
+            f"note: {PROCESSES}={variable} has no effect: the script says processes={processes}",
+            file=sys.stderr,
+        )
 
 
 def _note_what_torchrun_decides(world: World, processes: int | None, max_restarts: int) -> None:

@@ -770,13 +770,15 @@ with ddp_train.session("run", processes=3, device="cpu") as run:
 
 
 @pytest.mark.slow
-def test_a_failure_between_epochs_names_no_hook(tmp_path: Path) -> None:
+def test_a_failure_between_epochs_names_no_hook_and_the_script_wins(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(RAISES_AFTER_AN_EPOCH)
-    env = environment({"PYTHONPATH": str(ROOT)})
+    env = environment({"PYTHONPATH": str(ROOT), "DDP_TRAIN_PROCESSES": "2"})
     done = zygote.run(
         [sys.executable, str(script)], LIMIT_SECONDS, cwd=tmp_path, env=env, text=True
     )
     assert done.returncode == 70, done.stderr
     failure = read(tmp_path / "run", "failure.json")
     assert (failure["rank"], failure["phase"]) == (1, "end of an epoch"), failure
+    note = "note: DDP_TRAIN_PROCESSES=2 has no effect: the script says processes=3\n"
+    assert done.stderr.count(note) == 1, done.stderr
