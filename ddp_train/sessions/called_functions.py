@@ -8,7 +8,6 @@ The function's own variables get names that no code has.
 from __future__ import annotations
 
 import ast
-import contextlib
 import copy
 import inspect
 import linecache
@@ -59,8 +58,8 @@ class CalledFunctions:
         """Whose methods they were, as the loop calls them."""
         self.active: list[types.CodeType] = []
         """Of the functions that are put in now, the outermost first."""
-        self.trees: dict[str, ast.Module] = {}
-        """The code of files, by name."""
+        self.nodes: dict[str, dict[tuple[str, int], FunctionNode]] = {}
+        """The functions of files: by file, then by name and first line."""
 
     def put_into(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """The statements with those of called functions before them. They may be changed."""
@@ -111,7 +110,8 @@ class CalledFunctions:
         elif value is not None:
             owner = name
             value = inspect.getattr_static(type(value), "__call__", None)
-        value = inspect.unwrap(value) if callable(value) else None
+        if isinstance(value, types.FunctionType):
+            value = inspect.unwrap(value)
         if not isinstance(value, types.FunctionType):
             return None
         return Called(value.__code__, value.__globals__, owner)
@@ -144,16 +144,10 @@ class CalledFunctions:
         """The definition of a function; None where its code cannot be read."""
         code = called.code
         file = code.co_filename
-        if file not in self.trees:
+        if file not in self.nodes:
             text = "".join(linecache.getlines(file, called.variables))
-            with contextlib.suppress(SyntaxError, ValueError):
-                self.trees[file] = ast.parse(text)
-        for node in ast.walk(self.trees.get(file, ast.Module([], []))):
-            if isinstance(node, FunctionNode) and node.name == code.co_name:
-                lines = [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
-                if min(lines) == code.co_firstlineno:
-                    return node
-        return None
+            self.nodes[file] = _functions_in(text)
+        return self.nodes[file].get((code.co_name, code.co_firstlineno))
 
     def _own_names(self, called: Called) -> Callable[[str], bool]:
         """Tells which names of a function mean nothing in the loop, or something else there."""
@@ -216,6 +210,23 @@ class _Renamer(ast.NodeTransformer):
         if self.is_own(node.id):
             return ast.Name(self.prefix + node.id, node.ctx)
         return node
+
+
+def _functions_in(text: str) -> dict[tuple[str, int], FunctionNode]:
+    """The functions in the code of a file, by name and first line, that of a decorator too.
+
+    Nothing where it cannot be read.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return {}
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, FunctionNode):
+            lines = [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+            found[node.name, min(lines)] = node
+    return found
 
 
 def _given(node: FunctionNode, call: ast.Call, owner: str) -> dict[str, ast.expr]:
