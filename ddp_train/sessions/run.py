@@ -69,7 +69,10 @@ class Run(MediaCalls):
 
     @property
     def step(self) -> int:
-        """The number of batches that are done, in all epochs."""
+        """The number of batches that are done, in all epochs.
+
+        A batch is done when the next one is asked for, or its epoch ends.
+        """
         return self._steps.position.step
 
     def wrap(self, model: nn.Module, *, sync_batch_norm: bool = True, **options: Any) -> Wrapped:
@@ -237,6 +240,9 @@ class Run(MediaCalls):
 
         A checkpoint is saved after every `save_every` epochs and after the last one. A stop
         (SIGTERM, Ctrl-C) ends the process between two steps, or two epochs.
+
+        The global generators of torch, numpy and Python are seeded where an epoch begins and where
+        its loop over batches ends, alike on all processes.
 
         whole: nothing is saved inside of an epoch, and a run resumes at the beginning of one: for
             loops that hold something from step to step, or from the epoch's beginning on, which is

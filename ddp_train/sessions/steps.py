@@ -250,12 +250,26 @@ class Steps:
         return facts
 
     def _begin_epoch(self) -> None:
+        self._seed_alike("epoch", self.position.epoch)
         self.current_epoch = OpenEpoch(self.position.batch)
         for number in range(self.lasting_loaders, len(self.training_loaders)):
             self.saved_loaders.pop(number, None)
         del self.training_loaders[self.lasting_loaders :]
         for loader in self.training_loaders:
             loader.begin_epoch(self.position.epoch)
+
+    def _seed_alike(self, part: str, number: int) -> None:
+        """Seed the global generators alike on all processes, for what is drawn between steps.
+
+        It depends on neither their number nor on where a run was resumed.
+
+        part: of the loop.
+        number: of that part.
+        """
+        key = hash_key(self.settings.seed, part, number)
+        torch.manual_seed(key)
+        np.random.seed(hash_key(key, "numpy") & 0xFFFFFFFF)
+        random.seed(key)
 
     def _check_updates(self) -> None:
         """Raise PeerError if the processes have updated the weights differently often."""
@@ -298,6 +312,7 @@ class Steps:
         That was kept if nobody knew that it is the last one, as of a stream. From there the loop
         would be without a batch, which few are written for.
         """
+        self._seed_alike("end of loop", self.position.step)
         if self.keeper:
             self.keeper.take_back(state_mark(self.position.step, is_later=False))
 
