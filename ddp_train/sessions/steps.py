@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -39,6 +38,7 @@ from ddp_train.sessions.exchange_watch import (
 )
 from ddp_train.sessions.first_epoch import FirstEpoch
 from ddp_train.sessions.first_step import FirstStep
+from ddp_train.sessions.foreign_optimizers import ForeignOptimizers
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
 from ddp_train.sessions.models import Models
@@ -51,7 +51,6 @@ from ddp_train.sessions.open_step import (
     StepRows,
     check_one_for_each_sample,
 )
-from ddp_train.sessions.parameter_groups import parameters_of
 from ddp_train.sessions.position import Position
 from ddp_train.sessions.score_watch import ScoreWatch
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
@@ -109,8 +108,7 @@ class Steps:
         """The states in the checkpoint by number of the loader, until it goes on from there."""
         self.optimizers: dict[Optimizer, list[Wrapped]] = {}
         """The optimizers that run.resume got, and the models of each."""
-        self.foreign_optimizers: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        """Optimizers of other models, and the step in which each was seen first."""
+        self.foreign_optimizers = ForeignOptimizers(self.models)
         self.looked_at: set[Optimizer] = set()
         """The optimizers whose scaler, if they have one, is saved."""
         self.copies = UnsavedCopies([], [])
@@ -679,7 +677,8 @@ class Steps:
         if not self.current_epoch:
             return None
         if optimizer not in self.optimizers:
-            self._check_foreign(optimizer)
+            in_step = self.open_step is not None
+            self.foreign_optimizers.see_step(optimizer, self.position.step, in_step)
             return None
         if optimizer not in self.looked_at and self.checkpoints:
             self.looked_at.add(optimizer)
@@ -701,29 +700,6 @@ class Steps:
         self.gradients.see_step(optimizer)
         self.status.phase = "optimizer step"
         return None
-
-    def _check_foreign(self, optimizer: Optimizer) -> None:
-        """Raise UsageError for an optimizer whose weights would come apart, or be lost."""
-        first_step = self.foreign_optimizers.get(optimizer)
-        step = self.position.step
-        if first_step is None:
-            if self.models.trained_by(optimizer):
-                raise UsageError(
-                    f"an optimizer ({type(optimizer).__name__}) that run.resume did not get makes a"
-                    " step: its state would be lost",
-                    "run.resume(model=model, optimizer=optimizer)",
-                )
-            self.foreign_optimizers[optimizer] = step
-            return
-        if self.open_step is None or step == first_step:
-            return  # made for this step, as a few updates of a copy
-        if any(isinstance(parameter, nn.Parameter) for parameter in parameters_of(optimizer)):
-            raise UsageError(
-                f"an optimizer ({type(optimizer).__name__}) trains a model that run.wrap did not"
-                " get: each process would train its own",
-                "model = run.wrap(model) before the optimizer is built, for each model, and give"
-                " run.resume the optimizer too",
-            )
 
     def _check_gradients(self, models: Iterable[Wrapped]) -> None:
         """Raise an error if an update of models would use gradients that are not those of all."""

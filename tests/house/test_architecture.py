@@ -64,6 +64,7 @@ WITH_TORCH = [
             "carried_",
             "first_epoch",
             "first_step",
+            "foreign_optimizers",
             "frame_names",
             "gradient",
             "loader",
