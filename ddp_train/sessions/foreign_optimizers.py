@@ -34,7 +34,8 @@ class ForeignOptimizers:
                 raise UsageError(
                     f"an optimizer ({type(optimizer).__name__}) that run.resume did not get makes a"
                     " step: its state would be lost",
-                    "run.resume(model=model, optimizer=optimizer)",
+                    "run.resume(model=model, optimizer=optimizer); in place of a new one for each"
+                    " epoch: optimizer.state.clear()",
                 )
             self.first_steps[optimizer] = step
             return

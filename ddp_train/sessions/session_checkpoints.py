@@ -241,8 +241,8 @@ class SessionCheckpoints:
             if what:
                 raise DataError(
                     f"{path}: the parameters of {name} are others, or in another order: {what}",
-                    "build it with the groups and the order that it had when that was saved, or"
-                    " start over in another run_dir",
+                    "build it with the groups and the order that it had when that was saved (prune,"
+                    " freeze or add adapters before run.resume), or start over in another run_dir",
                 )
             states[name] = reordered(states[name], before, groups)
         return states
