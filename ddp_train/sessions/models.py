@@ -41,6 +41,8 @@ class Models:
         self.device = device
         self.processes = processes
         self.wrapped: list[Wrapped] = []
+        self.has_own_batch_norm = False
+        """True if the user chose, for a model, batch norm over the samples of each process."""
         self.backward_pass = -1
         """The number of the last backward pass of a loss of run.mean; torch counts from 0."""
         self.registrations = 0
@@ -74,6 +76,8 @@ class Models:
             ]
         wrapped = Wrapped(model, self.device, self.processes, sync_batch_norm, options)
         self.wrapped.append(wrapped)
+        if not sync_batch_norm:
+            self.has_own_batch_norm = True
         return wrapped
 
     def release(self) -> None:

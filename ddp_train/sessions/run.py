@@ -224,6 +224,7 @@ class Run(MediaCalls):
         steps.checkpoints = SessionCheckpoints(
             steps.settings, steps.world, named, others, steps.status
         )
+        steps.checkpoints.may_differ_in_batch_norm = steps.models.has_own_batch_norm
         steps.watch_optimizers(others.values())
         steps.gradients.windows.see_objects(others.values())
         steps.position = steps.checkpoints.restore(steps.device, steps.gradients)

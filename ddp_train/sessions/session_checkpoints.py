@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ddp_train.checkpoints import reader
@@ -46,7 +45,13 @@ from ddp_train.sessions.parameter_groups import (
 )
 from ddp_train.sessions.position import Position
 from ddp_train.sessions.settings import Settings, UsageError
-from ddp_train.sessions.states_of_ranks import numbers_apart
+from ddp_train.sessions.states_of_ranks import (
+    BufferOfRanks,
+    buffers_apart,
+    is_batch_norm_apart,
+    is_statistic,
+    numbers_apart,
+)
 from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
@@ -58,6 +63,10 @@ SAME_OBJECTS = "give run.resume what it got when that was saved, or start over i
 NOT_THE_SAME = (
     "not the same on all processes: each fills it by its own samples, and another number of them"
     " has another result; fill it by those of all, which ddp_train.all_gather or run.sum give"
+)
+BATCH_NORM_APART = (
+    "not the same on all processes: a batch norm in train mode that run.wrap did not get is over"
+    " each process's own samples, and another number of them has another result"
 )
 MOST_NAMES = 3
 """The most names of state that a warning lists: a list has one for each item."""
@@ -91,7 +100,7 @@ class SessionCheckpoints:
         self.models = list(models)
         self.module = as_one(models)
         self.objects = objects
-        self.copies = [item for item in objects.values() if isinstance(item, nn.Module)]
+        self.copies = {name: item for name, item in objects.items() if isinstance(item, nn.Module)}
         """The modules among the objects: averages, teachers, losses with buffers."""
         self.status = status
         self.writer: Writer | None = None
@@ -103,8 +112,11 @@ class SessionCheckpoints:
         self.state_at_start: dict[str, str] | None = unsaved_state(self.module)
         """None once it was compared."""
         self.has_warned_of_ranks = False
-        self.has_warned_of_nan = False
         """State was named that is not the same on all processes."""
+        self.may_differ_in_batch_norm = False
+        """Batch norm's statistics are not compared between processes: the user chose that they
+        differ, or they were named."""
+        self.has_warned_of_nan = False
         self.earlier_batches: dict[str, Any] = {}
         """Facts that identify the batches of the checkpoint that the run resumed from."""
         self.saved_loaders: list[dict[str, Any]] = []
@@ -184,10 +196,29 @@ class SessionCheckpoints:
 
         Batch norm's statistics in them differ between processes, where they are not synchronised.
         """
+        return nn.ModuleList(self._named_copies_here(device).values())
+
+    def _named_copies_here(self, device: str) -> dict[str, nn.Module]:
         place = torch.device(device)
-        return nn.ModuleList(
-            copy for copy in self.copies if all(buffer.device == place for buffer in copy.buffers())
-        )
+        return {
+            name: copy
+            for name, copy in self.copies.items()
+            if all(buffer.device == place for buffer in copy.buffers())
+        }
+
+    def _buffers_apart(
+        self, buffers: Tensor, buffers_of_copies: Tensor, device: str
+    ) -> list[BufferOfRanks]:
+        """The floating-point buffers of models and copies that differ between processes.
+
+        buffers, buffers_of_copies: of all processes, [ranks, n].
+        """
+        differing = buffers_apart(self.module, buffers)
+        names = list(self._named_copies_here(device))
+        for buffer in buffers_apart(self.copies_here(device), buffers_of_copies):
+            place, _, name = buffer.name.partition(".")
+            differing.append(replace(buffer, name=f"{names[int(place)]}.{name}"))
+        return differing
 
     def _check_models(self, path: Path, saved: list[str]) -> None:
         # A single model is saved by its own names.
@@ -273,7 +304,9 @@ class SessionCheckpoints:
             averaged_buffers(module, keep_if_alike=True) as buffers,
             averaged_buffers(self.copies_here(device), keep_if_alike=True) as buffers_of_copies,
         ):
-            self._warn_of_ranks(buffers, device)
+            differing = self._buffers_apart(buffers, buffers_of_copies, device)
+            self._warn_of_ranks(differing, device)
+            self._warn_of_batch_norm(differing)
             if self.world.is_leader:
                 if self.writer is None:
                     keep = self.settings.keep
@@ -352,14 +385,14 @@ class SessionCheckpoints:
                 f". And it is {NOT_THE_SAME}" if len(set(of_ranks)) > 1 else "",
             )
 
-    def _warn_of_ranks(self, buffers_of_ranks: Tensor, device: str) -> None:
+    def _warn_of_ranks(self, differing: list[BufferOfRanks], device: str) -> None:
         """Name once what each process fills by its own samples. A collective.
 
-        buffers_of_ranks: the floating-point buffers of all processes, [ranks, n].
+        differing: the floating-point buffers of models and copies that are not the same.
         """
         if self.has_warned_of_ranks:
             return
-        names = apart(self.module, buffers_of_ranks)
+        names = [buffer.name for buffer in differing if not is_statistic(buffer)]
         names += numbers_apart(self.module, self.objects, device)
         if names:
             self.has_warned_of_ranks = True
@@ -369,6 +402,23 @@ class SessionCheckpoints:
                 ", ".join(names[:MOST_NAMES]),
                 NOT_THE_SAME,
             )
+
+    def _warn_of_batch_norm(self, differing: list[BufferOfRanks]) -> None:
+        """Name once the statistics of each process's samples that the user did not choose."""
+        if self.may_differ_in_batch_norm:
+            return
+        names = [buffer.name for buffer in differing if is_batch_norm_apart(buffer)]
+        if names:
+            self.may_differ_in_batch_norm = True
+            holder = names[0].partition(".")[0]
+            remedy = "call run.wrap when the model has all its layers"
+            if holder in self.copies:
+                remedy = (
+                    f"{holder} = run.wrap({holder}) before run.resume takes it over all samples,"
+                    f" {holder}.eval() leaves its statistics as they are"
+                )
+            listed = ", ".join(names[:MOST_NAMES])
+            log.warning("%s: %s; %s", listed, BATCH_NORM_APART, remedy)
 
     def _snapshot(self, step: int, session: dict[str, Any], buffers: Tensor) -> Snapshot:
         module = self.module
@@ -383,29 +433,6 @@ class SessionCheckpoints:
         """Wait until all is written. Raises WriteError if the last one could not be."""
         if self.writer:
             self.writer.finish()
-
-
-def apart(module: nn.Module, of_ranks: Tensor) -> list[str]:
-    """The names of the floating-point buffers that differ between processes.
-
-    Statistics of norms are left out: the user may choose that they differ.
-
-    of_ranks: the buffers of all processes, [ranks, n].
-    """
-    differs = ((of_ranks != of_ranks[0]) & ~(of_ranks.isnan() & of_ranks[0].isnan())).any(0)
-    if not bool(differs.any()):
-        return []
-    names = []
-    first = 0
-    for name, buffer in module.named_buffers():
-        if not buffer.is_floating_point():
-            continue
-        end = first + buffer.numel()
-        owner = module.get_submodule(name.rpartition(".")[0])
-        if bool(differs[first:end].any()) and not isinstance(owner, _NormBase):
-            names.append(name)
-        first = end
-    return names
 
 
 def unsaved_state(module: nn.Module) -> dict[str, str]:

@@ -85,11 +85,17 @@ FILLED = {
 }
 
 
-def told(world: World, fill: Any) -> list[str]:
-    """The warnings of two epochs with a checkpoint after each."""
+def collected_warnings() -> list[str]:
+    """The warnings of checkpoints, from now on in this process."""
     messages: list[str] = []
     log = session_checkpoints.log
     log.warning = lambda text, *values: messages.append(text % values)  # type: ignore[method-assign]
+    return messages
+
+
+def told(world: World, fill: Any) -> list[str]:
+    """The warnings of two epochs with a checkpoint after each."""
+    messages = collected_warnings()
     with session_on(world) as run:
         model = run.wrap(Net(), sync_batch_norm=False)
         average = AveragedModel(model, use_buffers=True)
@@ -119,3 +125,80 @@ def test_what_is_of_all_samples_is_not() -> None:
     """Statistics of norms and states of generators may differ."""
     for messages in on_ranks(3, told, of_all):
         assert messages == []
+
+
+def in_train_mode(run: Any, model: Any) -> Any:
+    return Net()
+
+
+def wrapped(run: Any, model: Any) -> Any:
+    return run.wrap(Net())
+
+
+def in_eval_mode(run: Any, model: Any) -> Any:
+    return Net().eval()
+
+
+def average(run: Any, model: Any) -> Any:
+    return AveragedModel(model)
+
+
+def told_of_teacher(world: World, make: Any, sync_batch_norm: bool = True) -> list[str]:
+    """The warnings of two epochs in which a teacher sees each batch."""
+    messages = collected_warnings()
+    with session_on(world) as run:
+        model = run.wrap(Net(), sync_batch_norm=sync_batch_norm)
+        teacher = make(run, model)
+        optimizer = sgd(model)
+        loader = run.loader(rows(), global_batch_size=SAMPLES // 2)
+        run.resume(model=model, optimizer=optimizer, teacher=teacher)
+        for _ in run.epochs(2):
+            for inputs, _ in loader:
+                with torch.no_grad():
+                    wanted = teacher(inputs)
+                optimizer.zero_grad()
+                run.mean((model(inputs) - wanted).square()).backward()
+                optimizer.step()
+    return messages
+
+
+def test_batch_norm_that_was_not_wrapped_is_named_once() -> None:
+    for messages in on_ranks(3, told_of_teacher, in_train_mode):
+        assert len(messages) == 1
+        assert messages[0].startswith("teacher.norm.running_mean, teacher.norm.running_var: not")
+        assert "teacher = run.wrap(teacher) before run.resume" in messages[0]
+
+
+@pytest.mark.parametrize("make", [wrapped, in_eval_mode, average])
+def test_batch_norm_of_teachers_that_agree_is_not(make: Any) -> None:
+    assert on_ranks(3, told_of_teacher, make) == [[], [], []]
+
+
+def test_batch_norm_that_was_chosen_is_not() -> None:
+    assert on_ranks(3, told_of_teacher, in_train_mode, False) == [[], [], []]
+
+
+class Centred(Net):
+    """A teacher that keeps the mean of its outputs, as DINO's."""
+
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()  # type: ignore[assignment]
+        self.register_buffer("centre", torch.zeros(1).double())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        self.centre.lerp_(outputs.mean(0, keepdim=True), 0.1)
+        return outputs
+
+
+def centred(run: Any, model: Any) -> Any:
+    return Centred()
+
+
+def test_centre_that_a_teacher_fills_alone_is_named() -> None:
+    for messages in on_ranks(3, told_of_teacher, centred):
+        assert len(messages) == 1
+        assert messages[0].startswith("teacher.centre: not the same")
