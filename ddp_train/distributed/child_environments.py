@@ -19,6 +19,7 @@ from ddp_train.distributed.environment import (
     LOST,
     PROCESSES,
     PROOF,
+    PROOF_DRAWS,
     RESIZED,
     STATUS_FD,
 )
@@ -39,11 +40,15 @@ def _with_interface(env: dict[str, str], interface: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **env}
 
 
-def proof_environment(run_dir: Path, processes: int) -> dict[str, str]:
-    """The environment of a script whose session is to be proved, on CPUs."""
+def proof_environment(run_dir: Path, processes: int, first_draws: int = 0) -> dict[str, str]:
+    """The environment of a script whose session is to be proved, on CPUs.
+
+    first_draws: the rank of whom rank 0 has the random draws of a step.
+    """
     return {
         **os.environ,
         PROOF: str(run_dir),
+        PROOF_DRAWS: str(first_draws),
         PROCESSES: str(processes),
         "CUDA_VISIBLE_DEVICES": "",
     }

@@ -43,8 +43,10 @@ PROCESSES = "DDP_TRAIN_PROCESSES"
 """Number of processes that `ddp_train.session` starts where its script does not say it."""
 PROOF = "DDP_TRAIN_PROOF"
 """Folder of a run of `ddp-train prove train.py`: `ddp_train.session` writes there alone."""
+PROOF_DRAWS = "DDP_TRAIN_PROOF_DRAWS"
+"""The rank of whom such a run's rank 0 has the random draws of a step; 0 where it is not set."""
 GRADIENTS = "gradients.safetensors"
-"""File in it: the gradients of the first updates."""
+"""File in a proof's folder: the gradients of the first updates."""
 DRAWS = "draws_by_process"
 """Entry of that file's metadata, 0 or 1."""
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
@@ -235,6 +237,10 @@ def processes_asked() -> str | None:
 def proof_folder() -> Path | None:
     folder = os.environ.get(PROOF)
     return Path(folder) if folder else None
+
+
+def draws_of_proof() -> int:
+    return int(os.environ.get(PROOF_DRAWS, "0"))
 
 
 def threads_asked() -> int | None:

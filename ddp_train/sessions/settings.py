@@ -173,6 +173,8 @@ class Settings:
     """Values that trackers show of the run."""
     is_proof: bool = False
     """It is a run of `ddp-train prove train.py`: it ends after the first updates."""
+    first_draws: int = 0
+    """The rank of whom rank 0 has the random draws of a step: a proof compares others."""
 
     def __post_init__(self) -> None:
         least_values = {

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddp_train.distributed.environment import (
     PROCESSES,
+    draws_of_proof,
     launcher_pid,
     processes_asked,
     proof_folder,
@@ -99,8 +100,10 @@ def session(
         try:
             world = world_from_environment()
             proof = proof_folder()
+            first_draws = 0
             if proof:
                 run_dir = proof
+                first_draws = draws_of_proof()
                 processes = None
                 device = "cpu"
                 max_restarts = 0
@@ -119,6 +122,7 @@ def session(
                 trackers=trackers_of(trackers),
                 hyperparameters=hyperparameters or {},
                 is_proof=proof is not None,
+                first_draws=first_draws,
             )
             command = None
             if world is None and (settings.processes > 1 or max_restarts):

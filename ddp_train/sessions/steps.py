@@ -135,7 +135,7 @@ class Steps:
         self.score_watch = ScoreWatch()
         self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
         self.media = self.numbers.media
-        self.seed_step = StepSeed(settings.seed, world.rank, device)
+        self.seed_step = StepSeed(settings.seed, settings.first_draws + world.rank, device)
         self.first_step: FirstStep | None = FirstStep(self.models, self.seed_step, world)
         """None when this process has done a step."""
         self.first_epoch: FirstEpoch | None = None

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from ddp_lab.prove.script import (
+    CAUSES,
     DRAWN,
+    DRAWN_WITHOUT_EFFECT,
     IN_FLOAT32,
     Record,
+    cause_beside_draws,
     check_arguments,
     differences_of,
     prove_script,
@@ -48,6 +51,11 @@ with ddp_train.session("runs/mine", processes=2, max_restarts=1) as run:
             optimizer.zero_grad()
             outputs = model(batch)
             losses = (outputs - model.centre).square().mean(1)
+            if sys.argv[1] in ("idle", "noise"):
+                losses = (outputs - outputs.mean(0)).square().mean(1)
+                noise = torch.rand(())
+            if sys.argv[1] == "noise":
+                losses = losses * noise
             if sys.argv[1] == "centre":
                 model.centre += outputs.detach().mean(0)
             if sys.argv[1] == "short" and len(batch) < 2:
@@ -75,9 +83,16 @@ def test_the_first_update_that_differs_comes_first() -> None:
     assert found[0][1] == 1.0
     assert found[-1][1] == 0.0
     assert "update 2 b differs by 100.0%" in verdict(
-        differences_of(one, other, ALLOWED), False, ALLOWED
+        differences_of(one, other, ALLOWED), CAUSES, ALLOWED
     )
-    assert DRAWN in verdict(differences_of(one, other, ALLOWED), True, ALLOWED)
+
+
+def test_draws_are_blamed_where_others_have_another_result() -> None:
+    one = record(update_1_a=[1.0, 2.0])
+    other = record(update_1_a=[1.0, 2.5])
+    assert cause_beside_draws(one, other, ALLOWED) == DRAWN
+    assert CAUSES in cause_beside_draws(one, one, ALLOWED)
+    assert DRAWN_WITHOUT_EFFECT in cause_beside_draws(one, one, ALLOWED)
 
 
 def test_rounding_of_gradients_that_vanish_is_no_difference() -> None:
@@ -85,7 +100,7 @@ def test_rounding_of_gradients_that_vanish_is_no_difference() -> None:
     other = record(update_1_a=[1.0 + 1e-7], update_1_bias=[-1e-9])
     (worst, *_) = differences_of(one, other, ALLOWED)
     assert worst.share < ALLOWED
-    assert verdict([worst], False, ALLOWED).startswith(
+    assert verdict([worst], CAUSES, ALLOWED).startswith(
         "the same on 3 processes as on 1: the gradients of update 1 differ by"
     )
 
@@ -97,7 +112,7 @@ def test_float64_is_allowed_less() -> None:
     assert single.precision == "fp32"
     other = record(update_1_a=[1.0], update_2_a=[1.0 + 1e-7])
     allowed = SCRIPT_ALLOWED["fp64"]
-    text = verdict(differences_of(one, other, allowed), False, allowed)
+    text = verdict(differences_of(one, other, allowed), CAUSES, allowed)
     assert "in the first 2 updates (allowed for rounding: 1e-10)" in text
     assert "update 2 a differs by 1e-07" in text
     assert IN_FLOAT32 in text
@@ -169,3 +184,20 @@ def test_the_command_tells_a_script_that_is_no_session(
     script.write_text("print('nothing')")
     assert prove_script([str(script)]) == 70
     assert "on 1 process no update was seen" in capfd.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said", "not_said"),
+    [("idle", DRAWN_WITHOUT_EFFECT, DRAWN), ("noise", DRAWN, DRAWN_WITHOUT_EFFECT)],
+)
+def test_draws_without_effect_are_told_from_others(
+    kind: str, said: str, not_said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    assert prove_script([str(script), kind, "double"]) == 70
+    text = capfd.readouterr().out
+    assert "NOT the same on 3 processes as on 1" in text
+    assert said in text
+    assert not_said not in text
