@@ -8,10 +8,13 @@ tests/house/test_reference.py compares them with what this writes.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterator
@@ -234,12 +237,44 @@ def _entry(name: str, thing: Any, called: str) -> Iterator[str]:
         yield from _code(called, thing)
     yield from _docstring(thing)
     if is_type:
+        yield from _attributes(thing)
         for method, value in _methods(thing).items():
             yield from (f"### {name}.{method}", "")
             function = getattr(value, "func", None) or getattr(value, "fget", None)
             if function is None:
                 yield from _code(f"{called.lower() if name in LOWER else name}.{method}", value)
             yield from _docstring(function or value)
+
+
+def _attributes(cls: type) -> Iterator[str]:
+    """A list of the public attributes of a class that have a text, in its body or `__init__`."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    statements = list(definition.body)
+    for part in definition.body:
+        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            statements += part.body
+    items = []
+    for statement, text in itertools.pairwise(statements):
+        name = _assigned_name(statement)
+        if not name or name.startswith("_"):
+            continue
+        match text:
+            case ast.Expr(value=ast.Constant(value=str(meaning))):
+                items.append(f"- `{name}`: {_prose(' '.join(meaning.split()))}")
+    if items:
+        yield from ("Attributes:", "", *items, "")
+
+
+def _assigned_name(statement: ast.stmt) -> str:
+    """The name that a statement assigns, without `self.`; "" for another statement."""
+    if isinstance(statement, ast.AnnAssign):
+        target = statement.target
+    elif isinstance(statement, ast.Assign):
+        target = statement.targets[0]
+    else:
+        return ""
+    return ast.unparse(target).removeprefix("self.")
 
 
 LOWER = ("Run", "Trained")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -37,3 +38,19 @@ def test_every_key_has_a_row() -> None:
     custom = ("target", "arguments", "name")  # rows of `_target_` and ARGUMENT; the preset
     keys = [key for key in all_keys() if key.rpartition(".")[2] not in custom or key == "name"]
     assert [key for key in keys if f"| `{key}` |" not in page] == []
+
+
+def sections_of_python_page() -> dict[str, str]:
+    """The text below each heading of python.md."""
+    page = (ROOT / "docs/reference/python.md").read_text()
+    parts = re.split(r"^###? (.+)$", page, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_attributes_have_their_text() -> None:
+    sections = sections_of_python_page()
+    for name in ("better", "unit", "units_are_samples"):
+        assert f"\n- `{name}`: " in sections["Task"]
+    for name in ("environment", "package"):
+        assert f"\n- `{name}`: " in sections["Tracker"]
+    assert "\n- `classes`: " in sections["Trained"], "that `__init__` sets"
