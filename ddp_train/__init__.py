@@ -1,14 +1,15 @@
 """Data-parallel PyTorch training, one process per GPU. Start reading at `__main__.py`, then
 docs/inside/architecture.md.
 
-`run` trains with the words of the command line, and `load` gives the model of a run. For code of
-your own: `Task` documents the parts that a task may have; `all_gather` gives the rows of all
-processes to losses that compare samples; `noise_like`, `rand_like`, `randint_like` and `dropout`
-draw alike on any number of processes; `log` takes numbers of your own, for files, pages and
-trackers. `session` makes a training loop of your own right on any number of processes,
-docs/guides/own_loop.md. Single parts of it, docs/guides/own_loop_more.md: `ExactSampler`,
-`synchronised` batch norm, `Lars`, `Lamb`, `Muon`, `save_checkpoint` and `load_checkpoint`. All are
-imported when they are first asked for: `import ddp_train` does not import torch.
+`run` starts a run with the overrides of the command line, and `load` returns its trained model. For
+code of your own: `Task` documents the methods that a task may have; `all_gather` collects the rows
+of all processes, for losses that compare samples; `noise_like`, `rand_like`, `randint_like` and
+`dropout` give the same random numbers on any number of processes; `log` takes numbers of your own,
+for files, pages and trackers. `session` runs a training loop of your own on any number of processes
+(docs/guides/own_loop.md). Its parts are also usable one by one (docs/guides/own_loop_more.md):
+`ExactSampler`, `synchronised` batch norm, `Lars`, `Lamb`, `Muon`, `save_checkpoint` and
+`load_checkpoint`. Each name is imported when it is first used: `import ddp_train` does not import
+torch.
 """
 
 from __future__ import annotations

@@ -203,13 +203,15 @@ def load_model(path: Path, model: nn.Module, file: str = MODEL) -> None:
 def load_checkpoint(
     folder: str | PathLike[str],
 ) -> tuple[int, dict[str, Tensor], dict[str, Any]] | None:
-    """Load what `save_checkpoint` was given: step, model and training, on the CPU.
+    """Load the newest valid checkpoint that `save_checkpoint` wrote.
 
-    It is the newest that is whole, alike on every process: a corrupt one is passed over, with a
-    warning.
+    Call it on every process: all load the same one from the same folder. A corrupt checkpoint is
+    skipped, with a warning.
 
-    Returns None if nothing was saved yet. Raises DataError if there are checkpoints, and none that
-    can be trusted.
+    folder: as given to `save_checkpoint`.
+
+    Returns (step, model, training) as given to `save_checkpoint`, with all tensors on the CPU, or
+    None if nothing was saved yet. Raises DataError if there are checkpoints and none is valid.
     """
     path = find("auto", Path(folder))
     if path is None:

@@ -352,17 +352,20 @@ def save_checkpoint(
     training: dict[str, Any],
     keep: int = 2,
 ) -> Path:
-    """Write the state of a training loop of your own into FOLDER/checkpoints; return its path.
+    """Write a checkpoint of your own training loop into FOLDER/checkpoints.
 
-    Call it on one process. The checkpoint is written atomically, and is on the disk when this
-    returns. It is read again and verified; only then are older ones removed.
+    Call it on one process. The checkpoint is written atomically and is on the disk when this
+    returns. It is read back and verified before older ones are deleted.
 
-    model: a state_dict, whose tensors are saved as safetensors; tied weights may be in it.
-    training: all else to resume with (an optimizer's state_dict, a scheduler's, the epoch):
-        tensors, numbers and texts, in dicts and lists.
-    keep: how many of the newest are kept.
+    folder: created if it does not exist.
+    step: number of steps done; it names the checkpoint.
+    model: a state_dict; its tensors are saved as safetensors. Tied weights are allowed.
+    training: everything else that a resume needs (an optimizer's or a scheduler's state_dict, the
+        epoch): tensors, numbers and texts, in dicts and lists.
+    keep: number of newest checkpoints that are kept.
 
-    Raises WriteError, with all older ones intact.
+    Returns the path of the checkpoint. Raises WriteError if it cannot be written; older ones are
+    then unchanged.
     """
     writer = Writer(Path(folder), keep)
     writer.submit(lambda: Snapshot(step, model, training, {}))

@@ -11,17 +11,26 @@ from ddp_train.distributed.process_group import place_among_ranks
 
 
 class ExactSampler(Sampler[int]):
-    """A sampler in place of torch's DistributedSampler, with its arguments.
+    """A sampler that divides a data set among processes, in place of torch's DistributedSampler.
 
-    It neither repeats samples to fill up nor, unless `drop_last`, leaves any out. Process r of p
-    has every p-th sample of the order, beginning with number r.
+    No sample is repeated to make the shares equal, and none is left out unless `drop_last` is set.
+    Rank r of p processes gets the samples r, r + p, r + 2 p ... of the epoch's order. The shares
+    differ by one sample at most, so an evaluation that adds up sums and counts is exact.
 
-    So the processes' numbers of samples differ by one at most, and an evaluation that adds up sums
-    and counts is exact. To train under DDP, which waits for all processes in every step, give all
-    as many batches: with `drop_last=True`, or inside of `torch.distributed.algorithms.Join`.
+    Training under DDP needs the same number of batches on every process: use `drop_last=True`, or
+    `torch.distributed.algorithms.Join`.
 
-    The order of an epoch depends on `seed` and epoch alone; it is that of a run of the launcher
-    with this seed.
+    The order depends only on `seed` and the epoch, not on the number of processes. A run by config
+    with the same seed has the same order.
+
+    dataset: a map-style data set, of which only the length is used.
+    num_replicas: number of processes; None for the size of the process group, or 1 without one.
+    rank: number of this process, from 0; None for its rank in the process group, or 0 without one.
+    shuffle: False keeps the order of the data set in every epoch.
+    seed: int, the same on every process.
+    drop_last: leave out the last samples if they cannot be divided evenly.
+
+    Raises ValueError if `rank` is not at least 0 and below `num_replicas`.
     """
 
     def __init__(
@@ -33,13 +42,6 @@ class ExactSampler(Sampler[int]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """Keeps the data set.
-
-        num_replicas, rank: None for those of the process group, or 1 and 0 without one.
-        drop_last: leaves out what is left of the samples when all processes have as many.
-
-        Raises ValueError for a rank that there is not.
-        """
         rank_in_group, ranks = place_among_ranks()
         self.dataset = dataset
         self.shuffle = shuffle
@@ -66,7 +68,12 @@ class ExactSampler(Sampler[int]):
         return len(range(self.rank, self._samples_used(), self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch. Call it before each epoch, which has an order of its own."""
+        """Set the epoch whose order the next iteration has.
+
+        Call it on every process before each epoch; otherwise all epochs have the same order.
+
+        epoch: number of the epoch, from 0.
+        """
         self.epoch = epoch
 
     def _samples_used(self) -> int:

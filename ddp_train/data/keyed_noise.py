@@ -33,21 +33,21 @@ WAYS = (
 
 
 def noise_like(x: Tensor, *, rows: Rows = "samples", dtype: torch.dtype | None = None) -> Tensor:
-    """Standard normal noise in the shape of x, in place of torch.randn_like(x).
+    """Return standard normal noise in the shape of x, in place of torch.randn_like(x).
 
-    The same for a sample on any number of processes, with accumulation and after a resume. Every
-    process must call it equally often in a step. Without a batch of a run (in a plain script, for a
-    picture between two steps) it is torch.randn_like itself.
+    A sample gets the same noise on any number of processes, with accumulation and after a resume.
+    Every process must make the same number of calls in a step. Outside of a run's batches (in a
+    plain script, between two steps) it is torch.randn_like itself.
 
-    x: [n, ...], of which only shape, dtype and device matter.
-    rows: the sample that each row belongs to. samples: row i to sample i. views: all samples, then
-        all of them again, as torch.cat([view, other]) has them. parts: all parts of the first
-        sample, then those of the second, as flatten(0, 1) has them. shared: the rows are no
-        samples, and every process draws the same numbers.
-    dtype: of the result, floating-point; that of x by default.
+    x: [n, ...]; only its shape, dtype and device matter.
+    rows: which sample a row belongs to. samples: row i belongs to sample i. views: all samples,
+        then all again, as in torch.cat([view, other]). parts: all parts of the first sample, then
+        all of the second, as after flatten(0, 1). shared: rows belong to no sample, and all
+        processes get the same numbers.
+    dtype: floating-point type of the result; None for that of x.
 
-    Raises DataError if the rows of x cannot be those of the samples, ConfigError on several GPUs
-    with strategy=dp, and LaunchError in a step that is being captured as a CUDA graph.
+    Raises DataError if the number of rows does not fit the samples, ConfigError on several GPUs
+    with strategy=dp, and LaunchError while a step is captured as a CUDA graph.
     """
     kind = _floating("noise_like", dtype or x.dtype)
     bits = _bits_like(x, "noise_like", rows)
@@ -59,10 +59,14 @@ def noise_like(x: Tensor, *, rows: Rows = "samples", dtype: torch.dtype | None =
 
 
 def rand_like(x: Tensor, *, rows: Rows = "samples", dtype: torch.dtype | None = None) -> Tensor:
-    """Uniform numbers in [0, 1) in the shape of x, in place of torch.rand_like(x).
+    """Return uniform numbers in [0, 1) in the shape of x, in place of torch.rand_like(x).
 
-    As `noise_like`, whose arguments it has. `rand_like(x) < p` is a mask, its `argsort(1)` a
-    permutation for each sample. With another dtype the same numbers are truncated.
+    Rules and errors are those of `noise_like`. `rand_like(x) < p` is a random mask, and
+    `rand_like(x).argsort(1)` a random permutation for each sample.
+
+    x: as in `noise_like`.
+    rows: as in `noise_like`.
+    dtype: as in `noise_like`; a narrower type gets the same numbers, truncated.
     """
     kind = _floating("rand_like", dtype or x.dtype)
     bits = _bits_like(x, "rand_like", rows)
@@ -80,12 +84,18 @@ def randint_like(
     rows: Rows = "samples",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Whole numbers from low to high - 1 in the shape of x, in place of torch.randint_like.
+    """Return random integers in the shape of x, in place of torch.randint_like(x, low, high).
 
-    As `noise_like`. `randint_like(labels, 1000)` is a step of diffusion for each sample.
+    Rules and errors are those of `noise_like`. `randint_like(labels, 1000)` chooses a diffusion
+    step for each sample.
 
-    low: the least number; without `high` the least is 0, and `low` is the bound.
-    dtype: of the result, that of x by default.
+    x: as in `noise_like`.
+    low: the smallest integer. With `low` alone, integers are from 0 to low - 1.
+    high: the largest integer plus 1.
+    rows: as in `noise_like`.
+    dtype: type of the result; None for that of x.
+
+    Raises DataError also if `low` is not below `high`.
     """
     if high is None:
         low, high = 0, low
@@ -104,12 +114,18 @@ def randint_like(
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True, *, rows: Rows = "samples") -> Tensor:
-    """x with zeros at probability p, the rest divided by 1 - p, as torch.nn.functional.dropout.
+    """Set elements to zero at random, as torch.nn.functional.dropout does.
 
-    As `noise_like`. Stochastic depth, which drops a block for whole samples, is
-    `x * dropout(torch.ones_like(x[:, :1, :1]), p)` for x of [n, tokens, width].
+    The choice for a sample does not depend on the number of processes; see `noise_like` for how to
+    call it and for its errors. To drop a block for whole samples (stochastic depth): `x *
+    dropout(torch.ones_like(x[:, :1, :1]), p)` for x of [n, tokens, width].
 
-    training: False returns x.
+    x: [n, ...].
+    p: probability of zero, 0 to 1; the other elements are divided by 1 - p.
+    training: False returns x unchanged.
+    rows: as in `noise_like`.
+
+    Returns a tensor like x. Raises DataError for another p.
     """
     if not 0 <= p <= 1:
         raise DataError(f"ddp_train.dropout: p is {p}", "use a probability, 0 to 1")

@@ -16,21 +16,24 @@ from ddp_train.errors import ConfigError, DataError, LaunchError
 
 @torch.compiler.disable  # pyright: ignore[reportUntypedFunctionDecorator]
 def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of all processes, and which of them are those of this process.
+    """Collect the rows of all processes, with gradients.
 
-    tensor: [n, ...]; n may differ between processes, what follows it and the dtype may not.
+    Every process must call it at the same place and use the rows in its loss: the backward pass is
+    a collective too.
 
-    Returns rows [all, ...] in the order of the global batch, and `own`, int64 [n]: `rows[own]`
-    equals `tensor`. Gradients flow to the rows of all processes, so for a loss that sums over own
-    rows the gradient is that of the sum over all rows. Every process must call it in the same place
-    and use what it returns: its backward pass is a collective too.
+    tensor: [n, ...]; n may differ between processes, all other dimensions and the dtype may not.
 
-    In an evaluation, outside of a step and on one process the rows are those of the batch at hand:
-    the batches of an evaluation do not depend on the number of processes.
+    Returns (rows, own). `rows`, [all, ...], is in the order of the global batch. `own`, int64 [n],
+    has the positions of this process's rows: `rows[own]` equals `tensor`. Gradients flow to the
+    rows of all processes. If each process's loss is a sum over its own rows, the gradient is that
+    of the sum over all rows.
 
-    Raises ConfigError where the rows would not be the global batch: with accumulation, with
-    strategy=ordered, on several GPUs with strategy=dp. Raises LaunchError in a step that is being
-    captured as a CUDA graph, and DataError if processes give tensors that do not fit together.
+    On one process, in an evaluation and outside of a training step, `rows` is `tensor` itself.
+    There the batches do not depend on the number of processes.
+
+    Raises ConfigError if the rows of all processes are not the global batch: with accumulation,
+    with strategy=ordered, on several GPUs with strategy=dp. Raises LaunchError while a step is
+    captured as a CUDA graph, and DataError if the shapes or dtypes do not fit together.
     """
     if tensor.ndim == 0:
         raise DataError(

@@ -34,7 +34,10 @@ Predict = Callable[[nn.Module, Tensor], Mapping[str, Tensor]]
 
 
 class Trained(nn.Module):
-    """A trained model with what it takes to use it. Called, it is the model."""
+    """A trained model with its preprocessing and its predictions.
+
+    It is a torch.nn.Module: calling it calls the model.
+    """
 
     def __init__(
         self,
@@ -46,12 +49,12 @@ class Trained(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        """As the run built it, in eval mode."""
+        """The torch.nn.Module that the run trained, in eval mode."""
         self.task = task
-        """The name of the built-in task that it was trained for; `custom`."""
+        """The name of the built-in task that it was trained for, or `custom`."""
         self.classes = classes
-        """The names of the classes in the order of the model's outputs; None if the data set had no
-        names for them."""
+        """The names of the classes in the order of the model's outputs; None if the data set has
+        none."""
         self._to_input = to_input
         self._predict = predict
 
@@ -59,26 +62,29 @@ class Trained(nn.Module):
         return self.model(*inputs, **named)
 
     def preprocess(self, sample: Any) -> Tensor:
-        """An input of the model for a raw sample, without the dimension of the batch.
+        """Turn a raw sample into an input of the model, a tensor without a batch dimension.
 
-        It gets the preprocessing of the samples that the run scored.
+        The preprocessing is that of the run's evaluations.
 
-        sample: of image data sets a path, an image of PIL, or pixels ([h, w], [h, w, c] or
-            [c, h, w]; uint8, or from 0 to 1); of data=text a text; of your own data set what its
-            `data.test_transform` takes, or a path of an image.
+        sample: for image data sets, a path, a PIL image, or pixels: [h, w], [h, w, c] or [c, h, w],
+            uint8, or floats from 0 to 1. For data=text, a str. For a data set of your own, the
+            argument of its `data.test_transform`, or the path of an image.
         """
         return self._to_input(sample)
 
     @torch.no_grad()
     def predict(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """The columns of mode=predict for raw samples, which are one batch.
+        """Predict raw samples, all in one batch.
 
-        For a classification these are `prediction`, `probability`, and `label`, the names, if there
-        are any.
+        samples: a list of what `preprocess` takes.
 
-        Raises ConfigError for a task without predictions for inputs alone, or whose code is not
-        trusted, DataError for samples that cannot be one batch, TaskError if a task of your own
-        does not return a row per sample.
+        Returns {column: values} with the columns of mode=predict, each a tensor [n, ...] on the
+        CPU. A classification has `prediction` and `probability`, and, if the classes have names,
+        `label`, a list of names.
+
+        Raises ConfigError if the task cannot predict from inputs alone or its code is not trusted,
+        DataError if the samples do not fit into one batch, and TaskError if a task of your own does
+        not return one row per sample.
         """
         if isinstance(samples, str | PathLike) or not len(samples):
             raise DataError(
@@ -109,18 +115,19 @@ def load(
     average: bool = False,
     trusted_modules: Sequence[str] = (),
 ) -> Trained:
-    """The model of a run with its trained weights, in eval mode, on the CPU.
+    """Load the trained model of a run, in eval mode, on the CPU.
 
-    Neither data nor processes are needed.
+    It needs neither the data set nor a process group.
 
     run: a run directory, or one of its checkpoints.
-    which: of a run's checkpoints the `best`, the `last`, or with auto the best if it is kept.
-    average: the average of the weights (train.ema_decay) in their place.
-    trusted_modules: the packages of your own code, for a model, a task or transforms that are not
-        ours: what a checkpoint names is not loaded unasked.
+    which: the checkpoint of a run directory: `best`, `last`, or `auto`: the best if it was kept,
+        else the last.
+    average: True loads the averaged weights (of train.ema_decay) in place of the current ones.
+    trusted_modules: names of the packages with your own model, task or transforms. A checkpoint
+        names that code, and it is only imported from packages in this list.
 
-    Raises DataError if there is no valid checkpoint or not what is asked for, ConfigError if its
-    model's code is not trusted or does not exist.
+    Returns a `Trained`. Raises DataError if there is no valid checkpoint or not the one asked for,
+    and ConfigError if the model's code is not trusted or does not exist.
     """
     checkpoint = reader.find(str(run), Path(run), which)
     assert checkpoint, "it is named, and find raises if it is not valid"

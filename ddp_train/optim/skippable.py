@@ -27,9 +27,13 @@ class SkippableOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one step. Parameters without a gradient stay as they are.
+        """Update the parameters once. Those without a gradient are not changed.
 
-        Raises RuntimeError if the gradients are still multiplied by the scale of a GradScaler.
+        closure: as in torch's optimizers: called first, with gradients enabled, to compute the
+            loss.
+
+        Returns the result of `closure`, or None without one. Raises RuntimeError if a GradScaler
+        has not unscaled the gradients: call `scaler.unscale_(optimizer)` before.
         """
         if getattr(self, "grad_scale", None) is not None:  # GradScaler has set it
             raise RuntimeError(

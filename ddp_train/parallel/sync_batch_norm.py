@@ -97,11 +97,14 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronised(module: nn.Module) -> nn.Module:
-    """The module with every batch norm in it replaced by one with the statistics of all processes;
-    parameters and buffers stay the same tensors.
+    """Replace every batch norm of a module by one with the statistics of all processes.
 
-    Like torch's convert_sync_batchnorm it takes subclasses of torch's layers too, and what they add
-    is lost.
+    Like torch's convert_sync_batchnorm, it also replaces subclasses of torch's layers and loses
+    what they add.
+
+    module: changed in place; its parameters and buffers remain the same tensors.
+
+    Returns the module, or its replacement if it is a batch norm itself.
     """
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return SyncBatchNorm(module)

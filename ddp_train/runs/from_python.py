@@ -26,52 +26,64 @@ if TYPE_CHECKING:
 
 
 class RunFailedError(RuntimeError):
-    """A run that `ddp_train.run` started has failed.
-
-    Message, `kind` and `remedy` are those of failure.json.
-    """
+    """Raised by `ddp_train.run` if the run failed. Its message is `detail` of failure.json."""
 
     def __init__(self, exit_code: int, failure: dict[str, Any]) -> None:
         self.exit_code = exit_code
+        """The exit code of the run, as in docs/reference/files.md."""
         self.failure = failure
+        """The content of failure.json, a dict; empty if there is none."""
         self.kind = failure.get("kind")
+        """The kind of failure, such as `oom` (docs/operate/failures.md); None if unknown."""
         self.remedy = failure.get("remedy")
+        """What to do about it, a text; None if unknown."""
         super().__init__(failure.get("detail", f"the run ended with exit code {exit_code}"))
 
 
 @dataclass(frozen=True)
 class Result:
-    """The results of a run."""
+    """The result of `ddp_train.run`."""
 
     run_dir: Path
+    """The folder of the run."""
     summary: dict[str, Any] = field(repr=False)
-    """The content of summary.json. `status` is completed, or preempted if the run was stopped."""
+    """The content of summary.json. Its `status` is `completed` or, after a stop, `preempted`."""
     trusted_modules: list[str] = field(default_factory=list, repr=False)
-    """Packages of the caller's own code, which the overrides have named."""
+    """Your own packages that the overrides named; `model` may import them."""
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The best evaluation: metric, value, step, checkpoint. None if there was none."""
+        """The best evaluation, a dict with metric, value, step and checkpoint; None if there was
+        none.
+        """
         return self.summary.get("best")
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, in order, for `pandas.DataFrame(result.metrics)`."""
+        """The lines of metrics.jsonl in order, a list of dicts.
+
+        `pandas.DataFrame(result.metrics)` makes a table of them.
+        """
         return read_metrics(self.run_dir / METRICS)
 
     @property
     def checkpoint(self) -> Path | None:
-        """The last checkpoint; of an evaluation the one that it has scored."""
+        """The path of the last checkpoint; None if there is none.
+
+        In a run that evaluated, predicted or exported, it is the checkpoint that the run loaded.
+        """
         evaluated = self.summary.get("evaluated") or {}
         path = self.summary.get("checkpoint") or evaluated.get("path")
         return Path(path) if path else None
 
     def model(self, which: str = "auto") -> nn.Module:
-        """The trained model, in eval mode, on the CPU.
+        """Load the trained model, in eval mode, on the CPU.
 
-        which: of its checkpoints the best, the last, or with auto the best if it is kept.
+        which: the checkpoint to load: `best`, `last`, or `auto`: the best if it was kept, else the
+            last. Ignored in a run that evaluated, predicted or exported: the checkpoint is the one
+            that it loaded.
 
-        Raises DataError if there is none.
+        Returns what `ddp_train.load` returns. Raises DataError if there is no such checkpoint.
         """
         from ddp_train.inference.trained_model import load
 
@@ -82,15 +94,16 @@ class Result:
 
 
 def run(*overrides: str) -> Result:
-    """One run, as `ddp-train` does it with these overrides.
+    """Start a run, as the command `ddp-train OVERRIDES` does, and wait until it has ended.
 
-    It has processes of its own, which end before this returns. What it prints goes to the terminal,
-    or into the cell of a notebook. Classes that the overrides name are imported by the processes
-    from the current folder, from installed packages or PYTHONPATH: those of a notebook's cell
-    cannot be. A stopped run is a result too.
+    The run has its own processes. Its output goes to the terminal, or into the cell of a notebook.
+    Its processes import the classes that overrides name from the current folder, from installed
+    packages or from PYTHONPATH; they cannot import a class that is defined in a notebook.
 
-    Raises ConfigError, before anything starts, with all that is wrong with the overrides, and
-    RunFailedError.
+    overrides: texts KEY=VALUE, each as on the command line.
+
+    Returns a `Result`, also if the run was stopped (SIGTERM, Ctrl-C). Raises ConfigError before
+    anything starts, with all mistakes in the overrides, and RunFailedError if the run failed.
     """
     config, command = _checked(list(overrides))
     run_dir = Path(str(config.run_dir))

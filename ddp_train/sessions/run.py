@@ -47,14 +47,14 @@ from ddp_train.telemetry.trackers.media_calls import MediaCalls
 
 
 class Run(MediaCalls):
-    """One process of a run. Every process calls the same methods in the same order."""
+    """One process of a session. Every process must call the same methods in the same order."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
 
     @property
     def rank(self) -> int:
-        """The number of this process among all."""
+        """The rank of this process among all, from 0."""
         return self._steps.world.rank
 
     @property
@@ -64,29 +64,33 @@ class Run(MediaCalls):
 
     @property
     def device(self) -> torch.device:
-        """The device of this process, where batches come and the model of `wrap` is."""
+        """The torch.device of this process. Batches and wrapped models are on it."""
         return torch.device(self._steps.device)
 
     @property
     def step(self) -> int:
-        """The number of batches that are done, in all epochs.
+        """The number of batches done, over all epochs.
 
-        A batch is done when the next one is asked for, or its epoch ends.
+        A batch is done when the loop asks for the next one, or when its epoch ends.
         """
         return self._steps.position.step
 
     def wrap(self, model: nn.Module, *, sync_batch_norm: bool = True, **options: Any) -> Wrapped:
-        """The model on this process's device, whose gradients are the mean over all processes.
+        """Move a model to the device and wrap it as DistributedDataParallel does.
 
-        Call it before the optimizer is built, for each model that trains. A teacher, which does
-        not train, may be wrapped too: it is then on the device, its batch norm over all.
+        Its gradients become means over all processes. Call it for each model that trains, before
+        its optimizer is built. It may also wrap a model that does not train, such as a teacher.
 
-        sync_batch_norm: batch norm over the samples of all processes, as one process would have
-            them; False: each has its own, which is faster and depends on their number.
-        options: of torch's DistributedDataParallel, by torch's names (find_unused_parameters,
-            bucket_cap_mb, gradient_as_bucket_view ...).
+        model: moved to `run.device`.
+        sync_batch_norm: True computes batch norm over the samples of all processes, as one process
+            would. False computes it over each process's own samples: faster, but the result depends
+            on the number of processes.
+        options: options of torch's DistributedDataParallel, by the same names
+            (find_unused_parameters, bucket_cap_mb, gradient_as_bucket_view ...).
 
-        Raises UsageError if it got a part of the model before.
+        Returns the wrapped model, whose state_dict has the names of the model itself. Raises
+        UsageError for unknown options, and if a parameter belongs to a model that was wrapped
+        before.
         """
         steps = self._open_steps("run.wrap")
         wrapped = steps.models.add(model, sync_batch_norm, options)
@@ -112,29 +116,30 @@ class Run(MediaCalls):
         num_workers: int = 0,
         collate_fn: Collate | None = None,
     ) -> TrainingLoader:
-        """The batches to train on, in place of DataLoader and DistributedSampler.
+        """Return a loader of the batches to train on, in place of DataLoader and
+        DistributedSampler.
 
-        Each epoch has each sample once, in an order of its own, or what a sampler gives. The global
-        batches are the same for any number of processes, which share each as evenly as possible;
-        nothing is padded. Iterate it inside of `epochs`; several may give their batches to one step
-        (`zip(labelled, unlabelled)`). What samples draw at random (torch's, numpy's and Python's
-        global generators) depends on seed, epoch and sample alone. Tensors come on `run.device`.
+        Iterate over it inside of `epochs`. An epoch has each sample once, shuffled anew, or the
+        samples that a sampler gives. Global batches are the same for any number of processes, which
+        divide each as evenly as possible, without padding. Tensors are on `run.device`. Random
+        numbers in a data set (torch's, numpy's and Python's global generators) depend only on seed,
+        epoch and sample. One step may use batches of several loaders: `zip(labelled, unlabelled)`.
 
-        dataset: map-style, or a stream of samples (IterableDataset); or a DataLoader, whose
-            batch_size, sampler, collate_fn and so on are taken over, its batch size as the global
-            one.
-        global_batch_size: samples of a step over all processes.
-        shuffle: False: the order of the data set.
-        sampler: gives the numbers of the samples of an epoch, over all processes.
-        batch_sampler: gives the global batches of an epoch, lists of numbers of samples.
-        drop_last: leave out the last batch of an epoch if it is short.
-        repeat: begin anew after the last batch, without an end.
-        split_by_node: the stream gives each process other samples; else all read the same, and each
-            keeps its rows.
-        num_workers: processes that prepare batches, for each rank; 0: none.
-        collate_fn: as torch's.
+        dataset: a map-style data set or an IterableDataset. Or a DataLoader, whose sampler,
+            collate_fn and other arguments are used, with its batch_size as the global one.
+        global_batch_size: number of samples per step, over all processes.
+        shuffle: False keeps the order of the data set.
+        sampler: yields the indices of the samples of an epoch, for all processes together.
+        batch_sampler: yields the global batches of an epoch, lists of indices.
+        drop_last: leave out the last batch of an epoch if it is smaller.
+        repeat: start again after the last batch, without an end.
+        split_by_node: True for an IterableDataset that yields different samples on each process.
+            Otherwise all processes read the same samples, and each keeps its rows.
+        num_workers: loader processes for each rank; 0 for none.
+        collate_fn: as in torch's DataLoader.
 
-        Raises UsageError for other data, and PeerError if they are not the same for all processes.
+        Raises UsageError for unsuitable arguments, and PeerError if the data differ between
+        processes.
         """
         steps = self._open_steps(LOADER)
         arguments = DataArguments(
@@ -169,12 +174,18 @@ class Run(MediaCalls):
         num_workers: int = 0,
         collate_fn: Collate | None = None,
     ) -> TestLoader:
-        """The batches of a data set that is scored: each sample once, on one process, in order.
+        """Return a loader of the batches to evaluate on, in the order of the data set.
 
-        Add up over processes with `sum`, or take rows together with `gather`.
+        Each sample is given once, to one of the processes, and tensors are on `run.device`.
+        Processes may get different numbers of batches. After the loop, `sum` adds up over
+        processes, and `gather` collects rows.
 
-        dataset: map-style; or a DataLoader, which says the rest.
-        batch_size: samples of a batch on one process.
+        dataset: a map-style data set, or a DataLoader, whose arguments are used.
+        batch_size: number of samples per batch on one process.
+        num_workers: loader processes for each rank; 0 for none.
+        collate_fn: as in torch's DataLoader.
+
+        Raises UsageError and PeerError as `loader` does.
         """
         method = TEST_LOADER
         steps = self._open_steps(method)
@@ -198,16 +209,16 @@ class Run(MediaCalls):
         return TestLoader(steps, source, arguments.dataset, size, options)
 
     def resume(self, **objects: Any) -> int:
-        """Name what a checkpoint consists of, and load the newest one of the run directory.
+        """Name all objects that checkpoints contain, and load the newest checkpoint of the run
+        directory.
 
-        If there is one the run resumes at the very next sample. Returns the number of steps that
-        are done.
+        Call it once, before `epochs`. A resumed run continues with the very next sample.
 
-        objects: the models of `wrap`, and whatever has state_dict and load_state_dict: optimizers,
+        objects: wrapped models, and anything with state_dict and load_state_dict: optimizers,
             schedulers, a GradScaler, objects of your own.
 
-        Raises UsageError for what cannot be saved, and DataError if the checkpoint is of something
-        else.
+        Returns the number of steps done; 0 without a checkpoint. Raises UsageError for an object
+        that cannot be saved, and DataError if the checkpoint belongs to other objects.
         """
         steps = self._open_steps("run.resume")
         if steps.checkpoints is not None:
@@ -237,17 +248,25 @@ class Run(MediaCalls):
         return steps.position.step
 
     def epochs(self, count: int, *, save_every: int = 1, whole: bool = False) -> Iterator[int]:
-        """The numbers of the epochs that are left, from 0 to `count`.
+        """Iterate over the numbers of the remaining epochs, up to count - 1; a new run begins with
+        0.
 
         A checkpoint is saved after every `save_every` epochs and after the last one. A stop
-        (SIGTERM, Ctrl-C) ends the process between two steps, or two epochs.
+        (SIGTERM, Ctrl-C) ends all processes after the same step, and saves one too unless `whole`
+        is True.
 
-        The global generators of torch, numpy and Python are seeded where an epoch begins and where
-        its loop over batches ends, alike on all processes.
+        The global generators of torch, numpy and Python are seeded at the beginning of each epoch
+        and at the end of its loop over batches, with the same seed on all processes.
 
-        whole: nothing is saved inside of an epoch, and a run resumes at the beginning of one: for
-            loops that hold something from step to step, or from the epoch's beginning on, which is
-            in no checkpoint. The epoch of a stop, a failure or a `break` is computed again.
+        count: number of epochs in all, including those done before a resume.
+        save_every: number of epochs between two checkpoints.
+        whole: True saves no checkpoint within an epoch, so that a run resumes at the beginning of
+            one. Use it for loops that keep state which no checkpoint contains (hidden states,
+            pseudo-labels). An epoch that a stop, a failure or a `break` interrupts is computed
+            again.
+
+        Raises UsageError if `resume` was not called, `count` is negative or `save_every` is below
+        1.
         """
         steps = self._open_steps("run.epochs")
         if count < 0 or save_every < 1:
@@ -257,9 +276,10 @@ class Run(MediaCalls):
         return steps.epochs(count, save_every, whole)
 
     def save(self) -> None:
-        """Save a checkpoint as soon as this step is done, on all processes alike.
+        """Save an additional checkpoint after this step. Every process must call it, inside of an
+        epoch.
 
-        It is saved before the next batch or, after the last one, at the end of the epoch.
+        It is written before the next batch or, after the last batch, at the end of the epoch.
         """
         steps = self._open_steps("run.save")
         steps.open_epoch("run.save")
@@ -273,33 +293,38 @@ class Run(MediaCalls):
         of: TrainingLoader | None = None,
         accumulate: Optimizer | None = None,
     ) -> Tensor:
-        """The mean loss over the global batch, for `backward()`.
+        """Return the mean loss over the global batch, for `backward()`.
 
-        A scalar whose gradients are exact however unevenly the batch is shared. A step of the
-        optimizer without it is an error. The value is this process's part: its mean over the
-        processes is the mean loss.
+        Its gradients are exact even if processes have different numbers of samples. A step of an
+        optimizer whose loss is not from `run.mean` is an error. The value on one process is only
+        its part of the loss; the mean of the values of all processes is the mean loss.
 
-        losses: one for each sample of this process, [n], as losses with reduction='none' are. With
-            `over` any shape.
-        over: number of units here that count (tokens, pixels, weights): the sum of the losses is
-            divided by the sum of `over` over all processes, which takes an exchange.
-        of: where several loaders gave a batch in this step, the one whose samples they are of.
-        accumulate: an optimizer that steps every few batches. After each batch the gradients are
-            those of the mean over all samples, or all units of `over`, since its last step.
+        losses: one loss per sample of this process, [n], as with reduction='none'. With `over`, any
+            shape.
+        over: number of units on this process (tokens, pixels), or a tensor of weights or a mask,
+            which is added up. The sum of all losses is divided by the sum of `over`, both over all
+            processes; this needs communication.
+        of: the loader whose samples `losses` has, if several loaders gave a batch in this step.
+        accumulate: an optimizer that steps once in several batches. After each batch, gradients are
+            those of the mean over all samples (or units of `over`) since its last step.
+
+        Returns a scalar tensor. Raises UsageError outside of the loop over a loader, or if several
+        loaders gave a batch and `of` is missing.
         """
         return self._open_steps("run.mean").mean(losses, over, of, accumulate)
 
     def update_bn(self, loader: TrainingLoader, model: nn.Module) -> None:
-        """Take the statistics of batch norm anew: of an average of weights, for instance.
+        """Compute the statistics of batch norm again, for example for averaged weights.
 
-        In place of `torch.optim.swa_utils.update_bn`: on any number of processes the statistics are
-        those of the global batches of an epoch in one process. No step is counted. Every process
+        It replaces `torch.optim.swa_utils.update_bn`. The statistics are those of the global
+        batches of one epoch, for any number of processes. `run.step` does not change. Every process
         must call it, after the loop over the loader.
 
-        loader: of run.loader.
-        model: on run.device, wrapped or not; called with a batch, or with its first element.
+        loader: an object that `run.loader` returned.
+        model: on `run.device`, wrapped or not. It is called with each batch, or with the first
+            element of a tuple or list.
 
-        Raises UsageError inside of the loop over the loader, and for other batches.
+        Raises UsageError inside of the loop over the loader, and for another kind of loader.
         """
         steps = self._open_steps(UPDATE_BN)
         steps.exchange_watch.enter(UPDATE_BN)
@@ -315,21 +340,22 @@ class Run(MediaCalls):
     ) -> None:
         """Log a number of your own: a loss, a score, a learning rate.
 
-        It stands in metrics.jsonl, a line every `log_every_steps` steps and at the end of each
-        epoch, over all samples of all processes since the last one; on the page of the run, and in
-        `ddp-train compare` and `watch`. Nothing is exchanged here, and nothing waits for the
-        device; processes need not log the same.
+        It appears in metrics.jsonl, on the page of the run, in trackers, and in `ddp-train compare`
+        and `watch`. A line is written every `log_every_steps` steps and at the end of each epoch,
+        with one number computed over all samples of all processes since the last line. A call
+        neither communicates nor waits for the device, and processes may log different names.
 
-        name: a slash groups names, vae/kl. Those of `test/` and `validation/` are scores, in a line
-            of that kind for this step: test/accuracy.
-        values: with how="mean" a number for each sample of this process, [n], as `run.mean` gets;
-            with `over` a sum of this process. Between two steps also a number by itself, the same
-            on all processes, as `run.sum` returns it.
-        over: what a sum is taken over here: a number of samples or tokens, a mask.
-        how: mean, sum, or last: one number, the same on all processes, as a learning rate is.
+        name: slashes make groups, for example vae/kl. A name that begins with `test/` or
+            `validation/` is a score, for example test/accuracy.
+        values: the numbers of this process: a tensor [n] with one per sample, which are averaged;
+            or, with `over`, their sum. Between two steps also a single number that is the same on
+            all processes, such as a result of `run.sum`.
+        over: the number of samples or tokens that were added up in `values`, or their mask.
+        how: `mean`; `sum`, which adds all values up; or `last`, the newest value, which must be the
+            same on all processes, as a learning rate is.
 
-        Raises UsageError for a name that lines have already, and for a number by itself in a step:
-        the number of samples that it is a mean of is not known.
+        Raises UsageError for a name that metrics.jsonl has already, and, in a step, for the mean of
+        a single number without `over`.
         """
         self._open_steps("run.log").log(name, values, over, how)
 
@@ -342,13 +368,13 @@ class Run(MediaCalls):
     @overload
     def sum(self, value: float) -> float: ...
     def sum(self, value: Tensor | float) -> Tensor | float:
-        """The sum over all processes, for scores. Every process must call it.
+        """Add up a value over all processes. Every process must call it, on the same line.
 
-        value: a number, or a tensor of the same shape on each. Integers are added up exactly,
-            fractions in float64. A process without a batch may give 0.
+        value: a number, or a tensor of the same shape on every process. A process without a batch
+            may give 0. Integers are added exactly, other numbers in float64.
 
-        Returns a number, or a tensor if one of the processes has one. Raises UsageError on all of
-        them if the values do not fit together, or if the processes are in different places.
+        Returns a number, or a tensor if any process gave one. Raises UsageError on all processes if
+        their values do not fit together or if they call it from different lines.
         """
         steps = self._open_steps("run.sum")
         steps.score_watch.see_sum(self.processes)
@@ -356,15 +382,15 @@ class Run(MediaCalls):
         return sum_over_ranks(value, steps.device)
 
     def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
-        """The rows of all processes, [n, ...] -> [all, ...], without gradients; n may differ.
+        """Collect the rows of all processes, without gradients. Every process must call it.
 
-        Those of all batches of a test loader together are in the order of the data set. Every
-        process must call it.
+        After a loop over a test loader, pass the rows of all its batches: the result is then in the
+        order of the data set.
 
-        rows: a tensor, or a list of tensors that are put together; empty on a process without a
-            batch. An empty tensor fits any.
+        rows: a tensor [n, ...], or a list of tensors to concatenate; n may differ between
+            processes. A process without a batch may give an empty list.
 
-        Raises UsageError as `sum` does.
+        Returns a tensor [all, ...]. Raises UsageError as `sum` does.
         """
         steps = self._open_steps("run.gather")
         steps.see_sum(GATHER, rows)

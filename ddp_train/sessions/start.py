@@ -70,31 +70,31 @@ def session(
     trackers: Sequence[str | Tracker] = (),
     hyperparameters: Mapping[str, Any] | None = None,
 ) -> Iterator[Run]:
-    """One run of a training loop of your own, on any number of processes.
+    """A context manager that runs your own training loop on any number of processes.
 
-    docs/guides/own_loop.md shows a whole script. Under torchrun this process joins the others.
-    Started alone it starts them, by running the same command line again in each, watches them, and
-    ends where the `with` begins, with the exit code of the run: what stands before the `with` runs
-    here too, what follows it in the processes alone.
+    docs/guides/own_loop.md shows a whole script. Under torchrun, the `with` joins torchrun's
+    processes. Otherwise it starts processes that run the same command line from its beginning,
+    watches them, and ends the original process with the exit code of the run. So the original
+    process runs the code before the `with`, but never the code in it or after it.
 
-    run_dir: the folder of this run: checkpoints, logs, metrics.jsonl, report.html, failure.json,
-        summary.json; given again, the run is resumed.
+    run_dir: folder of the run: checkpoints, logs, metrics.jsonl, report.html, failure.json,
+        summary.json. The same folder again resumes the run.
     processes: None for the number in DDP_TRAIN_PROCESSES, else one per visible GPU, or two on the
-        CPU; 1, without restarts: all happens in this process, without a process group.
+        CPU. With 1 and no restarts everything runs in this process, without a process group.
     device: auto, cuda or cpu.
-    seed: of everything that is drawn.
-    keep: number of the newest checkpoints that are kept.
-    max_restarts: after a failure, from the last step that all processes had done; the count starts
-        again with each further step.
-    timeout_seconds: a process without progress for so long is a hang.
-    grace_seconds: seconds from a request to stop until the processes are killed.
-    log_every_steps: steps between two lines of metrics.jsonl, with what `run.log` got.
-    trackers: tensorboard, wandb, mlflow, or objects of classes derived from `ddp_train.Tracker`,
-        which get these lines.
-    hyperparameters: values that trackers show of the run, for example vars(args).
+    seed: seed of the order of samples, and of torch's, numpy's and Python's global generators.
+    keep: number of newest checkpoints that are kept.
+    max_restarts: how often the processes are started again after failures, from the last step that
+        all had done. Each step of progress sets the count back to 0.
+    timeout_seconds: a process without progress for this time is treated as hanging.
+    grace_seconds: time from a request to stop until the processes are killed.
+    log_every_steps: steps between two lines of metrics.jsonl, which have the numbers of `run.log`.
+    trackers: receivers of these lines: `tensorboard`, `wandb`, `mlflow`, or objects of classes
+        derived from `ddp_train.Tracker`.
+    hyperparameters: values that trackers show with the run, for example vars(args).
 
-    Ends the process with the exit codes of docs/reference/files.md, after one line that says why.
-    In a notebook it raises instead.
+    Yields a `Run`. After a stop or an error it prints one line that says why and ends the process,
+    with an exit code of docs/reference/files.md. In a notebook it raises instead.
     """
     with contextlib.ExitStack() as owned:
         try:

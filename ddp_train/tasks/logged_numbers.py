@@ -405,21 +405,22 @@ def log(
     over: Tensor | float | None = None,
     how: str = "mean",
 ) -> None:
-    """Log a number of your own, from a task's loss, from a model in it, or from a hook.
+    """Log a number of your own: in the loss of a task, in a model, or in a hook.
 
-    It stands in the lines of metrics.jsonl, on the page of the run, in trackers, and in
-    `ddp-train compare` and `watch`: at each logging interval one number, over all samples of all
-    processes since the last one. Nothing is exchanged in a step, and nothing waits for the device.
-    Evaluations log nothing: return their numbers from `score`.
+    It appears in metrics.jsonl, on the page of the run, in trackers, and in `ddp-train compare` and
+    `watch`. At each logging interval there is one number, computed over all samples of all
+    processes since the last one. A call neither communicates nor waits for the device. In
+    evaluations calls have no effect: return numbers from `score` instead.
 
-    name: a slash groups names, vae/kl.
-    values: with how="mean" a number for each sample, token or what else it is a mean of, [n, ...];
-        with `over` a sum.
-    over: what a sum is taken over, for a mean: a number of tokens, a mask.
-    how: mean, sum, or last: one number, the same on all processes, as a temperature is.
+    name: slashes make groups, for example vae/kl.
+    values: the numbers of this process: a tensor [n, ...] with one per sample or token, which are
+        averaged; or, with `over`, their sum.
+    over: the number of samples or tokens that were added up in `values`, or their mask.
+    how: `mean`; `sum`, which adds all values up; or `last`, the newest value, which must be the
+        same on all processes, as a temperature is.
 
-    Raises LogError for a name that lines of metrics.jsonl have already, for a mean without the
-    number that it is taken over, and where a step is being captured as a CUDA graph.
+    Raises LogError for a name that metrics.jsonl has already, in a step for the mean of a single
+    number without `over`, and while a step is captured as a CUDA graph.
     """
     _log(name, values, over, how)
 

@@ -30,74 +30,104 @@ class BatchScore(NamedTuple):
 
 
 class Task:
-    """The task of a model: its loss and its scores.
+    """The task of a model: the loss and the scores of a batch.
 
-    A task of your own needs no base class: what it lacks is taken from here.
+    A class of your own needs only the methods that it changes, and need not derive from Task:
+    missing methods and attributes are taken from here.
 
-    A run minimises sum / units over the global batch: `loss` returns both for a part of it, a
-    micro-batch, and neither the number of processes nor of micro-batches changes the result.
+    Each process calls the methods with the model and with a part of the global batch, a
+    micro-batch. A run minimises the sum of the losses divided by the number of units (samples,
+    tokens, pixels), both added up over the global batch. So the numbers of processes and
+    micro-batches do not change the result.
     """
 
     unit: str = "unit"
-    """The unit that the mean is taken over, for messages: sample, token, pixel."""
+    """The name of the unit that losses are averaged over, for messages: sample, token, pixel."""
     units_are_samples: bool = False
-    """A promise that a batch has as many units as samples. The launcher knows their number: nothing
-    is exchanged."""
+    """True if the number of units is always the number of samples. A run knows that number, so the
+    processes need not communicate it."""
     loss_name: str = ""
-    """For the plan that a run prints."""
+    """The name of the loss in the plan that a run prints before its first step."""
     better: ClassVar[Mapping[str, str]] = {}
-    """The better direction of each metric, `max` or `min`. One that is not named has that of the
-    built-in metric of its name (accuracy, mean_iou); without any, it can neither select nor be
-    an objective."""
+    """{metric: `max` or `min`}, the direction in which a metric is better. A metric that is missing
+    here has the direction of the built-in metric of the same name (accuracy, mean_iou). Without a
+    direction a metric can neither select the best checkpoint nor be the objective of a sweep."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor | float]:
-        """The sum of the losses of all units of a batch, a scalar, and the number of units.
+        """Return the sum of the losses of a batch, and the number of its units.
 
-        That number, or the sum of their weights, is a scalar tensor or a number.
+        model: the model, to be called with the inputs.
+        batch: one item of the data: (inputs, targets), or what the data set's `collate_fn`
+            returned; its tensors are on the device.
 
-        batch: what the data set gives: (inputs, targets), or whatever its `collate_fn` made.
+        Returns (sum, units). The sum is a scalar tensor with gradients. `units` is a number or a
+        scalar tensor: how many units were added up, or the sum of their weights.
         """
         raise NotImplementedError
 
     def score(self, model: nn.Module, batch: Any) -> ScoreSums:
-        """For each metric its (sum, weight) over a batch.
+        """Return {metric: (sum, weight)} for one batch of an evaluation.
 
-        It is reported as sum / weight over the whole set, each sample once. A sum and a weight per
-        class, [k], are reported as the mean over the classes whose weight is not zero: with the
-        intersection and the union of every class, that is the mean intersection over union. `loss`
-        is added if missing.
+        The metric of a data set is the total of its sums divided by the total of its weights, with
+        every sample counted once. Both are scalars, or tensors [classes]: then each class has a
+        quotient, and the metric is their mean over the classes whose total weight is not zero. For
+        example, (intersections, unions) of all classes give the mean intersection over union. If
+        there is no entry `loss`, the result of `loss()` is added.
+
+        model: the model, in eval mode.
+        batch: as in `loss`.
         """
         return {}
 
     def predict(self, model: nn.Module, batch: Any) -> tuple[Any, Any]:
-        """The (outputs, targets) of a batch, for the metrics of `metrics=[...]`.
+        """Return (outputs, targets) of one batch, for the metrics of `metrics=[...]`.
 
-        Tensors, or trees of them as `tasks.predictions` describes: the boxes of images are a list
-        of dicts.
+        Each is a tensor with one row per sample, a list with one entry per sample, or a dict or
+        tuple of these. For example, the boxes of images are a list with one dict per image.
+
+        model: the model, in eval mode.
+        batch: as in `loss`.
         """
         raise NotImplementedError
 
     def score_and_predict(self, model: nn.Module, batch: Any) -> tuple[ScoreSums, tuple[Any, Any]]:
-        """The results of `score` and `predict`. Override it where one forward pass serves both."""
+        """Return (score(model, batch), predict(model, batch)), for a run with `metrics=[...]`.
+
+        Override it to compute both with one forward pass.
+
+        model: the model, in eval mode.
+        batch: as in `loss`.
+        """
         return self.score(model, batch), self.predict(model, batch)
 
     def predictions(self, model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
-        """The columns of mode=predict by name, [n, ...] each, a row per sample.
+        """Return the columns that mode=predict writes for one batch, {name: tensor [n, ...]}.
 
-        By default `output` and `target`, as `predict` returns them.
+        Each has one row per sample. By default they are `output` and `target`, as `predict` returns
+        them. `Trained.predict` needs an override, and calls it with the inputs alone as the batch.
+
+        model: the model, in eval mode.
+        batch: as in `loss`.
         """
         outputs, targets = self.predict(model, batch)
         return {"output": outputs, "target": targets}
 
     def derive(self, scores: dict[str, float]) -> dict[str, float]:
-        """Further metrics, computed from those of the whole set: a root, an exponential."""
+        """Compute additional metrics from those of a whole evaluation: a root, an exponential.
+
+        scores: {metric: value}, after the sums of all processes were divided.
+
+        Returns {metric: value} of the additional metrics only.
+        """
         return {}
 
     def units_per_sample(self, batch: Any) -> float:
-        """The approximate number of units of a batch of one sample.
+        """Return the approximate number of units of a batch that has one sample.
 
-        It scales the gradients before their exchange, so that fp16 neither overflows nor
-        underflows; the result does not depend on it.
+        It is called once, before training, to scale gradients so that their exchange in fp16
+        neither overflows nor underflows. The result of a run does not depend on it.
+
+        batch: as in `loss`, with one sample.
         """
         return 1.0
 

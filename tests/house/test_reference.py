@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -45,6 +46,21 @@ def sections_of_python_page() -> dict[str, str]:
     page = (ROOT / "docs/reference/python.md").read_text()
     parts = re.split(r"^###? (.+)$", page, flags=re.M)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def arguments_of(section: str) -> list[str]:
+    """The names of the arguments in the code block of a section; [] without one."""
+    call = re.search(r"^```python\n[\w.]+(.+?)^```", section, re.M | re.S)
+    if call is None:
+        return []
+    function = ast.parse(f"def call{call[1].rstrip()}: ...")
+    return [node.arg for node in ast.walk(function) if isinstance(node, ast.arg)]
+
+
+@pytest.mark.parametrize(("name", "section"), sections_of_python_page().items())
+def test_every_argument_has_its_line(name: str, section: str) -> None:
+    missing = [one for one in arguments_of(section) if f"\n- `{one}`: " not in section]
+    assert missing == []
 
 
 def test_attributes_have_their_text() -> None:

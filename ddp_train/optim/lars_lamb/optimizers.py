@@ -32,11 +32,21 @@ loaded step counter goes to the device."""
 
 
 class Lars(SkippableOptimizer):
-    """Layer-wise Adaptive Rate Scaling, SGD with momentum (arXiv:1708.03888, algorithm 1).
+    """The LARS optimizer: SGD with momentum and a learning rate for each layer.
 
-    With weight decay b and trust coefficient c: v = momentum v + lr c |w| / (|g| + b |w| + eps) (g
-    + b w); w = w - v. The trust ratio is 1 where |w| or |g| is zero, as in MLPerf's reference. The
-    rate is inside the momentum.
+    The source is arXiv:1708.03888, algorithm 1. For a parameter w with gradient g, weight decay b
+    and trust coefficient c: v = momentum v + lr r (g + b w); w = w - v, with the trust ratio r = c
+    |w| / (|g| + b |w| + eps). Where |w| or |g| is zero, r is 1, as in MLPerf's reference code.
+    Since v contains lr, a change of lr affects only later gradients.
+
+    params: parameters or parameter groups, as in torch's optimizers. In a group with
+        `layer_adaptation=False` r is 1.
+    lr: learning rate, a number or a tensor.
+    momentum: factor of v; 0 for none.
+    weight_decay: b.
+    trust_coefficient: c.
+    eps: added to the denominator.
+    foreach: True updates all parameters of a group together, False one after the other.
     """
 
     def __init__(
@@ -49,8 +59,6 @@ class Lars(SkippableOptimizer):
         eps: float = 0.0,
         foreach: bool = True,
     ) -> None:
-        """foreach: all layers of a group together, as torch calls it; False: one after the
-        other."""
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -83,11 +91,21 @@ class Lars(SkippableOptimizer):
 
 
 class Lamb(SkippableOptimizer):
-    """Layer-wise Adaptive Moments (arXiv:1904.00962v5, algorithm 2), with phi(z) = z.
+    """The LAMB optimizer: Adam with a learning rate for each layer.
 
-    With m and s, Adam's moments after bias correction, and weight decay b: u = m / (sqrt(s) + eps)
-    + b w; w = w - lr |w| / |u| u. The trust ratio |w| / |u| is 1 where one of the norms is zero.
-    A group has one count of steps: a parameter without a gradient in a step is counted too.
+    The source is arXiv:1904.00962v5, algorithm 2, with phi(z) = z. For a parameter w with Adam's
+    bias-corrected moments m and s: u = m / (sqrt(s) + eps) + weight_decay w; w = w - lr |w| / |u|
+    u. The trust ratio |w| / |u| is set to 1 where |w| or |u| is zero. All parameters of a group
+    share one step count, which also includes steps in which a parameter has no gradient.
+
+    params: parameters or parameter groups, as in torch's optimizers. In a group with
+        `layer_adaptation=False` the trust ratio is 1.
+    lr: learning rate, a number or a tensor.
+    betas: decay rates of the two moments.
+    eps: added to the denominator.
+    weight_decay: decoupled weight decay, as in AdamW.
+    max_trust_ratio: upper limit of the trust ratio; None for no limit.
+    foreach: True updates all parameters of a group together, False one after the other.
     """
 
     def __init__(
@@ -100,11 +118,6 @@ class Lamb(SkippableOptimizer):
         max_trust_ratio: float | None = None,
         foreach: bool = True,
     ) -> None:
-        """Take parameters, or groups of them.
-
-        max_trust_ratio: larger trust ratios are cut to it.
-        foreach: all layers of a group together, as torch calls it; False: one after the other.
-        """
         defaults = {
             "lr": lr,
             "betas": betas,

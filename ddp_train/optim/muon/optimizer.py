@@ -43,15 +43,36 @@ torch.optim.Muon."""
 
 
 class Muon(SkippableOptimizer):
-    """Muon for matrices, AdamW for the rest, on GPUs torch's fused kernel.
+    """The Muon optimizer for matrices, with AdamW for all other parameters.
 
-    With momentum b: m = b m + (1 - b) g; u = (1 - b) g + b m with Nesterov, else m; O = u
-    orthogonalised, as a matrix whose columns are all dimensions but the first; w = w - lr (factor O
-    + weight_decay w). Orthogonalising is done in bfloat16 on GPUs, elsewhere in the dtype of the
-    parameter.
+    A parameter w with two or more dimensions is a matrix: its rows are the first dimension, its
+    columns all others. With gradient g and momentum b: m = b m + (1 - b) g; u = (1 - b) g + b m
+    with Nesterov momentum, else u = m; O is u orthogonalised; w = w - lr (factor O + weight_decay
+    w). Orthogonalisation uses bfloat16 on GPUs, and the parameter's dtype elsewhere. AdamW uses
+    torch's fused kernel on GPUs.
 
-    `step` is a collective where there is a process group: gradients must be the same on all
-    processes, as DDP leaves them. No weight and no moment changes before it has succeeded.
+    With a process group, `step` is a collective: every process must call it, and gradients must be
+    identical on all of them, as DDP leaves them. Weights and moments change only after all
+    communication has succeeded.
+
+    params: parameters or parameter groups, as in torch's optimizers. A group without the key
+        `use_muon` is split into matrices and others. The group's `lr` applies to its matrices. The
+        others use the group's `adamw_lr`; without that key, the argument `adamw_lr` times the ratio
+        of the group's `lr` to the argument `lr`.
+    lr: learning rate of matrices.
+    momentum: b.
+    nesterov: use Nesterov momentum.
+    ns_steps: number of Newton-Schulz iterations that orthogonalise.
+    adjust_lr: the factor above. `original` is sqrt(max(1, rows / columns)). `match_rms_adamw` is
+        0.2 sqrt(max(rows, columns)), which lets `lr` be one that suits AdamW.
+    weight_decay: decoupled weight decay of all parameters.
+    adamw_lr: learning rate of AdamW.
+    betas: decay rates of AdamW's moments.
+    eps: added to AdamW's denominator.
+    foreach: True updates all parameters of a group together, False one after the other.
+
+    Raises ValueError if a group with `use_muon=True` has a parameter with fewer than two
+    dimensions.
     """
 
     is_collective = True
@@ -70,17 +91,6 @@ class Muon(SkippableOptimizer):
         eps: float = 1e-8,
         foreach: bool = True,
     ) -> None:
-        """Take parameters, or groups of them.
-
-        params: a group without `use_muon` is taken apart, into parameters of two and more
-            dimensions and the others. The `lr` of a group counts for its matrices; the others have
-            its own `adamw_lr`, or else the one given here, raised or lowered as the group's `lr`
-            is.
-        ns_steps: iterations of the quintic.
-        foreach: all parameters of a group together, as torch calls it; False: one after the other.
-
-        Raises ValueError if a group with `use_muon` has a vector.
-        """
         groups: list[dict[str, Any]] = []
         for group in as_groups(params):
             matrix_lr = group.pop("lr", lr)

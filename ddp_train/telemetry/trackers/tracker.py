@@ -32,83 +32,94 @@ class TrackedRun:
 
 
 class Tracker(ABC):
-    """A place outside of the run directory that receives what a run measures.
+    """A base class for trackers, which receive the metrics of a run: a server, a database.
 
-    Derive from this class and name yours: `tracker=[{_target_: my_package.MyTracker, key: 1}]`.
-    docs/operate/tracking.md has an example. Its arguments must not hold secrets, since the config
-    is written to files: `key: '${oc.env:NAME}'` is looked up when the object is made.
+    Derive from it and name your class: `tracker=[{_target_: my_package.MyTracker, key: 1}]`.
+    docs/operate/tracking.md has an example. Its arguments must not contain secrets, because the
+    config is written to files. Write `key: '${oc.env:NAME}'`: the variable is read when the object
+    is made.
 
-    Rank 0 alone makes the object, in its main thread before training begins, with the arguments
-    beside `_target_`. All methods are then called from one thread that belongs to this tracker:
-    `open`, `last_step` if the run was open before, `write` for each line of metrics.jsonl, `close`.
-    Training waits for none of them. An exception of theirs never ends training: it is reported
-    once, and the call is repeated with the next line.
+    In a run by config only rank 0 makes the object, in its main thread before training begins. The
+    keys that follow `_target_` are its arguments. A separate thread for each tracker then calls its
+    methods in this order: `open`; `last_step` if an earlier process had opened this run; `write`
+    for each line of metrics.jsonl; `close`. Training never waits for them. An exception in them
+    does not end training: it is reported once, and the call is repeated with the next line.
     """
 
     package: ClassVar[str | None] = None
-    """Python package that must be installed. Import it in `open`, not at the top of the module."""
+    """The Python package that the tracker needs; None for none. A run is refused if it is not
+    installed. Import it in `open`, not at the top of the module."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Environment variables of that package. Set before `open`, unless the user has set them."""
+    """{variable: value} to set in the environment before `open`, unless it is set already."""
     left_by_runs: ClassVar[tuple[str, ...]] = ()
-    """Files and folders of the run directory that are renamed before a new run begins there.
-    Only for the trackers of ddp_train; in `open` of yours `run_id` is None then."""
+    """Files and folders in the run directory that are renamed before a new run begins there. Only
+    for built-in trackers; a tracker of yours knows a new run by `run_id=None` in `open`."""
 
     @abstractmethod
     def open(self, run: TrackedRun, run_id: str | None) -> str:
-        """Start or continue the run in the tracker. Returns its id there.
+        """Start the run in the tracker, or continue it.
 
-        run: facts of the run.
-        run_id: the id that an earlier process of this run was given; None at first.
+        run: facts of the run: `run_dir`, `name`, `project`, `hyperparameters` (the config as a flat
+            dict), `first_step` (optimizer steps already done, above 0 in a resumed run).
+        run_id: the id that `open` returned in an earlier process of this run; None for a new run.
 
-        If that run is gone, start another and return its id: all lines are then sent again. After
-        an exception `open` is called again with the next line.
+        Returns the id of the run in the tracker. If the run of `run_id` no longer exists, start
+        another and return its id: all lines are then sent again. After an exception, `open` is
+        called again when the next line comes.
         """
 
     def last_step(self) -> float:
-        """Last step that the tracker has stored. Lines of later steps are sent again.
+        """Return the last step that the tracker has stored. Lines of later steps are sent again.
 
-        Called after `open`, in a process that continues a run. By default nothing that was
-        written is sent again.
+        It is called after `open` in a process that continues a run. By default no line is sent
+        again.
         """
         return math.inf
 
     @abstractmethod
     def write(self, step: int, scalars: Scalars) -> None:
-        """Store numbers.
+        """Store the numbers of one line of metrics.jsonl.
 
-        step: optimizer steps done when they were measured; never less than in the call before.
-        scalars: finite numbers by their names.
+        step: number of optimizer steps done when they were measured; it never decreases.
+        scalars: {name: finite number}, with names such as `train/loss`.
         """
 
     def write_image(self, step: int, name: str, image: ndarray) -> None:
-        """Store an image.
+        """Store an image. Optional: a tracker without this method gets no images, with one warning.
 
-        step: optimizer steps done.
-        image: uint8 [height, width, 3].
+        The same is true of `write_text` and `write_table`. A call that fails is not repeated.
 
-        Override this, `write_text` and `write_table` if the tracker can store them. Those that it
-        cannot store are not sent to it, and one warning says so. A call that fails is not repeated.
+        step: number of optimizer steps done.
+        name: as in `log_image`.
+        image: numpy array, uint8 [height, width, 3].
         """
         raise NotImplementedError
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Store a text. step: optimizer steps done."""
+        """Store a text. Optional, as `write_image` is.
+
+        step: number of optimizer steps done.
+        name: as in `log_text`.
+        text: a str.
+        """
         raise NotImplementedError
 
     def write_table(self, step: int, name: str, columns: list[str], rows: list[list[Any]]) -> None:
-        """Store a table.
+        """Store a table. Optional, as `write_image` is.
 
-        step: optimizer steps done.
-        rows: numbers and texts, as many in each as there are columns.
+        step: number of optimizer steps done.
+        name: as in `log_table`.
+        columns: names of the columns.
+        rows: lists of numbers and texts, each as long as `columns`.
         """
         raise NotImplementedError
 
     @abstractmethod
     def close(self, status: str, summary: dict[str, Any]) -> None:
-        """End the run, or its part until it was stopped.
+        """End the run in the tracker. Called once, when the processes of the run end.
 
-        status: completed, preempted or failed.
-        summary: the values of summary.json, flat; empty if there is none.
+        status: completed; failed; or preempted: stopped, and may be resumed.
+        summary: the values of summary.json as a flat dict; empty if there are none.
         """
 
 
