@@ -89,6 +89,12 @@ class ModelError(DataError):
     kind = "model"
 
 
+class StateError(DataError):
+    """A state that training is to resume from is no plain data: no checkpoint could be read."""
+
+    kind = "state"
+
+
 class PeerError(LaunchError):
     """Another process, host or port cannot be reached."""
 

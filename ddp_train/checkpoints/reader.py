@@ -20,7 +20,6 @@ from ddp_train.checkpoints.layout import MANIFEST, place_of, places, read_manife
 from ddp_train.engine.selection import Selection
 from ddp_train.errors import DataError
 from ddp_train.telemetry.metrics_log import last_step
-from ddp_train.text import first_line
 
 MODEL = "model.safetensors"
 AVERAGE = "ema.safetensors"
@@ -242,6 +241,11 @@ def load_training(path: Path) -> dict[str, Any]:
 
 def defect_of(path: Path) -> str | None:
     """Why a checkpoint cannot be trusted, or None if it can."""
+    return defect_of_files(path) or defect_of_state(path)
+
+
+def defect_of_files(path: Path) -> str | None:
+    """Why a checkpoint's files are not those that its manifest lists, or None if they are."""
     try:
         files = read_manifest(path).get("files", {})
     except (OSError, ValueError) as error:
@@ -250,11 +254,16 @@ def defect_of(path: Path) -> str | None:
         defect = _defect_of_file(path / name, files.get(name))
         if defect:
             return defect
+    return None
+
+
+def defect_of_state(path: Path) -> str | None:
+    """Why training.pt cannot be read without running code, or None if it can."""
     try:
         # On the device meta, and mapped: reads no tensor.
         torch.load(path / TRAINING, weights_only=True, map_location="meta", mmap=True)
-    except (UnpicklingError, RuntimeError) as error:
-        return f"{TRAINING} is not plain data: {first_line(error)}"
+    except (UnpicklingError, RuntimeError):
+        return f"{TRAINING} is not plain data"  # torch's own words are of its options
     return None
 
 

@@ -7,11 +7,9 @@ A configured run, what was kept of it, and a session all save and resume through
 from __future__ import annotations
 
 import copy
-import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import PicklingError, UnpicklingError
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +20,7 @@ from ddp_train.distributed.process_group import ranks, set_buffers
 from ddp_train.engine.loop import Job
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.parallel.strategy import Strategy
+from ddp_train.plain_state import plain_extra_state, plain_state
 from ddp_train.tasks.task import ModelWithTask
 from ddp_train.tensor_tree import map_tensors
 
@@ -168,8 +167,11 @@ class TrainingState:
 
 
 def states_of(hooks: Mapping[str, StatefulHook]) -> HookStates:
-    """State that the hooks of a resumed run continue from."""
-    return {name: hook.state() for name, hook in hooks.items()}
+    """State that the hooks of a resumed run continue from.
+
+    Raises StateError if one is no plain data.
+    """
+    return {name: plain_state(hook.state(), f"the state of {name}") for name, hook in hooks.items()}
 
 
 @dataclass(frozen=True)
@@ -191,59 +193,17 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def copies_of(weights: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a state_dict; what it has beside tensors is copied too."""
+    """A copy of a state_dict; what it has beside tensors is copied too.
+
+    Raises StateError if that is no plain data.
+    """
     copies = {}
     for name, value in weights.items():
         if isinstance(value, Tensor):
             copies[name] = copy_of(value)
         else:
-            copies[name] = copy.deepcopy(value)
+            copies[name] = copy.deepcopy(plain_extra_state(name, value))
     return copies
-
-
-def problem_of_state(state: dict[str, Any]) -> str:
-    """Why no checkpoint could be read with a state_dict: the place of what is no plain data, and
-    its type; "" if one could."""
-    if _can_be_read(state):
-        return ""
-    place, value = _part_that_cannot(state)
-    return f"{place} is a {type(value).__name__}"
-
-
-def _part_that_cannot(value: Any, place: str = "") -> tuple[str, Any]:
-    """The innermost part of a state that cannot be read, and where it is: `['groups'][0]`."""
-    parts: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        parts = value.items()
-    elif isinstance(value, list | tuple):
-        parts = enumerate(value)
-    for key, part in parts:
-        if not _can_be_read(part):
-            return _part_that_cannot(part, f"{place}[{key!r}]")
-    return place, value
-
-
-def _can_be_read(state: Any) -> bool:
-    content = io.BytesIO()
-    try:
-        torch.save(state, content)
-        content.seek(0)
-        torch.load(content, weights_only=True, map_location="cpu")
-    except (UnpicklingError, PicklingError, AttributeError, TypeError):  # the last two: by pickle
-        return False
-    return True
-
-
-def problem_of_extra_state(model: nn.Module) -> str:
-    """Why no checkpoint could be read with what a model's modules keep beside tensors; "" if one
-    could."""
-    for name, value in model.state_dict().items():
-        if isinstance(value, Tensor):
-            continue
-        problem = problem_of_state({name: value})
-        if problem:
-            return f"what get_extra_state returns for {name} is not plain data: {problem}"
-    return ""
 
 
 def apply_buffers(module: nn.Module, buffers: Tensor, rank: int) -> None:

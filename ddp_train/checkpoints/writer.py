@@ -47,11 +47,13 @@ from ddp_train.checkpoints.reader import (
     MODEL,
     TRAINING,
     best_step,
-    defect_of,
+    defect_of_files,
+    defect_of_state,
     sha256_of,
 )
 from ddp_train.engine.selection import Selection
-from ddp_train.errors import OwnershipLostError, WriteError
+from ddp_train.errors import OwnershipLostError, StateError, WriteError
+from ddp_train.plain_state import PLAIN_DATA, plain_extra_state, plain_state
 from ddp_train.resilience import run_lock
 from ddp_train.resilience.whole_files import RAISE_LIMIT, is_over_limit, shown_limit, size_limit
 from ddp_train.tensor_tree import map_tensors, tensors
@@ -153,6 +155,8 @@ class Writer:
             self._remove_leftovers()
             if self.mirroring:
                 self.mirroring.submit(path)
+        except StateError as error:
+            self.error = error  # the next one would have the same
         except Exception as error:  # noqa: BLE001  `submit` and `finish` raise it in the training thread
             # A WriteError counts if it is the last word: until then training continues.
             self.error = error
@@ -210,7 +214,7 @@ def write_checkpoint(
         # Just before the renames: what is written aside disturbs nobody.
         run_lock.check_owner(run_dir, owner or {})
         _put_in_place(part, path)
-    except OwnershipLostError:
+    except (OwnershipLostError, StateError):
         shutil.rmtree(part, ignore_errors=True)
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -225,7 +229,9 @@ def _write_files(part: Path, snapshot: Snapshot) -> None:
     training = part / TRAINING
     content = dict(snapshot.training)
     extra_state = {
-        name: value for name, value in snapshot.model.items() if not isinstance(value, Tensor)
+        name: plain_extra_state(name, value)
+        for name, value in snapshot.model.items()
+        if not isinstance(value, Tensor)
     }
     if extra_state:
         content[EXTRA_STATE] = extra_state
@@ -310,12 +316,15 @@ def _superseded(run_dir: Path, newest: int, keep: int, selection: Selection | No
     Verifies that of step `newest` first.
     """
     path = place_of(run_dir, newest)
-    defect = defect_of(path)
+    defect = defect_of_files(path)
     if defect:
         raise WriteError(
             f"the checkpoint {path} is corrupt as soon as it is written: {defect}",
             "check the disk",
         )
+    defect = defect_of_state(path)
+    if defect:
+        raise StateError(f"the checkpoint {path} cannot be resumed from: {defect}", PLAIN_DATA)
     best = None
     if selection:
         best = best_step(readable_manifests(run_dir), selection)
@@ -364,11 +373,12 @@ def save_checkpoint(
         epoch): tensors, numbers and texts, in dicts and lists.
     keep: number of newest checkpoints that are kept.
 
-    Returns the path of the checkpoint. Raises WriteError if it cannot be written; older ones are
-    then unchanged.
+    Returns the path of the checkpoint. Raises WriteError if it cannot be written, StateError if
+    something in it is not plain data; older ones are then unchanged.
     """
     writer = Writer(Path(folder), keep)
-    writer.submit(lambda: Snapshot(step, model, training, {}))
+    plain = plain_state(training, "training")
+    writer.submit(lambda: Snapshot(step, model, plain, {}))
     writer.finish()
     return place_of(Path(folder), step)
 

@@ -24,6 +24,7 @@ from ddp_train.data.global_batches import Pass
 from ddp_train.data.rng import InterruptedDraws, hash_key, number_of_digest
 from ddp_train.distributed.process_group import same_everywhere
 from ddp_train.errors import DataError
+from ddp_train.plain_state import plain_state
 from ddp_train.text import counted
 
 PORTION = 1024
@@ -108,7 +109,7 @@ class SampledBatches:
         """Draw the first portion. Raises PeerError if the processes draw different ones."""
         holder = self._state_holder()
         if holder:
-            self.state_at_start = holder.state_dict()
+            self.state_at_start = _state_of(holder)
         if self.keeps_state and not holder:
             self.history.append([begun.epoch, begun.repetition, 0])
         self.portions = self.draw(begun)
@@ -159,7 +160,7 @@ class SampledBatches:
         state: dict[str, Any] = {"history": history}
         holder = self._state_holder()
         if holder:
-            state["sampler"] = holder.state_dict()
+            state["sampler"] = _state_of(holder)
             if in_pass:
                 state["sampler_at_start"] = self.state_at_start
         return state
@@ -288,3 +289,8 @@ def digest_of(portion: list[np.ndarray]) -> int:
         content.update(len(numbers).to_bytes(8, "little"))
         content.update(numbers.tobytes())
     return number_of_digest(content.digest())
+
+
+def _state_of(sampler: Any) -> Any:
+    """The state of a sampler. Raises StateError if it is no plain data."""
+    return plain_state(sampler.state_dict(), "the state_dict of a sampler")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from ddp_train.engine.hook_context import HookContext
 from ddp_train.engine.loop import Job
-from ddp_train.errors import ConfigError
+from ddp_train.errors import ConfigError, StateError
+from ddp_train.plain_state import plain_state
 from ddp_train.tasks.logged_numbers import Moment, logging_at
 from ddp_train.telemetry.own_numbers import HOOK
-
-PLAIN = (type(None), bool, int, float, str, Tensor)
 
 
 class UserHook:
@@ -61,30 +61,11 @@ class UserHook:
     def state(self) -> Any:
         """A copy of what `state_dict` returns; None without that method.
 
-        Raises ConfigError if a checkpoint with it could not be read again.
+        Raises StateError if a checkpoint with it could not be read again.
         """
         if not hasattr(self.hook, "state_dict"):
             return None
-        return self._copy(self.hook.state_dict())
-
-    def _copy(self, value: Any) -> Any:
-        # Subclasses are refused: numpy's numbers derive from float.
-        kind = type(value)
-        if kind in (dict, OrderedDict):  # state_dict() of a module gives the latter
-            return {self._copy(name): self._copy(item) for name, item in value.items()}
-        if kind in (list, tuple):
-            return kind(map(self._copy, value))
-        if kind is Tensor:
-            return value.detach().clone()
-        if kind in PLAIN:
-            return value
-        raise ConfigError(
-            [
-                f"hooks: {self.path}.state_dict() has a {kind.__name__}; numbers, texts"
-                " and tensors alone, in dicts and lists, can be read again without running"
-                " code"
-            ]
-        )
+        return _copy(plain_state(self.hook.state_dict(), f"{self.path}.state_dict()"))
 
 
 class UserHooks:
@@ -96,7 +77,10 @@ class UserHooks:
             UserHook(hook, path, context) for hook, path in zip(hooks, paths, strict=True)
         ]
         self.acting = [hook for hook in self.hooks if hasattr(hook.hook, "act")]
-        self.state()
+        try:
+            self.state()
+        except StateError as error:
+            raise ConfigError([f"hooks: {error}; {error.remedy}"]) from error
 
     def state(self) -> list[list[Any]]:
         """Path and state of each hook, for a checkpoint."""
@@ -131,3 +115,15 @@ class UserHooks:
                 if hasattr(hook.hook, "__enter__"):
                     stack.enter_context(hook.hook)
             yield
+
+
+def _copy(state: Any) -> Any:
+    """A copy of plain data and tensors, with a dict for an OrderedDict."""
+    kind = type(state)
+    if kind in (dict, OrderedDict):  # state_dict() of a module gives the latter
+        return {name: _copy(item) for name, item in state.items()}
+    if kind in (list, tuple):
+        return kind(map(_copy, state))
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    return copy.deepcopy(state)

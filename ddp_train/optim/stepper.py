@@ -16,6 +16,7 @@ from ddp_train.errors import ConfigError
 from ddp_train.optim.ema import WeightAverage
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck, NonFiniteCheck
 from ddp_train.optim.schedules.schedule import Schedule
+from ddp_train.plain_state import plain_state
 from ddp_train.tasks.logged_numbers import LoggedNumbers
 from ddp_train.tasks.mean_loss import ExtraPayload, Mean, RunningLoss
 
@@ -135,9 +136,14 @@ class Stepper:
             self.set_values(step - 1)
 
     def state(self) -> dict[str, Any]:
-        """The state that a checkpoint must hold beside the weights."""
+        """The state that a checkpoint must hold beside the weights.
+
+        Raises StateError if the optimizer's is no plain data.
+        """
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": plain_state(
+                self.optimizer.state_dict(), "the state_dict of the optimizer"
+            ),
             "scaler": self.scaler.state_dict(),
             "gradient_norm": self.norm,
             "logged": self.logged.state(),

@@ -13,6 +13,7 @@ from ddp_train.distributed.process_group import buffer_places
 from ddp_train.engine.loop import Job
 from ddp_train.optim.nan_guard import DeviceNonFiniteCheck
 from ddp_train.optim.stepper import Stepper
+from ddp_train.plain_state import plain_extra_state
 from ddp_train.recovery.kept_layout import KeptNorm, KeptTensor, Layout
 from ddp_train.tensor_tree import map_tensors, tensors
 
@@ -181,7 +182,10 @@ def _model_state(model: nn.Module, listing: _Listing) -> dict[str, Any]:
     state = {}
     for name, value in model.state_dict().items():
         tensor = by_name.get(name, value)
-        state[name] = listing.add(tensor) if isinstance(tensor, Tensor) else tensor
+        if isinstance(tensor, Tensor):
+            state[name] = listing.add(tensor)
+        else:
+            state[name] = plain_extra_state(name, tensor)
     return state
 
 

@@ -17,11 +17,10 @@ from ddp_train.recovery.kept_layout import KeptTensor
 PLAIN = {
     (__name__, "_tensor_of"),
     ("collections", "OrderedDict"),
-    ("collections", "defaultdict"),
+    ("collections", "Counter"),
     ("builtins", "bytearray"),
     ("builtins", "complex"),
     ("builtins", "dict"),
-    ("builtins", "frozenset"),
     ("builtins", "set"),
     ("torch", "Size"),
     ("torch", "device"),

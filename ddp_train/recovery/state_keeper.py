@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from ddp_train.errors import LaunchError
+from ddp_train.errors import LaunchError, StateError
 from ddp_train.recovery.kept_device_step import DeviceKeeping, KeptDeviceStep, WaitedDeviceStep
 from ddp_train.recovery.kept_step import KeptRecords, KeptStep
 from ddp_train.recovery.pace import NoPace, Pace
@@ -84,7 +84,8 @@ class StateKeeper:
     def turn(self) -> Iterator[KeptStep]:
         """A context in which the next state is written into the place that it yields.
 
-        Where there is no room for it, nothing is kept any more.
+        Where there is no room for it, nothing is kept any more. After a StateError the state
+        before is whole.
         """
         assert self.next and self.last, "begun"
         kept = self.next
@@ -92,6 +93,8 @@ class StateKeeper:
             self.last.wait_for_all(self.memory)  # until it is whole, the other one must stay
             kept.open()
             yield kept
+        except StateError:
+            raise  # no checkpoint could be saved either
         except LaunchError as error:
             self.give_up(error)
             return

@@ -37,8 +37,6 @@ from ddp_train.checkpoints.training_state import (
     USER_HOOKS,
     StatefulHook,
     TrainingState,
-    problem_of_extra_state,
-    problem_of_state,
 )
 from ddp_train.checkpoints.writer import Writer
 from ddp_train.config.freeze import to_values
@@ -75,6 +73,7 @@ from ddp_train.options.custom import CustomOption
 from ddp_train.options.custom import hooks_of as hooks_named_by
 from ddp_train.options.schema import Config
 from ddp_train.parallel.sync_batch_norm import cost_of, own_statistics
+from ddp_train.plain_state import PLAIN_DATA, problem_of_extra_state, problem_of_state
 from ddp_train.recovery.lost_host import (
     OwnNumbers,
     memory_of_host,
@@ -465,7 +464,7 @@ def build_plateau_hook(config: Config, job: Job) -> PlateauHook | None:
     problem = problem_of_state(schedule.state())
     if problem:
         found = f"schedule: the state_dict of {type(schedule.scheduler).__name__}"
-        rule = f"is not plain data: {problem}; keep numbers and texts in it"
+        rule = f"is not plain data: {problem}; {PLAIN_DATA}"
         raise ConfigError([f"{found} {rule}"])
     split = split_of_metric(config.schedule)
     return PlateauHook(schedule, metric_of(config.schedule), split)
@@ -543,8 +542,7 @@ def build_checkpoint_hook(training: Training) -> CheckpointHook:
     selection_hook = training.selection_hook
     problem = problem_of_extra_state(training.job.module.model)
     if problem:
-        remedy = "keep tensors, numbers and texts, in dicts and lists"
-        raise ConfigError([f"model: {problem}; {remedy}"])
+        raise ConfigError([f"model: {problem}; {PLAIN_DATA}"])
     writer = None
     if run.world.is_leader:
         mirroring = None

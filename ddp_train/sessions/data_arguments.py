@@ -19,9 +19,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from ddp_train.checkpoints.training_state import problem_of_state
 from ddp_train.data.rng import hash_key, keyed_generators
 from ddp_train.data.streams.loader_processes import start_method
+from ddp_train.plain_state import PLAIN_DATA, problem_of_state
 from ddp_train.sessions.settings import UsageError
 
 BATCH_SIZE = (
@@ -120,7 +120,7 @@ def _check_sampler(name: str, sampler: Any, method: str) -> None:
             if problem:
                 raise UsageError(
                     f"{method}: the state_dict of {name} is not plain data: {problem}",
-                    "keep tensors, numbers and texts in it, in dicts and lists",
+                    PLAIN_DATA,
                 )
 
 

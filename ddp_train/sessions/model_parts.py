@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ddp_train.distributed.process_group import buffer_places
 from ddp_train.distributed.replicas import measured_parameters
+from ddp_train.plain_state import plain_extra_state
 from ddp_train.recovery.packing import StatePacker
 
 
@@ -44,7 +45,9 @@ class ModelParts:
         if self.packed is not None:
             return self.packed
         listed = len(packer.common)
-        state = state_of(self.module)
+        state = {
+            name: plain_extra_state(name, value) for name, value in state_of(self.module).items()
+        }
         packed = packer.packed(state, is_same=False)
         has_others = not all(isinstance(value, Tensor) for value in state.values())
         if not has_others and len(packer.common) == listed:

@@ -21,8 +21,6 @@ from ddp_train.checkpoints.training_state import (
     TrainingState,
     apply_buffers,
     copies_of,
-    problem_of_extra_state,
-    problem_of_state,
 )
 from ddp_train.checkpoints.writer import Snapshot, Writer
 from ddp_train.distributed.exchange import texts_from_all_ranks
@@ -31,6 +29,7 @@ from ddp_train.distributed.replicas import check_same_weights, weight_with_nan
 from ddp_train.distributed.world import World
 from ddp_train.errors import DataError
 from ddp_train.models.python_state import changed, state_of
+from ddp_train.plain_state import PLAIN_DATA, plain_state, problem_of_extra_state, problem_of_state
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.sessions.gradients import GradientWatch, as_saved, exchanged, put_back
 from ddp_train.sessions.models import Models, as_one
@@ -55,10 +54,6 @@ from ddp_train.sessions.states_of_ranks import (
 from ddp_train.sessions.wrapped import Wrapped
 
 log = logging.getLogger(__name__)
-PLAIN_DATA = (
-    "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a checkpoint is"
-    " read; functions are attributes of the object"
-)
 SAME_OBJECTS = "give run.resume what it got when that was saved, or start over in another run_dir"
 NOT_THE_SAME = (
     "not the same on all processes: each fills it by its own samples, and another number of them"
@@ -423,7 +418,10 @@ class SessionCheckpoints:
     def _snapshot(self, step: int, session: dict[str, Any], buffers: Tensor) -> Snapshot:
         module = self.module
         state = TrainingState(
-            objects={name: holder.state_dict() for name, holder in self.objects.items()},
+            objects={
+                name: plain_state(holder.state_dict(), f"the state_dict of {name}")
+                for name, holder in self.objects.items()
+            },
             buffers=buffers,
             session=session,
         )

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ddp_train.distributed.process_group import from_all_ranks
 from ddp_train.distributed.replicas import norms_of
 from ddp_train.errors import LaunchError
+from ddp_train.plain_state import plain_state
 from ddp_train.recovery.kept_layout import Layout
 from ddp_train.recovery.pace import SHARE, SessionPace
 from ddp_train.recovery.packing import StatePacker
@@ -197,7 +198,10 @@ class SessionKeeper:
         for gradient in tensors(gradients):
             packer.add_own(gradient)
         objects = {
-            name: packer.packed(state_of(holder), is_same=isinstance(holder, Optimizer))
+            name: packer.packed(
+                plain_state(state_of(holder), f"the state_dict of {name}"),
+                is_same=isinstance(holder, Optimizer),
+            )
             for name, holder in self.checkpoints.objects.items()
         }
         name = max(objects, key=lambda name: len(objects[name]), default="")

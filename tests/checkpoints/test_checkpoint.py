@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -32,12 +33,13 @@ from ddp_train.checkpoints.reader import (
     load_model,
     load_training,
 )
-from ddp_train.checkpoints.training_state import copy_of, problem_of_extra_state
+from ddp_train.checkpoints.training_state import copies_of, copy_of
 from ddp_train.checkpoints.writer import Snapshot, Writer, save_checkpoint, write_checkpoint
 from ddp_train.config.freeze import freeze
 from ddp_train.engine.selection import Selection
-from ddp_train.errors import ConfigError, DataError, WriteError
+from ddp_train.errors import ConfigError, DataError, StateError, WriteError
 from ddp_train.options.schema import Config
+from ddp_train.plain_state import problem_of_extra_state
 from ddp_train.runs import summary
 from ddp_train.tensor_tree import map_tensors
 
@@ -511,6 +513,16 @@ def test_extra_state_that_is_no_plain_data_is_named() -> None:
     assert problem_of_extra_state(model) == ""
     model.extra = Path("a")
     assert "get_extra_state returns for _extra_state is not plain" in problem_of_extra_state(model)
+
+
+def test_extra_state_takes_numbers_of_numpy(tmp_path: Path) -> None:
+    model = WithExtraState()
+    model.extra = {"mean": np.float32(0.5)}
+    found = load_checkpoint(save_checkpoint(tmp_path, 1, model.state_dict(), {}).parents[1])
+    assert found and found[1]["_extra_state"] == {"mean": 0.5}
+    model.extra = {"mean": np.ones(2)}
+    with pytest.raises(StateError, match=r"for _extra_state is not plain data: \['mean'\] is a nd"):
+        copies_of(model.state_dict())
 
 
 def test_tied_weights_are_saved_under_each_name(tmp_path: Path) -> None:

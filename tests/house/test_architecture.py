@@ -22,7 +22,8 @@ OPTION_CLASSES = "the modules config.py of the rooms"
 """The classes of options, each beside its implementation: a layer of its own."""
 
 ROOMS = [
-    *("errors", "public", "text", "scored_sets", "linux", "plain_yaml", "tensor_tree"),
+    *("errors", "public", "text", "scored_sets", "linux", "plain_yaml"),
+    *("plain_state", "tensor_tree"),
     *("distributed", "hardware", "options", OPTION_CLASSES),
     *("checkpoints.layout", "resilience", "telemetry", "config", "launcher"),
     "sweeps",
@@ -39,6 +40,7 @@ torch where checkpoints are, to the config and the launcher too.
 """
 
 WITH_TORCH = [
+    "ddp_train.plain_state",
     "ddp_train.tensor_tree",
     *(
         f"ddp_train.distributed.{name}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ def test_a_state_comes_back_with_its_own_types() -> None:
     state = OrderedDict(
         weight=weight,
         again=[weight, weight[0]],
-        numbers={3: (1, 2.5, None, True), "texts": ["a", b"b"]},
+        numbers={3: (1, 2.5, None, True), "texts": ["a", b"b"], "counts": Counter("aab")},
         dtype=torch.bfloat16,
         sparse=torch.eye(3).to_sparse(),
     )
@@ -62,7 +63,7 @@ def test_what_is_known_to_differ_is_of_rank_0() -> None:
 
 def test_code_is_not_run() -> None:
     packer = StatePacker("cpu")
-    for value in (print, torch.nn.Identity(), Path("a")):
+    for value in (print, torch.nn.Identity(), Path("a"), np.float64(1)):
         with pytest.raises(LaunchError, match="which is no plain data"):
             unpacked(packer.packed({"value": value}, is_same=True), _none)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddp_train
-from ddp_train.checkpoints.training_state import problem_of_state
+from ddp_train.plain_state import problem_of_state
 from ddp_train.sessions.states_of_ranks import (
     buffers_apart,
     is_batch_norm_apart,
