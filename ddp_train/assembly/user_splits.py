@@ -291,12 +291,13 @@ class UserSplits:
         if "/" in name:
             section = _section_of(name)
             given = shown(self.data.named_sets()[name])
-            rule = f"would be the samples that train, with {shown(plain)}"
+            rule = f"would be the samples that train: the class gets {shown(plain)} for both"
             return f"{section}={given}: {rule}; add {section}.NAME=VALUE that tells them apart"
         return (
             f"data.splits={shown(self.data.splits)}: training and {name} set would be the same"
-            f" samples, with {shown(plain)}; add data.splits.train.{key}={of_train}"
-            f" data.splits.{name}.{key}={of_other}, or what else tells them apart"
+            f" samples: the class gets {shown(plain)} for both; add"
+            f" data.splits.train.{key}={of_train} data.splits.{name}.{key}={of_other},"
+            " or what else tells them apart"
         )
 
     def _explain(self, name: str, arguments: dict[str, Any], error: Exception) -> None:

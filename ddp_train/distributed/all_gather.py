@@ -28,8 +28,8 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     rows of all processes. If each process's loss is a sum over its own rows, the gradient is that
     of the sum over all rows.
 
-    On one process, in an evaluation and outside of a training step, `rows` is `tensor` itself.
-    There the batches do not depend on the number of processes.
+    Nothing is collected on one process, or outside of a training step, as in an evaluation: `rows`
+    is `tensor` itself. A batch of an evaluation is the same on any number of processes.
 
     Raises ConfigError if the rows of all processes are not the global batch: with accumulation,
     with strategy=ordered, on several GPUs with strategy=dp. Raises LaunchError while a step is

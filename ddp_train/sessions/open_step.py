@@ -98,7 +98,6 @@ def check_one_for_each_sample(losses: Tensor, share: MicroBatch) -> None:
         f"run.mean: the losses have the shape {list(losses.shape)}, and the batch"
         f" {samples} samples{cause}",
         "give it one loss for each sample, with reduction='none'; for tokens or pixels name"
-        " those that count, run.mean(losses, over=mask), or over=losses.numel() if all do; a loss"
-        " of a whole batch that ddp_train.all_gather has put together goes by the samples here,"
-        " run.mean(loss * n, over=n)",
+        " those that count, run.mean(losses, over=mask), or over=losses.numel() if all do; for one"
+        " loss of a whole batch, by ddp_train.all_gather, run.mean(loss.expand(len(batch)))",
     )

@@ -296,15 +296,16 @@ class Run(MediaCalls):
         """Return the mean loss over the global batch, for `backward()`.
 
         Its gradients are exact even if processes have different numbers of samples. A step of an
-        optimizer whose loss is not from `run.mean` is an error. The value on one process is only
-        its part of the loss; the mean of the values of all processes is the mean loss.
+        optimizer whose loss is not from `run.mean` is an error. The value differs
+        between processes: its mean over them, `run.sum(loss.item()) / run.processes`, is the mean
+        loss.
 
         losses: one loss per sample of this process, [n], as with reduction='none'. With `over`, any
             shape.
         over: number of units on this process (tokens, pixels), or a tensor of weights or a mask,
             which is added up. The sum of all losses is divided by the sum of `over`, both over all
             processes; this needs communication.
-        of: the loader whose samples `losses` has, if several loaders gave a batch in this step.
+        of: the loader that gave the samples of `losses`, if several gave a batch in this step.
         accumulate: an optimizer that steps once in several batches. After each batch, gradients are
             those of the mean over all samples (or units of `over`) since its last step.
 

@@ -186,7 +186,7 @@ def _before_batch_norm(layer: nn.Module, _: Any) -> None:
         raise UsageError(
             "batch norm in train mode was given a batch of run.test_loader: processes have"
             " different numbers of them, and would wait for each other",
-            f"model.eval() to score; in place of update_bn {WAY_OF_UPDATE_BN}",
+            f"call model.eval() to score it; in place of torch's update_bn: {WAY_OF_UPDATE_BN}",
         )
     if CURRENT.step is None and is_in_update_bn():
         raise UsageError(

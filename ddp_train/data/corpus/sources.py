@@ -139,7 +139,8 @@ def open_token_set(
 
 
 def _refuse_training_text(where: str, why: str) -> NoReturn:
-    raise DataError(f"{where}: its text would train too: {why}", "keep it beside what trains")
+    problem = f"{where}: this text is in the training set: {why}"
+    raise DataError(problem, "move it out of there, or name another file")
 
 
 def _cut_off_end(parts: list[Tensor], test_part: float) -> tuple[list[Tensor], list[Tensor]]:

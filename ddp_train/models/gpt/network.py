@@ -120,7 +120,7 @@ class Gpt(nn.Module):
         if ids.shape[1] > self.context:
             raise DataError(
                 f"model=gpt has {self.context} positions, and a sample has {ids.shape[1]} tokens",
-                "use a data.length of as many tokens as the model was built for",
+                f"use data.length={self.context}",
             )
         places = torch.arange(ids.shape[1], device=ids.device)
         embedded = self.tokens(ids) + self.positions(places)

@@ -53,7 +53,9 @@ def test_text_has_further_sets_by_their_paths(text: Path) -> None:
 
 def test_a_set_of_text_that_trains_is_refused(text: Path) -> None:
     section = text_of(text, test_sets={"a": str(text / "trains/a.txt")})
-    with pytest.raises(DataError, match=r"data.test_sets.a=.*a.txt: its text would train too"):
+    with pytest.raises(
+        DataError, match=r"data.test_sets.a=.*a.txt: this text is in the training set"
+    ):
         open_datasets(Config(data=section))
 
 
@@ -90,7 +92,9 @@ def test_tokens_have_further_sets_which_do_not_train(tmp_path: Path) -> None:
 
     assert opened(str(tmp_path / "other.bin")).get_batch(np.array([0]), None)[0][0, 0] == 200
     assert opened(str(tmp_path / "data/val.bin")).tokens == 60  # it tests in any case
-    with pytest.raises(DataError, match=r"its text would train too: .*train.bin is one of those"):
+    with pytest.raises(
+        DataError, match=r"this text is in the training set: .*train.bin is one of those"
+    ):
         opened(str(tmp_path / "data"))
 
 
