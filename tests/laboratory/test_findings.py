@@ -78,7 +78,7 @@ def test_isolated_check_answers_or_is_given_up() -> None:
     slow = IsolatedCheck(time.sleep, 60)
     other = IsolatedCheck(os.getpid)
     began = time.monotonic()
-    with pytest.raises(NoAnswerError, match=r"^no answer within 0 s$"):
+    with pytest.raises(NoAnswerError, match=r"^no answer within \d s$"):
         slow.answer(began + 0.1)
     assert time.monotonic() - began < 5 and not state_of(slow.pid), "it was killed and buried"
     wait_until(lambda: state_of(other.pid) == "Z", "end of the other")

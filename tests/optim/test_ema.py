@@ -379,7 +379,9 @@ def test_average_is_copied_after_the_last_checkpoint_is_written() -> None:
         World(), model=MODEL, strategy={"name": "single"}, train={"ema_decay": DECAY}
     )
     calls = mock.Mock()
-    hook = CheckpointHook(calls.writer, mock.Mock(), {})
+    metrics_hook = mock.Mock()
+    metrics_hook.state.return_value = {}
+    hook = CheckpointHook(calls.writer, metrics_hook, {})
     with mock.patch("ddp_train.checkpoints.checkpoint_hook.collect_average", calls.collect):
         hook.save(job_of(config, World()))
     assert [name for name, _, _ in calls.mock_calls] == ["writer.wait", "collect", "writer.submit"]
