@@ -115,7 +115,7 @@ def test_what_trains_neither_tests_nor_validates() -> None:
     for splits, message in (
         (
             {"train": {"download": True}},
-            r"and test set would .*, with \{train:true,first:0\}; add data\.splits\.train\.tr",
+            r"and test set would .* gets \{train:true,first:0\} for both; add data\.splits\.train\.tr",
         ),
         (
             {"train": {"train": True}},
