@@ -1,7 +1,8 @@
 """What is looked at in the first epoch of a session: variables of the loop that would make its
 result depend on the number of processes, or on where it was resumed.
 
-Rank 0 warns. What takes an exchange is compared at the end of the epoch.
+Rank 0 warns. What takes an exchange is compared at the end of the epoch; carried numbers at the end
+of the second, the fourth, the eighth epoch too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ class FirstEpoch:
         self.row_tables: RowTables | None = None
         """None on one process, and when they were compared."""
         self.carried: CarriedNumbers | None = None
-        """None on one process, and when they were compared."""
+        """None on one process, and in epochs whose end does not compare them."""
+        self.epochs = 0
+        """Epochs that have ended."""
+        self.has_told = False
+        """Whether carried numbers were told."""
         self.lost: LostVariables | None = None
         """On rank 0, until it was asked after two steps."""
         self.rows: str | None = None
@@ -85,9 +90,15 @@ class FirstEpoch:
                 log.warning(warning_of(names))
         if self.carried and self.carried.is_complete:
             names = self.carried.apart(device)
-            self.carried = None
+            self.has_told = bool(names)
             if names and self.world.is_leader:
                 log.warning(CARRIED, ", ".join(names))
+        self.epochs += 1
+        self.carried = None
+        # A number may be used after a warm-up: in the second, the fourth, the eighth epoch ...
+        is_due = (self.epochs + 1).bit_count() == 1
+        if self.world.size > 1 and is_due and not self.has_told:
+            self.carried = CarriedNumbers()
 
     def _compare_rows(self, device: str) -> None:
         """Say if all processes had the same rows in the first step."""

@@ -143,8 +143,9 @@ def _places_of(value: Any) -> set[int]:
     """Where the tensors lie that a value holds, which is no long list."""
     if isinstance(value, list | dict) and len(value) > MOST_ITEMS:
         return set()
-    held = value.parameters() if isinstance(value, nn.Module) else tensors(value)
-    return set(map(_place, held))
+    if isinstance(value, nn.Module):
+        return {_place(held) for held in (*value.parameters(), *value.buffers())}
+    return set(map(_place, tensors(value)))
 
 
 def _place(tensor: Tensor) -> int:

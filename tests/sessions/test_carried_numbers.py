@@ -145,6 +145,35 @@ class Trainer:
         return weights_of(model=model)
 
 
+def after_a_warm_up(run: Any) -> None:
+    """A radius of this process's samples, from the second epoch on."""
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    loader = run.loader(rows(), global_batch_size=6)
+    run.resume(model=model, optimizer=optimizer)
+    radius = 0.0
+    for epoch in run.epochs(5, whole=True):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            losses = (model(inputs).squeeze(1) - labels).square() - radius
+            run.mean(losses * losses).backward()
+            optimizer.step()
+            if epoch > 0 and len(losses):
+                radius = losses.detach().mean().item()
+
+
+def told_late(world: World) -> list[str]:
+    messages: list[str] = []
+    first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
+    with session_on(world) as run:
+        after_a_warm_up(run)
+    return messages
+
+
+def test_a_number_that_begins_to_differ_later_is_told_once() -> None:
+    assert on_ranks(3, told_late) == [[CARRIED % "radius"], [], []]
+
+
 def told(world: World, of_all: bool) -> list[Any]:
     messages: list[str] = []
     first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
