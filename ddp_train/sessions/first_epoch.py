@@ -33,7 +33,7 @@ class FirstEpoch:
         self.row_tables: RowTables | None = None
         """None on one process, and when they were compared."""
         self.carried: CarriedNumbers | None = None
-        """None on one process, and in epochs whose end does not compare them."""
+        """None on one process, and while they are not looked at."""
         self.epochs = 0
         """Epochs that have ended."""
         self.has_told = False
@@ -90,14 +90,15 @@ class FirstEpoch:
                 log.warning(warning_of(names))
         if self.carried and self.carried.is_complete:
             names = self.carried.apart(device)
+            self.carried = None
             self.has_told = bool(names)
             if names and self.world.is_leader:
                 log.warning(CARRIED, ", ".join(names))
         self.epochs += 1
-        self.carried = None
         # A number may be used after a warm-up: in the second, the fourth, the eighth epoch ...
         is_due = (self.epochs + 1).bit_count() == 1
-        if self.world.size > 1 and is_due and not self.has_told:
+        may_look = self.world.size > 1 and self.carried is None and not self.has_told
+        if may_look and is_due:
             self.carried = CarriedNumbers()
 
     def _compare_rows(self, device: str) -> None:

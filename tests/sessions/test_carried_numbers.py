@@ -145,11 +145,11 @@ class Trainer:
         return weights_of(model=model)
 
 
-def after_a_warm_up(run: Any) -> None:
+def after_a_warm_up(run: Any, batch_size: int) -> None:
     """A radius of this process's samples, from the second epoch on."""
     model = run.wrap(net())
     optimizer = sgd(model)
-    loader = run.loader(rows(), global_batch_size=6)
+    loader = run.loader(rows(), global_batch_size=batch_size)
     run.resume(model=model, optimizer=optimizer)
     radius = 0.0
     for epoch in run.epochs(5, whole=True):
@@ -162,16 +162,18 @@ def after_a_warm_up(run: Any) -> None:
                 radius = losses.detach().mean().item()
 
 
-def told_late(world: World) -> list[str]:
+def told_late(world: World, batch_size: int) -> list[str]:
     messages: list[str] = []
     first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
     with session_on(world) as run:
-        after_a_warm_up(run)
+        after_a_warm_up(run, batch_size)
     return messages
 
 
-def test_a_number_that_begins_to_differ_later_is_told_once() -> None:
-    assert on_ranks(3, told_late) == [[CARRIED % "radius"], [], []]
+@pytest.mark.parametrize("batch_size", [6, 12])
+def test_a_number_that_begins_to_differ_later_is_told_once(batch_size: int) -> None:
+    """Also where an epoch has fewer steps than are looked at."""
+    assert on_ranks(3, told_late, batch_size) == [[CARRIED % "radius"], [], []]
 
 
 def told(world: World, of_all: bool) -> list[Any]:
