@@ -123,9 +123,9 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def cause_beside_draws(one: Record, others: Record, allowed: float) -> str:
-    """What to look for in a script that draws random numbers by process.
+    """The causes to look for in a script that draws random numbers by process.
 
-    others: of one process too, with other draws. They may have no effect.
+    others: the record of one process with other draws, which may have no effect.
     """
     if differences_of(one, others, allowed)[0].share > allowed:
         return DRAWN

@@ -14,7 +14,7 @@ import os
 import sys
 
 LEVEL = "TORCH_CPP_LOG_LEVEL"
-"""Of the messages of torch's C++ code."""
+"""The level from which on torch's C++ code prints messages."""
 is_quiet = __name__ == "__main__" and LEVEL not in os.environ
 if is_quiet:
     os.environ[LEVEL] = "ERROR"

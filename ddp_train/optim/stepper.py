@@ -163,7 +163,9 @@ class Stepper:
                     moments[name] = like.copy_(moment)
         self.scaler.load_state_dict(state["scaler"])
         self.logged.load_state(state.get("logged", ()))
-        self.check_finite.skipped, self.check_finite.skipped_in_a_row = state.get("skipped", (0, 0))
+        skipped = state.get("skipped", (0, 0))
+        self.check_finite.skipped = skipped[0]
+        self.check_finite.skipped_in_a_row = skipped[1]
         self.norm = state["gradient_norm"]
         if self.norm is not None:
             self.norm = self.norm.to(self.device)

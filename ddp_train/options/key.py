@@ -149,7 +149,7 @@ def _broken_count(value: Any, name: str, may_be_auto: bool) -> str:
 
 
 def _fitting_count(value: Any, may_be_auto: bool) -> int | str:
-    """What was probably meant by a value that is no number of processes or hosts."""
+    """The number that was probably meant by a value that is none of processes or hosts."""
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST:
         return max(1, round(value))
     if isinstance(value, str) and value.isdecimal() and 1 <= int(value) < LARGEST:

@@ -27,7 +27,7 @@ PLAIN = {
     ("torch", "strided"),
     ("torch.serialization", "_get_layout"),
 }
-"""What a pickled state may name, beside dtypes and what rebuilds tensors."""
+"""The names that a pickled state may have, beside dtypes and what rebuilds tensors."""
 
 
 class StatePacker:

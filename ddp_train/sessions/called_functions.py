@@ -43,7 +43,7 @@ class Called:
     variables: dict[str, Any]
     """The globals of its module."""
     owner: str
-    """What its first parameter is called where it is a method; "" for any other function."""
+    """The loop's name for the first parameter of a method; "" for any other function."""
 
 
 class CalledFunctions:
@@ -55,9 +55,9 @@ class CalledFunctions:
         self.count = 0
         """Calls that were replaced."""
         self.owners: set[str] = set()
-        """Whose methods they were, as the loop calls them."""
+        """The objects whose methods they were, by the names that the loop has for them."""
         self.active: list[types.CodeType] = []
-        """Of the functions that are put in now, the outermost first."""
+        """The code of the functions that are put in now, the outermost first."""
         self.nodes: dict[str, dict[tuple[str, int], FunctionNode]] = {}
         """The functions of files: by file, then by name and first line."""
 
@@ -76,7 +76,7 @@ class CalledFunctions:
         return result
 
     def _put_before(self, statement: ast.stmt) -> Iterator[ast.stmt]:
-        """What the calls in the expressions of a statement do; they become what it returns."""
+        """The statements of functions that a statement calls, whose values replace the calls."""
         for name, value in ast.iter_fields(statement):
             if isinstance(value, ast.expr):
                 replacer = _Replacer(self)
@@ -117,7 +117,7 @@ class CalledFunctions:
         return Called(value.__code__, value.__globals__, owner)
 
     def statements_of(self, called: Called, call: ast.Call) -> tuple[list[ast.stmt], ast.expr]:
-        """What a call does, and what it returns. Nothing where the code cannot be read."""
+        """The statements of a call, none where the code cannot be read, and what it returns."""
         code = called.code
         node = self._node_of(called)
         if node is None or self.count == MOST_CALLS:
@@ -230,7 +230,10 @@ def _functions_in(text: str) -> dict[tuple[str, int], FunctionNode]:
 
 
 def _given(node: FunctionNode, call: ast.Call, owner: str) -> dict[str, ast.expr]:
-    """What a call gives for each parameter. owner: of a method, as the loop calls it."""
+    """The argument of a call for each parameter.
+
+    owner: the loop's name for the object of a method; "" for a function.
+    """
     arguments = [*call.args]
     if owner:
         arguments.insert(0, ast.parse(owner, mode="eval").body)

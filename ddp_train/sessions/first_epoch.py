@@ -1,5 +1,5 @@
-"""What is looked at in the first epoch of a session: variables of the loop that would make its
-result depend on the number of processes, or on where it was resumed.
+"""Looks, in the first epoch of a session, at variables of the loop that would make its result
+depend on the number of processes, or on where it was resumed.
 
 Rank 0 warns. What takes an exchange is compared at the end of the epoch; carried numbers at the end
 of the second, the fourth, the eighth epoch too.

@@ -29,7 +29,7 @@ LOST = (
     " beginning of an epoch: run.epochs(..., whole=True)"
 )
 MOST_ITEMS = 10_000
-"""Of a list or dict that is looked into."""
+"""The longest list or dict that is looked into."""
 MOST_TENSORS = 1_000
 LIBRARIES = ("torch", "ddp_train", "builtins", "collections", "numpy")
 """Modules whose objects are no pools of a user's."""
@@ -46,7 +46,7 @@ class LostVariables:
         self.known = {id(item) for item in saved}
         self.known |= {id(item.module) for item in saved if isinstance(item, Wrapped)}
         self.pools: dict[str, Pool] | None = None
-        """Of the objects that the loop uses, after the first step; None before."""
+        """The pools of objects that the loop uses, after the first step; None before."""
 
     def look(self) -> list[str] | None:
         """The names, once it was called after two steps; None before."""

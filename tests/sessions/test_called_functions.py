@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions import first_epoch
 from ddp_train.sessions.carried_numbers import CARRIED
 from ddp_train.sessions.lost_variables import LOST
 from ddp_train.sessions.run import Run
 from tests.sessions.loops import net, rows, sgd
 from tests.support.ranks import on_ranks
-from tests.support.session_ranks import session_on
+from tests.support.session_ranks import session_on, told_by
 
 baseline = 0.0
 
@@ -33,9 +32,13 @@ class Trainer:
         self.hidden = torch.zeros(1).double()
         self.queue = torch.zeros(4).double()
 
-    def fit(self, step: Callable[[Tensor, Tensor], Any], epochs: int = 2) -> None:
-        loader = self.run.loader(rows(), global_batch_size=6)
+    def begun(self, data: Any) -> Any:
+        """The loader, after the model and its optimizer were named."""
         self.run.resume(model=self.model, optimizer=self.optimizer)
+        return self.run.loader(data, global_batch_size=6)
+
+    def fit(self, step: Callable[[Tensor, Tensor], Any], epochs: int = 2) -> None:
+        loader = self.begun(rows())
         for _ in self.run.epochs(epochs):
             for x, y in loader:
                 self.total += float(self.update(step(x, y)))
@@ -50,8 +53,7 @@ class Trainer:
 
 class WithHidden(Trainer):
     def fit(self, step: Callable[[Tensor, Tensor], Any], epochs: int = 2) -> None:
-        loader = self.run.loader(rows(), global_batch_size=6)
-        self.run.resume(model=self.model, optimizer=self.optimizer)
+        loader = self.begun(rows())
         for _ in self.run.epochs(epochs):
             for x, y in loader:
                 self.one(x, y)
@@ -70,8 +72,7 @@ def hidden_in_a_method(run: Run) -> None:
 
 def hidden_of_another_object(run: Run) -> None:
     trainer = WithHidden(run)
-    loader = run.loader(rows(), global_batch_size=6)
-    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    loader = trainer.begun(rows())
     for _ in run.epochs(2):
         for x, y in loader:
             trainer.one(x, y)
@@ -85,8 +86,7 @@ def mixed(queue: list[Tensor], x: Tensor) -> Tensor:
 def queue_in_a_function(run: Run) -> None:
     trainer = Trainer(run)
     queue: list[Tensor] = []
-    loader = run.loader(rows(), global_batch_size=6)
-    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    loader = trainer.begun(rows())
     for _ in run.epochs(1):
         for x, y in loader:
             x = mixed(queue, x)
@@ -103,8 +103,7 @@ def above_baseline(values: Tensor) -> Tensor:
 
 def global_in_a_function(run: Run) -> None:
     trainer = Trainer(run)
-    loader = run.loader(rows(), global_batch_size=6)
-    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    loader = trainer.begun(rows())
     for _ in run.epochs(1):
         for x, y in loader:
             trainer.update(above_baseline(y) * trainer.model(x).squeeze(1))
@@ -118,8 +117,7 @@ def train_epoch(trainer: Trainer, loader: Any, inputs: Tensor, aims: Tensor) -> 
 def aims_of_the_caller(run: Run) -> None:
     trainer = Trainer(run)
     inputs, _ = rows().tensors
-    loader = run.loader(range(len(inputs)), global_batch_size=6)
-    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    loader = trainer.begun(range(len(inputs)))
     for _ in run.epochs(2):
         with torch.no_grad():
             aims = trainer.model(inputs) + inputs[:, :1]
@@ -129,8 +127,7 @@ def aims_of_the_caller(run: Run) -> None:
 def passes_of_the_caller(run: Run) -> None:
     trainer = Trainer(run)
     inputs, aims = rows().tensors
-    loader = run.loader(range(len(inputs)), global_batch_size=6)
-    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    loader = trainer.begun(range(len(inputs)))
     for _ in run.epochs(1):
         for number in range(2):
             assert number < 2
@@ -174,8 +171,7 @@ def of_a_log(run: Run) -> None:
         trainer.recent = [*trainer.recent[-3:], losses.detach()]
         return losses, score
 
-    loader = run.loader(rows(), global_batch_size=6)
-    run.resume(model=trainer.model, optimizer=trainer.optimizer)
+    loader = trainer.begun(rows())
     for epoch in run.epochs(2):
         for x, y in loader:
             weight = scaled(epoch)
@@ -204,11 +200,7 @@ def test_what_functions_keep_is_told(
 
 
 def told_apart(world: World, loop: Callable[[Run], None]) -> list[str]:
-    """The warnings of the first epoch on a process."""
-    messages: list[str] = []
-    first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
-    with session_on(world) as run:
-        loop(run)
+    messages, _ = told_by(world, loop)
     return messages
 
 

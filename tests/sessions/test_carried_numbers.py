@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ddp_train.distributed.world import World
-from ddp_train.sessions import first_epoch
 from ddp_train.sessions.carried_names import LoopCode
 from ddp_train.sessions.carried_numbers import CARRIED
 from tests.sessions.loops import net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
-from tests.support.session_ranks import session_on
+from tests.support.session_ranks import told_by
 
 BODIES = {
     "a baseline": (
@@ -162,26 +161,19 @@ def after_a_warm_up(run: Any, batch_size: int) -> None:
                 radius = losses.detach().mean().item()
 
 
-def told_late(world: World, batch_size: int) -> list[str]:
-    messages: list[str] = []
-    first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
-    with session_on(world) as run:
-        after_a_warm_up(run, batch_size)
-    return messages
-
-
 @pytest.mark.parametrize("batch_size", [6, 12])
 def test_a_number_that_begins_to_differ_later_is_told_once(batch_size: int) -> None:
     """Also where an epoch has fewer steps than are looked at."""
     assert on_ranks(3, told_late, batch_size) == [[CARRIED % "radius"], [], []]
 
 
-def told(world: World, of_all: bool) -> list[Any]:
-    messages: list[str] = []
-    first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
-    with session_on(world) as run:
-        weights = Trainer(run, of_all).train()
-    return [messages, weights]
+def told(world: World, of_all: bool) -> tuple[list[str], Any]:
+    return told_by(world, lambda run: Trainer(run, of_all).train())
+
+
+def told_late(world: World, batch_size: int) -> list[str]:
+    messages, _ = told_by(world, lambda run: after_a_warm_up(run, batch_size))
+    return messages
 
 
 def test_a_number_of_own_samples_is_told_once() -> None:

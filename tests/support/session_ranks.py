@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions import first_epoch
 from ddp_train.sessions.run import Run
 from ddp_train.sessions.settings import Settings
 from ddp_train.sessions.steps import Steps
@@ -45,3 +47,12 @@ def session_on(world: World, folder: str | None = None, device: str = "cpu") -> 
                 steps.checkpoints.finish()
         finally:
             steps.close()
+
+
+def told_by(world: World, loop: Callable[[Run], Any]) -> tuple[list[str], Any]:
+    """The warnings of the first epoch on one process, and what a loop returns."""
+    messages: list[str] = []
+    first_epoch.log.warning = lambda text, *names: messages.append(text % names)  # type: ignore[method-assign]
+    with session_on(world) as run:
+        found = loop(run)
+    return messages, found
