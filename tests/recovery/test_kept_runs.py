@@ -386,7 +386,9 @@ def test_skipped_steps_are_counted_past_a_kill_and_a_resume(tmp_path: Path) -> N
     with running(tmp_path / "run", *words, "launch.max_restarts=2", env=holes) as job:
         for killed in (Kill(1, 12, "backward"), Kill(0, 22, "forward")):
             assert kill(job, 3, killed)
-        wait_until(lambda: last_step(tmp_path / "run") > 22, "a line after the kills")
+        wait_until(lambda: job.said().count("restarting (") == 2, "both restarts")
+        restarted_at = last_step(tmp_path / "run")
+        wait_until(lambda: last_step(tmp_path / "run") > restarted_at, "a line after the kills")
         job.process.send_signal(signal.SIGTERM)
         assert job.end() == 75, job.said()
     resumed = run(*words, f"run_dir={tmp_path}/run", env=holes)
