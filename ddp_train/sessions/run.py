@@ -34,7 +34,8 @@ from ddp_train.sessions.loader import (
     options_of,
     source_of,
 )
-from ddp_train.sessions.session_checkpoints import SessionCheckpoints, check_objects
+from ddp_train.sessions.session_checkpoints import SessionCheckpoints
+from ddp_train.sessions.session_objects import check_objects
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
 from ddp_train.sessions.stream_feed import stream_feed

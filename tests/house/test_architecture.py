@@ -85,6 +85,7 @@ WITH_TORCH = [
             "score_watch",
             "session_checkpoints",
             "session_keeper",
+            "session_objects",
             "states_of_ranks",
             "steps",
         )
