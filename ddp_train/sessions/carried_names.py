@@ -34,6 +34,10 @@ class Flow:
     seen: set[str] = field(default_factory=set)
     losses: set[str] = field(default_factory=set)
     """The names in arguments of `run.mean`, and in what decides whether it is called."""
+    loops: int = 0
+    """Loops within the loop, around the statement that is followed now."""
+    set_under: dict[str, set[str]] = field(default_factory=dict)
+    """The names that are set where a condition holds, by its text."""
 
     def read(self, names: set[str]) -> None:
         self.carried |= names - self.seen
@@ -42,6 +46,10 @@ class Flow:
     def set(self, target: str, sources: set[str]) -> None:
         self.sources.setdefault(target, set()).update(sources)
         self.seen.add(target)
+
+    def may_differ(self, names: set[str]) -> bool:
+        """Whether a condition on names may hold in one pass of the loop and not in another."""
+        return bool(names & (self.sources.keys() | self.run_names))
 
     def reaching_losses(self) -> set[str]:
         """All names that the losses come from."""
@@ -198,17 +206,13 @@ def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
                 _set_all([target], value, conditions | names, flow)
             case ast.Expr(value=ast.Call() as call):
                 _follow_call(call, conditions, flow)
-            case ast.If(test=test) | ast.While(test=test):
-                names = names_in(test)
-                flow.read(names)
-                if any(isinstance(part, JUMPS) for part in ast.walk(statement)):
-                    flow.losses |= names | conditions
-                inner = conditions | names
-                _follow(statement.body, inner, flow)
-                _follow(statement.orelse, inner, flow)
+            case ast.If() | ast.While():
+                _follow_test(statement, conditions, flow)
             case ast.For(target=target, iter=items):
                 _set_all([target], items, conditions, flow)
+                flow.loops += 1
                 _follow(statement.body, conditions | names_in(items), flow)
+                flow.loops -= 1
             case ast.With(items=items):
                 for item in items:
                     flow.read(names_in(item.context_expr))
@@ -219,6 +223,40 @@ def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
                 _follow(parts, conditions, flow)
             case _:
                 flow.read(names_in(statement))
+
+
+def _follow_test(statement: ast.If | ast.While, conditions: set[str], flow: Flow) -> None:
+    names = names_in(statement.test)
+    flow.read(names)
+    if any(isinstance(part, JUMPS) for part in ast.walk(statement)):
+        flow.losses |= names | conditions
+    inner = conditions | names
+    # In a loop within the loop it may hold in the first pass of that: `if i == 0: h = zeros`.
+    if isinstance(statement, ast.If) and not flow.loops and flow.may_differ(names):
+        _follow_choice(statement, inner, flow)
+    else:
+        _follow(statement.body, inner, flow)
+        _follow(statement.orelse, inner, flow)
+
+
+def _follow_choice(statement: ast.If, conditions: set[str], flow: Flow) -> None:
+    """Follow an `if` that holds in some passes: elsewhere what it sets is that of a pass before."""
+    test = ast.dump(statement.test)
+    before = set(flow.seen)
+    flow.seen |= flow.set_under.get(test, set())
+    _follow(statement.body, conditions, flow)
+    after_body = flow.seen
+    flow.set_under[test] = after_body
+    flow.seen = set(before)
+    _follow(statement.orelse, conditions, flow)
+    if _ends_by_jump(statement.orelse):
+        flow.seen = after_body
+    elif not _ends_by_jump(statement.body):
+        flow.seen &= after_body
+
+
+def _ends_by_jump(body: list[ast.stmt]) -> bool:
+    return bool(body) and isinstance(body[-1], JUMPS)
 
 
 def _note_losses(statement: ast.stmt, conditions: set[str], flow: Flow) -> None:

@@ -17,7 +17,7 @@ from ddp_train.distributed.world import World
 from ddp_train.sessions.carried_numbers import CARRIED, CarriedNumbers
 from ddp_train.sessions.exchange_watch import SUM
 from ddp_train.sessions.first_step import SAME_ROWS
-from ddp_train.sessions.lost_variables import LOST, LostVariables
+from ddp_train.sessions.lost_variables import LOST, LOST_OVER_EPOCHS, LostVariables
 from ddp_train.sessions.row_tables import RowTables, warning_of
 
 log = logging.getLogger(__name__)
@@ -26,9 +26,11 @@ log = logging.getLogger(__name__)
 class FirstEpoch:
     """Looks at the variables of the user's loop."""
 
-    def __init__(self, world: World, saved: Collection[Any] | None) -> None:
-        """saved: the models and the objects of run.resume; None where nothing is lost beside
-        them, since each epoch begins anew."""
+    def __init__(self, world: World, saved: Collection[Any] | None, whole: bool) -> None:
+        """
+        saved: the models and the objects of run.resume; None where nothing is resumed.
+        whole: whether it is resumed at the beginnings of epochs alone.
+        """
         self.world = world
         self.row_tables: RowTables | None = None
         """None on one process, and when they were compared."""
@@ -39,7 +41,9 @@ class FirstEpoch:
         self.has_told = False
         """Whether carried numbers were told."""
         self.lost: LostVariables | None = None
-        """On rank 0, until it was asked after two steps."""
+        """On rank 0 alone."""
+        self.looks_at_steps = not whole
+        """Whether variables that are lost inside of an epoch are looked for."""
         self.rows: str | None = None
         """The digest of `FirstStep.rows`; None before the first step, and when it was compared."""
         if world.size > 1:
@@ -69,16 +73,28 @@ class FirstEpoch:
             self.row_tables.end()
         if self.carried:
             self.carried.look(samples)
-        if self.lost:
+        if self.lost and self.looks_at_steps:
             self._tell_of_lost(self.lost)
 
     def _tell_of_lost(self, lost: LostVariables) -> None:
         names = lost.look()
         if names is None:
             return
-        self.lost = None
+        self.looks_at_steps = False
         if names:
             log.warning(LOST, ", ".join(names))
+
+    def look_over_epochs(self) -> None:
+        """Name what the loop carries from epoch to epoch and no checkpoint holds, each once.
+
+        To be called before the first epoch, and between two.
+        """
+        # Some may be set after a warm-up: in the second, the fourth, the eighth epoch ...
+        is_due = self.epochs.bit_count() <= 1
+        if self.lost and is_due and not self.looks_at_steps:
+            names = self.lost.look_over_epochs()
+            if names:
+                log.warning(LOST_OVER_EPOCHS, ", ".join(names))
 
     def compare(self, device: str) -> None:
         """Name once what each process has of its own samples alone. A collective."""

@@ -2,8 +2,9 @@
 
 A hidden state that goes from batch to batch, a pool of earlier images, the number of a pass,
 rollouts or a copy of the model that were made at the beginning of the epoch: a run that is resumed
-inside of an epoch begins without them. They are found in the code of the loop over batches, of the
-functions that it calls, and of an epoch around it.
+inside of an epoch begins without them. A threshold, a running centre, a weight of a loss that goes
+on from epoch to epoch is lost at the end of one too. They are found in the code of the loop over
+batches, of the functions that it calls, and of the loop over epochs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ LOST = (
     " load_state_dict that run.resume gets; or, if each epoch makes it anew, resume at the"
     " beginning of an epoch: run.epochs(..., whole=True)"
 )
+LOST_OVER_EPOCHS = (
+    "%s: in no checkpoint, and later epochs need it. A run that is resumed begins without it, and"
+    " ends with other weights. Keep it in an object with state_dict and load_state_dict that"
+    " run.resume gets"
+)
 MOST_ITEMS = 10_000
 """The longest list or dict that is looked into."""
 MOST_TENSORS = 1_000
@@ -38,7 +44,7 @@ Pool = list[tuple[Tensor, int]]
 
 
 class LostVariables:
-    """Finds such variables, at the ends of the first two steps."""
+    """Finds such variables, at the ends of the first two steps, and around epochs."""
 
     def __init__(self, saved: Collection[Any]) -> None:
         """saved: the models, as `run.wrap` returned them, and the objects that run.resume got."""
@@ -47,6 +53,25 @@ class LostVariables:
         self.known |= {id(item.module) for item in saved if isinstance(item, Wrapped)}
         self.pools: dict[str, Pool] | None = None
         """The pools of objects that the loop uses, after the first step; None before."""
+        self.pools_of_epochs: dict[str, Pool] = {}
+        """Those that the loop over epochs uses, as they were at the last look."""
+        self.told: set[str] = set()
+
+    def look_over_epochs(self) -> list[str]:
+        """The names that the loop over epochs carries into later ones, but for those told before.
+
+        To be called between two epochs, or before the first one.
+        """
+        for frame in user_frames():
+            loop = LoopCode.of_frame(frame).loop_names()
+            if loop is None:
+                continue
+            places = self._saved_places()
+            now = self._pools_of_used(loop, frame, places)
+            names = self._carried(loop, frame, places, self.pools_of_epochs, now)
+            self.pools_of_epochs = now
+            return self._not_told(names)
+        return []
 
     def look(self) -> list[str] | None:
         """The names, once it was called after two steps; None before."""
@@ -61,15 +86,32 @@ class LostVariables:
             if self.pools is None:
                 self.pools = now
                 return None
-            names = {name for name in loop.carried if self._is_lost(name, frame, places)}
-            names |= {name for name in now if _goes_on(self.pools.get(name, []), now[name])}
+            names = self._carried(loop, frame, places, self.pools, now)
             values = [value_of(name, frame) for name in loop.reaching]
             names |= self._names_of_epoch(code.epoch_names(code.head), frame, values, places)
             for outer in frames[place + 1 :]:
                 epoch = LoopCode.of_frame(outer).epoch_names(outer.f_lineno)
                 names |= self._names_of_epoch(epoch, outer, values, places)
-            return sorted(name for name in names if not _owners(name) & names)
+            return self._not_told(names)
         return []
+
+    def _not_told(self, names: set[str]) -> list[str]:
+        """The names that were not told, without those of attributes of objects among them."""
+        new = names - self.told
+        self.told |= names
+        return sorted(name for name in new if not _owners(name) & new)
+
+    def _carried(
+        self,
+        loop: LoopNames,
+        frame: types.FrameType,
+        saved_places: set[int],
+        before: dict[str, Pool],
+        now: dict[str, Pool],
+    ) -> set[str]:
+        """Names that a loop carries from one pass to the next. before, now: its pools."""
+        names = {name for name in loop.carried if self._is_lost(name, frame, saved_places)}
+        return names | {name for name in now if _goes_on(before.get(name, []), now[name])}
 
     def _names_of_epoch(
         self,

@@ -174,9 +174,9 @@ class Steps:
             )
         position = self.position
         saved = None
-        if not whole and not self.settings.is_proof:
+        if not self.settings.is_proof:
             saved = [*self.checkpoints.objects.values(), *self.models]
-        self.first_epoch = FirstEpoch(self.world, saved)
+        self.first_epoch = FirstEpoch(self.world, saved, whole)
         self._go_on_with_loaders()
         if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
@@ -184,6 +184,8 @@ class Steps:
         self.copies.note()
         self.score_watch.scored_elsewhere = False  # a pass that sets the model up is no score
         while position.epoch < count:
+            if position.epoch + 1 < count or self.first_epoch.epochs:
+                self.first_epoch.look_over_epochs()
             self._begin_epoch()
             yield position.epoch
             self._end_open_step()

@@ -12,6 +12,7 @@ from torch import Tensor
 from ddp_train.distributed.world import World
 from ddp_train.sessions.carried_names import LoopCode
 from ddp_train.sessions.carried_numbers import CARRIED
+from ddp_train.sessions.lost_variables import LOST_OVER_EPOCHS
 from tests.sessions.loops import net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import told_by
@@ -123,11 +124,17 @@ class Trainer:
             return self.run.sum(values.sum().item()) / self.run.sum(len(values))
         return values.mean().item() if len(values) else 0.0
 
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("threshold", "weights", "temperature")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
     def train(self) -> Any:
         model = self.run.wrap(net())
         optimizer = sgd(model)
         loader = self.run.loader(rows(), global_batch_size=6)
-        self.run.resume(model=model, optimizer=optimizer)
+        self.run.resume(model=model, optimizer=optimizer, trainer=self)
         for _ in self.run.epochs(2, whole=True):
             largest = torch.zeros(1).double()
             for inputs, labels in loader:
@@ -164,7 +171,11 @@ def after_a_warm_up(run: Any, batch_size: int) -> None:
 @pytest.mark.parametrize("batch_size", [6, 12])
 def test_a_number_that_begins_to_differ_later_is_told_once(batch_size: int) -> None:
     """Also where an epoch has fewer steps than are looked at."""
-    assert on_ranks(3, told_late, batch_size) == [[CARRIED % "radius"], [], []]
+    assert on_ranks(3, told_late, batch_size) == [
+        [LOST_OVER_EPOCHS % "radius", CARRIED % "radius"],
+        [],
+        [],
+    ]
 
 
 def told(world: World, of_all: bool) -> tuple[list[str], Any]:

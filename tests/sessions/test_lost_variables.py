@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
@@ -16,11 +17,11 @@ import ddp_train
 from ddp_train.distributed.world import World
 from ddp_train.sessions import training_loader
 from ddp_train.sessions.carried_names import LoopCode
-from ddp_train.sessions.lost_variables import LOST
+from ddp_train.sessions.lost_variables import LOST, LOST_OVER_EPOCHS
 from ddp_train.sessions.run import Run
 from tests.sessions.loops import net, rows, sgd, weights_of
 from tests.support.ranks import on_ranks
-from tests.support.session_ranks import Interrupted, session_on
+from tests.support.session_ranks import Interrupted, session_on, told_by
 
 BODY = """
 hidden = None
@@ -171,6 +172,149 @@ def with_nothing(run: Run, whole: bool) -> nn.Module:
     return model
 
 
+class Detector:
+    """A loop in a class, whose radius goes on from step to step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.radius = torch.zeros(1).double()
+        self.total = 0.0
+
+    def train(self, epochs: int, whole: bool) -> None:
+        model, optimizer, loader = begun(self.run)
+        for epoch in self.run.epochs(epochs, whole=whole):
+            losses = torch.zeros(1)
+            for x, y in loader:
+                optimizer.zero_grad()
+                losses = (model(x).squeeze(1) - y).square() - self.radius.square()
+                self.run.mean(losses).backward()
+                optimizer.step()
+                self.total += losses.sum().item()
+                if epoch > 0 and len(x):
+                    self.radius.data[:] = losses.detach().median()
+            print(epoch, losses.sum().item(), self.total)
+
+
+def with_radius(run: Run, whole: bool, epochs: int = 3) -> None:
+    Detector(run).train(epochs, whole)
+
+
+def one_epoch(run: Run, model: Any, optimizer: Any, loader: Any, weight: float) -> float:
+    """Train with a weight. Returns that of the next epoch."""
+    loss = torch.zeros(1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = run.mean(weight * (model(x).squeeze(1) - y).square())
+        loss.backward()
+        optimizer.step()
+    return 1 / (1 + run.sum(loss.item()) / run.processes)
+
+
+def with_weight(run: Run, whole: bool, epochs: int = 3) -> None:
+    """A weight of the loss that comes from the epoch before."""
+    model, optimizer, loader = begun(run)
+    weight = 1.0
+    for _ in run.epochs(epochs, whole=whole):
+        weight = one_epoch(run, model, optimizer, loader, weight)
+
+
+def with_best(run: Run, whole: bool, epochs: int = 3) -> None:
+    """A best score that acts on the loss, and one that is printed."""
+    model, optimizer, loader = begun(run)
+    best = printed = 1e9
+    factor = 1.0
+    for _ in run.epochs(epochs, whole=whole):
+        score = 0.0
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses = factor * (model(x).squeeze(1) - y).square()
+            run.mean(losses).backward()
+            optimizer.step()
+            score += losses.sum().item()
+        score = run.sum(score)
+        if score < best:
+            best = score
+        else:
+            factor = 0.5 * factor
+        printed = min(printed, score)
+        print(printed)
+
+
+def with_old_targets(run: Run, whole: bool, epochs: int = 5) -> None:
+    """Targets that every second epoch makes anew, and others that each does."""
+    model, optimizer, _ = begun(run)
+    inputs, y = rows().tensors
+    loader = run.loader(range(len(y)), global_batch_size=6)
+    old = y
+    for epoch in run.epochs(epochs, whole=whole):
+        if epoch % 2 == 0:
+            old = model(inputs).detach().squeeze(1)
+        if epoch % 2 == 0:
+            new = y
+        else:
+            new = -y
+        for number, i in enumerate(loader):
+            if number == 0:
+                first = 0.5 * new
+            optimizer.zero_grad()
+            losses = (model(inputs[i]).squeeze(1) - old[i] - new[i] - first[i]).square()
+            run.mean(losses).backward()
+            optimizer.step()
+
+
+def with_memory(run: Run, whole: bool, epochs: int = 3) -> None:
+    pool = Pool()
+    model, optimizer, loader = begun(run)
+    for _ in run.epochs(epochs, whole=whole):
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.mean((model(pool.mixed(x)).squeeze(1) - y).square()).backward()
+            optimizer.step()
+
+
+OVER_EPOCHS = [
+    (with_radius, "self.radius"),
+    (with_weight, "weight"),
+    (with_best, "best, factor"),
+    (with_old_targets, "old"),
+    (with_memory, "pool.rows"),
+]
+
+
+def told_over_epochs(world: World, whole: bool) -> list[list[str]]:
+    """What is told of each of these loops, but for what differs between the processes."""
+    found = []
+    for loop, _ in OVER_EPOCHS:
+        messages, _ = told_by(world, partial(loop, whole=whole))
+        found.append([text for text in messages if "in no checkpoint" in text])
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_what_goes_over_whole_epochs_is_told(processes: int) -> None:
+    told, *others = on_ranks(processes, told_over_epochs, True)
+    assert told == [[LOST_OVER_EPOCHS % names] for _, names in OVER_EPOCHS]
+    assert others == [[[]] * len(OVER_EPOCHS)] * (processes - 1)
+
+
+def test_what_epochs_set_after_their_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Without whole=True too."""
+    for loop, names in ((with_weight, "weight"), (with_best, "best, factor")):
+        caplog.clear()
+        with session_on(World()) as run:
+            loop(run, whole=False)
+        assert [record.getMessage() for record in caplog.records] == [LOST_OVER_EPOCHS % names]
+
+
+@pytest.mark.parametrize("loop", [with_radius, with_weight, with_best])
+def test_nothing_goes_over_a_single_epoch(
+    loop: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    with session_on(World()) as run:
+        loop(run, whole=True, epochs=1)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("loop", "names"),
     [
@@ -190,7 +334,7 @@ def test_what_no_checkpoint_holds_is_told(
         caplog.clear()
         with session_on(World()) as run:
             loop(run, whole)
-        told = [record.getMessage() for record in caplog.records if record.msg == LOST]
+        told = [record.getMessage() for record in caplog.records]
         expected = [LOST % names] if names and not whole else []
         assert told == expected
 
