@@ -72,8 +72,8 @@ def _bind_section(section: str, content: Any, problems: list[str]) -> Any:
     options = OPTIONS.get(section, {})
     if isinstance(content, str) and content in options:
         problems.append(
-            f"{section}={content}: an option is chosen in `defaults`, by `- override"
-            f" /{section}: {content}`"
+            f"{section}={content}: a preset chooses an option under `defaults`; write `- override"
+            f" /{section}: {content}` there"
         )
         return None
     if not isinstance(content, dict):
@@ -83,7 +83,8 @@ def _bind_section(section: str, content: Any, problems: list[str]) -> Any:
     if CUSTOM in options and target and content.get("name", CUSTOM) != CUSTOM:
         problems.append(
             f"{section}._target_={shown(target)}: contradicts {section}={content['name']}; give"
-            f" one of them, in a file with `- override /{section}: {CUSTOM}` in its defaults"
+            f" one of them (a preset with _target_ needs `- override /{section}: {CUSTOM}` under"
+            " `defaults`)"
         )
         return None
     content = custom_fields(section, content)

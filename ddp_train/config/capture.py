@@ -35,18 +35,18 @@ def _blockers_of_training(config: Config) -> Iterator[tuple[str, str]]:
     if train.accumulation_steps > 1:
         yield "train.accumulation_steps", "1 (a graph holds one micro-batch and its update)"
     if config.data.batch_by == "tokens":
-        yield "data.batch_by", "samples (the shapes of its batches differ)"
+        yield "data.batch_by", "samples (with tokens, the shapes of batches differ)"
     if train.on_non_finite == "skip":
-        yield "train.on_non_finite", "stop (the host decides whether to skip)"
+        yield "train.on_non_finite", "stop (a captured step cannot skip an update)"
     if strategy.has_process_group and config.launch.backend == "gloo":
         yield "launch.backend", "nccl (gloo copies gradients to the host)"
     if config.schedule.cycles_momentum:
-        yield "schedule.cycle_momentum", "false (a captured step keeps its momentum)"
+        yield "schedule.cycle_momentum", "false (a captured step cannot change the momentum)"
     # The worker asks a class of your own.
     is_asked_later = config.optimizer.is_custom and config.tuning.cuda_graph is True
     if not config.optimizer.can_be_captured and not is_asked_later:
         able = [name for name, option in OPTIONS["optimizer"].items() if option.can_be_captured]
-        yield "optimizer", f"{' or '.join(able)} (others wait for the host)"
+        yield "optimizer", f"{' or '.join(able)} (other optimizers wait for the host)"
 
 
 def _blockers_of_tuning(config: Config) -> Iterator[tuple[str, str]]:
@@ -55,7 +55,7 @@ def _blockers_of_tuning(config: Config) -> Iterator[tuple[str, str]]:
         why = "the other modes capture graphs themselves"
         yield "tuning.compile_mode", f"default or max-autotune-no-cudagraphs ({why})"
     if tuning.activation_checkpointing:
-        why = "it reads the state of the random numbers on the host"
+        why = "it reads the random state on the host"
         yield "tuning.activation_checkpointing", f"[] ({why})"
     if config.optimizer.has_fused and tuning.optimizer != "fused":
         why = "the other implementations read the learning rate on the host"
@@ -68,10 +68,13 @@ def _blockers_of_tuning(config: Config) -> Iterator[tuple[str, str]]:
 def _blockers_of_parameters(config: Config) -> Iterator[tuple[str, str]]:
     strategy = config.strategy
     if strategy.find_unused_parameters:
-        yield "strategy.find_unused_parameters", "false (it walks each autograd graph)"
+        yield (
+            "strategy.find_unused_parameters",
+            ("false (it searches the autograd graph in each step)"),
+        )
     if strategy.comm_hook == "powersgd":
         yield "strategy.comm_hook", "none (a captured step runs no Python)"
     if config.model.freeze_epochs is not None:
-        yield "model.freeze_epochs", "null (a graph is that of fixed parameters)"
+        yield "model.freeze_epochs", "null (a captured step always trains the same parameters)"
     if strategy.sync_bn:
-        yield "strategy.sync_bn", "false (it reads its counts from the device)"
+        yield "strategy.sync_bn", "false (it copies counts from the GPU to the host)"

@@ -70,14 +70,15 @@ def _resume(config: Config) -> Iterator[Problem]:
     elif config.uses_trained:
         yield Problem(
             f"mode={config.mode}",
-            f"needs a checkpoint, checkpoint.resume={resume} names none",
+            f"needs a checkpoint, and checkpoint.resume={resume} names none",
             "add checkpoint.resume=PATH",
         )
     elif config.checkpoint.which == "best":
         yield Problem(
             "checkpoint.which=best",
-            f"a run resumes from its last checkpoint, checkpoint.resume={resume}",
-            "to start from the best of another run use checkpoint.resume=RUN and another run_dir",
+            f"with checkpoint.resume={resume} a run resumes from its last checkpoint",
+            "to start from the best checkpoint of a run, add checkpoint.resume=RUN and use another"
+            " run_dir",
         )
 
 
@@ -91,11 +92,11 @@ def _resume_from(path: Path, config: Config) -> Iterator[Problem]:
     elif not checkpoints_in(path):
         yield Problem(found, "holds no checkpoint", "use the path of a run or a checkpoint")
     elif has_no_config(checkpoints_in(path)):
-        remedy = "score or predict in that script"
+        remedy = "evaluate or predict in the script that saved it"
         if config.mode == "train":
             typed = shell_word("model.init_from", config.checkpoint.resume)
-            remedy = f"to begin with its weights, use {typed}"
-        rule = "a ddp_train.session or save_checkpoint has saved it, without a config"
+            remedy = f"to start from its weights, use {typed}"
+        rule = "was saved by ddp_train.session or save_checkpoint, without a config"
         yield Problem(found, rule, remedy)
     elif not config.uses_trained:
         earlier = EarlierRun.of(path)
@@ -292,6 +293,8 @@ def _mirror(url: str, run_dir: Path) -> Iterator[Problem]:
         return
     place = Path(fsspec.core.strip_protocol(url)).resolve()
     if kind == "memory":
-        yield Problem(found, "ends with the process", "name a folder on another disk, file:///...")
+        yield Problem(
+            found, ("is lost when the process ends"), "name a folder on another disk, file:///..."
+        )
     elif kind in ("file", "local") and place.is_relative_to(run_dir.resolve()):
         yield Problem(found, "lies in the run directory", "name a folder on another disk")

@@ -109,10 +109,10 @@ def _inner_code(section: str, values: dict[str, Any]) -> Iterator[Problem]:
         return
     remedy = ""
     if section == "data":
-        remedy = "transforms stand in data.transform and data.test_transform"
+        remedy = "for transforms use data.transform and data.test_transform"
     yield Problem(
         f"{section}.{paths[0]}",
-        f"arguments are plain values; only {section}._target_ names code",
+        f"arguments must be plain values, only {section}._target_ may name code",
         remedy,
     )
 
@@ -189,8 +189,8 @@ def loading_problems(
     if spec is None:
         yield Problem(
             found,
-            f"no module {package} in {Path.cwd()} or installed",
-            "for code elsewhere set PYTHONPATH",
+            f"no module {package} is in {Path.cwd()} or installed",
+            "if it is in another folder, set PYTHONPATH",
         )
         return
     origin = spec.origin or next(iter(spec.submodule_search_locations or ()), "")

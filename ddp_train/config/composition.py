@@ -128,7 +128,7 @@ def _set_value(composed: DictConfig, key: str, value: Any) -> str:
         merge = not (is_list and isinstance(value, dict))  # else `bind` reports it
         OmegaConf.update(composed, key, value, merge=merge, force_add=True)
     except IndexError:
-        return f"{found}: the list has no such item; give it whole"
+        return f"{found}: the list has no such item; give the whole list"
     except (OmegaConfBaseException, ValueError) as error:
         return f"{found}: {first_line(error)}"
     return ""
@@ -158,8 +158,8 @@ def _ground_of(overrides: Overrides) -> tuple[dict[str, Any], list[str]]:
     if overrides.config is None:
         return {}, []
     problems = [
-        f"{group}={option}: contradicts {CONFIG_KEY}={overrides.config},"
-        " which is a whole run; give one of them, and single keys beside it"
+        f"{group}={option}: contradicts {CONFIG_KEY}={overrides.config}, which is a whole config;"
+        " give one of them, and change single keys by overrides"
         for group, option in overrides.presets.items()
     ]
     try:

@@ -138,7 +138,7 @@ def _check_run(found: str, file: Path, text: str, keys: Collection[str]) -> None
         raise ConfigError([f"{found}: is a preset; {remedy}"])
     if not is_whole:
         remedy = f"name the {FILE} of a run, or for a preset use experiment=NAME"
-        raise ConfigError([f"{found}: is no whole config; {remedy}"])
+        raise ConfigError([f"{found}: is not the config of a whole run; {remedy}"])
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -162,13 +162,13 @@ def ground_in(run_dir: Path) -> dict[str, Any]:
     try:
         earlier = EarlierRun.of_file(run_dir)
     except ConfigError:
-        rule = f"its {FILE} is not that of a run, and the command names no job"
-        remedy = "name another run_dir, or choose the job, as by model=NAME"
+        rule = f"its {FILE} is not the config of a run, and the command chooses no job"
+        remedy = "use another run_dir, or choose a job, for example model=NAME"
         raise ConfigError([f"run_dir={run_dir}: {rule}; {remedy}"]) from None
     before = earlier.config()
     if before.uses_trained:
-        rule = f"its {FILE} is of mode={before.mode}, which trains nothing"
-        raise ConfigError([f"run_dir={run_dir}: {rule}; name another run_dir to train in"])
+        rule = f"its {FILE} has mode={before.mode}, which does not train"
+        raise ConfigError([f"run_dir={run_dir}: {rule}; use another run_dir to train"])
     ground = earlier.ground()
     checkpoint = ground.get("checkpoint")
     # It was said of the files that were there then.

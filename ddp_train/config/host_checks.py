@@ -48,6 +48,6 @@ def open_files() -> Iterator[Problem]:
     if 0 <= soft < LEAST_OPEN_FILES:
         yield Problem(
             "",
-            f"a process may open {soft} files (ulimit -n), too few to connect",
+            f"a process may open {soft} files (ulimit -n), too few to connect the processes",
             "run `ulimit -n 1024` first",
         )

@@ -47,7 +47,7 @@ class HydraErrors:
         if isinstance(error, UnicodeDecodeError):
             return self._of_encoding(error)
         if isinstance(error, RecursionError):
-            return "defaults: a preset includes itself; take that line out"
+            return "defaults: a preset includes itself; remove that line"
         return self._of_text(error)
 
     def _of_encoding(self, error: UnicodeDecodeError) -> str:
@@ -80,7 +80,7 @@ class HydraErrors:
         remedy = f"add `name: {known[0]}`"
         if CUSTOM in known:
             remedy += ", or `_target_: package.Name`"
-        return f"{self.program.shown(path)}: names none of {', '.join(known)}; {remedy}"
+        return f"{self.program.shown(path)}: its `name` must be one of {', '.join(known)}; {remedy}"
 
     def _of_text(self, error: Exception) -> str:
         """The message with the text of the error, which names a file at most by its beginning.
@@ -111,7 +111,7 @@ class HydraErrors:
         """The message about a value with a $, which begins a reference."""
         if not key:
             return text
-        remedy = "use a reference like ${train.epochs} or ${oc.env:NAME}, or no $"
+        remedy = "use a reference like ${train.epochs} or ${oc.env:NAME}, or remove the $"
         origin = origin_of(key, self.program, self.overrides, self.overrides.choices)
         return f"{key}: {text}; {remedy}{origin}"
 
@@ -137,7 +137,9 @@ def _wrong_kind(path: Path) -> str:
     for section, values in sections.items():
         is_section = section in OPTIONS or section in SECTIONS
         if is_section and isinstance(values, list):
-            return f"{section}={shown(values)}: is a section; it holds keys and values, KEY: VALUE"
+            return (
+                f"{section}={shown(values)}: is a section; write keys and values in it, KEY: VALUE"
+            )
         by_key = {section: values}
         if is_section and isinstance(values, dict):
             by_key = {f"{section}.{name}": value for name, value in values.items()}

@@ -40,7 +40,7 @@ class FixedKey:
         return Problem(f"{self.key}={shown(value)}", self.rule, remedy)
 
 
-ONE_FOLDER = "a run stays in the folder where it was started, and writes to run_dir alone"
+ONE_FOLDER = "a run stays in the folder where it was started, and writes only to run_dir"
 FIXED = {
     fixed.key: fixed
     for fixed in (
@@ -55,22 +55,22 @@ FIXED = {
         FixedKey(
             "hydra.sweep.subdir",
             ("${hydra.job.num}",),
-            "the folder of a trial is its number, since two trials may share any other name",
-            "leave it out: trials.jsonl has the words of each number",
+            "the folder of a trial is named by its number, the only name that no two trials share",
+            "leave it out; trials.jsonl has the overrides of each number",
             acts_on_runs=False,
         ),
         FixedKey("hydra.job.chdir", (False, None), ONE_FOLDER, "leave it out"),
         FixedKey(
             "hydra.output_subdir",
             (None, ".hydra"),
-            "config.yaml in its folder is the config of a run",
+            "the config of a run is config.yaml in its folder",
             "leave it out",
         ),
     )
 }
 """By their names."""
 SEARCH_PATH = FixedKey(
-    "hydra.searchpath", ([],), "presets of your own are in one folder", "use --config-dir={}"
+    "hydra.searchpath", ([],), "your presets must be in one folder", "use --config-dir={}"
 )
 """Hydra refuses it in a preset itself."""
 
@@ -102,5 +102,5 @@ def problems_of_presets(hydra: DictConfig, is_sweep: bool) -> Iterator[tuple[str
         if value not in fixed.values:
             yield key, fixed.problem(value)
     if hydra.mode == RunMode.MULTIRUN and not is_sweep:
-        rule = "a preset starts no sweep by itself"
+        rule = "a preset cannot start a sweep"
         yield "hydra.mode", Problem("hydra.mode=MULTIRUN", rule, "add -m, or leave it out")

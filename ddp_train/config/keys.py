@@ -121,14 +121,14 @@ def _owners(section: str, name: str) -> str:
     owners = [option for option, schema in options.items() if name in field_types(schema)]
     if not owners:
         return ""
-    own = f"{section}._target_=package.Name, code of your own"
+    own = f"a class of your own ({section}._target_=package.Name)"
     named = [owner for owner in owners if owner != CUSTOM]
     if not named:
-        return f"{own}, has it"
+        return f"only {own} has it"
     has = "has" if len(named) == 1 else "have"
     listed = f"{section}={' and '.join(named)} {has} it"
     if CUSTOM in owners:
-        listed += f", and {own}"
+        listed += f", and so has {own}"
     return listed
 
 

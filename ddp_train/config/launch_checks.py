@@ -83,12 +83,13 @@ def _too_many_beside(run: RequestedRun) -> Iterator[Problem]:
         "tuning.num_workers": int(config.tuning.num_workers),
         "launch.threads_per_process": int(config.launch.threads_per_process),
     }
+    made = {"tuning.num_workers": "loader process", "launch.threads_per_process": "thread"}
     for name, number in wanted.items():
         if number * ranks > max(most, ranks):
             yield Problem(
                 f"{name}={number}",
-                f"makes {number * ranks:,} for {counted(ranks, 'process')} on this host, which has"
-                f" {counted(cpus, 'core')}",
+                f"makes {counted(number * ranks, made[name])} for {counted(ranks, 'process')}, and"
+                f" this host has {counted(cpus, 'core')}",
                 f"use at most {most // ranks}",
             )
 
@@ -100,7 +101,7 @@ def _backend(run: RequestedRun) -> Iterator[Problem]:
     if not run.hardware.gpus:
         reason = "no GPU is visible on this host"
     yield Problem(
-        "launch.backend=nccl", f"NCCL connects GPUs and {reason}", "use launch.backend=gloo"
+        "launch.backend=nccl", f"NCCL needs GPUs, and {reason}", "use launch.backend=gloo"
     )
 
 
@@ -144,12 +145,12 @@ def _under_a_task_launcher(run: RequestedRun) -> Iterator[Problem]:
     if run.world or _fits_tasks(tasks.count, nnodes):
         return
     remedy = (
-        f"start it once, or once per host with launch.nnodes={tasks.count}; if no {tasks.command}"
-        f" started this, `unset {' '.join(tasks.variables)}`"
+        f"start one launcher, or one on each host with launch.nnodes={tasks.count} (if you did not"
+        f" use {tasks.command}, first run `unset {' '.join(tasks.variables)}`)"
     )
     if tasks.command == "srun":
         remedy = (
-            "use srun --ntasks-per-node=1, with launch.nnodes equal to the number of nodes"
+            "use srun --ntasks-per-node=1 and set launch.nnodes to the number of nodes"
             " (deploy/slurm)"
         )
     yield Problem(
@@ -207,13 +208,13 @@ def _range_of_processes(run: RequestedRun) -> Iterator[Problem]:
     if run.world:
         yield Problem(
             found,
-            f"torchrun decides how many there are, {run.world.local_size} here",
+            f"torchrun sets the number of processes, {run.world.local_size} here",
             "leave it out",
         )
     elif int(config.launch.nnodes) > 1:
         yield Problem(
             found,
-            f"the number changes on one host only, and {HOSTS}={asked.nnodes}",
+            f"the number of processes can change on one host only, and {HOSTS}={asked.nnodes}",
             f"use one number, {PROCESSES}={config.launch.nproc_per_node}",
         )
     elif not config.strategy.has_process_group:
@@ -270,7 +271,7 @@ def _too_few_samples(found: str, span: Range, most: int, config: Config) -> Iter
         remedy = f"{PROCESSES}={span.low}:{most_with_samples}, or {remedy}"
     yield Problem(
         found,
-        f"train.global_batch_size={batch} has no sample for each of {processes}",
+        f"train.global_batch_size={batch} is too small for {processes}",
         f"use {remedy}",
     )
 
@@ -291,23 +292,25 @@ def _range_of_hosts(run: RequestedRun) -> Iterator[Problem]:
         yield _one_process(found, config)
         return
     if high == 1:
-        yield Problem(found, "is one host", f"use {HOSTS}=1")
+        yield Problem(found, "is a range of one host", f"use {HOSTS}=1")
         return
     if not config.launch.max_restarts:
         yield Problem(
             found,
-            "that a host was lost costs each of the others a restart",
+            "a lost host costs a restart, and launch.max_restarts=0 allows none",
             "add launch.max_restarts=10",
         )
     each = int(config.launch.nproc_per_node)
     counts = [hosts * each for hosts in range(span.low, high + 1)]
-    yield from _not_divided(found, counts, config, "use numbers of hosts that can, as 1:2")
+    yield from _not_divided(
+        found, counts, config, ("use numbers of hosts that divide them evenly, for example 1:2")
+    )
     batch = config.train.global_batch_size
     most = counts[-1] * config.train.accumulation_steps
     counts_samples = config.data.batch_by != "tokens" and config.strategy.virtual_shards is None
     if most > batch and counts_samples:
         yield Problem(
             found,
-            f"train.global_batch_size={batch} has no sample for each process of {high} hosts",
+            f"train.global_batch_size={batch} is too small for the processes of {high} hosts",
             f"use train.global_batch_size={most} or more",
         )

@@ -33,7 +33,7 @@ AT_THE_END = (OBJECTIVE, STUDY_METRIC)
 """Keys of a metric that is read when a run has ended. Others select while it trains."""
 MEASURED = {"samples_per_second": "max", "seconds": "min"}
 """Numbers of summary.json that are not metrics, and the better direction."""
-BY_TEST = "selects by the test set, whose score then flatters what was selected; "
+BY_TEST = "selects by the test set, so the test score will look better than it is; "
 LIBRARY = "torchmetrics"
 NOT_ARGUMENTS = ("_target_", "name", "better")
 """Keys of an item of `metrics` that its class is not called with."""
@@ -164,7 +164,7 @@ def further_problems(config: Config) -> Iterator[Problem]:
                 whose = f"task={config.task.name} has"
             yield Problem(
                 item.key,
-                f"{whose} a metric {item.name} too",
+                f"{whose} a metric named {item.name} too",
                 "give this one another, name: NAME",
             )
         names.add(item.name)
@@ -286,13 +286,13 @@ def unusable_metrics(
         elif name not in better:
             yield Problem(
                 found,
-                f"the task does not say which direction of {plain_name} is better",
+                f"the task does not say whether a high or a low {plain_name} is better",
                 f'add better = {{"{plain_name}": "max"}}, or "min", to its class',
             )
         elif better[name] is None:
             yield Problem(
                 found,
-                f"{LIBRARY} does not say which direction of {name} is better",
+                f"{LIBRARY} does not say whether a high or a low {name} is better",
                 "add better: max, or better: min, to its item of metrics",
             )
 
@@ -344,7 +344,7 @@ def by_test(config: Config) -> str:
     """The warning for a user who selects by the test set."""
     # Windows of a text cannot be held out: see `DataConfig.problems`.
     if config.data.task == "language_model":
-        return BY_TEST + "add data.validation_sets.NAME=PATH, another text"
+        return BY_TEST + "add data.validation_sets.NAME=PATH with another text"
     return BY_TEST + "add data.validation=0.1"
 
 

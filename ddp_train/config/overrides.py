@@ -109,7 +109,7 @@ class _Reader:
         elif re.split("[./]", name)[0] == "hydra":
             self._read_of_hydra(override)
         elif override.is_delete():
-            self._refuse(argument, "no key can be removed; leave it out for its default")
+            self._refuse(argument, "a key cannot be removed; leave it out, and it has its default")
         elif override.is_sweep_override():
             self._read_sweep(override)
         elif name.split(".")[0] == STUDY:
@@ -139,11 +139,11 @@ class _Reader:
             self._pass_on(argument)  # for the trials of a sweep
         elif self.program.own and "." not in name and (self.program.own / name).is_dir():
             groups = ", ".join(self.program.groups())
-            rule = f"a folder of your own is a group only if it has the name of one: {groups}"
+            rule = f"rename the folder to one of {groups}"
             self._refuse(argument, f"{self.program.own / name} is not a group; {rule}")
         elif last == "name" and section and self.program.is_group(section):
             option = shown(override.value())
-            self._refuse(argument, f"an option is chosen by its group; use {section}={option}")
+            self._refuse(argument, f"is not how an option is chosen; use {section}={option}")
         else:
             self.overrides.given[name] = override.value()
             self._pass_on(argument)
@@ -155,7 +155,7 @@ class _Reader:
     def _read_of_hydra(self, override: Override) -> None:
         argument = override.input_line or ""
         if override.is_delete():
-            self._refuse(argument, "no key can be removed; leave it out for its default")
+            self._refuse(argument, "a key cannot be removed; leave it out, and it has its default")
             return
         items = leaves(override.value(), override.key_or_group)
         foreign = [path for key, path in items if _names_code(key) and _is_foreign(path)]
@@ -188,18 +188,21 @@ class _Reader:
         self.overrides.swept[name] = values
         targets = torch_classes(name, values, options)
         if isinstance(value, Glob) and not is_group:
-            rule = f"glob() chooses options of a group, and {name} is none; name the values"
+            rule = (
+                f"glob() works only for groups of options, and {name} is not a group; list the"
+                " values"
+            )
             self._refuse(argument, rule)
         elif targets:
             remedy = f"{name}._target_={','.join(targets)}"
-            self._refuse(argument, f"sweep over torch's own by {remedy}")
+            self._refuse(argument, f"to sweep over classes of torch, use {remedy}")
         elif self.sweep and is_group:
             self.overrides.arguments.append(argument)
         elif self.sweep:
             self._pass_on(argument)
         elif name in MULTIPLE_CHOICE:
             remedy = f"use {name}=[{','.join(values)}]; for a sweep, add -m"
-            self._refuse(argument, f"for several at once, {remedy}")
+            self._refuse(argument, f"for several trackers in one run, {remedy}")
         else:
             self._refuse(argument, f"several values; add -m to sweep over them{_as_one(argument)}")
 
@@ -229,7 +232,13 @@ class _Reader:
         targets = torch_classes(group, unknown, options)
         if isinstance(option, dict) and option and "_target_" not in option:
             key, value = next(leaves(option))
-            self._refuse(argument, f"set one key: {group}.{key}={shown(value)}")
+            self._refuse(
+                argument,
+                (
+                    "a section takes no mapping; set each key by itself, for example"
+                    f" {group}.{key}={shown(value)}"
+                ),
+            )
         elif targets:
             self.overrides.set_value(f"{group}._target_", targets[0], targets[0])
         else:
@@ -302,7 +311,7 @@ def _meant_option(group: str, option: Any, unknown: str, options: list[str]) -> 
         return f"; did you mean {spelt}?"
     if group == "strategy" and spelt.startswith(SHARDED):
         return (
-            "; there is no sharded strategy: docs/guides/memory.md has what a model too big can do"
+            "; there is no sharded strategy: for a model that is too big see docs/guides/memory.md"
         )
     if option is None:
         return ""

@@ -81,8 +81,8 @@ def prepare(
     experiment = command_line.presets.get("experiment")
     if config.uses_trained and experiment:
         prepared.notices.append(
-            f"experiment={experiment} with mode={config.mode}: model, task, data and metrics are"
-            " those of the checkpoint; type the keys that shall differ"
+            f"experiment={experiment} with mode={config.mode}: model, task, data and metrics come"
+            " from the checkpoint; give the keys to change as overrides"
         )
     return prepared
 
@@ -206,18 +206,18 @@ def check_owner(config: Config) -> None:
     run_dir = Path(str(config.run_dir))
     if is_of_sweep(run_dir):
         trial = shell_word("run_dir", f"{config.run_dir}/NUMBER")
-        remedy = f"to resume a trial use {trial}, else name another one"
+        remedy = f"to resume a trial, use {trial}; otherwise use another run_dir"
         raise ConfigError(
             [
-                f"run_dir={config.run_dir}: is the folder of a sweep, whose page would be lost;"
-                f" {remedy}"
+                f"run_dir={config.run_dir}: is the folder of a sweep, and a run would overwrite"
+                f" its page; {remedy}"
             ]
         )
     if is_of_script(run_dir) and config.checkpoint.resume != "never":
         raise ConfigError(
             [
-                f"run_dir={config.run_dir}: is the folder of a ddp_train.session or of a script"
-                " that calls save_checkpoint, whose state no config can resume; name another one"
+                f"run_dir={config.run_dir}: was written by ddp_train.session or save_checkpoint,"
+                " and only that script can resume it; use another run_dir"
             ]
         )
 

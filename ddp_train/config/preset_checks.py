@@ -79,7 +79,7 @@ def _chosen_twice(place: str, defaults: list[Any]) -> Iterator[str]:
     for item in defaults:
         for group in item if isinstance(item, dict) else ():
             if group in seen:
-                yield f"{place}: {group} stands there twice; keep one of them"
+                yield f"{place}: {group} is there twice; keep one of them"
             seen.add(group)
 
 
@@ -114,7 +114,9 @@ def _misplaced_options(program: Program, choices: dict[str, str]) -> Iterator[st
                 for path in _presets(program, choices)
                 if f"{group}@" in path.read_text(errors="replace")
             ]
-            rule = f"sets keys of the run; {BY_OVERRIDE}{_blamed(program, files)}"
+            rule = (
+                f"would set keys of the run, not of {group}; {BY_OVERRIDE}{_blamed(program, files)}"
+            )
             yield f"defaults: /{place}: {option}: {rule}"
 
 

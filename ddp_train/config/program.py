@@ -104,9 +104,9 @@ class Program:
         if not path.is_file():
             return ""
         if (self.presets / group / path.name).exists():
-            return f"{path}: ddp_train has {group}={option} of its own; rename it"
+            return f"{path}: ddp_train already has {group}={option}; rename the file"
         if group in PRESETS and not sets_a_run(path.read_text(errors="replace")):
-            return f"{path}: its first line must be `{PACKAGE_LINE}`, to set keys of a run"
+            return f"{path}: a preset of a run must begin with the line `{PACKAGE_LINE}`"
         return ""
 
     def unused(self) -> dict[tuple[str, str], str]:
@@ -143,12 +143,12 @@ class Program:
         if not self.own:
             return
         if not self.own.is_dir():
-            problem = "no such folder; name one with experiment/NAME.yaml in it"
+            problem = "no such folder; use a folder with experiment/NAME.yaml in it"
             raise ConfigError([f"{CONFIG_DIR[1]}={self.own}: {problem}"])
         if (self.own / "config.yaml").exists():
-            rule = "ddp_train has a config.yaml of its own"
-            remedy = f"put what it sets into {self.own}/experiment/NAME.yaml, and choose that"
-            message = f"{self.own}/config.yaml: {rule}; {remedy}: experiment=NAME"
+            rule = "ddp_train already has a config.yaml"
+            remedy = f"move the keys to {self.own}/experiment/NAME.yaml, and use"
+            message = f"{self.own}/config.yaml: {rule}; {remedy} experiment=NAME"
             raise ConfigError([message])
 
 
@@ -198,10 +198,10 @@ def _note_of_unused(program: Program) -> Iterator[str]:
         return
     others = ""
     if len(problems) > 1:
-        others = f", nor are {len(problems) - 1} others"
+        others = f", nor are {len(problems) - 1} other files"
     yield (
-        f"{problems[0]}; not used until then{others}; if {program.own} belongs to another"
-        f" program, name presets of yours with {CONFIG_DIR[1]}=FOLDER"
+        f"{problems[0]}; it is not used until then{others} (if {program.own} belongs to another"
+        f" program, give the folder of your presets by {CONFIG_DIR[1]}=FOLDER)"
     )
 
 
@@ -217,8 +217,8 @@ def _unnamed_presets(script: Path | None) -> tuple[Path | None, list[str]]:
         if not (folder / "config.yaml").exists():
             return folder, notes
         notes.append(
-            f"{folder} is another program's, for it has a config.yaml: not used; name presets"
-            f" of yours with {CONFIG_DIR[1]}=FOLDER"
+            f"{folder} is not used: its config.yaml shows that it belongs to another program; give"
+            f" the folder of your presets by {CONFIG_DIR[1]}=FOLDER"
         )
     return None, notes
 

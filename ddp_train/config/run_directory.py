@@ -35,7 +35,7 @@ def problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"run_dir={config.run_dir}",
             f"a run would put its files into the {shared}",
-            f"name one of its own, {shell_word('run_dir', run_dir / 'runs/NAME')}",
+            f"use a folder for this run alone, {shell_word('run_dir', run_dir / 'runs/NAME')}",
         )
     elif not existing.is_dir():
         yield unwritable(config.run_dir, f"{existing} is not a folder")
@@ -47,11 +47,11 @@ def _unexpanded(run_dir: str) -> Problem:
     """The problem of a path that begins with ~, alone or before the name of a user."""
     user, _, inside = run_dir.removeprefix("~").partition("/")
     if user:
-        remedy = f"write the home folder of {user} out"
+        remedy = f"write the full path of the home folder of {user}"
     else:
         inside = inside or "runs/NAME"
         remedy = f"use run_dir=$HOME/{inside}, or in a preset ${{oc.env:HOME}}/{inside}"
-    return Problem(f"run_dir={run_dir}", "nothing expands ~ there", remedy)
+    return Problem(f"run_dir={run_dir}", "~ is not expanded here", remedy)
 
 
 def _shared_folder(run_dir: Path) -> str:
@@ -69,7 +69,7 @@ def _shared_folder(run_dir: Path) -> str:
 
 
 def unwritable(run_dir: str | None, reason: str) -> Problem:
-    return Problem(f"run_dir={run_dir}", f"cannot be written ({reason})", "name a folder that can")
+    return Problem(f"run_dir={run_dir}", f"cannot be written ({reason})", "use another folder")
 
 
 def unwritten(run_dir: str | Path | None, error: OSError) -> ConfigError:

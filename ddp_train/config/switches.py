@@ -18,7 +18,7 @@ READERS = 4
 page cache."""
 COMPILING_PAYS_STEPS = 2000
 """ResNet-50 at batch 256 on an H200: 17 ms less a step, 35 s to compile."""
-CAPTURED_IF_IT_PAYS = "compiled; if the host is what is slow"
+CAPTURED_IF_IT_PAYS = "compiled; used if it makes a step faster"
 """Reason for tuning.cuda_graph that leaves the choice to a trial, see
 `performance.worth_capturing`."""
 
@@ -109,7 +109,7 @@ class _Switches:
 
     def against_channels_last(self) -> Iterator[str]:
         if not self.config.model.takes_images:
-            yield "no known convolutions"
+            yield "no model with convolutions known here"
 
     def against_timing(self) -> Iterator[str]:
         if self.config.deterministic:

@@ -65,7 +65,9 @@ def _batch(run: RequestedRun) -> Iterator[Problem]:
         over = f"{counted(processes, 'process')} x {counted(accumulation, 'accumulation step')}"
         on_one_host = 1 < processes == config.launch.nproc_per_node
         if on_one_host and not run.world and unit <= batch:
-            instead = f", or a range, launch.nproc_per_node=1:{processes}, which shares it unevenly"
+            instead = (
+                f", or a range, launch.nproc_per_node=1:{processes}, which divides it unevenly"
+            )
     if not unit or batch % unit == 0:
         return
     lower = batch // unit * unit
@@ -102,7 +104,7 @@ def _export(config: Config) -> Iterator[Problem]:
     if config.process_count > 1:
         yield Problem(
             "mode=export",
-            f"one process exports, and there would be {config.process_count}",
+            f"export runs in one process, and {config.process_count} would be started",
             "use launch.nproc_per_node=1",
         )
     libraries = ("onnx", "onnxscript", "onnxruntime")
@@ -114,4 +116,4 @@ def _export(config: Config) -> Iterator[Problem]:
             how_to_install(".[onnx]"),
         )
     if not formats:
-        yield Problem("export.formats=[]", "names none", "use export.formats=[torch]")
+        yield Problem("export.formats=[]", "names no format", "use export.formats=[torch]")

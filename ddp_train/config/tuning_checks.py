@@ -18,8 +18,8 @@ def problems(run: RequestedRun) -> Iterator[Problem]:
     if config.deterministic and config.tuning.cudnn_benchmark:
         yield Problem(
             "tuning.cudnn_benchmark=true",
-            "chooses algorithms by timing, which deterministic=true forbids",
-            "drop one of them",
+            "chooses algorithms by their speed, and deterministic=true forbids that",
+            "remove one of them",
         )
     yield from _compile(config)
     if config.device == "cuda":
@@ -53,7 +53,7 @@ def _compile(config: Config) -> Iterator[Problem]:
     if captures and config.train.accumulation_steps > 1:
         yield Problem(
             f"tuning.compile_mode={tuning.compile_mode}",
-            "its CUDA graphs overwrite gradients that are still being accumulated (pytorch#169545)",
+            "its CUDA graphs overwrite accumulated gradients (pytorch#169545)",
             "use default or max-autotune-no-cudagraphs, or train.accumulation_steps=1",
         )
     compiles = tuning.compile or config.model.fused
@@ -63,8 +63,8 @@ def _compile(config: Config) -> Iterator[Problem]:
             found = "model.fused=true"
         yield Problem(
             found,
-            "torch.compile needs a C++ compiler on CPU and there is no g++",
-            "install one",
+            "on CPU torch.compile needs g++, which is not installed",
+            "install g++, or use tuning.compile=false",
         )
 
 
@@ -75,7 +75,7 @@ def _on_gpus(config: Config) -> Iterator[Problem]:
         if why_not and getattr(tuning, name):
             yield Problem(
                 f"tuning.{name}=true",
-                f"Triton makes its kernels, and there is {why_not}",
+                f"needs Triton, and there is {why_not}",
                 f"install it, or use tuning.{name}=false",
             )
     if tuning.cuda_graph:
@@ -83,7 +83,7 @@ def _on_gpus(config: Config) -> Iterator[Problem]:
             yield Problem(
                 "tuning.cuda_graph=true",
                 f"needs {name}={rule}",
-                "or use tuning.cuda_graph=false",
+                "set that, or use tuning.cuda_graph=false",
             )
     if tuning.rehearse:
         yield from _needs("rehearse", _lacking_to_rehearse(config))
@@ -93,7 +93,9 @@ def _on_gpus(config: Config) -> Iterator[Problem]:
 
 def _needs(name: str, lacking: Iterator[str]) -> Iterator[Problem]:
     for requirement in lacking:
-        yield Problem(f"tuning.{name}=true", f"needs {requirement}", "or leave it out")
+        yield Problem(
+            f"tuning.{name}=true", f"needs {requirement}", f"without that use tuning.{name}=false"
+        )
 
 
 def _lacking_to_rehearse(config: Config) -> Iterator[str]:
@@ -114,4 +116,4 @@ def _lacking_for_conv_sums(config: Config) -> Iterator[str]:
     if not tuning.channels_last:
         yield "tuning.channels_last=true"
     if config.deterministic:
-        yield "deterministic=false, as it chooses kernels by timing"
+        yield "deterministic=false, for it chooses kernels by their speed"

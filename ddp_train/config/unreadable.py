@@ -67,7 +67,7 @@ def _repairs(argument: str) -> Iterator[tuple[str, str]]:
         return
     plain_key = re.sub(r"^(\+*)/", r"\1", key.strip()).rstrip("/")
     if plain_key != key or separator != "=" or typed != argument:
-        rule = "a setting is key=value here, without dashes, spaces and a leading /"
+        rule = "write key=value, without dashes, spaces or a leading /"
         yield rule, f"{plain_key}={value.strip()}"
     without_end = value.strip("=,;")
     if without_end and without_end != value and not may_be_text(key):

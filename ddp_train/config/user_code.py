@@ -41,6 +41,13 @@ from ddp_train.text import did_you_mean
 
 LONGEST_ARGUMENT = 100
 """Letters of an argument in a message."""
+PASSED_BY_POSITION = {
+    "hooks": ("job", "run_dir", "world"),
+    "optimizer": ("params",),
+    "schedule": ("optimizer",),
+}
+"""Names of the arguments that the code of a section is called with by position."""
+BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def instantiate(section: str, code: Code, *args: Any, **more: Any) -> Any:
@@ -63,21 +70,65 @@ def _called(
     try:
         inspect.signature(target).bind(*args, **values, **more)
     except TypeError as error:
-        # The arguments as written: a value of the environment may be a secret.
-        given = {**arguments, **more}
-        written = ", ".join(f"{key}={_shortened(repr(value))}" for key, value in given.items())
-        parameters = list(inspect.signature(target).parameters)[len(args) :]
-        free = [name for name in parameters if name not in more]
-        # The one that Python names, too.
-        unknown = next((key for key in arguments if key not in free), "")
-        guess = did_you_mean(unknown, free)
-        if not guess and f"'{unknown}'" in str(error):
-            guess = f"; remove {section}.{unknown}"
-        written = written or "no arguments"
-        raise ConfigError([f"{found}: cannot be called with {written}: {error}{guess}"]) from error
+        rule = _wrong_position(section, target, arguments, len(args))
+        if not rule:
+            rule = _wrong_arguments(section, target, arguments, len(args), more, error)
+        raise ConfigError([f"{found}: {rule}"]) from error
     except ValueError:  # written in C, without a signature: the call itself fails
         pass
     return target(*args, **values, **more)
+
+
+def _wrong_position(section: str, target: Any, arguments: dict[str, Any], count: int) -> str:
+    """The rule if a signature does not take the arguments that we pass by position; else "".
+
+    count: of the arguments that are passed by position.
+    """
+    match = re.match(r"\w+", section)
+    names = PASSED_BY_POSITION.get(match[0] if match else "", ())[:count]
+    parameters = inspect.signature(target).parameters.values()
+    accepted = [item.name for item in parameters if item.kind in BY_POSITION]
+    takes_any = any(item.kind is inspect.Parameter.VAR_POSITIONAL for item in parameters)
+    is_short = len(accepted) < count and not takes_any
+    given_twice = set(accepted[:count]) & set(arguments)
+    if not names or not (is_short or given_twice):
+        return ""
+    callee = getattr(target, "__name__", "it")
+    if isinstance(target, type):
+        callee += ".__init__"
+    has = f"({', '.join(accepted)})" if accepted else "no arguments"
+    wanted = [*names, *(name for name in accepted if name not in names)]
+    return (
+        f"is called with the arguments ({', '.join(names)}), but {callee} accepts {has};"
+        f" change it to accept ({', '.join(wanted)})"
+    )
+
+
+def _wrong_arguments(
+    section: str,
+    target: Any,
+    arguments: dict[str, Any],
+    count: int,
+    more: dict[str, Any],
+    error: TypeError,
+) -> str:
+    """The rule for arguments by name that a signature does not take.
+
+    count: of the arguments that are passed by position.
+    more: arguments that we pass by name.
+    error: of Python, about the signature.
+    """
+    # The arguments as written: a value of the environment may be a secret.
+    given = {**arguments, **more}
+    written = ", ".join(f"{key}={_shortened(repr(value))}" for key, value in given.items())
+    parameters = list(inspect.signature(target).parameters)[count:]
+    free = [name for name in parameters if name not in more]
+    # The one that Python names, too.
+    unknown = next((key for key in arguments if key not in free), "")
+    guess = did_you_mean(unknown, free)
+    if not guess and f"'{unknown}'" in str(error):
+        guess = f"; remove {section}.{unknown}"
+    return f"cannot be called with {written or 'no arguments'}: {error}{guess}"
 
 
 def _shortened(text: str) -> str:
@@ -134,7 +185,7 @@ def _transform(key: str, item: Any) -> Callable[..., Any]:
             arguments[name] = kind(arguments[name])  # policy: cifar10, interpolation: bicubic
     transform = instantiate(key, Code(code.target, arguments))
     if not callable(transform):
-        rule = f"made an object of {type(transform).__name__}, which cannot be called"
+        rule = f"returns an object of {type(transform).__name__}, which is not callable"
         raise ConfigError([f"{found}: {rule}"])
     return transform
 
@@ -216,9 +267,9 @@ def _harmless(found: str, path: str, trusted: tuple[str, ...] = TRUSTED_MODULES)
     """
     target = _imported(found, path)
     if is_trusted(path, trusted) and not _is_harmless(target, trusted):
-        rule = f"neither a class of {', '.join(trusted)} nor a model of torchvision"
-        remedy = "and nothing else may be named there; call it in a class of your own"
-        raise ConfigError([f"{found}: {rule}, {remedy}"])
+        rule = f"must be a class of {', '.join(trusted)} or a model of torchvision"
+        remedy = "call other functions in a class of your own"
+        raise ConfigError([f"{found}: {rule}; {remedy}"])
     if not callable(target):
         rule = f"must be a class or function, and is of type {type(target).__name__}"
         raise ConfigError([f"{found}: {rule}"])

@@ -104,7 +104,7 @@ def quotes_remedy(argument: str) -> str:
         return ""
     key, value = parts.groups()
     if value == "~" or value.startswith("~/"):
-        return f"no shell expands ~ there; use {key}=$HOME{value[1:]}"
+        return f"~ is not expanded here; use {key}=$HOME{value[1:]}"
     if re.search(r"['$`\"\\!]", value):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
         typed = shlex.quote(f'{key}="{escaped}"')

@@ -78,7 +78,7 @@ _Dumper.add_implicit_resolver(FLOAT_TAG, FLOAT, FIRST_LETTERS)
 
 
 def load_yaml(text: str) -> Any:
-    """The content of a file. Raises yaml.YAMLError, for a key that stands there twice too."""
+    """The content of a file. Raises yaml.YAMLError, for a duplicate key too."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -100,7 +100,7 @@ def error_text(error: yaml.YAMLError, place: str) -> str:
         place = f"{place}: line {mark.line + 1}"
     if is_duplicate(error):
         key = problem.removeprefix(DUPLICATE)
-        return f"{place}: {key} stands there twice; keep one of them"
+        return f"{place}: {key} is there twice; keep one of them"
     return f"{place}: cannot be read: {problem}"
 
 
@@ -197,7 +197,7 @@ def _by_hydra(text: str) -> Any:
 def read_file(path: Path, place: str) -> Any:
     """The content of a file. place: its name in messages.
 
-    Raises ConfigError for what is not YAML, a key that stands there twice, and a value that a
+    Raises ConfigError for what is not YAML, a duplicate key, and a value that a
     command line would read otherwise. Raises OSError and UnicodeDecodeError.
     """
     text = path.read_text(encoding="utf-8")

@@ -255,12 +255,12 @@ def test_a_file_that_gives_a_wrong_value_is_named() -> None:
     with pytest.raises(ConfigError) as refused:
         program.check()
     assert refused.value.problems == [
-        "conf/config.yaml: ddp_train has a config.yaml of its own; put what it sets into"
-        " conf/experiment/NAME.yaml, and choose that: experiment=NAME"
+        "conf/config.yaml: ddp_train already has a config.yaml; move the keys to"
+        " conf/experiment/NAME.yaml, and use experiment=NAME"
     ]
     _, problems = read_config(program, read_overrides(program, []))
     assert problems == [
-        "conf/schedule/cosine.yaml: ddp_train has schedule=cosine of its own; rename it"
+        "conf/schedule/cosine.yaml: ddp_train already has schedule=cosine; rename the file"
     ]
     assert read_config(program, read_overrides(program, ["schedule=step"]))[1] == []
     own_presets(
@@ -273,29 +273,27 @@ def test_a_file_that_gives_a_wrong_value_is_named() -> None:
     program.check()
     _, problems = read_config(program, read_overrides(program, ["experiment=late"]))
     assert problems == [
-        "conf/experiment/late.yaml: its first line must be `# @package _global_`, to set keys of"
-        " a run"
+        "conf/experiment/late.yaml: a preset of a run must begin with the line `# @package"
+        " _global_`"
     ]
     assert read_config(program, read_overrides(program, ["experiment=early"]))[1] == []
     (problem,) = read_overrides(program, ["nginx=a"]).problems
-    assert problem.startswith(
-        "nginx=a: conf/nginx is not a group; a folder of your own is a group only if it"
-    )
+    assert problem.startswith("nginx=a: conf/nginx is not a group; rename the folder")
     _, problems = read_config(program, read_overrides(program, ["model=no_name"]))
     assert problems == [
-        "conf/model/no_name.yaml: names none of cnn, mlp, linear_regression, gelu_mlp, gpt,"
+        "conf/model/no_name.yaml: its `name` must be one of cnn, mlp, linear_regression, gelu_mlp, gpt,"
         " torchvision, custom; add `name: cnn`, or `_target_: package.Name`"
     ]
 
 
-TWICE = "conf/optimizer/twice.yaml: line 3: lr stands there twice; keep one of them"
+TWICE = "conf/optimizer/twice.yaml: line 3: lr is there twice; keep one of them"
 USE = "an option is chosen by `- override /GROUP: OPTION`"
 
 
 PRESETS: list[tuple[str, str]] = [
     (
         "optimizer:\n  lr: 0.1\n  lr: 0.2",
-        "conf/experiment/mine.yaml: line 4: lr stands there twice; keep one of them",
+        "conf/experiment/mine.yaml: line 4: lr is there twice; keep one of them",
     ),
     ("defaults: [override /optimizer: twice]", TWICE),
     (
@@ -340,13 +338,13 @@ PRESETS: list[tuple[str, str]] = [
     ),
     (
         "train: [3]",
-        "train=[3]: is a section; it holds keys and values, .* (in conf/experiment/mine.yaml)",
+        "train=[3]: is a section; write keys and values in it, .* (in conf/experiment/mine.yaml)",
     ),
     (
         "optimizer: adamw",
         (
-            "optimizer=adamw: an option is chosen in `defaults`, by `- override /optimizer:"
-            " adamw` (in"
+            "optimizer=adamw: a preset chooses an option under `defaults`; write `- override"
+            " /optimizer: adamw` there (in"
         ),
     ),
     (

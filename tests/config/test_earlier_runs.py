@@ -145,15 +145,15 @@ def test_a_config_file_that_cannot_be_trained_is_refused(tmp_path: Path) -> None
     checkpoint_of(tmp_path / "run", "model=mlp")
     accepted("mode=evaluate", "checkpoint.resume=run", "run_dir=scores")
     assert problems_of("run_dir=scores") == [
-        "run_dir=scores: its config.yaml is of mode=evaluate, which trains nothing; name another"
-        " run_dir to train in"
+        "run_dir=scores: its config.yaml has mode=evaluate, which does not train; use another"
+        " run_dir to train"
     ]
     Path("mine").mkdir()
     for text in ("port: 80\n", "a: [", "- 1\n"):
         Path("mine/config.yaml").write_text(text)
         assert problems_of("run_dir=mine", "train.epochs=1") == [
-            "run_dir=mine: its config.yaml is not that of a run, and the command names no job;"
-            " name another run_dir, or choose the job, as by model=NAME"
+            "run_dir=mine: its config.yaml is not the config of a run, and the command chooses no"
+            " job; use another run_dir, or choose a job, for example model=NAME"
         ]
 
 
@@ -203,7 +203,7 @@ def test_the_config_of_a_run_is_a_command(form: str) -> None:
         ),
         (
             "config=list.yaml",
-            "config=list.yaml: is no whole config; name the config.yaml of a run, or for",
+            "config=list.yaml: is not the config of a whole run; name the config.yaml of a run, or for",
         ),
         (
             "config=broken.yaml",
@@ -211,7 +211,7 @@ def test_the_config_of_a_run_is_a_command(form: str) -> None:
         ),
         (
             "config=nowhere debug=tiny",
-            "debug=tiny: contradicts config=nowhere, which is a whole run; give one of them",
+            "debug=tiny: contradicts config=nowhere, which is a whole config; give one of them",
         ),
     ],
 )
@@ -366,7 +366,7 @@ def test_evaluation_adopts_model_and_data_of_checkpoint(place: str, tmp_path: Pa
         None,
     ).notices
     assert note.startswith(
-        "experiment=mnist with mode=evaluate: model, task, data and metrics are those of the check"
+        "experiment=mnist with mode=evaluate: model, task, data and metrics come from the check"
     )
     config = prepare(
         PROGRAM, ["mode=evaluate", f"checkpoint.resume={place}", "run_dir=out"], None

@@ -49,5 +49,5 @@ def test_the_folder_of_a_script_is_told_by_its_files(tmp_path: Path, has_checkpo
 @pytest.mark.usefixtures("folder_without_gpus")
 def test_check_refuses_the_folder_of_a_script(tmp_path: Path) -> None:
     with_checkpoint(tmp_path, 3)
-    with pytest.raises(ConfigError, match="is the folder of a ddp_train"):
+    with pytest.raises(ConfigError, match="was written by ddp_train"):
         check(PROGRAM, ["model=mlp", ONE, f"run_dir={tmp_path}"])

@@ -29,13 +29,19 @@ SOUND = {
         ),
         ("hydra.sweep.dir=mine", "use run_dir=mine"),
         ("++hydra.sweep.dir='a b'", "use run_dir=FOLDER"),
-        ("hydra.sweep.subdir='seed_${seed}'", "leave it out: trials.jsonl has the words of each"),
-        ("hydra.sweep.subdir=${now:%S}", "leave it out: trials.jsonl has the words of each number"),
-        ("hydra.job.chdir=true", "writes to run_dir alone; leave it out"),
-        ("hydra.output_subdir=x", "is the config of a run; leave it out"),
+        (
+            "hydra.sweep.subdir='seed_${seed}'",
+            "leave it out; trials.jsonl has the overrides of each",
+        ),
+        (
+            "hydra.sweep.subdir=${now:%S}",
+            "leave it out; trials.jsonl has the overrides of each number",
+        ),
+        ("hydra.job.chdir=true", "writes only to run_dir; leave it out"),
+        ("hydra.output_subdir=x", "the config of a run is config.yaml in its folder; leave it out"),
         ("hydra={sweep:{subdir:x}}", "hydra.sweep.subdir=x: "),
         ("hydra.searchpath=[file:///my/conf]", "use --config-dir=/my/conf"),
-        ("~hydra.sweep.subdir", "no key can be removed"),
+        ("~hydra.sweep.subdir", "a key cannot be removed"),
     ],
 )
 @pytest.mark.parametrize("sweep", [False, True])

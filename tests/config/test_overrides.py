@@ -26,7 +26,10 @@ pytestmark = pytest.mark.usefixtures("folder_without_gpus")
         (f"seed={'9' * 400}", "must be below 9223372036854775808"),
         (f"train.epochs={'9' * 400}", "must be below 9223372036854775808"),
         (f"seed={'9' * 5000}", "not of the form key=value"),
-        ("train.epochs=glob(*)", "glob() chooses options of a group, and train.epochs is none"),
+        (
+            "train.epochs=glob(*)",
+            "glob() works only for groups of options, and train.epochs is not a group",
+        ),
         ("model=glob(*)", "several values; add -m"),
         (f"train.epochs={'[' * 1000}{']' * 1000}", "(2,013 characters): not of the form key=value"),
         (f"train.{'a' * 300}=1", "(308 characters): no such key"),
@@ -34,8 +37,8 @@ pytestmark = pytest.mark.usefixtures("folder_without_gpus")
         (f"run_dir={'/aaaaaaaaa' * 420}", "is too long: a name may have 255 bytes, a path 4,095"),
         (f"checkpoint.resume={'a' * 300}", "is too long"),
         ("name=Größe,b", "the value needs quotes; use \"name='Größe,b'\""),
-        ("tuning.num_workers=1000000", "makes 1,000,000 for "),
-        ("launch.threads_per_process=100000000", "makes 100,000,000 for "),
+        ("tuning.num_workers=1000000", "makes 1,000,000 loader processes for "),
+        ("launch.threads_per_process=100000000", "makes 100,000,000 threads for "),
     ],
     ids=lambda text: text[:20],
 )

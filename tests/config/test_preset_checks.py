@@ -85,14 +85,14 @@ def test_preset_may_name_an_option_nobody_chose() -> None:
 def test_option_among_the_keys_of_the_run_is_refused() -> None:
     _, problems = read("defaults: [/optimizer@_here_: adamw]")
     assert problems == [
-        "defaults: /optimizer@_global_: adamw: sets keys of the run; an option is chosen by"
+        "defaults: /optimizer@_global_: adamw: would set keys of the run, not of optimizer; an option is chosen by"
         " `- override /GROUP: OPTION` (in conf/experiment/mine.yaml)"
     ]
 
 
 def test_preset_that_includes_itself_is_refused() -> None:
     _, problems = read("defaults: [mine, _self_]")
-    assert problems == ["defaults: a preset includes itself; take that line out"]
+    assert problems == ["defaults: a preset includes itself; remove that line"]
 
 
 @pytest.mark.parametrize("keys", ["", "name: sgd\n"])

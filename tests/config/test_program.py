@@ -51,8 +51,8 @@ def test_file_that_does_not_act_is_named_to_who_chooses_it() -> None:
     misspelt = "conf/optimizers/mine.yaml: there is no group optimizers; did you mean optimizer?"
     not_read = "conf/schedule/mine.yml: only *.yaml is read; rename it to mine.yaml"
     late = (
-        "conf/experiment/late.yaml: its first line must be `# @package _global_`, to set keys of"
-        " a run"
+        "conf/experiment/late.yaml: a preset of a run must begin with the line `# @package"
+        " _global_`"
     )
     assert list(program.unused().values()) == [late, misspelt, not_read]
     assert read_overrides(program, ["optimizer=mine"]).problems == [misspelt]
@@ -61,8 +61,8 @@ def test_file_that_does_not_act_is_named_to_who_chooses_it() -> None:
     assert read_config(program, read_overrides(program, ["experiment=late"]))[1] == [late]
     assert read_config(program, read_overrides(program, ["optimizer=sgd"]))[1] == []
     assert find_program(None, [])[0].notes == (
-        f"{late}; not used until then, nor are 2 others; if conf belongs to another program, name"
-        " presets of yours with --config-dir=FOLDER",
+        f"{late}; it is not used until then, nor are 2 other files (if conf belongs to another"
+        " program, give the folder of your presets by --config-dir=FOLDER)",
     )
 
 
@@ -104,8 +104,8 @@ def test_commands_are_shown_as_they_were_typed(
     assert other.own == beside, "another program's"
     assert other.notes == (
         (
-            "conf is another program's, for it has a config.yaml: not used; name presets of yours"
-            " with --config-dir=FOLDER"
+            "conf is not used: its config.yaml shows that it belongs to another program; give the"
+            " folder of your presets by --config-dir=FOLDER"
         ),
     )
     assert find_program(script, ["-cd", "mine"])[0].notes == ()

@@ -28,8 +28,8 @@ def test_a_run_fills_no_folder_that_is_another_ones(
     given = run_dir.replace("~", str(tmp_path / "home"))
     (problem,) = problems_of(f"run_dir={given}")
     assert (
-        f"run_dir={given}: a run would put its files into the {what} folder; name one of its own,"
-        " run_dir=" in problem
+        f"run_dir={given}: a run would put its files into the {what} folder; use a folder for this"
+        " run alone, run_dir=" in problem
     )
 
 
@@ -46,7 +46,7 @@ def test_remedy_with_a_folder_can_be_pasted(
     (here / "mine").mkdir(parents=True)
     monkeypatch.chdir(here)
     (problem,) = problems_of("run_dir=.")
-    (word,) = shlex.split(problem.partition("name one of its own, ")[2])
+    (word,) = shlex.split(problem.partition("use a folder for this run alone, ")[2])
     assert read_overrides(PROGRAM, [word]).given == {"run_dir": str(here / "runs/NAME")}
 
 
@@ -55,9 +55,9 @@ def test_remedy_with_a_folder_can_be_pasted(
     [
         ("~/x", "use run_dir=$HOME/x, or in a preset ${oc.env:HOME}/x"),
         ("~", "use run_dir=$HOME/runs/NAME, or in a preset ${oc.env:HOME}/runs/NAME"),
-        ("~ann/x", "write the home folder of ann out"),
+        ("~ann/x", "write the full path of the home folder of ann"),
     ],
 )
 def test_home_folder_by_its_sign_is_refused(run_dir: str, remedy: str) -> None:
     (problem,) = problems_of(f"run_dir='{run_dir}'")
-    assert problem == f"run_dir={run_dir}: nothing expands ~ there; {remedy}"
+    assert problem == f"run_dir={run_dir}: ~ is not expanded here; {remedy}"

@@ -1367,7 +1367,7 @@ def test_the_plan_says_why() -> None:
             " copy_stream, cudnn_benchmark, triton_kernels, cuda_graph (a small model), gc_freeze,"
             " optimizer fused"
         ),
-        "left off": "channels_last (no known convolutions), compile (no model known to be large)",
+        "left off": "channels_last (no model with convolutions known here), compile (no model known to be large)",
     }
     assert rows("model=resnet50 train.max_steps=100 optimizer=lars tuning.precision=fp32", GPU) == {
         "tuning": (
@@ -1386,7 +1386,7 @@ def test_the_plan_says_why() -> None:
     assert "cuda_graph (a small model)" in rows(small, GPU)["tuning"]
     many = f"{small} train.global_batch_size=256"
     assert "compile (long steps)" in rows(many, GPU)["tuning"], "a step of 65 ms"
-    assert "cuda_graph (compiled; if the host is what is slow)" in rows(many, GPU)["tuning"]
+    assert "cuda_graph (compiled; used if it makes a step faster)" in rows(many, GPU)["tuning"]
     largest = rows("tuning=max optimizer=rmsprop deterministic=true data=image_folder", GPU)
     assert "num_workers 4 (4 cores each)" in largest["tuning"]
     assert (
@@ -1468,7 +1468,7 @@ def test_triton_that_cannot_compile_is_left_out_or_refused(
         assert config.reasons["compile"] == config.reasons["triton_kernels"] == what
         problems = case_of(f"{words} tuning.compile=true tuning.triton_kernels=true", GPU).problems
         assert [problem for problem in problems if what in problem] == [
-            f"tuning.{name}=true: Triton makes its kernels, and there is {what}; install it, or use"
+            f"tuning.{name}=true: needs Triton, and there is {what}; install it, or use"
             f" tuning.{name}=false"
             for name in ("compile", "triton_kernels")
         ]

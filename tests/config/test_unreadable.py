@@ -56,7 +56,7 @@ def test_remedy_is_read_as_it_is_meant(argument: str, given: dict[str, Any]) -> 
         ("optimizer=adamw;", "must be one of adadelta, adam, adamw, "),
         ("train.epochs=1,2", "several values; add -m to sweep over them"),
         ("optimizer=sgd,adam", "several values; add -m to sweep over them"),
-        ("data.root=~", "no shell expands ~ there; use data.root=$HOME"),
+        ("data.root=~", "~ is not expanded here; use data.root=$HOME"),
         ("größe=1", "not of the form key=value"),
         ("data.classes=[a,b", "']' is missing at its end"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from ddp_train.config.composition import read_config
 from ddp_train.config.overrides import read_overrides
 from ddp_train.config.prepare import prepare
+from ddp_train.config.user_code import build_hooks, instantiate
 from ddp_train.errors import ConfigError
 from ddp_train.options.custom import Code
 from tests.support.commands import PROGRAM
@@ -104,5 +106,33 @@ def test_an_optimizer_of_torch_is_known_by_its_name() -> None:
         )
     (problem,) = read_overrides(PROGRAM, ["optimizer=adamw,nadam,radam"], sweep=True).problems
     assert problem.endswith(
-        "sweep over torch's own by optimizer._target_=torch.optim.NAdam,torch.optim.RAdam"
+        "to sweep over classes of torch, use optimizer._target_=torch.optim.NAdam,torch.optim.RAdam"
     )
+
+
+def test_code_that_refuses_our_arguments_is_told_what_to_accept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine_other.py").write_text(
+        "class Quiet:\n    def act(self, job): ...\n"
+        "class Every(Quiet):\n    def __init__(self, every): ...\n"
+        "def plain(): ...\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    passed = "is called with the arguments (job, run_dir, world), but "
+    every = (
+        f"{passed}Every.__init__ accepts (every); change it to accept (job, run_dir, world, every)"
+    )
+    for item, rule in (
+        (
+            "mine_other.Quiet",
+            f"{passed}Quiet.__init__ accepts no arguments; change it to accept"
+            " (job, run_dir, world)",
+        ),
+        ("mine_other.Every", every),
+        ({"_target_": "mine_other.Every", "every": 3}, every),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(rule)):
+            build_hooks([item], None, None, None)
+    with pytest.raises(ConfigError, match=r"\(params\), but plain accepts no arguments; change it"):
+        instantiate("optimizer", Code("mine_other.plain"), [])

@@ -137,11 +137,11 @@ def messages_of(config: Config) -> list[str]:
         ("data.transform=[3]", "data.transform[0]=3: must be a class with its arguments"),
         (
             "data.transforms=[{_target_:a.B}]",
-            "data.transforms.0._target_: arguments are plain values; only data._target_",
+            "data.transforms.0._target_: arguments must be plain values, only data._target_",
         ),
         (
             "data.splits.train.a._target_=a.B",
-            "data.splits.train.a._target_: arguments are plain values",
+            "data.splits.train.a._target_: arguments must be plain values",
         ),
         (
             "data.splits.train.api_key=x data.splits.test.a=1",
@@ -155,7 +155,7 @@ def messages_of(config: Config) -> list[str]:
             "data.test_transform=[{_target_:torch.nn.ReLU,token:x}]",
             "data.test_transform.0.token=(hidden): the config",
         ),
-        ("data.transform=[nosuch.Crop]", "data.transform[0]=nosuch.Crop: no module nosuch in"),
+        ("data.transform=[nosuch.Crop]", "data.transform[0]=nosuch.Crop: no module nosuch is in"),
         ("data.collate_fn=joined", "data.collate_fn=joined: must be a dotted path"),
     ],
 )

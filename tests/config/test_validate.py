@@ -54,7 +54,9 @@ BAD: dict[str, list[str]] = {
     "tarin.epochs=3": ["tarin.epochs=3: no such key; did you mean train"],
     "fooo.api_key=hunter2": ["fooo.api_key=(hidden): no such key"],
     "+model=mlp": ["+model=mlp: model has a value already; use model=mlp"],
-    "optimizer={lr:0.1}": ["optimizer={lr:0.1}: set one key: optimizer.lr=0.1"],
+    "optimizer={lr:0.1}": [
+        "optimizer={lr:0.1}: a section takes no mapping; set each key by itself, for example optimizer.lr=0.1"
+    ],
     "launch.rdzv_endpoint=foo": ["has an effect only with several hosts"],
     "train.epoch=3": ["did you mean train.epochs?"],
     "launch.nproc=2": ["no such key"],
@@ -78,7 +80,7 @@ BAD: dict[str, list[str]] = {
     ],
     "data.test_sets.a=x": [
         "no such key in data=digits; data=image_folder and text and tokens have it, and"
-        " data._target_=package.Name, code of your own"
+        " so has a class of your own (data._target_=package.Name)"
     ],
     "schedule.step_size=3": ["no such key in schedule=cosine; schedule=step has it"],
     "strategy=single strategy.sync_bn=true": [
@@ -95,11 +97,13 @@ BAD: dict[str, list[str]] = {
     "schedule=ReduceLROnPlateau schedule.metric=val_loss": ["test.NAME", "did you mean"],
     "train._target_=a.b": ["train._target_=a.b", "no such key"],
     # options that do not exist
-    "strategy=fsdp2": ["there is no sharded strategy: docs/guides/memory.md"],
+    "strategy=fsdp2": [
+        "there is no sharded strategy: for a model that is too big see docs/guides/memory.md"
+    ],
     "optimizer=AdamW": [REFUSED, "did you mean adamw?"],
     "model=Resnet50": [REFUSED, "did you mean resnet50?"],
     "tracker=wandb,tensorboard": [
-        "for several at once, use tracker=[wandb,tensorboard]; for a sweep, add -m"
+        "for several trackers in one run, use tracker=[wandb,tensorboard]; for a sweep, add -m"
     ],
     "optimizer=admw": [REFUSED, "did you mean adamw?"],
     "optimizer=lbfgs": [REFUSED],
@@ -122,7 +126,7 @@ BAD: dict[str, list[str]] = {
     "train.epochs": ["train.epochs: not of the form key=value, '=' is missing"],
     "inti": ["inti: not of the form key=value, '=' is missing; did you mean init?"],
     "expermient=base": ["expermient=base: no such key; did you mean experiment?"],
-    "run_dir=~/x": ["run_dir=~/x: no shell expands ~ there; use run_dir=$HOME/x"],
+    "run_dir=~/x": ["run_dir=~/x: ~ is not expanded here; use run_dir=$HOME/x"],
     "run_dir=/a/x=y": ["the value needs quotes; use \"run_dir='/a/x=y'\""],
     "run_dir=/a;b": ["the value needs quotes; use \"run_dir='/a;b'\""],
     "seed=${oc.decode:${oc.env:X}}": [
@@ -178,7 +182,7 @@ BAD: dict[str, list[str]] = {
     "hooks=[ddp_lab.study.step_times.StepTimes] hooks.a=1": [
         "hooks.a=1: hooks must be a list like [package.Name]"
     ],
-    "hooks.0=a.b": ["the list has no such item; give it whole"],
+    "hooks.0=a.b": ["the list has no such item; give the whole list"],
     "metrics={a:1}": ["metrics={a:1}: must be a list like [{_target_: package.Name"],
     "optimizer.groups={a:1}": ["must be a list like [{match: head.*, lr: 0.01}]"],
     "data._target_=torch.a data.fields.a=1": [
@@ -327,12 +331,12 @@ BAD: dict[str, list[str]] = {
         "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs",
     ],
     "train.accumulation_steps=2 tuning.compile=true tuning.compile_mode=reduce-overhead": [
-        "overwrite gradients that are still being accumulated",
+        "overwrite accumulated gradients",
         "or train.accumulation_steps=1",
     ],
     "tuning.activation_checkpointing=Bottleneck": ["must be a list"],
     "strategy=ordered model=gelu_mlp model.fused=true": ["needs model.fused=false"],
-    "deterministic=true tuning.cudnn_benchmark=true": ["which deterministic=true forbids"],
+    "deterministic=true tuning.cudnn_benchmark=true": ["deterministic=true forbids"],
     "data=linear_regression": ["model=cnn: needs images", "use model=linear_regression or mlp"],
     "experiment=linear_regression task=classification": [
         "has numbers as targets",
@@ -361,17 +365,17 @@ BAD: dict[str, list[str]] = {
     "mode=evaluate checkpoint.resume=never": ["needs a checkpoint", "add checkpoint.resume=PATH"],
     "mode=evaluate checkpoint.resume=/nowhere": ["no such folder"],
     "run_dir=/etc/passwd/x": [
-        "cannot be written (/etc/passwd is not a folder); name a folder that can"
+        "cannot be written (/etc/passwd is not a folder); use another folder"
     ],
     "run_dir=": ["must not be empty"],
     "name=a/b": ["must be usable as the name of a folder"],
     "model._target_=torch": ["must be a dotted path, package.Name"],
     "model._target_=torch.nn..Linear": ["must be a dotted path, package.Name"],
-    "optimizer._target_=nosuch.Thing": ["no module nosuch in"],
-    "hooks=[nosuch.Hook]": ["no module nosuch in"],
+    "optimizer._target_=nosuch.Thing": ["no module nosuch is in"],
+    "hooks=[nosuch.Hook]": ["no module nosuch is in"],
     "hooks=[{every:5}]": ["hooks[0]._target_=: must be a dotted path, package.Name"],
     "hooks=[{_target_:nosuch.Hook,every:5}]": [
-        "hooks[0]._target_=nosuch.Hook: no module nosuch in"
+        "hooks[0]._target_=nosuch.Hook: no module nosuch is in"
     ],
     "hooks=[{_target_:json.JSONDecoder,api_key:abc}]": [
         "hooks[0].api_key=(hidden): the config is written to files"

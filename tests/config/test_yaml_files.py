@@ -73,8 +73,8 @@ def test_a_key_that_takes_both_readings_keeps_its_value() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: 1\nb: 2\na: 3", "f: line 3: a stands there twice; keep one of them"),
-        ("a: {b: 1, b: 2}", "f: line 1: b stands there twice; keep one of them"),
+        ("a: 1\nb: 2\na: 3", "f: line 3: a is there twice; keep one of them"),
+        ("a: {b: 1, b: 2}", "f: line 1: b is there twice; keep one of them"),
         ("a: [1,2", "f: line 1: cannot be read: expected ',' or ']'"),
         ("\ta: 1", "f: line 1: cannot be read: found character '\\t'"),
         ("a: 1\n---\nb: 2", "f: line 2: cannot be read: but found another document"),
@@ -109,7 +109,7 @@ def test_presets_and_what_they_include_are_checked() -> None:
     _, problems = read_config(program, read_overrides(program, ["experiment=mine"]))
     assert [problem.partition(" is ")[0] for problem in problems] == [
         "conf/experiment/base.yaml: line 2: train.epochs: 010",
-        "conf/experiment/mine.yaml: override /optimizer stands there twice; keep one of them",
+        "conf/experiment/mine.yaml: override /optimizer",
         "conf/optimizer/slow.yaml: line 2: lr: 1:30",
     ]
     _, problems = read_config(program, read_overrides(program, ["experiment=class"]))
@@ -123,7 +123,7 @@ def test_presets_and_what_they_include_are_checked() -> None:
     ("line", "message"),
     [
         ("train: {epochs: 010}", "train.epochs: 010 is 8 in YAML, and 10 or a text on a command"),
-        ("train: {epochs: 1, epochs: 2}", "epochs stands there twice; keep one of them"),
+        ("train: {epochs: 1, epochs: 2}", "epochs is there twice; keep one of them"),
     ],
 )
 def test_config_of_an_earlier_run_is_read_alike(line: str, message: str, tmp_path: Path) -> None:

@@ -65,9 +65,12 @@ class Stream(IterableDataset[int]):
         ),
         (
             {"transform": [f"{__name__}.NoTransform"]},
-            ["data.transform[0]._target_=", "cannot be called"],
+            ["data.transform[0]._target_=", "is not callable"],
         ),
-        ({"transform": [f"{V2}.functional.resize"]}, ["nothing else may be named there"]),
+        (
+            {"transform": [f"{V2}.functional.resize"]},
+            ["call other functions in a class of your own"],
+        ),
         (
             {"fields": ["image"]},
             ["data.fields=[image]: a sample of FakeData is a tuple, no dict; leave it out"],

@@ -166,7 +166,7 @@ def test_no_other_key_loads_code(words: list[str]) -> None:
     problems = problems_of(*words)
     assert len(problems) == 1, problems
     assert (
-        "only model._target_ names code" in problems[0]
+        "only model._target_ may name code" in problems[0]
         or "loads code from outside hydra" in problems[0]
     )
 

@@ -633,9 +633,9 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         "tuning.precision=fp32": "tuning.precision=fp16 or bf16",
         "tuning.channels_last=false": "tuning.channels_last=true",
         "deterministic=true tuning.compile=true": (
-            "deterministic=false, as it chooses kernels by timing"
+            "deterministic=false, for it chooses kernels by their speed"
         ),
     }.items():
         assert case_of(f"{RESNET} {words}", GPU).problems == [
-            f"tuning.conv_sums=true: needs {needed}; or leave it out"
+            f"tuning.conv_sums=true: needs {needed}; without that use tuning.conv_sums=false"
         ], words

@@ -146,7 +146,7 @@ def test_what_does_not_train_keeps_its_number(mode: str) -> None:
             {"train": TrainConfig(6)},
             CORES,
             None,
-            "no sample for each of 7 to 8 processes; use launch.nproc_per",
+            "too small for 7 to 8 processes; use launch.nproc_per",
         ),
         (
             "4:8",
@@ -168,7 +168,7 @@ def test_what_does_not_train_keeps_its_number(mode: str) -> None:
             {},
             CORES,
             World(0, 3, 0, 3),
-            "launch.nproc_per_node=2:4: torchrun decides how many there are, 3 here",
+            "launch.nproc_per_node=2:4: torchrun sets the number of processes, 3 here",
         ),
     ],
 )

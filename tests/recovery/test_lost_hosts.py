@@ -92,10 +92,10 @@ def asked_config(
                 " HIGH; use"
             ),
         ),
-        (asked_config("1:1"), "launch.nnodes=1:1: is one host; use launch.nnodes=1"),
+        (asked_config("1:1"), "launch.nnodes=1:1: is a range of one host; use launch.nnodes=1"),
         (
             asked_config("2:3", 0),
-            "launch.nnodes=2:3: that a host was lost costs each of the others a restart; add",
+            "launch.nnodes=2:3: a lost host costs a restart, and launch.max_restarts=0 allows none; add",
         ),
         (
             asked_config("2:3", strategy=SingleConfig()),
@@ -107,7 +107,7 @@ def asked_config(
         ),
         (
             asked_config("2:3", train=TrainConfig(5)),
-            "no sample for each process of 3 hosts; use train.global_batch_",
+            "too small for the processes of 3 hosts; use train.global_batch_",
         ),
     ],
     ids=lambda one: one if isinstance(one, str) else str(one.launch.nnodes),

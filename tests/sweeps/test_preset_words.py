@@ -81,7 +81,7 @@ def test_mistake_in_a_preset_is_left_to_the_checks(preset: str, program: Program
 def test_preset_cannot_move_trials(program: Program) -> None:
     (problem,) = refused(program, "experiment=folder", "seed=1,2")
     assert problem.startswith(
-        "hydra.sweep.subdir=seed_${seed}: the folder of a trial is its number"
+        "hydra.sweep.subdir=seed_${seed}: the folder of a trial is named by its number"
     )
     assert "(in conf/experiment/folder.yaml)" in problem
 

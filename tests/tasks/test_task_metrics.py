@@ -491,7 +491,7 @@ F1 = {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes"
         ),
         (
             {"_target_": "torchmetrics.classification.f_beta.Tensor"},
-            "and nothing else may be named there",
+            "call other functions in a class of your own",
         ),
     ],
 )
@@ -587,7 +587,7 @@ def test_keys_name_metrics_of_the_average() -> None:
 def test_keys_name_further_metrics() -> None:
     random = {"_target_": f"{HERE}.Random"}
     with pytest.raises(
-        ConfigError, match="does not say which direction of random is better; add better: max"
+        ConfigError, match="does not say whether a high or a low random is better; add better: max"
     ):
         set_up([random], checkpoint={"best_metric": "test.random"})
     with pytest.raises(
@@ -614,7 +614,7 @@ def test_metric_without_a_direction_cannot_select() -> None:
     config.checkpoint.best_metric = "test.acc"
     (problem,) = metrics.unusable_metrics(config, ["loss", "acc"], {"loss": "min"})
     assert str(problem).endswith(
-        'which direction of acc is better; add better = {"acc": "max"}, or "min", to its class'
+        'whether a high or a low acc is better; add better = {"acc": "max"}, or "min", to its class'
     )
     assert not list(
         metrics.unusable_metrics(config, ["loss", "acc"], {"loss": "min", "acc": "max"})
@@ -638,14 +638,14 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         asked(F1_OF_TEN, F1_OF_TEN | {"name": "macro", "average": "macro", "better": "max"}) == []
     )
     assert asked(F1_OF_TEN | {"name": "top5"}) == [
-        "metrics[0]: task=auto has a metric top5 too; give this one another, name: NAME"
+        "metrics[0]: task=auto has a metric named top5 too; give this one another, name: NAME"
     ]
     assert asked(F1_OF_TEN, F1_OF_TEN | {"better": "high", "name": "a.b"}, F1_OF_TEN) == [
         "metrics[1].name=a.b: must be a name of letters, digits and _",
         "metrics[1].better=high: must be one of max, min",
         (
-            "metrics[2]: another item has a metric multiclass_f1_score too; give this one another,"
-            " name: NAME"
+            "metrics[2]: another item has a metric named multiclass_f1_score too; give this one"
+            " another, name: NAME"
         ),
     ]
     assert "metrics[0]._target_=null: must be a dotted path, package.Name" in asked(
@@ -672,7 +672,8 @@ def test_what_is_wrong_is_said_before_anything_starts(monkeypatch: pytest.Monkey
         "metrics[0].api_key=(hidden): the config is written"
     )
     assert (
-        "arguments are plain values" in asked(F1_OF_TEN | {"inner": {"_target_": "os.system"}})[0]
+        "arguments must be plain values"
+        in asked(F1_OF_TEN | {"inner": {"_target_": "os.system"}})[0]
     )
     (typo,) = asked(F1_OF_TEN, objective="test.multiclass_f1_scor")
     assert (
