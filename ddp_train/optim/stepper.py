@@ -35,7 +35,10 @@ class StepObserver:
         """Called after each; behind the last one of a step DDP has exchanged the gradients."""
 
     def before_update(self) -> None:
-        """Called before the optimizer step."""
+        """Called before gradients are unscaled, divided by the units and clipped.
+
+        For the gradients of the mean use `optimizer.register_step_pre_hook`.
+        """
 
     def after_update(self, steps_done: int) -> None:
         """Called after the optimizer step, which `steps_done` includes."""
