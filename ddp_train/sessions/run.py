@@ -234,12 +234,13 @@ class Run(MediaCalls):
         steps.copies = UnsavedCopies(steps.models, others.values())
         steps.copies.look_for(living)
         steps.checkpoints = SessionCheckpoints(
-            steps.settings, steps.world, named, others, steps.status
+            steps.settings, steps.world, named, others, steps.status, steps.device
         )
-        steps.checkpoints.may_differ_in_batch_norm = steps.models.has_own_batch_norm
+        may_differ = steps.models.has_own_batch_norm
+        steps.checkpoints.checkpoint_watch.may_differ_in_batch_norm = may_differ
         steps.watch_optimizers(others.values())
         steps.gradients.windows.see_objects(others.values())
-        steps.position = steps.checkpoints.restore(steps.device, steps.gradients)
+        steps.position = steps.checkpoints.restore(steps.gradients)
         if steps.position.batch:
             warn_of_fractions(others)
         if steps.kept_memory:

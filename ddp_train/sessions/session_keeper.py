@@ -245,7 +245,7 @@ class SessionKeeper:
     def _model_parts(self) -> ModelParts:
         registrations = self.models.registrations
         if self.parts is None or self.parts.registrations != registrations:
-            copies = self.checkpoints.copies_here(self.device)
+            copies = self.checkpoints.copies_here()
             # A new ModuleList counts too.
             self.parts = ModelParts(self.checkpoints.module, copies, self.models.registrations)
         return self.parts

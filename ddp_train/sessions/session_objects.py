@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from ddp_train.plain_state import PLAIN_DATA, problem_of_extra_state, problem_of_state
@@ -102,3 +105,14 @@ def _check_plain(name: str, holder: Stateful) -> None:
         raise UsageError(
             f"run.resume: the state_dict of {name} is not plain data: {problem}", PLAIN_DATA
         )
+
+
+def copies_on(device: str, objects: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The modules among the objects whose buffers are on this process's device, by their names:
+    averages, teachers, losses with buffers."""
+    place = torch.device(device)
+    return {
+        name: item
+        for name, item in objects.items()
+        if isinstance(item, nn.Module) and all(buffer.device == place for buffer in item.buffers())
+    }

@@ -223,7 +223,7 @@ class Steps:
         """All models as one, with the copies of them that run.resume got."""
         modules = nn.ModuleList(model.module for model in self.models)
         if self.checkpoints:
-            modules.append(self.checkpoints.copies_here(self.device))
+            modules.append(self.checkpoints.copies_here())
         return modules
 
     def check_batches(self, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -370,7 +370,7 @@ class Steps:
         loading = self._loading()
         self.numbers.catch_up(self.position.step, self.epochs_begun)
         numbers = self.numbers.state()
-        self.checkpoints.save(self.position, loading, self.gradients, numbers, self.device)
+        self.checkpoints.save(self.position, loading, self.gradients, numbers)
         self.status.phase = phase
 
     def _loading(self) -> dict[str, Any]:

@@ -64,6 +64,7 @@ WITH_TORCH = [
             "beside_mean",
             "called_functions",
             "carried_",
+            "checkpoint_watch",
             "first_epoch",
             "first_step",
             "foreign_optimizers",
@@ -83,9 +84,7 @@ WITH_TORCH = [
             "row_tables",
             "run",
             "score_watch",
-            "session_checkpoints",
-            "session_keeper",
-            "session_objects",
+            "session_",
             "states_of_ranks",
             "steps",
         )

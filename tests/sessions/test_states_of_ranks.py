@@ -11,7 +11,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ddp_train.distributed.all_gather import all_gather
 from ddp_train.distributed.world import World
-from ddp_train.sessions import session_checkpoints
+from ddp_train.sessions import checkpoint_watch
 from tests.sessions.loops import SAMPLES, rows, sgd
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on
@@ -88,7 +88,7 @@ FILLED = {
 def collected_warnings() -> list[str]:
     """The warnings of checkpoints, from now on in this process."""
     messages: list[str] = []
-    log = session_checkpoints.log
+    log = checkpoint_watch.log
     log.warning = lambda text, *values: messages.append(text % values)  # type: ignore[method-assign]
     return messages
 

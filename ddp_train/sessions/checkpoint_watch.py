@@ -1,0 +1,166 @@
+"""What a checkpoint would lose, or has of one process alone: looked for where one is saved."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor, nn
+
+from ddp_train.distributed.exchange import texts_from_all_ranks
+from ddp_train.distributed.replicas import weight_with_nan
+from ddp_train.models.python_state import changed, state_of
+from ddp_train.sessions.session_objects import Stateful, copies_on
+from ddp_train.sessions.states_of_ranks import (
+    BufferOfRanks,
+    buffers_apart,
+    is_batch_norm_apart,
+    is_statistic,
+    numbers_apart,
+)
+
+log = logging.getLogger(__name__)
+NOT_THE_SAME = (
+    "not the same on all processes: each fills it by its own samples, and another number of them"
+    " has another result; fill it by those of all, which ddp_train.all_gather or run.sum give"
+)
+BATCH_NORM_APART = (
+    "not the same on all processes: a batch norm in train mode that run.wrap did not get is over"
+    " each process's own samples, and another number of them has another result"
+)
+MOST_NAMES = 3
+"""The most names of state that a warning lists: a list has one for each item."""
+
+
+class CheckpointWatch:
+    """Warns once of each kind of state that a resumed run would not have as it was."""
+
+    def __init__(
+        self, module: nn.Module, objects: Mapping[str, Stateful], device: str, keep: int
+    ) -> None:
+        """
+        module: all models that are saved.
+        objects: the others that are, by the names that `run.resume` got.
+        keep: the number of checkpoints that are kept.
+        """
+        self.module = module
+        self.objects = objects
+        self.device = device
+        self.keep = keep
+        self.state_at_start: dict[str, str] | None = unsaved_state(module)
+        """None once it was compared."""
+        self.has_warned_of_ranks = False
+        """State was named that is not the same on all processes."""
+        self.may_differ_in_batch_norm = False
+        """Batch norm's statistics are not compared between processes: the user chose that they
+        differ, or they were named."""
+        self.has_warned_of_nan = False
+
+    def see_buffers(self, buffers: Tensor, buffers_of_copies: Tensor) -> None:
+        """Name once the buffers, and numbers, that differ between processes. A collective.
+
+        buffers, buffers_of_copies: of all processes, [ranks, n].
+        """
+        differing = self._buffers_apart(buffers, buffers_of_copies)
+        self._warn_of_ranks(differing)
+        self._warn_of_batch_norm(differing)
+
+    def warn_of_nan(self, step: int) -> None:
+        """Name once a weight that is NaN: the loop trains on, and fills all checkpoints with it."""
+        if self.has_warned_of_nan:
+            return
+        name = weight_with_nan(self.module)
+        if name:
+            self.has_warned_of_nan = True
+            log.warning(
+                "%s holds a NaN after step %d, and the loop trains on: stop it, since the newest %d"
+                " checkpoints alone are kept; to leave such a step out write, before backward(),"
+                " `if not math.isfinite(run.sum(loss.item())): continue`",
+                name,
+                step,
+                self.keep,
+            )
+
+    def warn_of_unsaved_state(self) -> None:
+        """Name once what the model has changed and no checkpoint holds. A collective."""
+        before = self.state_at_start
+        if before is None:
+            return
+        self.state_at_start = None
+        now = unsaved_state(self.module)
+        names = [
+            path
+            for path in changed(before, now)
+            if before.get(path, "None") != "None"  # a cache that was filled
+        ]
+        digests = {name: now.get(name) for name in sorted(names)[:MOST_NAMES]}
+        of_ranks = texts_from_all_ranks(json.dumps(digests), self.device)
+        if names:
+            log.warning(
+                "%s changed in training and is in no checkpoint: a resumed run begins it anew; keep"
+                " it in a buffer (register_buffer), or in what get_extra_state returns%s",
+                ", ".join(digests),
+                f". And it is {NOT_THE_SAME}" if len(set(of_ranks)) > 1 else "",
+            )
+
+    def _buffers_apart(self, buffers: Tensor, buffers_of_copies: Tensor) -> list[BufferOfRanks]:
+        """The floating-point buffers of models and copies that differ between processes."""
+        differing = buffers_apart(self.module, buffers)
+        copies = copies_on(self.device, self.objects)
+        together = nn.ModuleList(copies.values())
+        names = list(copies)
+        for buffer in buffers_apart(together, buffers_of_copies):
+            place, _, name = buffer.name.partition(".")
+            differing.append(replace(buffer, name=f"{names[int(place)]}.{name}"))
+        return differing
+
+    def _warn_of_ranks(self, differing: list[BufferOfRanks]) -> None:
+        """Name once what each process fills by its own samples. A collective.
+
+        differing: the floating-point buffers of models and copies that are not the same.
+        """
+        if self.has_warned_of_ranks:
+            return
+        names = [buffer.name for buffer in differing if not is_statistic(buffer)]
+        names += numbers_apart(self.module, self.objects, self.device)
+        if names:
+            self.has_warned_of_ranks = True
+            log.warning(
+                "%s: %s (checkpoints have the mean of a model's buffers, of all else that of rank"
+                " 0)",
+                ", ".join(names[:MOST_NAMES]),
+                NOT_THE_SAME,
+            )
+
+    def _warn_of_batch_norm(self, differing: list[BufferOfRanks]) -> None:
+        """Name once the statistics of each process's samples that the user did not choose."""
+        if self.may_differ_in_batch_norm:
+            return
+        names = [buffer.name for buffer in differing if is_batch_norm_apart(buffer)]
+        if names:
+            self.may_differ_in_batch_norm = True
+            holder = names[0].partition(".")[0]
+            remedy = "call run.wrap when the model has all its layers"
+            if isinstance(self.objects.get(holder), nn.Module):
+                remedy = (
+                    f"{holder} = run.wrap({holder}) before run.resume takes it over all samples,"
+                    f" {holder}.eval() leaves its statistics as they are"
+                )
+            listed = ", ".join(names[:MOST_NAMES])
+            log.warning("%s: %s; %s", listed, BATCH_NORM_APART, remedy)
+
+
+def unsaved_state(module: nn.Module) -> dict[str, str]:
+    """Digests of what a model keeps and its state_dict has not, by names."""
+    saved = module.state_dict().keys()
+    beside = {
+        f"model.{name}": buffer for name, buffer in module.named_buffers() if name not in saved
+    }
+    if any(name.endswith("_extra_state") for name in saved):
+        return state_of(beside)  # it may hold the attributes
+    attributes = state_of({"model": module})
+    return state_of(beside) | {
+        path: digest for path, digest in attributes.items() if path.startswith("model")
+    }
