@@ -54,12 +54,12 @@ def update_statistics(steps: Steps, loader: Any, model: nn.Module) -> None:
 
 def _key_of_draws(steps: Steps) -> int:
     """The key of the model's draws, dropout for one: each process has its own."""
-    return hash_key(steps.settings.seed, "update_bn", steps.world.rank, steps.position.step)
+    return hash_key(steps.settings.seed, "update_bn", steps.world.rank, steps.loop.position.step)
 
 
 def _step_of(share: MicroBatch, steps: Steps) -> TrainingStep:
     seed = steps.settings.seed
-    rows = StepRows(seed, steps.begun_epoch, share.step, share.indices, share.num_real)
+    rows = StepRows(seed, steps.loop.begun_epoch, share.step, share.indices, share.num_real)
     return TrainingStep(share.num_real > 0, share=rows)
 
 

@@ -167,7 +167,7 @@ def _global_batches(steps: Steps, source: Any, arguments: DataArguments) -> Glob
     seed = steps.settings.seed
     batch_sampler = arguments.any_batch_sampler()
     if batch_sampler is not None:
-        number = len(steps.training_loaders)
+        number = len(steps.loaders.current)
         return SampledBatches(
             batch_sampler,
             source,
@@ -232,14 +232,14 @@ class TestLoader:
                 WAY_OF_UPDATE_BN,
             )
         averaged = averaged_buffers(steps.modules_together(), keep_if_alike=True)
-        step = steps.position.step
-        open_step = steps.open_step
+        step = steps.loop.position.step
+        open_step = steps.loop.open_step
         with steps.score_watch.scoring(averaged, shared_out(), no_numbers()):
             for batch in self.batches:
                 steps.score_watch.begin_batch()
                 with scored(batch.micro_batch):
                     yield batch.data
-                if steps.position.step != step or steps.open_step is not open_step:
+                if steps.loop.position.step != step or steps.loop.open_step is not open_step:
                     raise UsageError(*TAKEN_OVER_STEPS)
         steps.status.phase = EPOCH_END
 

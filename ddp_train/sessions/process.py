@@ -218,7 +218,7 @@ class SessionProcess:
             return
         if steps.update_record:
             steps.update_record.write()
-        position = steps.position
+        position = steps.loop.position
         summary = {
             "status": "preempted" if self.is_stopped else "completed",
             **self.facts,

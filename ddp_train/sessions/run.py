@@ -74,7 +74,7 @@ class Run(MediaCalls):
 
         A batch is done when the loop asks for the next one, or when its epoch ends.
         """
-        return self._steps.position.step
+        return self._steps.loop.position.step
 
     def wrap(self, model: nn.Module, *, sync_batch_norm: bool = True, **options: Any) -> Wrapped:
         """Move a model to the device and wrap it as DistributedDataParallel does.
@@ -240,14 +240,14 @@ class Run(MediaCalls):
         steps.checkpoints.checkpoint_watch.may_differ_in_batch_norm = may_differ
         steps.watch_optimizers(others.values())
         steps.gradients.windows.see_objects(others.values())
-        steps.position = steps.checkpoints.restore(steps.gradients)
-        if steps.position.batch:
+        steps.loop.position = steps.checkpoints.restore(steps.gradients)
+        if steps.loop.position.batch:
             warn_of_fractions(others)
         if steps.kept_memory:
             steps.keep_in(steps.kept_memory)
-        steps.numbers.resume(steps.position.step, steps.checkpoints.numbers)
-        steps.status.step = steps.position.step
-        return steps.position.step
+        steps.numbers.resume(steps.loop.position.step, steps.checkpoints.numbers)
+        steps.status.step = steps.loop.position.step
+        return steps.loop.position.step
 
     def epochs(self, count: int, *, save_every: int = 1, whole: bool = False) -> Iterator[int]:
         """Iterate over the numbers of the remaining epochs, up to count - 1; a new run begins with
@@ -284,7 +284,7 @@ class Run(MediaCalls):
         It is written before the next batch or, after the last batch, at the end of the epoch.
         """
         steps = self._open_steps("run.save")
-        steps.open_epoch("run.save")
+        steps.loop.check_in_epoch("run.save")
         steps.is_save_due = True
 
     def mean(

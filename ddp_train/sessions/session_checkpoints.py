@@ -83,28 +83,6 @@ class SessionCheckpoints:
         """States of the training loaders in that checkpoint, in the order in which they were
         made."""
 
-    def check_batches(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """Refuse other batches inside of a pass; at its beginning others may follow.
-
-        before, now: facts that identify them, in the checkpoint and here.
-
-        Raises DataError if they differ.
-        """
-        for name, value in now.items():
-            earlier = before.get(name, value)
-            if earlier == value:
-                continue
-            change = f"{name} was {earlier} and is {value}"
-            if name.startswith("data"):
-                change = "its samples are others"
-            elif name.startswith("drawn"):
-                change = "its samples come in another order than before"
-            raise DataError(
-                f"{self.resumed_from} lies inside of an epoch, and run.loader changed since:"
-                f" {change}",
-                "finish the epoch with what it began with, or start over in another run_dir",
-            )
-
     def restore(self, watch: GradientWatch) -> Position:
         """Load the newest checkpoint that is whole, and return its position.
 

@@ -41,9 +41,9 @@ from ddp_train.sessions.first_step import FirstStep
 from ddp_train.sessions.foreign_optimizers import ForeignOptimizers
 from ddp_train.sessions.gradients import GradientWatch
 from ddp_train.sessions.learning_rates import check_same_rates
+from ddp_train.sessions.loop_state import LoopState, OpenEpoch
 from ddp_train.sessions.models import Models
 from ddp_train.sessions.numbers import SessionNumbers, log_call
-from ddp_train.sessions.open_epoch import OpenEpoch
 from ddp_train.sessions.open_step import (
     OpenStep,
     Place,
@@ -51,10 +51,10 @@ from ddp_train.sessions.open_step import (
     StepRows,
     check_one_for_each_sample,
 )
-from ddp_train.sessions.position import Position
 from ddp_train.sessions.score_watch import ScoreWatch
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.session_keeper import SessionKeeper
+from ddp_train.sessions.session_loaders import SessionLoaders
 from ddp_train.sessions.settings import Settings, UsageError
 from ddp_train.sessions.unsaved import refuse_unsaved_scaler, warn_of_unsaved_schedulers
 from ddp_train.sessions.update_record import UpdateRecord
@@ -78,7 +78,7 @@ class StoppedError(BaseException):
 
 
 class Steps:
-    """The position of one process in the user's loop, and what happens between two steps."""
+    """The steps of one process in the user's loop, and what happens between two of them."""
 
     def __init__(
         self,
@@ -93,19 +93,14 @@ class Steps:
         self.device = device
         self.status = status
         self.stop = stop
-        self.position = Position()
+        self.loop = LoopState()
+        self.loaders = SessionLoaders(self.loop)
         self.models = Models(device, world.size)
         self.checkpoints: SessionCheckpoints | None = None
         self.kept_memory: KeptMemory | None = None
         """In which the state may be kept; None if a failure costs the steps since the last
         checkpoint."""
         self.keeper: SessionKeeper | None = None
-        self.training_loaders: list[StatefulLoader] = []
-        """The loaders that there are in the current epoch."""
-        self.lasting_loaders = 0
-        """The number of loaders that were made before the first epoch; others end with theirs."""
-        self.saved_loaders: dict[int, dict[str, Any]] = {}
-        """The states in the checkpoint by number of the loader, until it goes on from there."""
         self.optimizers: dict[Optimizer, list[Wrapped]] = {}
         """The optimizers that run.resume got, and the models of each."""
         self.foreign_optimizers = ForeignOptimizers(self.models)
@@ -118,12 +113,8 @@ class Steps:
         """The checkpoint at which all objects are looked through again."""
         self.closings: list[Callable[[], object]] = []
         """Functions that end the processes of each loader, if that still has some."""
-        self.open_step: OpenStep | None = None
-        """The current step; None between two steps."""
         self.has_samples = True
         """False in a step whose batch is empty here, and after it if that was left by an error."""
-        self.current_epoch: OpenEpoch | None = None
-        """None between two epochs."""
         self.is_save_due = False
         self.whole_epochs = False
         """Nothing is saved inside of an epoch."""
@@ -172,12 +163,12 @@ class Steps:
                 "run.resume(model=model, optimizer=optimizer) before it, with whatever has a"
                 " state_dict",
             )
-        position = self.position
+        position = self.loop.position
         saved = None
         if not self.settings.is_proof:
             saved = [*self.checkpoints.objects.values(), *self.models]
         self.first_epoch = FirstEpoch(self.world, saved, whole)
-        self._go_on_with_loaders()
+        self.loaders.go_on(self.checkpoints)
         if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
         self.numbers.open()
@@ -189,7 +180,7 @@ class Steps:
             self._begin_epoch()
             yield position.epoch
             self._end_open_step()
-            self.current_epoch = None
+            self.loop.open_epoch = None
             self.has_samples = True
             self.exchange_watch.enter(END_OF_EPOCH)
             meet(END_OF_EPOCH, self.device)
@@ -205,20 +196,6 @@ class Steps:
             if not is_last:
                 self._stop_if_agreed()
 
-    def _go_on_with_loaders(self) -> None:
-        """Give the loaders what the checkpoint has of them.
-
-        Raises DataError if they have other data, and it lies inside of a pass.
-        """
-        self.lasting_loaders = len(self.training_loaders)
-        if self.checkpoints is None or self.checkpoints.resumed_from is None:
-            return
-        states = self.checkpoints.saved_loaders
-        self.saved_loaders = dict(enumerate(states))
-        is_inside = any(not state["place"]["is_over"] for state in states)
-        if is_inside or self.position.batch:
-            self.check_batches(self.checkpoints.earlier_batches, self.facts_of_loaders())
-
     def modules_together(self) -> nn.Module:
         """All models as one, with the copies of them that run.resume got."""
         modules = nn.ModuleList(model.module for model in self.models)
@@ -226,37 +203,10 @@ class Steps:
             modules.append(self.checkpoints.copies_here())
         return modules
 
-    def check_batches(self, before: dict[str, Any], now: dict[str, Any]) -> None:
-        """See SessionCheckpoints."""
-        assert self.checkpoints, "epochs() has seen to it"
-        self.checkpoints.check_batches(before, now)
-
-    def add_loader(self, loader: StatefulLoader) -> int:
-        """Add a loader that is trained on. Returns its number."""
-        self.training_loaders.append(loader)
-        if self.current_epoch:
-            loader.begin_epoch(self.position.epoch)
-            if self.current_epoch.first_batch and self.checkpoints:
-                self.check_batches(self.checkpoints.earlier_batches, self.facts_of_loaders())
-        return len(self.training_loaders) - 1
-
-    def facts_of_loaders(self) -> dict[str, Any]:
-        """Facts that identify the batches of all loaders."""
-        facts = {}
-        for number, loader in enumerate(self.training_loaders):
-            suffix = f" of loader {number + 1}" if number else ""
-            for name, value in loader.facts.items():
-                facts[name + suffix] = value
-        return facts
-
     def _begin_epoch(self) -> None:
-        self._seed_alike("epoch", self.position.epoch)
-        self.current_epoch = OpenEpoch(self.position.batch)
-        for number in range(self.lasting_loaders, len(self.training_loaders)):
-            self.saved_loaders.pop(number, None)
-        del self.training_loaders[self.lasting_loaders :]
-        for loader in self.training_loaders:
-            loader.begin_epoch(self.position.epoch)
+        self._seed_alike("epoch", self.loop.position.epoch)
+        self.loop.open_epoch = OpenEpoch(self.loop.position.batch)
+        self.loaders.begin_epoch()
 
     def _seed_alike(self, part: str, number: int) -> None:
         """Seed the global generators alike on all processes, for what is drawn between steps.
@@ -282,39 +232,15 @@ class Steps:
         saved = self.checkpoints.saved if self.checkpoints else None
         return saved.epoch if saved else 0
 
-    @property
-    def epochs_begun(self) -> int:
-        return self.position.epoch + (self.current_epoch is not None)
-
-    @property
-    def begun_epoch(self) -> int:
-        """The number of the epoch that began last; 0 before the first."""
-        if self.current_epoch:
-            return self.position.epoch
-        return max(self.position.epoch - 1, 0)
-
-    def open_epoch(self, method: str) -> int:
-        """The number of the current epoch. Raises UsageError if `method` is used outside of one."""
-        if not self.current_epoch:
-            raise UsageError(
-                f"{method} was used outside of an epoch", "for epoch in run.epochs(10): ..."
-            )
-        return self.position.epoch
-
-    def see_batches_left(self, some: bool) -> None:
-        """Note whether the loader that began the last step has more batches of the epoch."""
-        if self.current_epoch:
-            self.current_epoch.is_complete = not some
-
     def end_loop(self) -> None:
         """Called where a loop over batches has none left: what follows it belongs to its last step.
 
         That was kept if nobody knew that it is the last one, as of a stream. From there the loop
         would be without a batch, which few are written for.
         """
-        self._seed_alike("end of loop", self.position.step)
+        self._seed_alike("end of loop", self.loop.position.step)
         if self.keeper:
-            self.keeper.take_back(state_mark(self.position.step, is_later=False))
+            self.keeper.take_back(state_mark(self.loop.position.step, is_later=False))
 
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`.
@@ -327,23 +253,23 @@ class Steps:
         self._end_open_step()
         if self.first_epoch:
             self.first_epoch.compare(self.device)
-        self.numbers.flush(self.position.step, self.epochs_begun)
-        if self.current_epoch and self.checkpoints:
-            for loader in self.training_loaders:
-                loader.place.reopen(self.position.step)
-            if self.current_epoch.is_complete:
-                self.position.end_epoch()
-            if self.whole_epochs and self.position.batch:
+        self.numbers.flush(self.loop.position.step, self.loop.epochs_begun)
+        if self.loop.open_epoch and self.checkpoints:
+            for loader in self.loaders.current:
+                loader.place.reopen(self.loop.position.step)
+            if self.loop.open_epoch.is_complete:
+                self.loop.position.end_epoch()
+            if self.whole_epochs and self.loop.position.batch:
                 self._tell_of_left_epoch()
-            elif self.position != self.checkpoints.saved:
+            elif self.loop.position != self.checkpoints.saved:
                 self.save_now()
-        self.current_epoch = None
+        self.loop.open_epoch = None
 
     def _tell_of_left_epoch(self) -> None:
         """Say that a `break` has left a whole epoch, inside of which nothing is saved."""
         if not self.world.is_leader:
             return
-        position = self.position
+        position = self.loop.position
         print(
             f"note: run.epochs(..., whole=True) was left inside of epoch {position.epoch} after"
             f" {counted(position.batch, 'step')} of it, which are in no checkpoint: the same"
@@ -353,10 +279,10 @@ class Steps:
         )
 
     def _stop_if_agreed(self) -> None:
-        if self.stop.allows(self.position.step):
+        if self.stop.allows(self.loop.position.step):
             return
-        may_save = not self.whole_epochs or not self.position.batch
-        if may_save and self.checkpoints and self.checkpoints.saved != self.position:
+        may_save = not self.whole_epochs or not self.loop.position.batch
+        if may_save and self.checkpoints and self.checkpoints.saved != self.loop.position:
             self.save_now()
         raise StoppedError
 
@@ -367,20 +293,17 @@ class Steps:
         self._warn_of_unsaved(self.checkpoints.objects)
         phase = self.status.phase
         self.status.phase = "checkpoint"
-        loading = self._loading()
-        self.numbers.catch_up(self.position.step, self.epochs_begun)
+        loading = self.loaders.state()
+        self.numbers.catch_up(self.loop.position.step, self.loop.epochs_begun)
         numbers = self.numbers.state()
-        self.checkpoints.save(self.position, loading, self.gradients, numbers)
+        self.checkpoints.save(self.loop.position, loading, self.gradients, numbers)
         self.status.phase = phase
-
-    def _loading(self) -> dict[str, Any]:
-        """Facts that identify the batches, and the states of the loaders. A collective."""
-        states = [loader.state() for loader in self.training_loaders]
-        return {"batches": self.facts_of_loaders(), "loaders": states}
 
     def _state_beside(self) -> dict[str, Any]:
         assert self.checkpoints, "epochs() has seen to it"
-        return self.checkpoints.session_state(self.position, self._loading(), self.gradients)
+        return self.checkpoints.session_state(
+            self.loop.position, self.loaders.state(), self.gradients
+        )
 
     def keep_in(self, memory: KeptMemory) -> None:
         """Keep the state after each step in memory that outlives this process."""
@@ -428,7 +351,7 @@ class Steps:
 
         Returns the step that begins with it; None inside of a step.
         """
-        step = self.open_step
+        step = self.loop.open_step
         begins = step is None
         if step is None:
             step = self._begin_step(share)
@@ -445,24 +368,24 @@ class Steps:
     def _begin_step(self, share: MicroBatch) -> OpenStep:
         """Begin a step. Its draws depend on seed, rank and step alone."""
         self.score_watch.end()
-        self.open_step = OpenStep()
+        self.loop.open_step = OpenStep()
         self.has_samples = True
-        self.see_batches_left(True)
+        self.loop.see_batches_left(True)
         self.had_backward = False
-        position = self.position
+        position = self.loop.position
         rows = StepRows(
             self.settings.seed, position.epoch, position.step, share.indices, share.num_real
         )
         CURRENT.begin(TrainingStep(share.num_real > 0, share=rows))
-        self.seed_step(self.position.step)
-        key = hash_key(self.seed_step.key, self.position.step)
+        self.seed_step(self.loop.position.step)
+        key = hash_key(self.seed_step.key, self.loop.position.step)
         np.random.seed(key & 0xFFFFFFFF)
         random.seed(key)
         if self.first_step:
-            self.first_step.begin(self.position.step)
+            self.first_step.begin(self.loop.position.step)
         if self.first_epoch:
-            self.first_epoch.begin_step([loader.facts for loader in self.training_loaders])
-        return self.open_step
+            self.first_epoch.begin_step([loader.facts for loader in self.loaders.current])
+        return self.loop.open_step
 
     def see_batch(self, share: MicroBatch, batch: Any) -> None:
         """Called with each batch before the user's loop has it."""
@@ -475,54 +398,54 @@ class Steps:
         is_last: the batch is the last one of its epoch, whose end is not reached yet: what follows
             the loop over batches belongs to it.
         """
-        if self.open_step is not step:
+        if self.loop.open_step is not step:
             return  # it ended with its epoch
         if not self.optimizers:
             self._check_gradients(self.models)  # the loop has updated the weights by itself
         self._count(step)
         self.has_samples = True
-        if self.update_record and self.update_record.is_complete(self.position.step):
+        if self.update_record and self.update_record.is_complete(self.loop.position.step):
             raise StoppedError
-        if not is_last and self.position.step % self.numbers.every_steps == 0:
+        if not is_last and self.loop.position.step % self.numbers.every_steps == 0:
             self.exchange_watch.enter(LINE)
-            self.numbers.line(self.position.step, self.position.epoch + 1)
+            self.numbers.line(self.loop.position.step, self.loop.position.epoch + 1)
         self._agree_on_keeping()
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
         # is right about when the next one is due.
         could_be_saved = self.gradients.are_used and not is_last and not self.whole_epochs
         if could_be_saved and self.had_backward:  # else the others may be steps behind
-            self._keep(state_mark(self.position.step, is_later=False))
-        self.status.step = self.position.step  # what is not kept yet is not done
+            self._keep(state_mark(self.loop.position.step, is_later=False))
+        self.status.step = self.loop.position.step  # what is not kept yet is not done
         if could_be_saved and self.is_save_due:
             self.save_now()
         may_stop = could_be_saved or (self.whole_epochs and not is_last)
-        if may_stop and self.position.step >= self.stop.limit:
+        if may_stop and self.loop.position.step >= self.stop.limit:
             self._stop_if_agreed()
 
     def leave_step(self, step: OpenStep) -> None:
         """End the last step of a loop that was left by `break`: it counts if it went backward."""
-        if self.open_step is not step:
+        if self.loop.open_step is not step:
             return
         if self.had_backward:
             self._count(step)
-            self.status.step = self.position.step
+            self.status.step = self.loop.position.step
         self._close_step()
 
     def _end_open_step(self) -> None:
         """End the step of an iterator that goes on in the next epoch."""
-        if self.open_step is not None:
-            self._count(self.open_step)
-            self.status.step = self.position.step
+        if self.loop.open_step is not None:
+            self._count(self.loop.open_step)
+            self.status.step = self.loop.position.step
 
     def _close_step(self) -> None:
-        if self.open_step is not None:
-            self.open_step.without_samples.close()
-        self.open_step = None
+        if self.loop.open_step is not None:
+            self.loop.open_step.without_samples.close()
+        self.loop.open_step = None
         CURRENT.end()
 
     def _count(self, step: OpenStep) -> None:
         """Count a step as done, and close it."""
-        self.numbers.end_step(self.position.step, step.samples)
+        self.numbers.end_step(self.loop.position.step, step.samples)
         if self.first_epoch:
             self.first_epoch.end_step(step.samples)
         if self.first_step:
@@ -532,23 +455,23 @@ class Steps:
             self.first_step = None
             if draws_by_rank and self.update_record:
                 self.update_record.draws_by_process = True
-        self.position.batch += 1
-        self.position.step += 1
+        self.loop.position.batch += 1
+        self.loop.position.step += 1
         for place in step.places:
             place.batch += 1
-            place.step = self.position.step
+            place.step = self.loop.position.step
         self._close_step()
 
     def log(self, name: str, values: Any, over: Any, how: str) -> None:
         """See Run.log."""
-        in_step = self.open_step is not None and not self.score_watch.is_scoring
+        in_step = self.loop.open_step is not None and not self.score_watch.is_scoring
         self.numbers.log(self.log_step, log_call(name, values, over, how, in_step))
 
     @property
     def log_step(self) -> int:
         """The number of updates that are done, for what is logged now."""
-        in_step = self.open_step is not None
-        return self.position.step + (in_step and self.gradients.are_used and self.had_backward)
+        in_step = self.loop.open_step is not None
+        return self.loop.position.step + (in_step and self.gradients.are_used and self.had_backward)
 
     def mean(
         self,
@@ -558,14 +481,14 @@ class Steps:
         accumulate: Optimizer | None,
     ) -> Tensor:
         """See Run.mean."""
-        if self.open_step is None:
+        if self.loop.open_step is None:
             raise UsageError(
                 "run.mean was called outside of a step",
                 "call it inside of: for batch in loader, of loader = run.loader(...); without a"
                 " data set, as in reinforcement learning, of numbers:"
                 " run.loader(range(1000), global_batch_size=8)",
             )
-        share = self.open_step.share_of(of)
+        share = self.loop.open_step.share_of(of)
         self.score_watch.check_ended()
         if not share.num_real and not losses.requires_grad and torch.is_grad_enabled():
             losses = losses.detach().requires_grad_()  # of a loop over samples: of none
@@ -619,7 +542,7 @@ class Steps:
         """The number of units of all processes, a scalar, float64. A collective."""
         counts = share.num_real > 0  # also where `over` does not follow from the batch
         units = torch.as_tensor(over, dtype=torch.float64, device=self.device).detach().sum()
-        self.exchange_watch.enter(UNITS, self.position.step)
+        self.exchange_watch.enter(UNITS, self.loop.position.step)
         return total(units * counts)
 
     def _part_of_mean(self, units: Tensor, share: MicroBatch) -> Tensor:
@@ -629,7 +552,7 @@ class Steps:
 
     def see_forward(self, *_: object) -> None:
         """Called before each forward pass of the wrapped model."""
-        if not self.open_step:
+        if not self.loop.open_step:
             self.score_watch.see_score()
 
     def see_pass(
@@ -639,7 +562,7 @@ class Steps:
         if torch.compiler.is_compiling():
             return
         self.score_watch.see_pass((inputs, named), outputs)
-        if self.first_step and self.open_step and model.training:
+        if self.first_step and self.loop.open_step and model.training:
             self.first_step.see_inputs(model, (inputs, named))
 
     def see_sum(self, call: str, value: Any) -> None:
@@ -655,7 +578,7 @@ class Steps:
             self.first_step.see_backward()
         self.had_backward = True
         if self.models.see_backward():
-            self.exchange_watch.enter(BACKWARD, self.position.step)
+            self.exchange_watch.enter(BACKWARD, self.loop.position.step)
         self.gradients.see_backward()
         self.status.phase = "backward"
 
@@ -676,11 +599,11 @@ class Steps:
         Returns the arguments of the step, if it is given a closure: that gives the loss over all
         processes, so that all decide alike what to do by it.
         """
-        if not self.current_epoch:
+        if not self.loop.open_epoch:
             return None
         if optimizer not in self.optimizers:
-            in_step = self.open_step is not None
-            self.foreign_optimizers.see_step(optimizer, self.position.step, in_step)
+            in_step = self.loop.open_step is not None
+            self.foreign_optimizers.see_step(optimizer, self.loop.position.step, in_step)
             return None
         if optimizer not in self.looked_at and self.checkpoints:
             self.looked_at.add(optimizer)

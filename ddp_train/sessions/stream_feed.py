@@ -68,7 +68,7 @@ class StreamFeed:
         self.drop_last = arguments.drop_last
         self.split_by_node = split_by_node
         self.num_workers = arguments.num_workers
-        self.key = hash_key(steps.settings.seed, "loader", len(steps.training_loaders))
+        self.key = hash_key(steps.settings.seed, "loader", len(steps.loaders.current))
         self.facts: dict[str, Any] = {
             "stream": self.name,
             "global_batch_size": size,

@@ -41,7 +41,7 @@ class TrainingLoader:
         self.place = Place(epoch=-1, is_over=True)
         self.told_length = False
         """The length of a resumed epoch was asked for, and explained."""
-        self.number = steps.add_loader(self)
+        self.number = steps.loaders.add(self)
         self.iterators = 0
         """Iterators that were made inside of an epoch of a resumed run, until one of them began."""
 
@@ -54,10 +54,10 @@ class TrainingLoader:
         """Batches of a pass over the data as they are now, as many on all processes; inside of a
         resumed epoch, those left."""
         batches = len(self.feed)
-        epoch = self.steps.current_epoch
+        epoch = self.steps.loop.open_epoch
         if epoch is None or not epoch.first_batch:
             return batches
-        saved = self.steps.saved_loaders.get(self.number)
+        saved = self.steps.loaders.saved.get(self.number)
         place = Place(**saved["place"]) if saved else self.place
         if place.is_over:
             return batches
@@ -78,7 +78,7 @@ class TrainingLoader:
                 "use run.update_bn(loader, average), whose batches are no steps",
             )
         goes_on = self.iterators == 0
-        if self.steps.current_epoch and self.number in self.steps.saved_loaders:
+        if self.steps.loop.open_epoch and self.number in self.steps.loaders.saved:
             self.iterators += 1
         return self._passes(goes_on)
 
@@ -95,7 +95,7 @@ class TrainingLoader:
         iterator of each loader, and ends before the second begins if the first has no more batches.
         """
         steps = self.steps
-        steps.open_epoch("the loader of run.loader")
+        steps.loop.check_in_epoch("the loader of run.loader")
         place = self._begin(goes_on)
         if place is None:
             return self.place.batch > 0
@@ -110,7 +110,7 @@ class TrainingLoader:
             except GeneratorExit:
                 if step:
                     steps.leave_step(step)
-                place.leave(steps.position.step)
+                place.leave(steps.loop.position.step)
                 raise
             if place is not self.place:
                 raise UsageError(
@@ -122,7 +122,7 @@ class TrainingLoader:
                 steps.end_step(step, is_last)
         place.is_over = True
         if leads:
-            steps.see_batches_left(False)
+            steps.loop.see_batches_left(False)
             if not self.repeat:
                 steps.end_loop()
         steps.status.phase = EPOCH_END
@@ -135,18 +135,18 @@ class TrainingLoader:
         Raises UsageError inside of another pass, which could not go on.
         """
         steps = self.steps
-        saved = steps.saved_loaders.get(self.number)
+        saved = steps.loaders.saved.get(self.number)
         place = Place(**saved["place"]) if saved else self.place
-        if not place.is_over or (saved and place.was_done_before(steps.position)):
+        if not place.is_over or (saved and place.was_done_before(steps.loop.position)):
             raise UsageError(
                 "run.update_bn was called inside of the loop over its loader",
                 "call it after that loop, or make a loader for it alone by run.loader",
             )
         if saved:
-            del steps.saved_loaders[self.number]
+            del steps.loaders.saved[self.number]
             self.place = place
             self.feed.restore(saved["feed"], False)
-        epoch = steps.begun_epoch
+        epoch = steps.loop.begun_epoch
         self.feed.set_epoch(epoch)
         self.feed.begin(Pass(epoch), 0)
         yield from self.feed
@@ -157,24 +157,24 @@ class TrainingLoader:
         None if the loop over it was done when that was saved, and others of the epoch had begun.
         """
         steps = self.steps
-        saved = steps.saved_loaders.pop(self.number, None)
+        saved = steps.loaders.saved.pop(self.number, None)
         if saved is None:
-            place = self.place.next(steps.position.epoch)
+            place = self.place.next(steps.loop.position.epoch)
             self._begin_feed(place)
             return place
         self.place = place = Place(**saved["place"])
         if not goes_on:
-            place.leave(steps.position.step)
+            place.leave(steps.loop.position.step)
         self.feed.restore(saved["feed"], not place.is_over)
-        if goes_on and place.was_done_before(steps.position):
+        if goes_on and place.was_done_before(steps.loop.position):
             return None
         if place.is_over:
-            place = place.next(steps.position.epoch)
+            place = place.next(steps.loop.position.epoch)
             self._begin_feed(place)
             return place
         place.first = place.batch
         self._begin_feed(place)
-        steps.check_batches(saved["pass"], self.feed.pass_facts())
+        steps.loaders.check_batches(saved["pass"], self.feed.pass_facts())
         return place
 
     def _begin_feed(self, place: Place) -> None:
@@ -188,7 +188,7 @@ class TrainingLoader:
 
     def state(self) -> dict[str, Any]:
         """The loader's part of a checkpoint, plain data."""
-        saved = self.steps.saved_loaders.get(self.number)
+        saved = self.steps.loaders.saved.get(self.number)
         if saved:
             return saved  # nothing was taken since
         in_pass = not self.place.is_over

@@ -74,6 +74,7 @@ WITH_TORCH = [
             "lost_variables",
             "models",
             "numbers",
+            "loop_state",
             "open_step",
             "local_gradients",
             "mixed_rows",

@@ -59,7 +59,7 @@ def interrupt(run: Run, after: int) -> None:
 
     def end_and_leave(*arguments: Any, **keywords: Any) -> None:
         end_step(*arguments, **keywords)
-        if steps.position.step == after:
+        if steps.loop.position.step == after:
             steps.save_now()
             raise InterruptedRunError
 

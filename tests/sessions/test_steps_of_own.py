@@ -166,7 +166,7 @@ def skip_on(world: World) -> str:
                     if run.rank or run.step:
                         optimizer.step()
         except PeerError as error:
-            run._steps.current_epoch = None
+            run._steps.loop.open_epoch = None
             return f"{error}"
     return ""
 
