@@ -31,6 +31,8 @@ class GradientWatch:
         """False where the loop updates the weights without an optimizer of torch's."""
         self.are_used = True
         """The optimizer has stepped since the last loss, if its steps are seen."""
+        self.had_backward = False
+        """A loss of the step that began last has gone backward."""
         self.windows = Windows()
         self.updates = 0
         """Steps of optimizers of the model."""
@@ -47,6 +49,7 @@ class GradientWatch:
 
     def see_backward(self) -> None:
         """Called when a backward pass begins."""
+        self.had_backward = True
         for optimizer in self._stepped & self._looked_at.keys():
             if self._looked_at[optimizer].grad is not None:
                 self._keeps_used = True

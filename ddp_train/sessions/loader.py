@@ -234,9 +234,9 @@ class TestLoader:
         averaged = averaged_buffers(steps.modules_together(), keep_if_alike=True)
         step = steps.loop.position.step
         open_step = steps.loop.open_step
-        with steps.score_watch.scoring(averaged, shared_out(), no_numbers()):
+        with steps.watches.scores.scoring(averaged, shared_out(), no_numbers()):
             for batch in self.batches:
-                steps.score_watch.begin_batch()
+                steps.watches.scores.begin_batch()
                 with scored(batch.micro_batch):
                     yield batch.data
                 if steps.loop.position.step != step or steps.loop.open_step is not open_step:

@@ -98,9 +98,9 @@ class Run(MediaCalls):
         note = cost_of(wrapped.module, "run.wrap(model, sync_batch_norm=False)")
         if note and steps.world.is_leader:
             print(f"note: run.wrap: {note}", file=sys.stderr)
-        wrapped.register_forward_pre_hook(steps.see_forward)
+        wrapped.register_forward_pre_hook(steps.watches.see_forward)
         if self.processes > 1:
-            wrapped.register_forward_hook(steps.see_pass, with_kwargs=True)
+            wrapped.register_forward_hook(steps.watches.see_pass, with_kwargs=True)
         return wrapped
 
     def loader(
@@ -238,9 +238,10 @@ class Run(MediaCalls):
         )
         may_differ = steps.models.has_own_batch_norm
         steps.checkpoints.checkpoint_watch.may_differ_in_batch_norm = may_differ
-        steps.watch_optimizers(others.values())
-        steps.gradients.windows.see_objects(others.values())
-        steps.loop.position = steps.checkpoints.restore(steps.gradients)
+        steps.updates.watch(others)
+        if steps.update_record:
+            steps.update_record.begin(steps.checkpoints.module, steps.updates.optimizers)
+        steps.loop.position = steps.checkpoints.restore(steps.updates.gradients)
         if steps.loop.position.batch:
             warn_of_fractions(others)
         if steps.kept_memory:
@@ -314,7 +315,7 @@ class Run(MediaCalls):
         Returns a scalar tensor. Raises UsageError outside of the loop over a loader, or if several
         loaders gave a batch and `of` is missing.
         """
-        return self._open_steps("run.mean").mean(losses, over, of, accumulate)
+        return self._open_steps("run.mean").mean_losses.mean(losses, over, of, accumulate)
 
     def update_bn(self, loader: TrainingLoader, model: nn.Module) -> None:
         """Compute the statistics of batch norm again, for example for averaged weights.
@@ -364,7 +365,7 @@ class Run(MediaCalls):
 
     def _media_of(self, method: str) -> tuple[Media, int]:
         steps = self._open_steps(f"run.{method}")
-        return steps.media, steps.log_step
+        return steps.media, steps.updates.log_step
 
     @overload
     def sum(self, value: Tensor) -> Tensor: ...
@@ -380,8 +381,8 @@ class Run(MediaCalls):
         their values do not fit together or if they call it from different lines.
         """
         steps = self._open_steps("run.sum")
-        steps.score_watch.see_sum(self.processes)
-        steps.see_sum(SUM, value)
+        steps.exchange_watch.enter(SUM)
+        steps.watches.see_sum(SUM, value)
         return sum_over_ranks(value, steps.device)
 
     def gather(self, rows: Tensor | Sequence[Tensor]) -> Tensor:
@@ -396,7 +397,8 @@ class Run(MediaCalls):
         Returns a tensor [all, ...]. Raises UsageError as `sum` does.
         """
         steps = self._open_steps("run.gather")
-        steps.see_sum(GATHER, rows)
+        steps.exchange_watch.enter(GATHER)
+        steps.watches.see_sum(GATHER, rows)
         return gather_over_ranks(rows, steps.device)
 
     def _open_steps(self, method: str) -> Steps:

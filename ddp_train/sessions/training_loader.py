@@ -104,7 +104,7 @@ class TrainingLoader:
         for batch in self.feed:
             step = steps.hand_out(self, place, batch.micro_batch)
             leads = step is not None
-            steps.see_batch(batch.micro_batch, batch.data)
+            steps.watches.see_batch(batch.micro_batch, batch.data)
             try:
                 yield batch.data
             except GeneratorExit:

@@ -75,6 +75,7 @@ WITH_TORCH = [
             "models",
             "numbers",
             "loop_state",
+            "mean_losses",
             "open_step",
             "local_gradients",
             "mixed_rows",
@@ -94,7 +95,7 @@ WITH_TORCH = [
     "ddp_train.sessions.stream_feed",
     *("ddp_train.sessions.data_arguments", "ddp_train.sessions.training_loader"),
     *("ddp_train.sessions.learning_rates", "ddp_train.sessions.unsaved"),
-    "ddp_train.sessions.update_record",
+    *("ddp_train.sessions.update", "ddp_train.sessions.watches"),
     "ddp_train.sessions.windows",
     *(
         "ddp_lab.doctor.collective_test",

@@ -1,0 +1,138 @@
+"""The updates of the weights in a loop: what each must have done before, and who makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ddp_train.distributed.process_group import same_everywhere, total
+from ddp_train.resilience.heartbeat import RankStatus
+from ddp_train.sessions.exchange_watch import CLOSURE, ExchangeWatch
+from ddp_train.sessions.foreign_optimizers import ForeignOptimizers
+from ddp_train.sessions.gradients import GradientWatch
+from ddp_train.sessions.loop_state import LoopState
+from ddp_train.sessions.models import Models
+from ddp_train.sessions.settings import UsageError
+from ddp_train.sessions.unsaved import refuse_unsaved_scaler
+from ddp_train.sessions.wrapped import Wrapped
+
+SAME_UPDATES = (
+    "each process has its own part of a loss: decide for all of them by a sum,"
+    " if math.isfinite(run.sum(loss.item())): optimizer.step()"
+)
+
+
+class Updates:
+    """Sees each step of any optimizer in this process, and refuses one that is not of all."""
+
+    def __init__(
+        self, loop: LoopState, models: Models, exchange_watch: ExchangeWatch, status: RankStatus
+    ) -> None:
+        self.loop = loop
+        self.models = models
+        self.exchange_watch = exchange_watch
+        self.status = status
+        self.gradients = GradientWatch()
+        self.saved: Mapping[str, Any] = {}
+        """The objects that run.resume got, but for the models."""
+        self.optimizers: dict[Optimizer, list[Wrapped]] = {}
+        """Those of them that are optimizers, and the models of each."""
+        self.foreign_optimizers = ForeignOptimizers(models)
+        self.looked_at: set[Optimizer] = set()
+        """The optimizers whose scaler, if they have one, is saved."""
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """See no more steps."""
+        self._handle.remove()
+
+    def watch(self, saved: Mapping[str, Any]) -> None:
+        """Expect steps of the optimizers among the objects that run.resume got."""
+        self.saved = saved
+        for value in saved.values():
+            if isinstance(value, Optimizer):
+                self.optimizers[value] = self.models.trained_by(value)
+        self.gradients.sees_steps = bool(self.optimizers)
+        self.gradients.windows.see_objects(saved.values())
+
+    @property
+    def log_step(self) -> int:
+        """The number of updates that are done, for what is logged now."""
+        in_step = self.loop.open_step is not None
+        is_done = in_step and self.gradients.are_used and self.gradients.had_backward
+        return self.loop.position.step + is_done
+
+    def check_same_number(self) -> None:
+        """Raise PeerError if the processes have updated the weights differently often."""
+        what = "the number of steps of the optimizers"
+        same_everywhere(self.gradients.updates, self.models.device, what, SAME_UPDATES)
+
+    def see_end_of_step(self) -> None:
+        """Called when the user's code is done with a step.
+
+        Raises an error if it has updated weights by itself, with gradients that are not of all.
+        """
+        if not self.optimizers:
+            self._check_gradients(self.models)
+
+    def _before_step(
+        self, optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Called before each step of any optimizer in this process.
+
+        Returns the arguments of the step, if it is given a closure: that gives the loss over all
+        processes, so that all decide alike what to do by it.
+        """
+        if not self.loop.open_epoch:
+            return None
+        if optimizer not in self.optimizers:
+            in_step = self.loop.open_step is not None
+            self.foreign_optimizers.see_step(optimizer, self.loop.position.step, in_step)
+            return None
+        if optimizer not in self.looked_at:
+            self.looked_at.add(optimizer)
+            refuse_unsaved_scaler(self.saved)
+        _, *given = arguments  # the first one is the optimizer
+        closure = given[0] if given else named.get("closure")
+        if closure is not None:
+            self.gradients.see_step(optimizer)
+            self.status.phase = "optimizer step"
+            return (optimizer,), {"closure": partial(self._loss_of_all, closure, optimizer)}
+        if not self.gradients.had_backward:
+            raise UsageError(
+                "optimizer.step() in a step whose loss did not come by run.mean: its gradient would"
+                " not be the mean over the global batch",
+                "loss = run.mean(losses), of one loss for each sample (reduction='none'), then"
+                " loss.backward()",
+            )
+        self._check_gradients(self.optimizers[optimizer])
+        self.gradients.see_step(optimizer)
+        self.status.phase = "optimizer step"
+        return None
+
+    def _check_gradients(self, models: Iterable[Wrapped]) -> None:
+        """Raise an error if an update of models would use gradients that are not those of all."""
+        for model in models:
+            model.gradient_exchange.check_gradients(type(model.module).__name__)
+
+    @torch.no_grad()
+    def _loss_of_all(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        """The mean over the processes of the loss that a closure returns. A collective."""
+        with torch.enable_grad():
+            loss = closure()
+        if not self.gradients.had_backward:
+            raise UsageError(
+                "optimizer.step(closure): the closure's loss did not come by run.mean",
+                "in it: optimizer.zero_grad(), loss = run.mean(losses), of one loss for each"
+                " sample (reduction='none'), loss.backward(), return loss",
+            )
+        self._check_gradients(self.optimizers[optimizer])
+        if not isinstance(loss, Tensor):
+            return loss
+        self.exchange_watch.enter(CLOSURE)
+        return total(loss.detach().clone()) / self.models.processes
