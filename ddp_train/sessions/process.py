@@ -207,8 +207,8 @@ class SessionProcess:
                     steps.end()
                 except StoppedError:
                     self.is_stopped = True
-                if steps.checkpoints:
-                    steps.checkpoints.finish()
+                if steps.saving:
+                    steps.saving.checkpoints.finish()
             steps.close()
             self.stop.close()
 
@@ -236,8 +236,9 @@ class SessionProcess:
         if position.batch:
             place += f", {counted(position.batch, 'step')} of it"
         saved = " and saved; the same command resumes there"
-        if position.batch and steps.whole_epochs:
-            saved = f"; the same command resumes at the beginning of epoch {steps.saved_epoch}"
+        if position.batch and steps.whole_epochs and steps.saving:
+            epoch = steps.saving.saved_epoch
+            saved = f"; the same command resumes at the beginning of epoch {epoch}"
         print(f"stopped after step {position.step} ({place}){saved}", file=sys.stderr)
 
     def end_by_failure(self, error: BaseException) -> NoReturn:

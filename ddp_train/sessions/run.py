@@ -34,6 +34,7 @@ from ddp_train.sessions.loader import (
     options_of,
     source_of,
 )
+from ddp_train.sessions.saving import Saving
 from ddp_train.sessions.session_checkpoints import SessionCheckpoints
 from ddp_train.sessions.session_objects import check_objects
 from ddp_train.sessions.settings import UsageError
@@ -222,7 +223,7 @@ class Run(MediaCalls):
         that cannot be saved, and DataError if the checkpoint belongs to other objects.
         """
         steps = self._open_steps("run.resume")
-        if steps.checkpoints is not None:
+        if steps.saving is not None:
             raise UsageError(
                 "run.resume was called twice",
                 "call it once, with all objects; folds that are trained one after the other are"
@@ -231,22 +232,30 @@ class Run(MediaCalls):
         named, others = check_objects(objects, steps.models)
         living = living_objects()
         refuse_unsaved_schedulers(others, living)
-        steps.copies = UnsavedCopies(steps.models, others.values())
-        steps.copies.look_for(living)
-        steps.checkpoints = SessionCheckpoints(
+        checkpoints = SessionCheckpoints(
             steps.settings, steps.world, named, others, steps.status, steps.device
         )
         may_differ = steps.models.has_own_batch_norm
-        steps.checkpoints.checkpoint_watch.may_differ_in_batch_norm = may_differ
+        checkpoints.checkpoint_watch.may_differ_in_batch_norm = may_differ
         steps.updates.watch(others)
         if steps.update_record:
-            steps.update_record.begin(steps.checkpoints.module, steps.updates.optimizers)
-        steps.loop.position = steps.checkpoints.restore(steps.updates.gradients)
+            steps.update_record.begin(checkpoints.module, steps.updates.optimizers)
+        steps.saving = Saving(
+            checkpoints,
+            steps.loop,
+            steps.loaders,
+            steps.updates.gradients,
+            steps.numbers,
+            steps.exchange_watch,
+        )
+        steps.saving.copies = UnsavedCopies(steps.models, others.values())
+        steps.saving.copies.look_for(living)
+        steps.loop.position = checkpoints.restore(steps.updates.gradients)
         if steps.loop.position.batch:
             warn_of_fractions(others)
         if steps.kept_memory:
-            steps.keep_in(steps.kept_memory)
-        steps.numbers.resume(steps.loop.position.step, steps.checkpoints.numbers)
+            steps.saving.keep_in(steps.kept_memory, steps.models)
+        steps.numbers.resume(steps.loop.position.step, checkpoints.numbers)
         steps.status.step = steps.loop.position.step
         return steps.loop.position.step
 
@@ -286,7 +295,8 @@ class Run(MediaCalls):
         """
         steps = self._open_steps("run.save")
         steps.loop.check_in_epoch("run.save")
-        steps.is_save_due = True
+        assert steps.saving, "epochs() has seen to it"
+        steps.saving.is_due = True
 
     def mean(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,17 +16,12 @@ from ddp_train.data.rng import StepSeed, hash_key
 from ddp_train.distributed.empty_batch import step_without_samples
 from ddp_train.distributed.training_step import CURRENT, TrainingStep
 from ddp_train.distributed.world import World
-from ddp_train.models.living_objects import living_objects
-from ddp_train.models.unsaved_copies import UnsavedCopies
-from ddp_train.recovery.state_keeper import StateKeeper
 from ddp_train.resilience.heartbeat import RankStatus
-from ddp_train.resilience.kept_memory import KeptMemory, state_mark
+from ddp_train.resilience.kept_memory import KeptMemory
 from ddp_train.resilience.preemption import StopController
 from ddp_train.sessions.exchange_watch import (
-    CHECKPOINT,
     END_OF_EPOCH,
     END_OF_SESSION,
-    KEEPING,
     LINE,
     ExchangeWatch,
 )
@@ -41,19 +36,14 @@ from ddp_train.sessions.open_step import (
     StatefulLoader,
     StepRows,
 )
-from ddp_train.sessions.session_checkpoints import SessionCheckpoints
-from ddp_train.sessions.session_keeper import SessionKeeper
+from ddp_train.sessions.saving import Saving
 from ddp_train.sessions.session_loaders import SessionLoaders
 from ddp_train.sessions.settings import Settings, UsageError
-from ddp_train.sessions.unsaved import warn_of_unsaved_schedulers
 from ddp_train.sessions.update_record import UpdateRecord
 from ddp_train.sessions.updates import Updates
 from ddp_train.sessions.values import meet
 from ddp_train.sessions.watches import Watches
 from ddp_train.text import counted
-
-LOOK_AGAIN = 4
-"""All objects are looked through at checkpoint 1, 4, 16 ...: for copies that are made late."""
 
 
 class StoppedError(BaseException):
@@ -82,21 +72,15 @@ class Steps:
         self.loop = LoopState()
         self.loaders = SessionLoaders(self.loop)
         self.models = Models(device, world.size)
-        self.checkpoints: SessionCheckpoints | None = None
+        self.saving: Saving | None = None
+        """None before run.resume."""
         self.kept_memory: KeptMemory | None = None
         """In which the state may be kept; None if a failure costs the steps since the last
         checkpoint."""
-        self.keeper: SessionKeeper | None = None
-        self.copies = UnsavedCopies([], [])
-        self.saves = 0
-        """Checkpoints of this process."""
-        self.next_look = 1
-        """The checkpoint at which all objects are looked through again."""
         self.closings: list[Callable[[], object]] = []
         """Functions that end the processes of each loader, if that still has some."""
         self.has_samples = True
         """False in a step whose batch is empty here, and after it if that was left by an error."""
-        self.is_save_due = False
         self.whole_epochs = False
         """Nothing is saved inside of an epoch."""
         self.exchange_watch = ExchangeWatch(status, world.rank)
@@ -120,7 +104,8 @@ class Steps:
         self.is_over = True
         CURRENT.see_exchange = None
         self.updates.close()
-        self.keeper = None
+        if self.saving:
+            self.saving.keeper = None
         if self.update_record:
             self.update_record.close()
         for close in self.closings:
@@ -133,7 +118,8 @@ class Steps:
     def epochs(self, count: int, save_every: int, whole: bool) -> Iterator[int]:
         """See Run.epochs."""
         self.whole_epochs = whole
-        if self.checkpoints is None:
+        saving = self.saving
+        if saving is None:
             raise UsageError(
                 "run.epochs: run.resume was not called: nothing would be saved, and nothing"
                 " resumed",
@@ -143,13 +129,13 @@ class Steps:
         position = self.loop.position
         saved = None
         if not self.settings.is_proof:
-            saved = [*self.checkpoints.objects.values(), *self.models]
+            saved = [*saving.checkpoints.objects.values(), *self.models]
         self.watches.begin_epochs(saved, whole)
-        self.loaders.go_on(self.checkpoints)
-        if self.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
+        self.loaders.go_on(saving.checkpoints)
+        if saving.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
         self.numbers.open()
-        self.copies.note()
+        saving.copies.note()
         while position.epoch < count:
             self.watches.begin_epoch(is_last=position.epoch + 1 == count)
             self._begin_epoch()
@@ -162,20 +148,20 @@ class Steps:
             self.updates.check_same_number()
             self.watches.end_epoch(self.device)
             self.numbers.flush(position.step, position.epoch + 1)
-            check_same_rates(self.checkpoints.objects, self.device)
+            check_same_rates(saving.checkpoints.objects, self.device)
             position.end_epoch()
-            self._keep(state_mark(position.step, is_later=True))
+            saving.keep(is_epoch_over=True)
             is_last = position.epoch == count
-            if position.epoch % save_every == 0 or is_last or self.is_save_due:
-                self.save_now()
+            if position.epoch % save_every == 0 or is_last or saving.is_due:
+                saving.save()
             if not is_last:
                 self._stop_if_agreed()
 
     def modules_together(self) -> nn.Module:
         """All models as one, with the copies of them that run.resume got."""
         modules = nn.ModuleList(model.module for model in self.models)
-        if self.checkpoints:
-            modules.append(self.checkpoints.copies_here())
+        if self.saving:
+            modules.append(self.saving.checkpoints.copies_here())
         return modules
 
     def _begin_epoch(self) -> None:
@@ -196,12 +182,6 @@ class Steps:
         np.random.seed(hash_key(key, "numpy") & 0xFFFFFFFF)
         random.seed(key)
 
-    @property
-    def saved_epoch(self) -> int:
-        """The epoch at which the newest checkpoint resumes; 0 without one."""
-        saved = self.checkpoints.saved if self.checkpoints else None
-        return saved.epoch if saved else 0
-
     def end_loop(self) -> None:
         """Called where a loop over batches has none left: what follows it belongs to its last step.
 
@@ -209,8 +189,8 @@ class Steps:
         would be without a batch, which few are written for.
         """
         self._seed_alike("end of loop", self.loop.position.step)
-        if self.keeper:
-            self.keeper.take_back(state_mark(self.loop.position.step, is_later=False))
+        if self.saving:
+            self.saving.take_back_step()
 
     def end(self) -> None:
         """Save what a `break` has left unsaved, at the end of the `with`.
@@ -223,26 +203,29 @@ class Steps:
         self._end_open_step()
         self.watches.end_epoch(self.device)
         self.numbers.flush(self.loop.position.step, self.loop.epochs_begun)
-        if self.loop.open_epoch and self.checkpoints:
+        if self.loop.open_epoch and self.saving:
             for loader in self.loaders.current:
                 loader.place.reopen(self.loop.position.step)
             if self.loop.open_epoch.is_complete:
                 self.loop.position.end_epoch()
             if self.whole_epochs and self.loop.position.batch:
-                self._tell_of_left_epoch()
-            elif self.loop.position != self.checkpoints.saved:
-                self.save_now()
+                self._tell_of_left_epoch(self.saving.saved_epoch)
+            elif not self.saving.is_saved:
+                self.saving.save()
         self.loop.open_epoch = None
 
-    def _tell_of_left_epoch(self) -> None:
-        """Say that a `break` has left a whole epoch, inside of which nothing is saved."""
+    def _tell_of_left_epoch(self, saved_epoch: int) -> None:
+        """Say that a `break` has left a whole epoch, inside of which nothing is saved.
+
+        saved_epoch: at which the newest checkpoint resumes.
+        """
         if not self.world.is_leader:
             return
         position = self.loop.position
         print(
             f"note: run.epochs(..., whole=True) was left inside of epoch {position.epoch} after"
             f" {counted(position.batch, 'step')} of it, which are in no checkpoint: the same"
-            f" command resumes at the beginning of epoch {self.saved_epoch}; leave the loop over"
+            f" command resumes at the beginning of epoch {saved_epoch}; leave the loop over"
             " epochs behind its last batch, or use run.epochs without whole=True",
             file=sys.stderr,
         )
@@ -251,66 +234,9 @@ class Steps:
         if self.stop.allows(self.loop.position.step):
             return
         may_save = not self.whole_epochs or not self.loop.position.batch
-        if may_save and self.checkpoints and self.checkpoints.saved != self.loop.position:
-            self.save_now()
+        if may_save and self.saving and not self.saving.is_saved:
+            self.saving.save()
         raise StoppedError
-
-    def save_now(self) -> None:
-        assert self.checkpoints, "epochs() has seen to it"
-        self.is_save_due = False
-        self.exchange_watch.enter(CHECKPOINT)
-        self._warn_of_unsaved(self.checkpoints.objects)
-        phase = self.status.phase
-        self.status.phase = "checkpoint"
-        loading = self.loaders.state()
-        self.numbers.catch_up(self.loop.position.step, self.loop.epochs_begun)
-        numbers = self.numbers.state()
-        self.checkpoints.save(self.loop.position, loading, self.updates.gradients, numbers)
-        self.status.phase = phase
-
-    def _state_beside(self) -> dict[str, Any]:
-        assert self.checkpoints, "epochs() has seen to it"
-        return self.checkpoints.session_state(
-            self.loop.position, self.loaders.state(), self.updates.gradients
-        )
-
-    def keep_in(self, memory: KeptMemory) -> None:
-        """Keep the state after each step in memory that outlives this process."""
-        assert self.checkpoints, "resume() has made them"
-        world = self.world
-        rank = world.local_rank
-        keeper = StateKeeper(memory, rank, world.local_size, self.device, copies_beside=False)
-        self.keeper = SessionKeeper(
-            keeper, self.checkpoints, self.models, self.device, world.is_leader
-        )
-        self.keeper.begin()
-
-    def _keep(self, mark: int) -> None:
-        """Keep the state where a checkpoint could be saved. mark: see `state_mark`."""
-        if self.keeper and self.keeper.comes_to_keep(mark):
-            self.keeper.keep(
-                mark, self._state_beside, self.numbers.not_in_lines, self.updates.gradients
-            )
-
-    def _agree_on_keeping(self) -> None:
-        """Count a step for the keeper, and agree how often it keeps one where that is due."""
-        if self.keeper is None:
-            return
-        self.keeper.pace.count_step()
-        if self.keeper.pace.is_due:
-            self.exchange_watch.enter(KEEPING)
-            self.keeper.agree()
-
-    def _warn_of_unsaved(self, objects: Mapping[str, Any]) -> None:
-        """Name what no checkpoint holds of the objects that training needs."""
-        self.saves += 1
-        if self.saves == self.next_look:
-            self.next_look *= LOOK_AGAIN
-            living = living_objects()
-            if self.saves == 1:
-                warn_of_unsaved_schedulers(objects, living)
-            self.copies.look_for(living)
-        self.copies.warn_of_changed()
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -371,16 +297,18 @@ class Steps:
         if not is_last and self.loop.position.step % self.numbers.every_steps == 0:
             self.exchange_watch.enter(LINE)
             self.numbers.line(self.loop.position.step, self.loop.position.epoch + 1)
-        self._agree_on_keeping()
+        saving = self.saving
+        assert saving, "epochs() has seen to it"
+        saving.agree_on_keeping()
         # A loop that counts its batches itself begins anew where it resumes: at a step's begin it
         # is right about when the next one is due.
         could_be_saved = self.updates.gradients.are_used and not is_last and not self.whole_epochs
         # Without a backward pass the others may be steps behind.
         if could_be_saved and self.updates.gradients.had_backward:
-            self._keep(state_mark(self.loop.position.step, is_later=False))
+            saving.keep(is_epoch_over=False)
         self.status.step = self.loop.position.step  # what is not kept yet is not done
-        if could_be_saved and self.is_save_due:
-            self.save_now()
+        if could_be_saved and saving.is_due:
+            saving.save()
         may_stop = could_be_saved or (self.whole_epochs and not is_last)
         if may_stop and self.loop.position.step >= self.stop.limit:
             self._stop_if_agreed()

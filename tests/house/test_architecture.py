@@ -85,6 +85,7 @@ WITH_TORCH = [
             "process",
             "row_tables",
             "run",
+            "saving",
             "score_watch",
             "session_",
             "states_of_ranks",

@@ -52,7 +52,7 @@ def interrupt(run: Run) -> None:
     def end_and_leave(*arguments: object, **keywords: object) -> None:
         end_step(*arguments, **keywords)  # type: ignore[arg-type]
         if run.step == STEPS_BEFORE:
-            run._steps.save_now()
+            run._steps.saving.save()
             raise Interrupted
 
     run._steps.end_step = end_and_leave  # type: ignore[method-assign]

@@ -383,12 +383,13 @@ def test_a_stop_says_which_epoch_is_begun_again(tmp_path: Path) -> None:
     for stopped_at, resumes_at in ((1, 0), (3, 2)):
         with session_on(World(), str(tmp_path / str(stopped_at))) as run:
             _, _, loader = begun(run)
-            steps = run._steps
+            saving = run._steps.saving
             for epoch in run.epochs(4, whole=True, save_every=2):
                 for _ in loader:
                     if epoch == stopped_at:
                         raise Interrupted
-        assert steps.saved_epoch == resumes_at
+        assert saving
+        assert saving.saved_epoch == resumes_at
 
 
 def batches_of_three_epochs(folder: Path, save_every: int, leave_at: int | None) -> list[Any]:

@@ -47,8 +47,8 @@ def opened(world: World, folder: Path) -> Iterator[Run]:
     except InterruptedRunError:
         pass
     finally:
-        if steps.checkpoints:
-            steps.checkpoints.finish()
+        if steps.saving:
+            steps.saving.checkpoints.finish()
         steps.close()
 
 
@@ -60,7 +60,7 @@ def interrupt(run: Run, after: int) -> None:
     def end_and_leave(*arguments: Any, **keywords: Any) -> None:
         end_step(*arguments, **keywords)
         if steps.loop.position.step == after:
-            steps.save_now()
+            steps.saving.save()
             raise InterruptedRunError
 
     steps.end_step = end_and_leave  # type: ignore[method-assign]

@@ -199,7 +199,7 @@ def batches_until(folder: Path, part: slice, step: int | None) -> list[list[int]
         def end_and_leave(*arguments: Any) -> None:
             end_step(*arguments)
             if run.step == step:
-                steps.save_now()
+                steps.saving.save()
                 raise Interrupted
 
         steps.end_step = end_and_leave  # type: ignore[method-assign]

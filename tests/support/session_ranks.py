@@ -43,8 +43,8 @@ def session_on(world: World, folder: str | None = None, device: str = "cpu") -> 
             with contextlib.suppress(Interrupted):
                 yield Run(steps)
                 steps.end()
-            if steps.checkpoints:
-                steps.checkpoints.finish()
+            if steps.saving:
+                steps.saving.checkpoints.finish()
         finally:
             steps.close()
 
