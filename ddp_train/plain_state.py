@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ddp_train.errors import StateError
 
 PLAIN_DATA = (
-    "keep tensors, numbers and texts in it, in dicts and lists: no code runs when a checkpoint is"
-    " read; functions are attributes of the object, and torch.as_tensor makes a tensor of an array"
+    "use only tensors, numbers and texts, in dicts and lists, for no code runs when a checkpoint"
+    " is read; convert arrays by torch.as_tensor, and keep functions out of the state"
 )
 _LEAVES = {
     *(type(None), bool, int, float, complex, str, bytes, bytearray),

@@ -142,7 +142,7 @@ def unmatched(
     known = list({**wider, **parents, **dict.fromkeys(names)})
     examples = ""
     if known:
-        examples = f"; such names are {', '.join(_examples(list(wider), known))}"
+        examples = f"; there are, for example, {', '.join(_examples(list(wider), known))}"
     missed = [glob for glob in globs if not matching(glob, names)]
     problems = [
         f"{found.format(glob)}: matches no {what}{did_you_mean_glob(glob, known) or examples}"

@@ -338,9 +338,9 @@ def require_memory_for(samples: int) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > memory:
         raise DataError(
-            f"the data set has {samples:,} samples, whose numbers alone take {needed / 2**30:,.0f}"
-            f" GiB; this host has {memory / 2**30:,.0f}",
-            "let its __len__ return the samples of an epoch, or use data.limit=NUMBER",
+            f"the data set has {samples:,} samples; their indices alone take {needed / 2**30:,.0f}"
+            f" GiB, and this host has {memory / 2**30:,.0f} GiB",
+            "let __len__ return the number of samples of an epoch, or use data.limit=NUMBER",
         )
 
 

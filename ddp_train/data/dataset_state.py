@@ -66,10 +66,10 @@ class Epochs:
         if len(self.dataset) != self.samples:
             raise DataError(
                 f"data._target_: {type(self.dataset).__name__} had"
-                f" {counted(self.samples, 'sample')} when the run began, and has"
+                f" {counted(self.samples, 'sample')} when the run began, but has"
                 f" {len(self.dataset):,} in epoch {wanted}",
-                "keep its len(), and let set_epoch(epoch) change which sample a number stands for;"
-                " or write a loop of your own (ddp_train.session), whose epochs may differ",
+                "keep len() the same, set_epoch(epoch) may change the samples themselves; or write"
+                " a loop of your own (ddp_train.session), whose epochs may differ in length",
             )
 
     @contextlib.contextmanager
@@ -141,10 +141,10 @@ class AttributeWatch:
         name = self.changed()
         if name:
             raise DataError(
-                f"data._target_: `{name}` of {type(self.dataset).__name__} was changed while copies"
-                " of it are read, which keep the old one",
-                "give the class a method set_epoch(epoch), which is called before samples of"
-                " another epoch are read; or use tuning.num_workers=0",
+                f"data._target_: `{name}` of {type(self.dataset).__name__} was changed, but"
+                " samples are read from copies that keep the old value",
+                "change it in a method set_epoch(epoch) of the class, which is called before the"
+                " samples of an epoch are read, or use tuning.num_workers=0",
             )
 
 

@@ -223,9 +223,9 @@ def check_same_data(
     where = f" in data.root={root}" if root else ""
     raise DataError(
         f"data={name}{where} changed since the checkpoint: {what}",
-        "restore the old data, or start a new run with checkpoint.resume=never; if they have"
-        " not changed, the data set draws numbers or goes through a set of texts when it is made:"
-        " seed the one, sort the other",
+        "restore the old data, or start a new run with checkpoint.resume=never; if the files are"
+        " unchanged, the data set has another order each time it is created: seed its random"
+        " numbers, and sort what it reads from a set",
     )
 
 
@@ -244,11 +244,11 @@ def _digest(source: BatchSource, number: int) -> str:
     for tensor in tensors(source.get_batch(np.array([number]), None)):
         if tensor.device.type != "cpu":
             raise DataError(
-                f"sample {number} of the data set is on {tensor.device}: samples are read on the"
-                " CPU, and each batch is moved",
-                "leave the data on the CPU; to hold them on the GPU use data.placement=device or,"
-                " in a session, index them by the numbers that"
-                " run.loader(range(n), global_batch_size=...) gives",
+                f"sample {number} of the data set is on {tensor.device}; samples must be on the"
+                " CPU, and each batch is moved to the GPU",
+                "leave the data on the CPU; to hold it on the GPU use data.placement=device, or in"
+                " a session index it with the numbers from run.loader(range(n),"
+                " global_batch_size=...)",
             )
         content = tensor.contiguous().view(-1).view(torch.uint8)
         digest.update(content.numpy().tobytes())

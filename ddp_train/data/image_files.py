@@ -18,8 +18,8 @@ PNG_BITS = 24
 """The place of a PNG file's bits per number; that of its colour type follows."""
 PNG_GRAY = 0
 OVER_8_BITS = (
-    "scale its numbers to 0 to 255 yourself (docs/guides/data.md#image-folders), or return"
-    " them as a tensor from a data set of your own"
+    "scale its values to 0 to 255 yourself (docs/guides/data.md#image-folders), or return a tensor"
+    " from a data set of your own"
 )
 """The remedy for an image whose pixels are not numbers from 0 to 255."""
 
@@ -29,8 +29,8 @@ class NotPixelsError(ValueError):
 
     def __init__(self, mode: str) -> None:
         super().__init__(
-            f"an image of PIL's mode {mode}, whose numbers may lie outside of 0 to 255; PIL"
-            " would cut those off"
+            f"an image of PIL's mode {mode}, whose values may lie outside of 0 to 255, and PIL"
+            " would clip them"
         )
 
 

@@ -25,10 +25,9 @@ Rows = Literal["samples", "views", "parts", "shared"]
 """The sample of the batch that each row of a tensor belongs to: see `noise_like`."""
 
 WAYS = (
-    "rows='views' if all samples come and then all of them again, as in torch.cat of two views;"
-    " rows='parts' if all parts of one sample come and then those of the next, as after"
-    " flatten(0, 1); rows='shared' if they are no samples of it: noise on weights, a picture. Score"
-    " by run.test_loader in a session: its batches are known"
+    "use rows='views' for the whole batch several times, as by torch.cat([view1, view2]);"
+    " rows='parts' for several rows of each sample, as by x.flatten(0, 1); rows='shared' if the"
+    " rows are not samples, for example weights. In a session evaluate with run.test_loader"
 )
 
 
@@ -102,8 +101,8 @@ def randint_like(
     span = high - low
     if not 0 < span <= 1 << 53:
         raise DataError(
-            f"ddp_train.randint_like: low={low} must be less than high={high}, by 2**53 at most",
-            "give it low < high, or the number of choices alone",
+            f"ddp_train.randint_like: low={low} must be less than high={high}, by at most 2**53",
+            "use low < high, or pass high alone",
         )
     kind = dtype or x.dtype
     bits = _bits_like(x, "randint_like", rows)
@@ -128,7 +127,9 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, *, rows: Rows = "s
     Returns a tensor like x. Raises DataError for another p.
     """
     if not 0 <= p <= 1:
-        raise DataError(f"ddp_train.dropout: p is {p}", "use a probability, 0 to 1")
+        raise DataError(
+            f"ddp_train.dropout: p={p} is not a probability", "use a number from 0 to 1"
+        )
     if not training or p == 0:
         return x
     bits = _bits_like(x, "dropout", rows)
@@ -163,10 +164,10 @@ class Draws:
         if mark not in self.numbers:
             if torch._C._current_graph_task_id() != -1:
                 raise DataError(
-                    f"ddp_train.{name}: called in a backward pass, with another state of torch's"
-                    " generator than in the forward pass: it cannot draw the same again",
-                    "torch.utils.checkpoint.checkpoint(..., preserve_rng_state=True), which is the"
-                    " default, and backward() in the step of the forward pass",
+                    f"ddp_train.{name}: called again in the backward pass with another random"
+                    " state than in the forward pass, so it cannot draw the same numbers",
+                    "use torch.utils.checkpoint.checkpoint(..., preserve_rng_state=True), its"
+                    " default, and call backward() in the step of the forward pass",
                 )
             self.numbers[mark] = len(self.numbers)
         return self.numbers[mark]
@@ -201,7 +202,8 @@ def _draw_bits(x: Tensor, name: str, rows: Rows) -> Tensor | None:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise LaunchError(
             f"ddp_train.{name}: a captured step would draw the same numbers in each replay",
-            "use tuning.cuda_graph=false; in a graph of your own, draw before it and copy into it",
+            "use tuning.cuda_graph=false; in a CUDA graph of your own, draw before each replay and"
+            " copy the numbers in",
         )
     samples = len(share.indices)
     if not share.num_real and x.ndim and not len(x):
@@ -226,22 +228,24 @@ _bits_like: Callable[[Tensor, str, Rows], Tensor | None] = torch.compiler.disabl
 def _check_rows(x: Tensor, name: str, rows: Rows, samples: int) -> None:
     """Raise DataError for a tensor whose rows cannot be those that `rows` names."""
     if rows not in ("samples", "views", "parts", "shared"):
-        raise DataError(f"ddp_train.{name}: rows={rows!r}", WAYS)
+        raise DataError(
+            f"ddp_train.{name}: rows={rows!r} must be 'samples', 'views', 'parts' or 'shared'", WAYS
+        )
     if rows == "shared":
         return
     shape = list(x.shape)
     if not x.ndim:
         raise DataError(
             f"ddp_train.{name} was given a tensor without rows",
-            "give it [n, ...], or rows='shared'",
+            "pass a tensor [n, ...], or use rows='shared'",
         )
     if len(x) == samples:
         return
     if rows == "samples" or not samples or len(x) % samples:
         raise DataError(
-            f"ddp_train.{name}: the tensor {shape} has {counted(len(x), 'row')}, and the batch"
-            f" {counted(samples, 'sample')} here: which row is whose?",
-            f"give it the samples first, [{samples}, ...]; else {WAYS}",
+            f"ddp_train.{name}: the tensor {shape} has {counted(len(x), 'row')}, but the batch has"
+            f" {counted(samples, 'sample')} on this process",
+            f"pass one row for each sample, [{samples}, ...]; otherwise {WAYS}",
         )
 
 
@@ -249,6 +253,7 @@ def _floating(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype, unchanged. Raises DataError unless it is a floating-point one."""
     if not dtype.is_floating_point:
         raise DataError(
-            f"ddp_train.{name}: {dtype} has no fractions", "dtype=torch.float32, or another x"
+            f"ddp_train.{name}: dtype={dtype} must be floating-point",
+            "pass dtype=torch.float32, or a floating-point x",
         )
     return dtype

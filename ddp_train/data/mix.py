@@ -103,7 +103,7 @@ class Mix:
             lowest = int(labels.min())
             highest = int(labels.max())
             raise DataError(
-                f"the data say that there are {self.classes} classes, and the labels go from"
+                f"the data set says that it has {self.classes} classes, but its labels go from"
                 f" {lowest} to {highest}",
                 "name every class in the attribute `classes` of the data set",
             ) from error

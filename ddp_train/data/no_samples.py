@@ -82,10 +82,10 @@ class _Cut:
         if _are_equal(one, two):
             return one
         raise DataError(
-            f"a batch has a {type(one).__name__}, which cannot be made for a batch without samples;"
-            " a process has such a batch where there are fewer samples than processes",
+            f"a batch has a {type(one).__name__}, which cannot be made empty; a process gets an"
+            " empty batch where there are fewer samples than processes",
             "let collate_fn return tensors, in dicts, lists, tuples or dataclasses, or choose a"
-            " global_batch_size that leaves each process a sample in the last batch",
+            " global_batch_size with which each process has a sample in the last batch",
         )
 
     def _with_attributes(self, one: Any, clone: Any, two: Any) -> Any:

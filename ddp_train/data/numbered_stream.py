@@ -32,8 +32,8 @@ from ddp_train.text import counted
 
 COUNT_SECONDS = 120.0
 """The longest time for which a stream is counted that tells no length."""
-LIMIT = "use data.limit=1000, which holds for each set, or give it an end or a __len__"
-BY_STEPS = ", or train.epochs=null train.max_steps=1000, with which training reads on and on"
+LIMIT = "use data.limit=1000, which holds for each set, or give it a __len__"
+BY_STEPS = "; for training without epochs use train.epochs=null train.max_steps=1000"
 _NOTHING = object()
 
 
@@ -73,8 +73,8 @@ class NumberedStream:
         self.status = status or RankStatus()
         if isinstance(stream, Iterator):
             raise DataError(
-                f"data._target_: {self.name} is an iterator, used up after one pass",
-                "return an object whose __iter__ begins anew each time it is called",
+                f"data._target_: {self.name} is an iterator, which is empty after one epoch",
+                "return an object whose __iter__ starts again each time it is called",
             )
         self.epoch = 0
         self.problem_of_state = problem_of_state(stream)
@@ -182,9 +182,11 @@ class NumberedStream:
             if sample is _NOTHING:
                 raise DataError(
                     f"data._target_: {self.name} gave {counted(self.place + 1, 'sample')} in epoch"
-                    f" {self.epoch + 1}, and {self.length:,} were told or counted before",
-                    "let each pass have as many samples; or use data.limit=NUMBER, with fewer than"
-                    " any pass has, or train.max_steps=NUMBER without train.epochs",
+                    f" {self.epoch + 1}, but {self.length:,} were expected (its __len__, or"
+                    " counted in an earlier epoch)",
+                    "give as many samples in each epoch, or use data.limit=NUMBER with no more"
+                    " than the shortest epoch has; to train without epochs use train.epochs=null"
+                    " train.max_steps=NUMBER",
                 )
             self.place += 1
             if self.place < number:
@@ -222,12 +224,12 @@ class NumberedStream:
         for number, (one, other) in enumerate(zip(first, again, strict=False), 1):
             if one != other:
                 raise DataError(
-                    f"data._target_: {self.name} gives other samples each time it is begun, by what"
-                    f" it keeps itself (seen in sample {number:,} of a pass): a process that reads"
-                    " it again, or resumes, would train on others",
-                    "let a pass follow from its arguments and from set_epoch(epoch), and draw from"
-                    " torch's, numpy's or Python's global generators, which are seeded; a generator"
-                    " of its own is made in __iter__",
+                    f"data._target_: {self.name} gives other samples each time it is iterated"
+                    f" (first seen at sample {number:,}), so a resumed run would train on other"
+                    " samples",
+                    "let its samples depend on its arguments and on set_epoch(epoch) alone; draw"
+                    " random numbers from torch's, numpy's or Python's global generators, which"
+                    " are seeded, or from a generator that __iter__ creates",
                 )
 
     def _digests(self, state: str, most: int, seconds: float = 0.0) -> tuple[list[int], bool]:
@@ -289,9 +291,8 @@ class NumberedStream:
         self.samples = iter(())
         if more is not _NOTHING:
             raise DataError(
-                f"data._target_: {self.name} gives more samples than the {self.length:,} that its"
-                " __len__ tells",
-                f"let it tell as many as it gives, or use data.limit={self.length}",
+                f"data._target_: {self.name} gives more samples than its __len__, {self.length:,}",
+                f"correct its __len__, or use data.limit={self.length}",
             )
         self._see_end()
 
@@ -310,7 +311,7 @@ class NumberedStream:
             self.status.samples_passed += 1
             if time.monotonic() > end:
                 raise DataError(
-                    f"data._target_: {self.name} tells no length, and has not ended after"
+                    f"data._target_: {self.name} has no __len__, and did not end after"
                     f" {counted(count, 'sample')} in {COUNT_SECONDS:g} s",
                     LIMIT + BY_STEPS if self.trains else LIMIT,
                 )

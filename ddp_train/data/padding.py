@@ -44,8 +44,8 @@ def _rows_of(sample: Any) -> dict[str, Tensor]:
     for name, row in rows.items():
         if row.ndim != 1 or len(row) != len(ids):
             raise DataError(
-                f"a sample has input_ids of the shape {list(ids.shape)}, and {name} of the shape"
+                f"a sample has input_ids of the shape {list(ids.shape)}, but {name} of the shape"
                 f" {list(row.shape)}",
-                "give each sample rows of whole numbers, all of one length",
+                "give all rows of a sample one length, in whole numbers",
             )
     return rows

@@ -54,8 +54,8 @@ class ImageInput:
         channels = self.shape[0]
         if len(pixels) != channels:
             raise DataError(
-                f"an image of {len(pixels)} channels, and the model takes {channels}",
-                "pass a path or an image of PIL, which is converted, or convert it",
+                f"an image has {len(pixels)} channels, but the model takes {channels}",
+                "pass a path or an image of PIL (it is converted), or convert the image yourself",
             )
         resized = self._resize(pixels)
         if resized.dtype == torch.uint8:
@@ -77,7 +77,7 @@ class ImageInput:
             return pixels[None]
         if pixels.ndim != 3:
             raise DataError(
-                f"pixels of shape {list(pixels.shape)}",
+                f"pixels of shape {list(pixels.shape)} are not one image",
                 "pass one image: [h, w], [h, w, c] or [c, h, w]",
             )
         if self._is_channels_last(pixels):
@@ -168,7 +168,7 @@ def open_image(path: Path) -> Any:
         return decode_image(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{path} cannot be read as an image: {error}", "name a file that PIL knows"
+            f"{path} cannot be read as an image: {error}", "pass a file in a format that PIL knows"
         ) from error
 
 
@@ -184,7 +184,7 @@ def _bytes_or_floats(pixels: Tensor) -> Tensor:
     high = float(wide.max())
     if not (pixels.is_floating_point() and low >= 0 and high <= 1):
         raise DataError(
-            f"pixels of {pixels.dtype} from {low:g} to {high:g}",
+            f"pixels of {pixels.dtype} lie between {low:g} and {high:g}",
             "pass uint8, or numbers from 0 to 1",
         )
     return pixels.float()

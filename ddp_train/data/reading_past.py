@@ -11,8 +11,7 @@ from ddp_train.text import counted
 SLOW_SECONDS = 10.0
 """Reading past the samples that are done is told of if it takes longer."""
 HOW_TO_GO_ON = (
-    "with state_dict() and load_state_dict(), of plain data, a stream goes on where a checkpoint"
-    " was saved"
+    "a stream with state_dict() and load_state_dict(), of plain data, resumes without this"
 )
 log = logging.getLogger(__name__)
 

@@ -40,8 +40,8 @@ def training_weights(
     weights = _read_weights(setting)
     if weights.shape != (samples,):
         _refuse(
-            f"data.weights={setting}: has {_describe_shape(weights)}, and the whole training set"
-            f" {samples:,} samples",
+            f"data.weights={setting}: has {_describe_shape(weights)}, but the whole training set"
+            f" has {samples:,} samples",
             "write one weight for each sample",
         )
     is_right = np.isfinite(weights) & (weights >= 0)
@@ -55,7 +55,7 @@ def training_weights(
     total = weights.sum()
     if not 0 < total < np.inf:
         _refuse(
-            f"data.weights={setting}: the weights of the samples that train add up to {total:g}",
+            f"data.weights={setting}: the weights of the training samples add up to {total:g}",
             "use a sum above 0",
         )
     return weights
@@ -66,7 +66,7 @@ def labels_of(source: BatchSource) -> np.ndarray:
     labels = _whole_numbers(source, LABEL_NAMES, f"data.weights={BALANCED}")
     if labels is None:
         _refuse(
-            f"data.weights={BALANCED}: {_name(source)} does not tell the labels of its samples",
+            f"data.weights={BALANCED}: {_name(source)} does not give the labels of its samples",
             "give it an attribute `targets`, a list of the class label of each sample, or use"
             " data.weights=FILE",
         )
@@ -101,9 +101,10 @@ def _check_told_labels(source: BatchSource, labels: np.ndarray) -> None:
     for number, target in zip(numbers.tolist(), targets.flatten().tolist(), strict=True):
         if labels[number] != target:
             _refuse(
-                f"data.weights={BALANCED}: {_name(source)} tells the label {labels[number]} of"
-                f" sample {_number_in_data_set(source, number):,}, whose target is {target:g}",
-                "let its `targets` (or `labels`) hold what __getitem__ returns, or use"
+                f"data.weights={BALANCED}: {_name(source)} gives the label {labels[number]} for"
+                f" sample {_number_in_data_set(source, number):,}, but the target of that sample"
+                f" is {target:g}",
+                "let its `targets` (or `labels`) have the targets that __getitem__ returns, or use"
                 " data.weights=FILE",
             )
 
@@ -128,7 +129,7 @@ def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
     lengths = _whole_numbers(source, ("lengths",), key)
     if lengths is None:
         _refuse(
-            f"{key}: {_name(source)} does not tell the lengths of its samples",
+            f"{key}: {_name(source)} does not give the lengths of its samples",
             "give it an attribute or a method `lengths`, a list of the number of tokens of each"
             " sample, or use data.batch_by=samples",
         )
@@ -137,17 +138,17 @@ def lengths_of(source: BatchSource, longest: int) -> np.ndarray:
         number = _number_in_data_set(source, shortest)
         _refuse(
             f"{key}: sample {number:,} has the length {lengths[shortest]}",
-            "leave it out of the data set: a length is at least 1",
+            "leave it out of the data set; a length must be at least 1",
         )
     too_long = np.flatnonzero(lengths > longest)
     if len(too_long):
         first = int(too_long[0])
         others = len(too_long) - 1
-        more = f", and {counted(others, 'other sample')} more than that many" if others else ""
+        more = f", and {counted(others, 'other sample')} too many as well" if others else ""
         number = _number_in_data_set(source, first)
         _refuse(
-            f"train.global_batch_size={longest}: counts tokens with data.batch_by=tokens, and"
-            f" sample {number:,} has {lengths[first]:,}{more}",
+            f"train.global_batch_size={longest}: is a number of tokens with data.batch_by=tokens,"
+            f" and sample {number:,} has {lengths[first]:,}{more}",
             f"use train.global_batch_size={lengths.max()} or more, or leave such samples out of the"
             " data set",
         )
@@ -181,7 +182,7 @@ def _whole_numbers(source: BatchSource, names: tuple[str, ...], key: str) -> np.
         kind = "whole numbers" if is_whole else f"values of the type {array.dtype}"
         _refuse(
             f"{key}: `{name}` of {_name(source)} has {_describe_shape(array)}, {kind}",
-            f"it must have {len(dataset):,} whole numbers, one for each sample",
+            f"give it {len(dataset):,} whole numbers, one for each sample",
         )
     if isinstance(source, UserDataset) and source.numbers is not None:
         array = array[source.numbers]

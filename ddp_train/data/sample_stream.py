@@ -142,7 +142,7 @@ def problem_of_state(stream: Any) -> str:
             seed_generators(1)
             expected = [content_of_sample(sample) for sample in islice(samples, TRIED)]
             if not state:
-                return "its state_dict has more than JSON gives back: texts, numbers, lists, dicts"
+                return "its state_dict has more than texts, numbers, lists and dicts"
             load_json(restored, state)
             seed_generators(1)
             found = [content_of_sample(sample) for sample in islice(iter(restored), TRIED)]
@@ -150,7 +150,7 @@ def problem_of_state(stream: Any) -> str:
         cause = first_line(error) or type(error).__name__
         return f"a trial of its state_dict failed: {cause}"
     if expected != found:
-        return "from its state_dict, copies of it went on to other samples"
+        return "after load_state_dict it gave other samples"
     return ""
 
 

@@ -74,7 +74,7 @@ def _pixels(image: Any) -> Tensor:
         raise DataError(f"data._target_: {NotPixelsError(image.mode)}", OVER_8_BITS)
     if image.mode not in PIXEL_MODES:
         raise DataError(
-            f"data._target_: an image of PIL's mode {image.mode}, whose numbers are not the"
+            f"data._target_: an image of PIL's mode {image.mode}, whose values are not the"
             " brightness of a pixel",
             "add data.transform=[torchvision.transforms.v2.RGB]; if it is a mask, return a tensor"
             " of integers",

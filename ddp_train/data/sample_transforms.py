@@ -78,8 +78,8 @@ def with_masks_and_boxes(dataset: Any) -> Any:
         else:
             remedy = "other arguments, or call it in a class of your own"
         problem = (
-            f"data._target_: torchvision does not support {type(dataset).__name__} as it is called:"
-            f" {first_line(error)}; use {remedy}"
+            f"data._target_: torchvision does not support {type(dataset).__name__} with these"
+            f" arguments: {first_line(error)}; use {remedy}"
         )
         raise ConfigError([problem]) from error
     return dataset
@@ -141,8 +141,8 @@ def _check_no_positions(transform: Transform, target: Any) -> None:
             if not is_instance(TV_TENSORS, kind, tensor):
                 continue
             problem = (
-                f"data.transform: {type(transform).__name__} takes the image alone, and the target"
-                f" has a {kind}, which would not change with it; use torchvision.transforms.v2, and"
-                f" classes that derive from its Transform, inside {type(transform).__name__} too"
+                f"data.transform: {type(transform).__name__} changes the image alone, but the"
+                f" target has a {kind} that must change with it; use transforms of"
+                f" torchvision.transforms.v2, inside {type(transform).__name__} too"
             )
             raise ConfigError([problem])

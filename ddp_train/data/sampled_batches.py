@@ -37,8 +37,8 @@ PLACES = 1 << 22
 """Draws of a pass after which their places, which augmentation is keyed by, begin again."""
 SAME_DRAWS = (
     "let it draw from torch's, numpy's or Python's global generators, which are seeded before each"
-    " pass, or from a generator of its own with a fixed seed; and let it give the numbers of all"
-    " samples, which run.loader shares out"
+    " pass, or from a generator of its own with a fixed seed; it must give the numbers of all"
+    " samples, which run.loader divides among the processes"
 )
 _WITH_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _WITHOUT_STATE = (SequentialSampler, list, tuple, range, torch.Tensor, np.ndarray)
@@ -210,14 +210,12 @@ class SampledBatches:
             numbers = np.fromiter(map(operator.index, batch), np.int64)
         except TypeError:
             raise DataError(
-                f"{self.name} gave {str(batch)[:80]}, which are no numbers of samples",
-                "let a batch_sampler give lists of whole numbers, and a sampler whole numbers;"
-                " give what else a sample needs to the data set",
+                f"{self.name} gave {str(batch)[:80]}, which are not numbers of samples",
+                "let a batch_sampler give lists of whole numbers, and a sampler whole numbers; put"
+                " whatever else a sample needs into the data set",
             ) from None
         if not len(numbers):
-            raise DataError(
-                f"{self.name} gave a batch without samples", "leave such batches out of it"
-            )
+            raise DataError(f"{self.name} gave a batch without samples", "leave empty batches out")
         return numbers
 
     def _check_range(self, portion: list[np.ndarray]) -> None:
@@ -228,9 +226,9 @@ class SampledBatches:
         for number in (lowest, highest):
             if not 0 <= number < count:
                 raise DataError(
-                    f"{self.name} gave the number {number}, and the data set has"
+                    f"{self.name} gave the number {number}, but the data set has"
                     f" {counted(count, 'sample')}",
-                    "build it for this data set: numbers from 0 to its length",
+                    "give numbers from 0 to the length of the data set, exclusive",
                 )
 
     def _with_places(self, numbers: np.ndarray, place: int) -> np.ndarray:

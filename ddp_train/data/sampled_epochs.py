@@ -71,9 +71,9 @@ class SampledEpochs:
             if not np.array_equal(first, self.epoch(0)):
                 raise ConfigError(
                     [
-                        f"{self.option}: {self.name} draws other numbers each time that it is made,"
-                        " and no resumed run would have its order; let it draw from torch's,"
-                        " numpy's or Python's global generators, or from one with a fixed seed"
+                        f"{self.option}: {self.name} gives another order each time it is created,"
+                        " and a resumed run could not repeat it; let it draw from torch's, numpy's"
+                        " or Python's global generators, or from one with a fixed seed"
                     ]
                 )
 
@@ -127,8 +127,8 @@ class SampledEpochs:
         if count != self.length:
             raise DataError(
                 f"{self.option}: {self.name} gave {counted(count, self.unit)} in epoch"
-                f" {epoch + 1}, and its __len__ told {self.length:,}, by which steps are planned",
-                "let both be the same in each epoch, or train in a loop of your own"
+                f" {epoch + 1}, but its __len__ was {self.length:,}, and steps are planned by that",
+                "make both the same in each epoch, or train in a loop of your own"
                 " (ddp_train.session)",
             )
 
@@ -167,7 +167,7 @@ class SampledEpochs:
             length = 0
         if length:
             return length
-        rule = "has no __len__, by which steps are planned, or it is 0"
+        rule = "has no __len__, or it is 0, and steps are planned by it"
         remedy = "add one, or train in a loop of your own (ddp_train.session)"
         raise ConfigError([f"{self.option}: {self.name} {rule}; {remedy}"])
 
@@ -203,15 +203,16 @@ class EpochsInBatches(SampledEpochs):
         largest = int(np.diff(drawn.cuts).max())
         if largest > self.largest:
             raise DataError(
-                f"{found} a batch of {largest:,} samples, and train.global_batch_size="
-                f"{self.largest} is the most that one may have, over all processes",
+                f"{found} a batch of {largest:,} samples, but"
+                f" train.global_batch_size={self.largest} is the most that a batch may have over"
+                " all processes",
                 f"use train.global_batch_size={largest} or more",
             )
         if epoch and len(drawn.numbers) != len(self):
             raise DataError(
-                f"{found} {len(drawn.numbers):,} samples in epoch {epoch + 1}, and {len(self):,} in"
-                " the first, by which samples are counted",
-                "let both be the same in each epoch, or train in a loop of your own"
+                f"{found} {len(drawn.numbers):,} samples in epoch {epoch + 1}, but {len(self):,}"
+                " in the first, and samples are counted by that",
+                "make both the same in each epoch, or train in a loop of your own"
                 " (ddp_train.session)",
             )
 

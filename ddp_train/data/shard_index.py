@@ -28,7 +28,7 @@ CHUNK = 1 << 20
 """Bytes of padding that are read at a time."""
 COMPRESSED_STARTS = (b"\x1f\x8b", b"BZ", b"\xfd7", b"\x28\xb5")
 """First two bytes of gzip, bzip2, xz and zstandard."""
-SORT = "write it anew with sorted names: tar --sort=name -cf SHARD.tar ..."
+SORT = "write it again with sorted names: tar --sort=name -cf SHARD.tar ..."
 WRITE_AGAIN = "write the shard again, or fetch it again"
 
 
@@ -157,7 +157,7 @@ class _IndexBuilder:
 
     def _start_sample(self, key: str, member: tarfile.TarInfo) -> None:
         if key in self.keys:
-            problem = f"the files of {key.lstrip('/')} do not follow each other"
+            problem = f"the files of the sample {key.lstrip('/')} are not next to each other"
             raise _damaged(self.path, member.offset, problem, SORT)
         self.keys.add(key)
         self.key = key
@@ -213,7 +213,7 @@ def _members(path: str, file: BinaryIO) -> Iterator[tarfile.TarInfo]:
                 yield member
     except tarfile.TarError as error:
         if _is_compressed(path):
-            problem = "is compressed, so that no place in it can be read"
+            problem = "is compressed, so samples cannot be read in any order"
             raise _damaged(path, 0, problem, "unpack it: gunzip") from error
         offset = archive.offset if archive else end
         raise _damaged(path, offset, str(error)) from error
@@ -232,7 +232,7 @@ def _check_end(path: str, file: BinaryIO, end: int) -> None:
     if not first:
         raise _damaged(path, end, "it is cut off here")
     if first != bytes(BLOCK):
-        raise _damaged(path, end, "no header of a file, and not the end of the archive")
+        raise _damaged(path, end, "neither the header of a file nor the end of the archive")
     offset = end + BLOCK
     chunk = file.read(BLOCK)
     if len(chunk) < BLOCK:
@@ -241,7 +241,7 @@ def _check_end(path: str, file: BinaryIO, end: int) -> None:
         content = chunk.lstrip(b"\0")
         if content:
             place = offset + len(chunk) - len(content)
-            raise _damaged(path, place, "content behind the end of the archive")
+            raise _damaged(path, place, "content after the end of the archive")
         offset += len(chunk)
         chunk = file.read(CHUNK)
 

@@ -92,8 +92,8 @@ def split_for_validation(samples: int, part: float, seed: int) -> tuple[np.ndarr
     count = round(part * samples)
     if not 0 < count < samples:
         problem = (
-            f"data.validation={part:g}: of {samples:,} samples, {count:,} would validate and"
-            f" {samples - count:,} train"
+            f"data.validation={part:g}: of {samples:,} samples, {count:,} would be for validation"
+            f" and {samples - count:,} for training"
         )
         if count:
             raise DataError(problem, "use a smaller part")

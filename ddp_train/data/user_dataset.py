@@ -149,7 +149,10 @@ class UserDataset:
                 " to(device)"
             )
             keys = "data.transform, data.fields and data.collate_fn"
-            why = f"{self.name} needs the methods {rule}, and no {keys}; use data.placement=host"
+            why = (
+                f"{self.name} needs the methods {rule}, and {keys} must not be set; otherwise use"
+                " data.placement=host"
+            )
             raise ConfigError([f"data.placement=device: {why}"])
         held = copy.copy(self)
         held.dataset = self.dataset.to(device)
@@ -193,9 +196,9 @@ class UserDataset:
         for other in found[1:]:
             if other.count != first.count:
                 problem = (
-                    f"data._target_: {first.said_by} tells {first.count} classes, and"
-                    f" {other.said_by} {other.count}; correct one of them, or add"
-                    " data.outputs=NUMBER, which decides"
+                    f"data._target_: {first.said_by} has {first.count} classes, but"
+                    f" {other.said_by} has {other.count}; correct one of them, or give the number"
+                    " by data.outputs=NUMBER"
                 )
                 raise ConfigError([problem])
         return first
@@ -280,10 +283,9 @@ class UserDataset:
                 why = first_line(error) or type(error).__name__
                 raise DataError(
                     f"data._target_: samples of {self.name} cannot be put into one batch: {why}",
-                    "return tensors, arrays, images or numbers of one shape, for images with"
-                    " data.transform=[{_target_:torchvision.transforms.v2.Resize,size:[224,224]}],"
-                    " or give the data set a method collate_fn(samples), or"
-                    " data.collate_fn=package.function",
+                    "return tensors, arrays, images or numbers of one shape (for images"
+                    " data.transform=[{_target_:torchvision.transforms.v2.Resize,size:[224,224]}]),"
+                    " or add data.collate_fn=package.function, which makes the batch",
                 ) from error
 
     def _key(self, epoch: int | None, number: int, *purpose: str) -> int:
@@ -299,8 +301,8 @@ class UserDataset:
         except StopIteration as error:  # a reader of the batches would take it for their end
             raise DataError(
                 f"data._target_: {self.name} raised StopIteration for sample {number % NUMBERS}",
-                "give every sample below its len(); call next(iterator, default) in __getitem__ and"
-                " transforms",
+                "return a sample for every number below len(); in __getitem__ and transforms use"
+                " next(iterator, default)",
             ) from error
         return sample
 
@@ -327,7 +329,7 @@ class UserDataset:
         key = f"data.fields=[{','.join(self.fields)}]"
         if not isinstance(sample, dict):
             kind = type(sample).__name__
-            problem = f"{key}: a sample of {self.name} is a {kind}, no dict; leave it out"
+            problem = f"{key}: a sample of {self.name} is a {kind}, not a dict; leave the key out"
             raise ConfigError([problem])
         for name in self.fields:
             if name not in sample:

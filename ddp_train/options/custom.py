@@ -112,8 +112,8 @@ class CustomOptimizerConfig(CustomOption, OptimizerConfig):
         if self.layer_decay is not None and "lr" not in self.arguments:
             yield Problem(
                 f"optimizer.layer_decay={self.layer_decay:g}",
-                "needs optimizer.lr, which it multiplies",
-                "add it",
+                "multiplies optimizer.lr, which is not set",
+                "add optimizer.lr=0.001",
             )
 
 
@@ -155,7 +155,7 @@ class CustomScheduleConfig(CustomOption, ScheduleConfig):
                 " evaluation"
             )
         if module == TORCH_SCHEDULERS and not looks_at_metric and self.metric != "auto":
-            yield f"schedule.metric={self.metric} has no effect: {name} looks at no metric"
+            yield f"schedule.metric={self.metric} has no effect: {name} does not use a metric"
 
     @property
     def cycles_momentum(self) -> bool:

@@ -350,9 +350,8 @@ class DataConfig:
         if self.validation and self.task == "language_model":
             yield Problem(
                 f"data.validation={self.validation:g}",
-                f"windows of data={self.name} overlap those of other epochs, so that none can be"
-                " held out",
-                "leave it out: data.test_part, or a file named val, is held out",
+                f"windows of data={self.name} overlap, so none can be held out for validation",
+                "leave it out; the test set is data.test_part of the text, or a file named val",
             )
         if self.weights and self.batch_by == "tokens":
             yield Problem(
@@ -396,16 +395,17 @@ class DataConfig:
         if target.rpartition(".")[2] == "DistributedSampler":
             yield Problem(
                 found,
-                "gives each process a part, and the processes share each global batch here",
-                "leave it out: each sample comes once in an epoch",
+                "gives each process a part of the samples, and the launcher does that already",
+                "leave it out",
             )
         for name, value in given.items():
             if isinstance(value, dict) and "_target_" in value:
                 yield Problem(
                     f"{option}.{name}={shown(value)}",
-                    f"is handed on as a dict: {option}._target_ alone is built",
-                    f"use data.sampler={shown(value)}, from which the run makes batches (full ones"
-                    " with data.drop_last=true), or name a class of yours that builds both",
+                    f"would be passed as a dict, for only {option}._target_ is created",
+                    f"use data.sampler={shown(value)}, and the run makes the batches (with"
+                    " data.drop_last=true only full ones), or a class of your own that creates"
+                    " both",
                 )
         others = {
             f"data.weights={self.weights}": self.weights is not None,
@@ -445,7 +445,7 @@ class DataConfig:
         elif workers:
             yield Problem(
                 f"tuning.num_workers={workers}",
-                "data.placement=device has no use for loader processes",
+                "data.placement=device does not use loader processes",
                 "use tuning.num_workers=0, or data.placement=host",
             )
 

@@ -151,7 +151,7 @@ def test_all_names_and_shapes_that_differ_are_listed(tmp_path: Path) -> None:
         "nothing is taken of what does not fit"
     )
     with pytest.raises(
-        ConfigError, match=r"init_ignore=\[3\.\*\]: matches no name; such names are \d\.\*"
+        ConfigError, match=r"init_ignore=\[3\.\*\]: matches no name; there are, for example, \d\.\*"
     ):
         load_initial_weights(ours, read_weights(tmp_path / "w.pt", "w"), ["3.*", "2.*"])
     origin = load_initial_weights(
@@ -379,7 +379,10 @@ def test_what_is_frozen_rests_until_it_is_not() -> None:
             r"model\.freeze=\[1\.weihgt\]: matches no parameter; did you mean 1\.weight\?",
         ),
         (["1"], r"model\.freeze=\[1\]: matches no parameter; did you mean 1\.\*\?"),
-        (["conv.*"], r"model\.freeze=\[conv\.\*\]: matches no parameter; such names are 0\.\*, "),
+        (
+            ["conv.*"],
+            r"model\.freeze=\[conv\.\*\]: matches no parameter; there are, for example, 0\.\*, ",
+        ),
         (["*"], r"model\.freeze=\[\*\]: nothing is left to train"),
     ],
 )

@@ -337,7 +337,9 @@ def test_image_folders_give_sets_by_name(tmp_path: Path) -> None:
     assert not list(section.missing(Config(data=section)))
     (tmp_path / "sketches/class_3").mkdir()
     Image.new("RGB", (20, 20)).save(tmp_path / "sketches/class_3/a.png")
-    with pytest.raises(DataError, match="differs from the training set in classes: class_3"):
+    with pytest.raises(
+        DataError, match="its classes differ from those of the training set: class_3"
+    ):
         open_datasets(Config(data=section))
     section.validation_sets = {"none": "nowhere"}
     (problem,) = section.missing(Config(data=section))

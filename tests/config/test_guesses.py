@@ -37,11 +37,13 @@ def test_a_slip_in_a_glob_is_seen(glob: str, meant: str) -> None:
 def test_other_names_are_no_slips(glob: str) -> None:
     assert not did_you_mean_glob(glob, NAMES)
     (problem,) = unmatched("model.freeze=[{}]", [glob + "x"], ["1.weight", "fc.bias"])
-    assert problem.endswith("matches no parameter; such names are 1.*, fc.*, 1.weight, fc.bias")
+    assert problem.endswith(
+        "matches no parameter; there are, for example, 1.*, fc.*, 1.weight, fc.bias"
+    )
 
 
 def test_first_and_last_modules_are_named_where_there_are_many() -> None:
     modules = ["conv1", "bn1", "layer2", "layer3", "layer4", "fc"]
     names = [f"{module}.weight" for module in modules]
     (problem,) = unmatched("model.freeze=[{}]", ["head.*"], names)
-    assert problem.endswith("; such names are conv1.*, bn1.*, ..., layer4.*, fc.*")
+    assert problem.endswith("; there are, for example, conv1.*, bn1.*, ..., layer4.*, fc.*")

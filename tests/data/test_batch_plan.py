@@ -94,9 +94,9 @@ def test_a_step_knows_whether_its_batch_is_whole() -> None:
 
 def test_an_endless_data_set_is_refused_before_its_order_is_drawn() -> None:
     for samples in (2**63 - 1, 10**12):
-        with pytest.raises(DataError, match=f"the data set has {samples:,} samples, whose numbers"):
+        with pytest.raises(DataError, match=f"the data set has {samples:,} samples; their indices"):
             BatchPlan(samples, global_batch_size=4, accumulation_steps=1, steps=4, seed=0)
-        with pytest.raises(DataError, match="whose numbers alone take"):
+        with pytest.raises(DataError, match="their indices alone take"):
             evaluation_batches(samples, 4, 0, 1)
-        with pytest.raises(DataError, match="whose numbers alone take"):
+        with pytest.raises(DataError, match="their indices alone take"):
             split_for_validation(samples, 0.1, 0)

@@ -98,7 +98,7 @@ def test_a_copy_on_the_device_is_told_its_epochs() -> None:
 
 def test_a_length_that_changes_is_refused_before_the_run() -> None:
     source = UserDataset(Stages(grows_by=3), 0)
-    with pytest.raises(DataError, match="Stages had 6 samples when the run began, and has 9 in"):
+    with pytest.raises(DataError, match="Stages had 6 samples when the run began, but has 9 in"):
         source.check_lengths(5)
     calm = UserDataset(Stages(), 0)
     calm.check_lengths(5)
@@ -110,7 +110,7 @@ def test_a_length_that_a_hook_changes_is_refused_in_its_epoch() -> None:
     source = UserDataset(dataset, 0)
     source.get_batch(np.array([0]), 0)
     dataset.samples = 5
-    with pytest.raises(DataError, match="had 6 samples when the run began, and has 5 in epoch 1"):
+    with pytest.raises(DataError, match="had 6 samples when the run began, but has 5 in epoch 1"):
         source.get_batch(np.array([0]), 1)
 
 
@@ -182,7 +182,9 @@ def test_a_change_while_loader_processes_read_ahead_is_refused() -> None:
         batches = iter(loader)
         next(batches)
         dataset.level = 1
-        with pytest.raises(DataError, match="`level` of Plain was changed while copies") as caught:
+        with pytest.raises(
+            DataError, match="`level` of Plain was changed, but samples are read from copies"
+        ) as caught:
             next(batches)
         assert "set_epoch(epoch)" in caught.value.remedy
     finally:

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 SIDE = 8
 RED = (200, 100, 50)
-WIDE = "an image of PIL's mode .*, whose numbers may lie outside of 0 to 255"
+WIDE = "an image of PIL's mode .*, whose values may lie outside of 0 to 255"
 
 
 def png(numbers: tuple[int, ...], bits: int, colour_type: int) -> bytes:
@@ -172,7 +172,7 @@ def test_numbers_of_many_bits_are_refused(kind: str, tmp_path: Path) -> None:
             continue
         with pytest.raises(DataError, match=rf"picture\.jpg.*: {WIDE}") as caught:
             read()
-        assert caught.value.remedy.startswith("scale its numbers")
+        assert caught.value.remedy.startswith("scale its values")
 
 
 IN_PIL = {
@@ -255,7 +255,7 @@ def test_raw_images_of_many_bits_are_named(tmp_path: Path) -> None:
         gray(path)
     with pytest.raises(DataError, match=f"an image of PIL: {WIDE}"):
         gray(Image.open(path))
-    with pytest.raises(DataError, match=r"pixels of torch\.uint16 from 40000 to 40000"):
+    with pytest.raises(DataError, match=r"pixels of torch\.uint16 lie between 40000 and 40000"):
         gray(np.full((SIDE, SIDE), 40_000, np.uint16))
     inks = ImageInput((4, SIDE, SIDE), (0.0,) * 4, (1.0,) * 4)
     assert centre(255 * inks(of_mode("CMYK", (0, 100, 200, 55)))).tolist() == pytest.approx(

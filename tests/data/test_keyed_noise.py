@@ -243,12 +243,15 @@ def _third_of_three(sample: int) -> Tensor:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: noise_like(torch.zeros(5, 2)), "has 5 rows, and the batch 2 samples here"),
+        (lambda: noise_like(torch.zeros(5, 2)), "has 5 rows, but the batch has 2 samples"),
         (lambda: noise_like(torch.zeros(5, 2), rows="parts"), "has 5 rows"),
         (lambda: noise_like(torch.zeros(())), "without rows"),
         (lambda: noise_like(torch.zeros(2), rows=cast("Any", "mine")), "rows='mine'"),
-        (lambda: noise_like(torch.zeros(2, dtype=torch.int64)), "torch.int64 has no fractions"),
-        (lambda: dropout(torch.zeros(2), 1.5), "p is 1.5"),
+        (
+            lambda: noise_like(torch.zeros(2, dtype=torch.int64)),
+            "dtype=torch.int64 must be floating-point",
+        ),
+        (lambda: dropout(torch.zeros(2), 1.5), "p=1.5 is not a probability"),
         (lambda: randint_like(torch.zeros(2), 3, 3), "low=3 must be less than high=3"),
     ],
 )
@@ -267,7 +270,7 @@ def test_what_cannot_be_keyed_is_refused() -> None:
         pytest.raises(ConfigError, match=r"strategy=dp: ddp_train\.noise_like"),
     ):
         noise_like(x)
-    with pytest.raises(DataError, match="called in a backward pass") as refused:
+    with pytest.raises(DataError, match="called again in the backward pass") as refused:
         gradients(
             lambda block, x: checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
         )

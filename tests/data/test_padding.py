@@ -26,6 +26,6 @@ def test_padding_counts_as_no_token() -> None:
         [5, 0],
     ]
     with pytest.raises(
-        DataError, match=r"input_ids of the shape \[2\], and labels of the shape \[1\]"
+        DataError, match=r"input_ids of the shape \[2\], but labels of the shape \[1\]"
     ):
         padded([{"input_ids": [1, 2], "labels": [2]}])

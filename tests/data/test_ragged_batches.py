@@ -268,7 +268,7 @@ def test_steps_of_different_shapes_are_not_captured() -> None:
     assert resolved.tuning.compile is False and resolved.tuning.cudnn_benchmark is False
     found = problems(GPU, tuning={"cuda_graph": True}, launch={"nproc_per_node": 1})
     assert any(
-        "tuning.cuda_graph=true: needs data.batch_by=samples (the shapes" in problem
+        "tuning.cuda_graph=true: needs data.batch_by=samples (with tokens, the shapes" in problem
         for problem in found
     )
 

@@ -56,7 +56,7 @@ def test_weights_of_a_file_belong_to_numbers_before_any_split(tmp_path: Path) ->
 WRONG = {
     "few": (
         "1\n2\n",
-        r"has 2 numbers, and the whole training set 4 samples; write one weight for each sample",
+        r"has 2 numbers, but the whole training set has 4 samples; write one weight for each sample",
     ),
     "word": (
         "1\n2\nthree\n4",
@@ -64,8 +64,8 @@ WRONG = {
     ),
     "nan": ("1\n2\nnan\n4", r"the weight of sample 2 is nan; use finite numbers, 0 or above"),
     "negative": ("1\n-2\n3\n4", r"the weight of sample 1 is -2; use finite numbers"),
-    "zero": ("0\n0\n0\n0", r"the weights of the samples that train add up to 0; use a sum above 0"),
-    "table": (np.ones((4, 2)), r"has the shape \[4, 2\], and the whole training set 4 samples"),
+    "zero": ("0\n0\n0\n0", r"the weights of the training samples add up to 0; use a sum above 0"),
+    "table": (np.ones((4, 2)), r"has the shape \[4, 2\], but the whole training set has 4 samples"),
     "several": (b"", r"cannot be read: .*; use balanced, a \.npy file"),
     "words": (np.array(["a"]), r"cannot be read: could not convert string to float"),
 }
@@ -112,7 +112,7 @@ def test_what_a_data_set_must_tell() -> None:
     assert lengths_of(source(lengths=[9, 4, 5, 6]).select(np.array([1, 3])), 6).tolist() == [4, 6]
     for wrong, message in {
         "none": (
-            r"data\.weights=balanced: Own does not tell the labels of its samples; give it an"
+            r"data\.weights=balanced: Own does not give the labels of its samples; give it an"
             r" attribute `targets`"
         ),
         (
@@ -121,7 +121,7 @@ def test_what_a_data_set_must_tell() -> None:
             3.0,
             4.0,
         ): (
-            r"`targets` of Own has 4 numbers, values of the type float64; it must have 4 whole"
+            r"`targets` of Own has 4 numbers, values of the type float64; give it 4 whole"
             r" numbers"
         ),
         (
@@ -129,7 +129,7 @@ def test_what_a_data_set_must_tell() -> None:
             2,
             3,
         ): (
-            r"`targets` of Own has 3 numbers, whole numbers; it must have 4 whole numbers, one for"
+            r"`targets` of Own has 3 numbers, whole numbers; give it 4 whole numbers, one for"
             r" each sample"
         ),
         ((1, 2), (3,), (4,), (5,)): r"`targets` of Own has 4 numbers, values of the type object",
@@ -138,7 +138,7 @@ def test_what_a_data_set_must_tell() -> None:
             labels_of(source(**({} if wrong == "none" else {"targets": wrong})))
     for lengths, message in {
         None: (
-            r"data\.batch_by=tokens: Own does not tell the lengths of its samples; give it an"
+            r"data\.batch_by=tokens: Own does not give the lengths of its samples; give it an"
             r" attribute or a method"
         ),
         (1, 2, 0, 3): r"data\.batch_by=tokens: sample 2 has the length 0",
@@ -148,9 +148,9 @@ def test_what_a_data_set_must_tell() -> None:
             9,
             80,
         ): (
-            r"train\.global_batch_size=64: counts tokens with data\.batch_by=tokens, and sample 1"
-            r" has 70, and "
-            r"1 other sample more than that many; use train\.global_batch_size=80 or more, or leave"
+            r"train\.global_batch_size=64: is a number of tokens with data\.batch_by=tokens, and"
+            r" sample 1 has 70, and "
+            r"1 other sample too many as well; use train\.global_batch_size=80 or more, or leave"
             r" such samples out"
         ),
     }.items():
@@ -178,12 +178,20 @@ def test_targets_that_are_no_labels_are_not_believed() -> None:
     for soft in (False, True):
         assert labels_of(UserDataset(Labelled(right, soft), 0)).tolist() == right
     for wrong, message in (
-        (list(range(12)), "Labelled tells the label 3 of sample 3, whose target is 0"),
-        ([label + 1 for label in right], "the label 1 of sample 0, whose target is 0"),
+        (
+            list(range(12)),
+            "Labelled gives the label 3 for sample 3, but the target of that sample is 0",
+        ),
+        (
+            [label + 1 for label in right],
+            "the label 1 for sample 0, but the target of that sample is 0",
+        ),
     ):
         source = UserDataset(Labelled(wrong), 0)
         with pytest.raises(ConfigError, match=message):
             labels_of(source)
     part = UserDataset(Labelled(list(range(12))), 0).select(np.arange(3, 12))
-    with pytest.raises(ConfigError, match="the label 3 of sample 3, whose target is 0"):
+    with pytest.raises(
+        ConfigError, match="the label 3 for sample 3, but the target of that sample is 0"
+    ):
         labels_of(part)

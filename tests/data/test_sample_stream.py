@@ -55,8 +55,8 @@ class BufferShuffledExamplesIterable(WithState): ...
 
 def test_a_state_without_the_samples_of_a_buffer_is_not_used() -> None:
     assert not problem_of_state(WithState(buffer=1))
-    assert "went on to other samples" in problem_of_state(WithState(buffer=3))
-    assert "more than JSON gives back" in problem_of_state(WithTensor(buffer=1))
+    assert "after load_state_dict it gave other samples" in problem_of_state(WithState(buffer=3))
+    assert "more than texts, numbers, lists and dicts" in problem_of_state(WithTensor(buffer=1))
     outer = WithState(buffer=1)
     outer.inner = BufferShuffledExamplesIterable(buffer=1)  # type: ignore[attr-defined]
     # Hugging Face's, whose state is right in the first file.

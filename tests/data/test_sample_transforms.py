@@ -73,7 +73,7 @@ class Stream(IterableDataset[int]):
         ),
         (
             {"fields": ["image"]},
-            ["data.fields=[image]: a sample of FakeData is a tuple, no dict; leave it out"],
+            ["data.fields=[image]: a sample of FakeData is a tuple, not a dict; leave the key out"],
         ),
         (
             {"collate_fn": "tests.support.user_data.joinde"},
@@ -113,7 +113,8 @@ def test_masks_and_boxes_change_with_their_image() -> None:
     for alone in (transforms.CenterCrop(2), nn.Sequential(v2.CenterCrop(2), nn.Flatten()), Noise()):
         for target, kind in ((mask, "Mask"), ({"boxes": [box]}, "BoundingBoxes")):
             with pytest.raises(
-                ConfigError, match=rf"data\.transform: \w+ takes the image alone, .* has a {kind}, "
+                ConfigError,
+                match=rf"data\.transform: \w+ changes the image alone, .* has a {kind} ",
             ):
                 apply_transform(alone, (image, target))
     assert apply_transform(transforms.CenterCrop(2), (image, 3))[0].shape == (1, 2, 2)
@@ -125,7 +126,7 @@ def test_what_torchvision_does_not_support_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Clips, "__module__", "torchvision.datasets.ucf101")
     with pytest.raises(
         ConfigError,
-        match=r"_target_: torchvision does not .* as it is called: .*output_format=TCHW",
+        match=r"_target_: torchvision does not .* with these arguments: .*output_format=TCHW",
     ):
         UserDataset(Clips(), 0)
     with pytest.raises(DataError, match="Stream has no __getitem__") as caught:

@@ -157,12 +157,12 @@ def damage(path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("header", r"a\.tar at byte 3584: no header of a file"),
+        ("header", r"a\.tar at byte 3584: neither the header of a file"),
         ("cut", r"a\.tar at byte \d+: unexpected end of data"),
         ("cut between files", r"a\.tar at byte 4608: it is cut off here"),
         ("cut in its end", r"a\.tar at byte \d+: it is cut off here"),
-        ("lost header", r"a\.tar at byte 5120: content behind the end of the archive"),
-        ("two archives", r"a\.tar at byte 20480: content behind the end of the archive"),
+        ("lost header", r"a\.tar at byte 5120: content after the end of the archive"),
+        ("two archives", r"a\.tar at byte 20480: content after the end of the archive"),
         ("gzip", r"a\.tar at byte 0: is compressed"),
         (
             "no field",
@@ -201,7 +201,7 @@ def test_images_with_other_numbers_than_pixels() -> None:
     assert decode_field("seg.png", coded(bits)).tolist() == [[[1, 1]]]
     assert decode_field("image", coded(bits)).unique().tolist() == [255]
     with pytest.raises(
-        ValueError, match=r"PIL's mode I.*, whose numbers may lie outside of 0 to 255"
+        ValueError, match=r"PIL's mode I.*, whose values may lie outside of 0 to 255"
     ):
         decode_field("image", depth)
     zipped = io.BytesIO()
@@ -219,7 +219,9 @@ def test_shards_that_are_no_set_of_samples_are_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "mixed.tar", "w") as archive:
         for name in ("0.cls", "1.cls", "0.txt"):
             archive.addfile(tarfile.TarInfo(name), io.BytesIO())
-    with pytest.raises(DataError, match="at byte 1024: the files of 0 do not follow each other"):
+    with pytest.raises(
+        DataError, match="at byte 1024: the files of the sample 0 are not next to each other"
+    ):
         TarShards(str(tmp_path / "mixed.tar"))
 
 

@@ -229,7 +229,7 @@ def test_rows_of_tables_become_tensors() -> None:
         match=r"data\.fields=\[image,lable\]: a sample of list has no lable; it has ids, im",
     ):
         batch(UserDataset(rows, 0, fields=["image", "lable"]), 0)
-    with pytest.raises(DataError, match="PIL's mode P, whose numbers"):
+    with pytest.raises(DataError, match="PIL's mode P, whose values"):
         as_tensors((Image.new("P", (2, 2)), 0))
     pair = [(torch.ones(2), 1), (torch.zeros(2), 0)]
     assert (

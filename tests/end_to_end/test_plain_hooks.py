@@ -92,5 +92,5 @@ def test_an_array_of_a_hook_ends_the_run_with_its_place(tmp_path: Path, processe
     assert failure["kind"] == "state" and failure["step"] == 6
     place = "plain_hooks.Array.state_dict() is not plain data: ['value'] is a ndarray"
     assert failure["detail"] == place
-    assert "keep tensors, numbers and texts in it" in failure["remedy"]
+    assert "use only tensors, numbers and texts" in failure["remedy"]
     assert checkpoints(run_dir)[-1] in ("step_00000005", "step_00000006"), said

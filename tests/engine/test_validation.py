@@ -71,10 +71,11 @@ def test_a_split_is_keyed_by_seed_and_sample() -> None:
 
 def test_a_part_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(
-        DataError, match=r"data\.validation=0\.01: of 20 samples, 0 would validate and 20 train"
+        DataError,
+        match=r"data\.validation=0\.01: of 20 samples, 0 would be for validation and 20 for training",
     ):
         split_for_validation(20, 0.01, 0)
-    with pytest.raises(DataError, match="20 would validate and 0 train"):
+    with pytest.raises(DataError, match="20 would be for validation and 0 for training"):
         split_for_validation(20, 0.99, 0)
 
 

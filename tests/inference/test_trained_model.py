@@ -48,7 +48,7 @@ def test_raw_images_become_what_the_data_set_gives(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match="pixels of torch"):
             prepare(wrong)
-    with pytest.raises(DataError, match="an image of 3 channels, and the model takes 1"):
+    with pytest.raises(DataError, match="an image has 3 channels, but the model takes 1"):
         prepare(np.zeros((8, 8, 3), dtype=np.uint8))
     colours = ImageInput((3, 8, 8), (0.0,) * 3, (1.0,) * 3)
     for height, width in (

@@ -229,7 +229,7 @@ def test_windows_on_a_gpu_are_those_on_the_host() -> None:
                 source.get_batch(index, 2), held.get_batch(index, 2), strict=True
             ):
                 assert other.is_cuda and torch.equal(one, other.cpu())
-    with pytest.raises(DataError, match="holds the token"):
+    with pytest.raises(DataError, match="has the token id"):
         TokenSource([tokens], 64, 10).to(torch.device("cuda"))
 
 
@@ -388,7 +388,9 @@ def test_files_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     cases = {
         "its header says 999": lambda path: write_llm_c(path, numbers, count=999),
         "version 3, not 1": lambda path: write_llm_c(path, numbers, version=3),
-        "is no whole number of tokens": lambda path: path.write_bytes(numbers.tobytes() + b"x"),
+        "not a multiple of the size of a token": lambda path: path.write_bytes(
+            numbers.tobytes() + b"x"
+        ),
         "cannot be mapped": lambda path: path.write_bytes(b""),
         "has 20 tokens": lambda path: numbers[:22].tofile(path),
     }
@@ -401,7 +403,7 @@ def test_files_that_cannot_be_right_are_refused(tmp_path: Path) -> None:
     numbers.tofile(tmp_path / "good.bin")
     source = tokens_of(tmp_path / "good.bin", vocabulary=500)[0]
     with pytest.raises(
-        DataError, match=r"holds the token \d+, and the vocabulary ends with 499"
+        DataError, match=r"has the token id \d+, but the largest id of the vocabulary is 499"
     ) as caught:
         source.get_batch(np.arange(len(source)), 0)
     assert "data.vocabulary=" in caught.value.remedy
@@ -457,7 +459,7 @@ def test_what_does_not_fit_is_refused_with_a_remedy(tmp_path: Path) -> None:
         ),
         (
             {"model": GPT, "data": {"name": "text", "glob": "*.c"}},
-            "data.glob=*.c: chooses among the files of a folder",
+            "data.glob=*.c: has an effect only on a folder",
             "data.path=FOLDER",
         ),
         (

@@ -204,7 +204,10 @@ def test_a_group_that_says_nothing_or_nonsense_is_refused(
             [{"match": "5.*", "lr": 1.0}, {"match": "5.bias", "lr": 2.0}],
             "match: 5.bias.*groups before it match all",
         ),
-        ([{"match": "1.*", "lr": 1.0}], r"matches no parameter that trains; such names are 3\.\*"),
+        (
+            [{"match": "1.*", "lr": 1.0}],
+            r"matches no parameter that trains; there are, for example, 3\.\*",
+        ),
     ],
 )
 def test_a_group_that_nothing_is_in_is_refused(groups: list[dict[str, Any]], expected: str) -> None:
@@ -233,7 +236,7 @@ def test_a_class_of_torch_takes_groups_of_its_own_arguments() -> None:
     ):
         job_with(own)
     config = config_of(World(), optimizer={"_target_": "torch.optim.NAdam", "layer_decay": 0.5})
-    assert "needs optimizer.lr" in messages_of(config)[0]
+    assert "multiplies optimizer.lr" in messages_of(config)[0]
 
 
 # --- by depth -------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_an_array_ends_the_run_with_its_place_and_the_step_before(
     failure = read(run_dir, "failure.json")
     assert failure["kind"] == "state"
     assert failure["detail"] == "the state_dict of best is not plain data: ['value'] is a ndarray"
-    assert "keep tensors, numbers and texts in it" in failure["remedy"]
+    assert "use only tensors, numbers and texts" in failure["remedy"]
     assert "check the disk" not in said and "\x1b" not in said
     assert checkpoints(run_dir)[-1] == f"step_{LAST_GOOD[processes]:08}", said
     code, said, _ = train(tmp_path, "array", processes)

@@ -419,9 +419,9 @@ MISTAKES: list[tuple[Callable[[Any], Any], str]] = [
         loader_by(global_batch_size=50, drop_last=True),
         "run.loader: drop_last leaves no batch of 50 of 23 samples",
     ),
-    (loop_over(loader_by(batch_sampler=[1, 2])), "list gave 1, which are no numbers of samples"),
+    (loop_over(loader_by(batch_sampler=[1, 2])), "list gave 1, which are not numbers of samples"),
     (loop_over(loader_by(batch_sampler=[[1], []])), "list gave a batch without samples"),
-    (loop_over(loader_by(batch_sampler=[[1], [23]])), "list gave the number 23, and the data set"),
+    (loop_over(loader_by(batch_sampler=[[1], [23]])), "list gave the number 23, but the data set"),
     (
         lambda run: run.loader(DataLoader(data(), batch_size=None)),
         "its DataLoader has batch_size=None",

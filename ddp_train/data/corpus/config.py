@@ -129,7 +129,7 @@ class TextConfig(CorpusConfig):
         if self.glob and not is_folder:
             yield Problem(
                 f"data.glob={self.glob}",
-                "chooses among the files of a folder",
+                "has an effect only on a folder",
                 "add data.path=FOLDER, or leave it out",
             )
         if self.path is None or not is_folder:

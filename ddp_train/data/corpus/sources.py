@@ -100,7 +100,7 @@ def open_tokens(
     test = [read_bin(file, dtype) for file in test_files]
     if len({part.dtype for part in train + test}) > 1:
         raise DataError(
-            f"{where}: its files hold tokens of 16 and of 32 bits", "keep one kind there"
+            f"{where}: some files have 16-bit tokens, others 32-bit tokens", "use files of one kind"
         )
     if not test:
         train, test = _cut_off_end(train, test_part)
@@ -129,10 +129,10 @@ def open_token_set(
     training_files = {file.resolve() for file in bin_files(Path(path))[0]}
     for file in files:
         if file.resolve() in training_files:
-            _refuse_training_text(where, f"{file} is one of those that train")
+            _refuse_training_text(where, f"{file} is one of the training files")
     parts = [read_bin(file, dtype) for file in files]
     if any(part.dtype != train.parts[0].dtype for part in parts):
-        problem = f"{where}: its tokens have another width than those of data.path={path}"
+        problem = f"{where}: its tokens have another number of bits than those of data.path={path}"
         raise DataError(problem, "write them with the same number of bits")
     facts = replace(train.facts, where=where)
     return TokenSource(parts, train.length, train.vocabulary, None, facts)
@@ -140,7 +140,7 @@ def open_token_set(
 
 def _refuse_training_text(where: str, why: str) -> NoReturn:
     problem = f"{where}: this text is in the training set: {why}"
-    raise DataError(problem, "move it out of there, or name another file")
+    raise DataError(problem, "move it out of the training data, or name another file")
 
 
 def _cut_off_end(parts: list[Tensor], test_part: float) -> tuple[list[Tensor], list[Tensor]]:

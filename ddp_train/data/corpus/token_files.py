@@ -58,9 +58,9 @@ def read_bin(path: Path, dtype: str) -> Tensor:
     if len(header) < HEADER_NUMBERS or int(header[0]) not in HEADERS:
         if size % np.dtype(dtype).itemsize:
             raise DataError(
-                f"{path} has {size:,} bytes, which is no whole number of tokens of"
+                f"{path} has {size:,} bytes, not a multiple of the size of a token of"
                 f" data.dtype={dtype}",
-                "use the type that it was written with, or write it again",
+                "use the type that the file was written with, or write it again",
             )
         return map_file(path, dtype)
     version, dtype = HEADERS[int(header[0])]
@@ -73,7 +73,7 @@ def read_bin(path: Path, dtype: str) -> Tensor:
     tokens = (size - HEADER_BYTES) // np.dtype(dtype).itemsize
     if tokens != tokens_in_header:
         raise DataError(
-            f"{path} holds {tokens:,} tokens, and its header says {tokens_in_header:,}",
+            f"{path} holds {tokens:,} tokens, but its header says {tokens_in_header:,}",
             "fetch or write the file again",
         )
     return map_file(path, dtype, HEADER_BYTES)
@@ -93,7 +93,7 @@ def map_file(path: Path, dtype: str, skip_bytes: int = 0) -> Tensor:
         content = np.memmap(path, dtype=little_endian, mode="r", offset=skip_bytes)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"data.path: {path} cannot be mapped: {error}", "see that it is a file with tokens"
+            f"data.path: {path} cannot be mapped: {error}", "check that it is a file of tokens"
         ) from error
     if dtype != "uint8":
         content = content.view(content.dtype.str.replace("u", "i"))

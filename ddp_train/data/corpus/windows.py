@@ -222,8 +222,8 @@ class TokenSource:
         largest = int(tokens.max())
         if largest >= self.vocabulary:
             raise DataError(
-                f"{self.facts.where}: holds the token {largest:,}, and the vocabulary ends with"
-                f" {self.vocabulary - 1:,}",
-                f"use data.vocabulary={largest + 1} or the tokenizer's own size; if the number"
-                " makes no sense, data.dtype is another",
+                f"{self.facts.where}: has the token id {largest:,}, but the largest id of the"
+                f" vocabulary is {self.vocabulary - 1:,}",
+                f"use data.vocabulary={largest + 1} or the size of the tokenizer; if no such id is"
+                " possible, data.dtype is wrong",
             )

@@ -66,7 +66,11 @@ class ImageFolderConfig(LabelledImagesConfig):
             if not has_folders(folder):
                 yield Problem(found, f"{folder} must hold a folder per class")
             elif folder.resolve() == Path(self.root, "train").resolve():
-                yield Problem(found, "its images train", f"name {A_FOLDER}, other than train")
+                yield Problem(
+                    found,
+                    "its images are the training images",
+                    f"name {A_FOLDER}, other than train",
+                )
 
     def _folders_read(self, config: Config) -> tuple[str, ...]:
         """Those of `class_folders` whose images a run reads."""

@@ -49,8 +49,9 @@ def open_image_folder(
     if train.classes != test.classes:
         different = sorted(set(train.classes) ^ set(test.classes))
         raise DataError(
-            f"data.root={root}: train/ and val/ differ in classes: {', '.join(different[:5])}",
-            "make a folder of each in both",
+            f"data.root={root}: not all classes are in both train/ and val/:"
+            f" {', '.join(different[:5])}",
+            "make a folder for each class in both",
         )
     return train, test
 
@@ -77,8 +78,9 @@ def open_image_set(
     if source.classes != train.classes:
         different = sorted(set(train.classes) ^ set(source.classes))
         raise DataError(
-            f"{where}: differs from the training set in classes: {', '.join(different[:5])}",
-            "make a folder of each in both",
+            f"{where}: its classes differ from those of the training set:"
+            f" {', '.join(different[:5])}",
+            "make a folder for each class in both",
         )
     return source
 
@@ -310,4 +312,4 @@ def _folders_below(top: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def _without_images(folder: Path) -> DataError:
-    return DataError(f"{folder} holds no image", "put some in, or remove the folder of the class")
+    return DataError(f"{folder} holds no image", "add images, or remove the folder of this class")

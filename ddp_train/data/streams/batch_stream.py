@@ -71,7 +71,7 @@ def _check_number_of_targets(data: Any, samples: int) -> None:
     if isinstance(targets, Tensor) and targets.ndim and len(targets) != samples:
         raise DataError(
             f"a batch of {counted(samples, 'sample')} has {counted(len(targets), 'target')}",
-            "let collate_fn keep each sample once, since the mean of the loss is over as many as"
-            " the plan says; leave samples out in the data set itself, or write a task of your own"
-            " that counts its units",
+            "let collate_fn return one target for each sample, since the loss is averaged over the"
+            " samples; leave samples out in the data set itself, or write a task of your own that"
+            " counts its units",
         )

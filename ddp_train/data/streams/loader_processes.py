@@ -65,8 +65,8 @@ class LoaderProcesses:
             if wait_until(lambda: all(awake[:]), START_SECONDS, 0.001):
                 return batches
             log.warning(
-                "%s did not start within %g s of its fork; restarting all (Python before 3.11.10"
-                " may hang there: cpython#112275)",
+                "%s did not start within %g s; restarting all of them (Python before 3.11.10 may"
+                " hang after a fork: cpython#112275)",
                 counted(awake[:].count(0), "loader process"),
                 START_SECONDS,
             )

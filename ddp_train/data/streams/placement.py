@@ -112,8 +112,8 @@ class Placement:
             raise DataError(
                 f"a batch has a {name}, whose tensors (`{name}{path}`) cannot be moved to the"
                 " device: it has no method to(device)",
-                f"give {name} a method to(device) that returns it there, make it a dataclass, or"
-                " let collate_fn return tensors in dicts, lists and tuples",
+                f"give {name} a method to(device) that returns it there, or let collate_fn return"
+                " tensors in dicts, lists, tuples and dataclasses",
             )
         return with_changed_parts(value, place)
 
@@ -154,8 +154,8 @@ class Placement:
         if left and len(left) < len(list(tensors(moved))):
             name = type(value).__name__
             log.warning(
-                "a batch has a %s, whose to(device) moves some of its tensors and leaves %s on the"
-                " host: on a GPU a model cannot compute with both",
+                "a batch has a %s, whose to(device) moves some of its tensors but leaves %s on the"
+                " CPU; a model on a GPU cannot use both",
                 name,
                 ", ".join(f"`{name}{path}`" for path in left[:MOST_NAMES]),
             )

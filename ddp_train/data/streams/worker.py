@@ -136,8 +136,8 @@ def check_can_be_sent(data: Any) -> None:
     except Exception as error:
         raise DataError(
             f"a batch cannot be sent from a loader process: {first_line(error)}",
-            "define its class, and what it holds, at the top level of a module; or use no loader"
-            " processes: num_workers=0",
+            "define its class, and what it holds, at the top level of a module; or use"
+            " num_workers=0",
         ) from error
 
 

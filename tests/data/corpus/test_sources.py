@@ -93,7 +93,8 @@ def test_tokens_have_further_sets_which_do_not_train(tmp_path: Path) -> None:
     assert opened(str(tmp_path / "other.bin")).get_batch(np.array([0]), None)[0][0, 0] == 200
     assert opened(str(tmp_path / "data/val.bin")).tokens == 60  # it tests in any case
     with pytest.raises(
-        DataError, match=r"this text is in the training set: .*train.bin is one of those"
+        DataError,
+        match=r"this text is in the training set: .*train.bin is one of the training files",
     ):
         opened(str(tmp_path / "data"))
 

@@ -41,6 +41,6 @@ def test_collate_function_that_drops_samples_is_refused(kept: list[int]) -> None
                 DataError, match=f"a batch of 3 samples has {len(kept)} targets"
             ) as caught:
                 next(iter(loader))
-            assert "let collate_fn keep each sample once" in caught.value.remedy
+            assert "let collate_fn return one target for each sample" in caught.value.remedy
         else:
             assert len(next(iter(loader)).data[1]) == len(kept)

@@ -147,7 +147,7 @@ def test_what_an_object_leaves_on_the_host_is_named_once(caplog: Any) -> None:
         placement = Placement(device)
         for _ in range(2):
             placement(Batch(Forgetful(torch.ones(2), torch.ones(2)), SHARE))
-        assert caplog.text.count("leaves `Forgetful.y` on the host") == 1
+        assert caplog.text.count("leaves `Forgetful.y` on the CPU") == 1
     caplog.clear()
     placed(batch_of(2), CPU)
     assert not caplog.text
