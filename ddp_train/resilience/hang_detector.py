@@ -4,6 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections import Counter
@@ -76,6 +77,8 @@ class Observation:
     """When step, phase or the number of batches, or of samples passed, last changed."""
     beat_at: float
     """When the number of beats last changed."""
+    passed_at: float = -math.inf
+    """When the number of samples that it has read past last changed."""
     samples: Counter[str] = field(default_factory=Counter)
     """Number of samples of this window in which it was in each phase."""
     step_before: int = 0
@@ -86,6 +89,8 @@ class Observation:
         if current.beats != before.beats:
             self.beat_at = now
             self.samples[current.phase] += 1
+        if current.samples_passed != before.samples_passed:
+            self.passed_at = now
         if current._replace(beats=0) != before._replace(beats=0):
             self.progress_at = now
         self.snapshot = current
@@ -93,6 +98,7 @@ class Observation:
     def leave_out(self, seconds: float) -> None:
         """Do not count a time in which the launcher was stopped."""
         self.beat_at += seconds
+        self.passed_at += seconds
         self.progress_at += seconds
 
     @property
@@ -130,8 +136,9 @@ class HangDetector:
     def finds_hang(self) -> bool:
         """Look at the board, ten times a second at most however often this is called.
 
-        Returns whether a living rank has made no progress for longer than its limit. Warns, once in
-        a run, of a rank that is slower than the others.
+        Returns whether a living rank has made no progress for longer than its limit, and none has
+        read past samples of a stream. Warns, once in a run, of a rank that is slower than the
+        others.
         """
         now = time.monotonic()
         since_last_look = now - self.last_look
@@ -153,7 +160,9 @@ class HangDetector:
         has_started = observation.snapshot.batches > 1
         if not has_started:
             limit = max(limit, START_SECONDS)
-        if now - observation.progress_at <= limit:
+        # While a rank reads past samples of a stream, the others wait for it.
+        read_past_at = max(other.passed_at for other in self.observations)
+        if now - max(observation.progress_at, read_past_at) <= limit:
             return False
         return self._is_alive(rank) and not self.board.ranks[rank].is_done
 

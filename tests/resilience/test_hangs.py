@@ -470,11 +470,22 @@ class Slow(IterableDataset):
             yield number
 
 
-def read_the_last(board: StatusBoard, still_at: int, loader_processes: int) -> None:
-    status = board.ranks[0]
+def begun(board: StatusBoard, rank: int) -> RankStatus:
+    """The status of a rank that has done two batches: before, it may take two minutes."""
+    status = board.ranks[rank]
     status.beats = 1
-    status.batches = 2  # else it may take two minutes to start
+    status.batches = 2
     status.phase = "data"
+    return status
+
+
+def wait_for_the_others(board: StatusBoard, rank: int) -> None:
+    begun(board, rank)
+    time.sleep(1000)
+
+
+def read_the_last(board: StatusBoard, still_at: int, loader_processes: int) -> None:
+    status = begun(board, 1)
     stream: Any = NumberedStream(Slow(still_at), seed=0, status=status)
     loader = DataLoader(stream, batch_size=None, sampler=[39], num_workers=loader_processes)
     assert list(loader) == [39]
@@ -485,23 +496,27 @@ def read_the_last(board: StatusBoard, still_at: int, loader_processes: int) -> N
 def test_reading_past_a_stream_is_no_hang_unless_it_stands_still(
     still_at: int | None, loader_processes: int
 ) -> None:
-    board = StatusBoard.create(1)
+    board = StatusBoard.create(3)
     start = multiprocessing.get_context("fork").Process
-    process = start(target=read_the_last, args=(board, still_at, loader_processes))
-    process.start()
-    assert process.pid
+    reader = start(target=read_the_last, args=(board, still_at, loader_processes))
+    waiting = [start(target=wait_for_the_others, args=(board, rank)) for rank in (0, 2)]
+    processes = [waiting[0], reader, waiting[1]]
+    for process in processes:
+        process.start()
+    pids = [process.pid or 0 for process in processes]
     try:
-        wait_until(lambda: board.ranks[0].beats, "the process reads")
-        detector = HangDetector(board, [process.pid], timeout_seconds=3.0)
-        while process.is_alive() and not detector.finds_hang():
+        wait_until(lambda: all(status.beats for status in board.ranks), "all have begun")
+        detector = HangDetector(board, pids, timeout_seconds=2.0)
+        while reader.is_alive() and not detector.finds_hang():
             time.sleep(0.05)
-        assert process.is_alive() == (still_at is not None)
-        assert board.ranks[0].samples_passed == (39 if still_at is None else still_at)
+        assert reader.is_alive() == (still_at is not None)
+        assert board.ranks[1].samples_passed == (39 if still_at is None else still_at)
     finally:
-        for child in children_of(process.pid):
+        for child in children_of(pids[1]):
             os.kill(child, signal.SIGKILL)
-        process.kill()
-        process.join()
+        for process in processes:
+            process.kill()
+            process.join()
         board.close()
 
 
