@@ -112,15 +112,11 @@ class NumberedStream:
         return getattr(self.stream, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy begins anew, and reports to nobody: iterators cannot be copied, nor shared memory
-        sent."""
-        kept = self.__dict__ | {"samples": None, "place": -1, "passes": 0, "last": _NOTHING}
-        del kept["status"]
-        return kept
+        """A copy begins anew: iterators cannot be copied."""
+        return self.__dict__ | {"samples": None, "place": -1, "passes": 0, "last": _NOTHING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.status = RankStatus()
         self.begin()
 
     def set_epoch(self, epoch: int) -> None:

@@ -122,15 +122,29 @@ class RankStatus(ctypes.Structure):
     """1 once this worker has saved what was kept, since another host is lost."""
     samples_passed: int
     """Samples of streams that were read past, or counted, so that this counts as progress. A loader
-    process that is forked adds to it too."""
+    process adds to it too."""
     exchanges: ctypes.Array[ctypes.c_int64]
     """The last exchanges of a session that the worker has entered (sessions/exchange_watch.py)."""
 
     # Not shared with the launcher:
+    place: tuple[int, int] | None = None
+    """The descriptor of the board that it lies on, in this process, and the rank; None if it lies
+    on none."""
     on_hang: Callable[[], None] | None = None
     """Called once, by the thread that beats, when the launcher has found a hang."""
     fetching: Sequence[Any] = ()
     """The micro-batches that loader processes are preparing, the next one first."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a process that is not forked gets: the same memory."""
+        if self.place is None:
+            return RankStatus, ()
+        descriptor, rank = self.place
+        return _status_in, (f"/proc/{os.getpid()}/fd/{descriptor}", rank)
+
+    def __deepcopy__(self, memo: object) -> RankStatus:
+        """A copy lies on no board."""
+        return RankStatus()
 
     @property
     def phase(self) -> str:
@@ -210,6 +224,8 @@ class StatusBoard:
         # One object for each rank: an array makes a new one whenever it is asked, and `on_hang`
         # belongs to an object.
         self.ranks = list(statuses)
+        for rank, status in enumerate(self.ranks):
+            status.place = (descriptor, rank)
 
     @classmethod
     def create(cls, ranks: int) -> StatusBoard:
@@ -249,6 +265,22 @@ class StatusBoard:
             f"rank {rank} {status.resident_bytes / 2**30:.2f} GiB"
             for rank, status in enumerate(self.ranks)
         )
+
+
+def _status_in(path: str, rank: int) -> RankStatus:
+    """The status of a rank on a board that another process has open under this path.
+
+    One that lies on no board if that process has ended, or may not be looked into.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return RankStatus()
+    try:
+        board = mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+    return RankStatus.from_buffer(board, rank * ctypes.sizeof(RankStatus))
 
 
 def status_on_board(world: World) -> tuple[StatusBoard | None, RankStatus]:

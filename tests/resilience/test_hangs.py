@@ -3,6 +3,7 @@ behind."""
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
 import re
@@ -517,6 +518,25 @@ def test_reading_past_a_stream_is_no_hang_unless_it_stands_still(
         for process in processes:
             process.kill()
             process.join()
+        board.close()
+
+
+def test_what_spawned_loader_processes_read_past_is_counted() -> None:
+    board = StatusBoard.create(3)
+    try:
+        stream: Any = NumberedStream(Slow(-1), seed=0, status=begun(board, 1))
+        loader = DataLoader(
+            stream,
+            batch_size=None,
+            sampler=[39],
+            num_workers=1,
+            multiprocessing_context="spawn",
+        )
+        assert list(loader) == [39]
+        assert [status.samples_passed for status in board.ranks] == [0, 39, 0]
+        assert copy.deepcopy(stream)[10] == 10
+        assert board.ranks[1].samples_passed == 39, "a copy reports to nobody"
+    finally:
         board.close()
 
 
