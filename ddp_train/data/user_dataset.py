@@ -196,9 +196,9 @@ class UserDataset:
         for other in found[1:]:
             if other.count != first.count:
                 problem = (
-                    f"data._target_: {first.said_by} has {first.count} classes, but"
-                    f" {other.said_by} has {other.count}; correct one of them, or give the number"
-                    " by data.outputs=NUMBER"
+                    f"data._target_: {first.said_by} gives {first.count} classes, but"
+                    f" {other.said_by} gives {other.count}; correct one of them, or give the"
+                    " number by data.outputs=NUMBER"
                 )
                 raise ConfigError([problem])
         return first

@@ -15,9 +15,9 @@ from ddp_train.telemetry.console import Display
 LEVELS = 2
 """Levels at which a task or a hook may hold a copy: in an attribute, or in a list there."""
 NOT_SAVED = (
-    "note: {} changed in training and is in no checkpoint: a resumed run begins it anew; keep it in"
-    " a hook whose state_dict() returns its state, and whose load_state_dict(state) takes it"
-    " (docs/guides/hooks.md), or in the model"
+    "note: {} changed during training but is in no checkpoint, so a resumed run starts it again;"
+    " keep it in the model, or in a hook with state_dict() and load_state_dict(state)"
+    " (docs/guides/hooks.md)"
 )
 
 

@@ -10,15 +10,15 @@ from ddp_train.engine.loop import Job
 from ddp_train.telemetry.console import Display
 
 DRAWS_BY_RANK = (
-    "note: steps draw random numbers (dropout, noise, masks), each process its own: repeatable, but"
-    " on another number of processes the result differs by them; ddp_train.noise_like, rand_like,"
-    " randint_like and dropout draw alike on any number; one number for all samples of a batch, a"
-    " coin or a size, is rand_like(torch.zeros(1), rows='shared')"
+    "note: each process draws its own random numbers (dropout, noise, masks), so the result"
+    " depends on the number of processes. ddp_train.noise_like, rand_like, randint_like and"
+    " dropout draw the same on any number; for one number per batch use rand_like(torch.zeros(1),"
+    " rows='shared')"
 )
-BY_RANK = f"{DRAWS_BY_RANK}, strategy=ordered on 1, 2, 4 and 8"
+BY_RANK = f"{DRAWS_BY_RANK}. strategy=ordered draws the same on 1, 2, 4 and 8 processes"
 NOT_SEEDED = (
-    "note: model or loss draws from {} generator, which no step seeds: other numbers on each"
-    " process and after a resume; draw with torch"
+    "note: the model or the loss draws from {} generator, which is not seeded in each step: its"
+    " numbers differ between processes and after a resume. Draw with torch instead"
 )
 OTHERS = ("numpy's", "Python's")
 

@@ -43,4 +43,4 @@ class PlateauHook:
         self.schedule.load_state(state, is_same_metric=state["metric"] == self.metric)
         if state["metric"] == self.metric:
             return []
-        return [f"note: the schedule looks at {self.metric} now, and looked at {state['metric']}"]
+        return [f"note: the schedule uses {self.metric} now, and used {state['metric']} before"]

@@ -103,7 +103,7 @@ class UserHooks:
                     left.remove(entry)
                     break
         return [
-            f"note: the checkpoint has a state of the hook {path}, which no hook takes"
+            f"note: the checkpoint has the state of a hook {path}, and this run has no such hook"
             for path, _ in left
         ]
 

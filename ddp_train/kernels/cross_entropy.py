@@ -109,7 +109,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     classes = logits.shape[1]
     known = ((targets >= 0) & (targets < classes)) | (targets == IGNORED)
     torch.ops.aten._assert_async.msg(
-        known.all(), f"a target is no number from 0 to {classes - 1}, nor {IGNORED}"
+        known.all(), f"a target is neither in 0 to {classes - 1} nor {IGNORED}"
     )
     logits = logits.contiguous()
     targets = targets.contiguous()

@@ -80,7 +80,7 @@ def read_weights(path: Path, source: str) -> Weights:
         names = ", ".join(map(str, list(content)[:NAMES_IN_MESSAGE]))
         description += f" with {names or 'nothing'}"
     raise DataError(
-        f"{source} is not a state dict, from names to tensors: it is {description}", STATE_DICT
+        f"{source} is not a state dict (names to tensors): it is {description}", STATE_DICT
     )
 
 
@@ -146,9 +146,9 @@ def load_initial_weights(model: nn.Module, weights: Weights, ignore: Sequence[st
 def describe_origin(origin: Origin) -> str:
     """The origin of a model's first weights in words, for the plan."""
     if origin.fresh:
-        fresh = f"left as drawn: {_first_names(origin.fresh)}"
+        fresh = f"randomly initialised: {_first_names(origin.fresh)}"
     else:
-        fresh = "nothing is left as drawn"
+        fresh = "nothing is randomly initialised"
     parts = [
         f"{counted(origin.loaded, 'tensor')} of {origin.source}",
         f"sha256 {origin.sha256[:12]}",
@@ -186,21 +186,22 @@ class _Comparison:
             return
         missing = [self._with_guess(name) for name in self.missing]
         shapes = [
-            f"{name} {list(self.available[name].shape)}, here {list(self.wanted[name].shape)}"
+            f"{name} {list(self.available[name].shape)}, in the model"
+            f" {list(self.wanted[name].shape)}"
             for name in self.misshapen
         ]
         kinds = [
-            ("the model has, and it has not:", missing),
-            ("it has, and the model has not:", self.surplus),
+            ("missing in it:", missing),
+            ("not in the model:", self.surplus),
             ("of another shape:", shapes),
         ]
         parts = [f"{heading} {_first_names(names)}" for heading, names in kinds if names]
         globs = list(dict.fromkeys(_glob_around(name) for name in misfits))
         listed = ",".join(globs[:NAMES_IN_MESSAGE])
-        remedy = f"if that is as it should be, name it: model.init_ignore=[{listed}]"
+        remedy = f"if this is intended, add model.init_ignore=[{listed}]"
         more = len(globs) - NAMES_IN_MESSAGE
         if more > 0:
-            remedy += f" and {more} more, or fewer and wider globs"
+            remedy += f" with {more} more names, or use wider globs"
         raise DataError(f"{self.source} does not fit the model; {'; '.join(parts)}", remedy)
 
     def _with_guess(self, name: str) -> str:
@@ -210,7 +211,7 @@ class _Comparison:
         close = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
         if not close:
             return name
-        return f"{name} (is it {close[0]} there?)"
+        return f"{name} (named {close[0]} there?)"
 
 
 def _read_file(path: Path, source: str) -> tuple[Any, str]:
@@ -287,9 +288,8 @@ def _with_names_of(
     if len(best) > 1:
         several = " and ".join(prefix_in_file + "*" for prefix_in_file, _ in best)
         raise DataError(
-            f"{weights.source} fits in several ways: {several} there are equally like the names of"
-            " the model",
-            "save the part that is meant under its own names: torch.save(part.state_dict(), PATH)",
+            f"{weights.source} has several parts that fit the model: {several}",
+            "save the part that you mean alone: torch.save(part.state_dict(), PATH)",
         )
     prefix_in_file, prefix = best[0]
     renamed = {}
@@ -298,8 +298,8 @@ def _with_names_of(
             name = prefix + name.removeprefix(prefix_in_file)
         renamed[name] = tensor
     if prefix_in_file:
-        return renamed, [f"prefix {prefix_in_file} taken off"]
-    return renamed, [f"prefix {prefix} put before its names"]
+        return renamed, [f"prefix {prefix_in_file} removed"]
+    return renamed, [f"prefix {prefix} added"]
 
 
 def _names_in_file(tensors: Mapping[str, Tensor], weights: Weights) -> dict[str, str]:

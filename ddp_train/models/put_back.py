@@ -68,8 +68,8 @@ def leaving_nothing(what: str, roots: Mapping[str, Any], on_copies: bool = False
         left = _left_behind(before, look_through(roots, MOST_ITEMS))
         if left:
             log.warning(
-                "%s, which is thrown away, has changed %s, and it cannot be put back: keep it in a"
-                " buffer, a number, a list or a dict",
+                "%s has changed %s, which cannot be restored afterwards; keep it in a buffer, a"
+                " number, a list or a dict",
                 what,
                 ", ".join(left[:3]),
             )
@@ -86,9 +86,7 @@ def reading_ahead(source: BatchSource) -> Iterator[None]:
             stack.enter_context(source.epochs.unchanged())
         if isinstance(source.dataset, NumberedStream):
             stack.enter_context(source.dataset.unchanged())
-        stack.enter_context(
-            leaving_nothing("a sample that is read before training", parts_of(source))
-        )
+        stack.enter_context(leaving_nothing("reading a sample before training", parts_of(source)))
         yield
 
 

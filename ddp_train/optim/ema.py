@@ -143,8 +143,8 @@ def _refuse_16_bits(parameters: list[nn.Parameter], decay: float) -> None:
     narrow = [str(dtype).removeprefix("torch.") for dtype in dtypes if torch.finfo(dtype).bits < 32]
     if narrow:
         problem = (
-            f"train.ema_decay={decay:g}: an average of {' and '.join(sorted(narrow))}"
-            " parameters would not move; keep them in float32, of which"
-            " tuning.precision=bf16 computes in bfloat16, or leave it out"
+            f"train.ema_decay={decay:g}: an average of {' and '.join(sorted(narrow))} parameters"
+            " would not change; keep them in float32 (with tuning.precision=bf16 the model"
+            " computes in bfloat16), or leave it out"
         )
         raise ConfigError([problem])

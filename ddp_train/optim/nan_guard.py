@@ -163,7 +163,7 @@ class NonFiniteCheck:
         return [rank for rank, is_good in enumerate(verdicts) if not is_good]
 
     def _error_of_step(self, step: int, culprits: list[int]) -> NonFiniteLossError:
-        detail = f"step {step}: the gradients are not finite, though every rank's loss is"
+        detail = f"step {step}: the gradients are not finite, but the loss of each rank is"
         if culprits:
             ranks = ", ".join(map(str, culprits))
             detail = f"step {step}: the loss is not finite on rank {ranks}"
@@ -172,7 +172,7 @@ class NonFiniteCheck:
         if not bad:
             return self._error(detail, step, rank)
         numbers = [number for batch in bad for number in batch.indices.tolist()]
-        log.error("the loss is not finite; it is of samples %s", numbers)
+        log.error("the loss of these samples is not finite: %s", numbers)
         if self.non_finite_samples is None:
             return self._error(f"{detail}; samples here: {_listed(numbers)}", step, rank)
         samples_here = f"{counted(len(numbers), 'sample')} here"
@@ -182,8 +182,8 @@ class NonFiniteCheck:
             if own:
                 detail += f"; of the {samples_here} these have NaN or infinite data: {_listed(own)}"
             else:
-                detail += f"; the {samples_here} are finite, but not the one before them, which is"
-                detail += f" mixed into the first: {_listed(culprit_samples)}"
+                detail += f"; the {samples_here} are finite, but the sample that is"
+                detail += f" mixed into the first of them is not: {_listed(culprit_samples)}"
             remedy = "correct those samples, or leave them out"
             return NonFiniteLossError(detail, remedy, rank, step)
         detail += f"; the data of the {samples_here} are finite: {_listed(numbers)}"
@@ -195,7 +195,7 @@ class NonFiniteCheck:
             " those samples"
         )
         if step == 0:  # nothing has been learned yet
-            first_remedy = "look at what the model and the loss make of those samples"
+            first_remedy = "check what the model and the loss compute for those samples"
             if self.non_finite_samples is None:
                 first_remedy = "look for NaN in the inputs and targets of those samples"
             remedy = f"{first_remedy}; else {remedy}"

@@ -270,19 +270,19 @@ class Stepper:
         groups = self.optimizer.param_groups
         if len(groups) != len(self.values):
             return (
-                f"optimizer.param_groups: {len(groups)} groups before step {self.steps_done + 1},"
-                f" and {len(self.values)} when training began: the schedule knows no rate of the"
-                " others; freeze what trains later: model.freeze=[head.*] model.freeze_epochs=1"
+                f"optimizer.param_groups has {len(groups)} groups before step"
+                f" {self.steps_done + 1}, but had {len(self.values)} when training began: the"
+                " schedule has no learning rate for the others; to train parameters later use"
+                " model.freeze=[head.*] model.freeze_epochs=1"
             )
         pairs = zip(self.rates_now(), self.rates_set, strict=True)
         place = next(place for place, (now, then) in enumerate(pairs) if now != then)
         return (
-            f"optimizer.param_groups[{place}]['lr']: {float(groups[place]['lr']):g} before step"
-            f" {self.steps_done + 1}, for which the schedule had set"
-            f" {self.values[place]['lr']:g}: it sets the learning rate in each step, and would undo"
-            " what a hook, or a scheduler on job.optimizer, has changed; use"
-            " schedule._target_=package.function, of (step, steps), or one of torch's schedulers"
-            " (docs/guides/optimizers.md)"
+            f"optimizer.param_groups[{place}]['lr'] is {float(groups[place]['lr']):g} before step"
+            f" {self.steps_done + 1}, but the schedule had set {self.values[place]['lr']:g}; a"
+            " hook, or a scheduler on job.optimizer, has changed it, and the schedule would"
+            " overwrite that; use schedule._target_=package.function, called with (step, steps),"
+            " or one of torch's schedulers (docs/guides/optimizers.md)"
         )
 
     def update(self) -> None:

@@ -50,8 +50,8 @@ def buckets_by_flops(
     flops = from_leader(flops_here, device)
     if not flops:
         log.info(
-            "tuning.buckets=by_flops: large, with no known number of operations for each byte that"
-            " is sent"
+            "tuning.buckets=by_flops: large, since the operations for each byte that is sent are"
+            " not known"
         )
         return "large"
     # What each process sends in an all-reduce by a ring.

@@ -19,9 +19,9 @@ from ddp_train.parallel.gradient_check import missing_gradients, trained_paramet
 BUCKET_MB = {"large": 125, "one": 2**20}
 """Largest size of a bucket in MiB. An H100 sends 125 MiB to another in 0.5 ms."""
 SEVERAL_BUCKETS = (
-    "strategy.comm_hook=powersgd: over gloo all gradients must be in one bucket: torch's hook would"
-    " mix up several, or hang; leave out strategy.bucket_cap_mb and bucket_cap_mb_list, or use"
-    " strategy.comm_hook=fp16"
+    "strategy.comm_hook=powersgd: over gloo all gradients must be in one bucket: with several,"
+    " torch's hook gives wrong gradients or hangs; leave out strategy.bucket_cap_mb and"
+    " bucket_cap_mb_list, or use strategy.comm_hook=fp16"
 )
 
 
@@ -83,9 +83,8 @@ def _refuse_sparse_tables(module: nn.Module) -> None:
     ]
     if tables:
         raise ModelError(
-            f"{', '.join(tables)}: torch exchanges sparse gradients over gloo, and not over NCCL",
-            "make it with sparse=False, and train it by Adam in place of SparseAdam; or train on"
-            " one GPU",
+            f"{', '.join(tables)}: torch cannot exchange sparse gradients over NCCL",
+            "use sparse=False, and Adam in place of SparseAdam; or train on one GPU",
         )
 
 

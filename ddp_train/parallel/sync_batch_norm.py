@@ -135,9 +135,9 @@ def cost_of(model: nn.Module, way_out: str) -> str:
         return ""
     return (
         f"{counted(layers, 'batch norm')} over all processes: each exchanges statistics in every"
-        " forward and backward pass, and the model waits for it (on two H200 it costs ResNet-50"
-        f" 46 % of its speed); {way_out} takes those of each process, and the result depends on"
-        " their number, unless all have the same rows"
+        " forward and backward pass, and the model waits for it (on two H200 it costs ResNet-50 46"
+        f" % of its speed); with {way_out} each process uses its own, and the result depends on"
+        " the number of processes"
     )
 
 

@@ -60,7 +60,7 @@ def biases_before_norm(model: nn.Module, inputs: Any) -> list[str] | None:
         with torch.no_grad(), unchanged, nothing_compiled(), uses:
             results = empty(empty_batch(inputs))
     except Exception as error:  # noqa: BLE001  a model of anyone's may raise anything, and this is only advice
-        log.info("the model was not looked through for biases before norm layers: %r", error)
+        log.info("biases before norm layers were not looked for: %r", error)
         return None
     uses.count(results)
     without_effect = uses.without_effect()

@@ -203,8 +203,8 @@ class GraphedStepper(Stepper):
             if reason:
                 raise LaunchError(
                     f"{reason}, which tuning.rehearse=true cannot undo",
-                    "change numbers that are kept in place, in buffers, draw on the GPU, or use"
-                    " tuning.rehearse=false",
+                    "keep such numbers in buffers and change them in place, draw random numbers on"
+                    " the GPU, or use tuning.rehearse=false",
                 )
 
     @contextlib.contextmanager

@@ -106,8 +106,8 @@ class CaptureTrial:
             raise LaunchError(
                 f"{self.in_python}, and a captured step runs no Python: it would repeat what it did"
                 " in the capture",
-                "change numbers that are kept in place, in buffers, draw on the GPU, or use"
-                " tuning.cuda_graph=false",
+                "keep such numbers in buffers and change them in place, draw random numbers on the"
+                " GPU, or use tuning.cuda_graph=false",
             )
         flags = [float(bool(self.in_python)), float(bool(self.waits))]
         measured = torch.tensor([self.host_share, self.memory_share, *flags], device=self.device)
@@ -125,9 +125,9 @@ class CaptureTrial:
             reason = reason_against(host_share, memory_share)
         if self.replaced and not reason:
             log.warning(
-                "%s is a tensor that each forward pass replaces, and steps are captured as a CUDA"
-                " graph: if the next step reads it, it finds what was there in the capture; then"
-                " write into a buffer, in place",
+                "each forward pass replaces the tensor %s, and steps are captured as a CUDA graph:"
+                " a later step that reads it would find the tensor of the capture; write into a"
+                " buffer in place: buffer.copy_(tensor)",
                 self.replaced,
             )
         return reason
@@ -167,7 +167,7 @@ def effect_in_python(before: PythonState, after: PythonState, device: str) -> st
     A tensor on the device that is changed in its place, a captured step changes too.
     """
     if before.keyed_draws != after.keyed_draws:
-        return "the forward pass draws by ddp_train.noise_like or its like"
+        return "the forward pass calls ddp_train.noise_like or a function like it"
     for name, old, new in zip(GENERATORS, before.draws, after.draws, strict=True):
         if old != new:
             return f"the forward pass draws from {name}"
@@ -239,7 +239,7 @@ def reason_against(host_share: float, memory_share: float) -> str:
     memory_share: of the GPU's memory, that would be needed.
     """
     if host_share < HOST_SHARE:
-        return f"the host launches a step in {host_share:.0%} of the time that it takes"
+        return f"the host needs only {host_share:.0%} of the time of a step to launch it"
     if memory_share > ROOM:
         return f"steps and an evaluation might need {memory_share:.0%} of a GPU's memory"
     return ""

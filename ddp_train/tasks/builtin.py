@@ -65,15 +65,15 @@ class Classification(Supervised):
         self.label_smoothing = label_smoothing
         self.class_weights = OutputFactors("class_weights", class_weights)
         if class_weights and classes and len(class_weights) != classes:
-            counts = f"has {len(class_weights)} numbers; the data have {classes} classes"
+            counts = f"has {len(class_weights)} numbers, but the data set has {classes} classes"
             raise ConfigError([f"task.class_weights: {counts}"])
 
     def sum_of_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # A GPU would only say that an assertion failed.
         if outputs.shape[-1] < self.classes:
-            refuse(outputs, f"the data have {self.classes} classes")
+            refuse(outputs, f"the data set has {self.classes} classes")
         if outputs.ndim > 2:
-            refuse(outputs, "[n, classes] is needed: squeeze or average what is more")
+            refuse(outputs, "[n, classes] is needed: squeeze or average the other dimensions")
         try:
             wide = at_least_float32(outputs)
             return functional.cross_entropy(
@@ -97,7 +97,7 @@ class Classification(Supervised):
             refuse_targets(
                 "classification",
                 f"the first sample's soft label is {label}, whose sum is {total:.4g}",
-                "parts of classes sum to 1; for several labels of a sample use task=multilabel",
+                "soft labels must sum to 1; for several labels of a sample use task=multilabel",
             )
 
     def scores_of(self, outputs: Tensor, targets: Tensor) -> ScoreSums:
@@ -297,7 +297,7 @@ class Segmentation(Supervised):
         if not len(valid) or not self.classes:
             return
         if valid.min() < 0 or valid.max() >= self.classes:
-            problem, remedy = _out_of_range(valid, f"the data have {self.classes} classes")
+            problem, remedy = _out_of_range(valid, f"the data set has {self.classes} classes")
             refuse_targets("segmentation", problem, remedy)
 
     def outputs_and_targets(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
@@ -363,5 +363,5 @@ def _out_of_range(valid: Tensor, expected: str) -> tuple[str, str]:
     stray = low if low < 0 else high
     return (
         f"the pixels of the first targets go from {low} to {high}, {expected}",
-        f"if {stray} marks what is to be left out, use task.ignore_index={stray}",
+        f"to leave out the pixels with {stray}, use task.ignore_index={stray}",
     )

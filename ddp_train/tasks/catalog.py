@@ -72,9 +72,9 @@ def check_numbers(targets: Tensor, declared: DeclaredClasses | None) -> None:
     if declared and declared.count > 1:
         raise ConfigError(
             [
-                f"task=auto: the targets are numbers, {shown}, and {declared.said_by} tells"
-                f" {declared.count} classes; if they are labels return integers, as"
-                " int(target), and if they are numbers choose task=regression"
+                f"task=auto: the targets are floating-point numbers, {shown}, but"
+                f" {declared.said_by} gives {declared.count} classes; for labels return"
+                " int(target), for numbers choose task=regression"
             ]
         )
     if values == [0.0, 1.0]:
@@ -101,36 +101,36 @@ def check_labels(targets: Tensor, declared: DeclaredClasses) -> None:
     targets: of some samples, or of all: integers [n], or parts of each class [n, k].
     """
     count = declared.count
-    tells = f"{declared.said_by} tells {counted(count, 'class')}"
+    tells = f"{declared.said_by} gives {counted(count, 'class')}"
     if targets.ndim == 2:
         if targets.shape[1] <= count:
             return
         raise ConfigError(
             [
-                f"task=classification: the targets have {targets.shape[1]} parts, and {tells};"
+                f"task=classification: the targets have {targets.shape[1]} parts, but {tells};"
                 " correct one of them, or add data.outputs=NUMBER"
             ]
         )
     if targets.dtype == torch.bool and count != 2:
         raise ConfigError(
             [
-                f"task=classification: the targets are true or false, and {tells}; return the"
-                " number of the class, or add data.outputs=2; for one yes or no choose"
-                " task=multilabel and return float(target)"
+                f"task=classification: the targets are true or false, but {tells}; for two classes"
+                " add data.outputs=2; for one label, yes or no, choose task=multilabel and return"
+                " float(target)"
             ]
         )
     low = int(targets.min())
     high = int(targets.max())
     if low >= 0 and high < count:
         return
-    remedy = f"those of {counted(count, 'class')} are 0 to {count - 1}"
+    remedy = f"the labels of {counted(count, 'class')} must be 0 to {count - 1}"
     if low > 0:
         remedy += ": if yours begin at 1, return label - 1"
     raise ConfigError(
         [
-            f"task=classification: the labels are {low} to {high}, and {tells}; {remedy};"
-            f" or add data.outputs={high + 1}; if they are numbers return them as float32 and"
-            " choose task=regression"
+            f"task=classification: the labels are {low} to {high}, but {tells}; {remedy}; for more"
+            f" classes add data.outputs={high + 1}; for numbers return float32 and choose"
+            " task=regression"
         ]
     )
 
@@ -138,7 +138,7 @@ def check_labels(targets: Tensor, declared: DeclaredClasses) -> None:
 def _targets_of(name: str, batch: Any) -> Tensor:
     """The targets of a pair. Raises ConfigError if the batch is something else."""
     choices = "task=language_model for tokens, or task._target_=your_module.YourTask"
-    sample = "no (input, target)"
+    sample = "not a pair (input, target)"
     if is_pair(batch):
         targets = batch[1]
         if isinstance(targets, Tensor):
@@ -150,7 +150,7 @@ def _targets_of(name: str, batch: Any) -> Tensor:
         sample = f"a pair whose target is a {type(targets).__name__}"
     elif isinstance(batch, dict):
         sample = f"a dict of {', '.join(map(str, batch))}"
-        pair = "the two that are input and target by data.fields=[INPUT,TARGET]"
+        pair = "input and target by data.fields=[INPUT,TARGET]"
         choices = f"{pair}; or {choices}"
     raise ConfigError([f"task={name}: a sample is {sample}; choose {choices}"])
 

@@ -188,8 +188,8 @@ class FurtherMetrics:
         if not math.isclose(direct, value, rel_tol=1e-4, abs_tol=1e-6):
             _refuse(
                 key,
-                f"{name} keeps numbers that are no states, and cannot be merged; keep them in"
-                " states, by add_state",
+                f"{name} keeps numbers outside of its states, so those of several processes cannot"
+                " be merged; register them by add_state",
             )
 
     @contextlib.contextmanager
@@ -242,7 +242,7 @@ def _members(named: NamedMetric) -> dict[str, Any]:
         kind = type(named.metric).__name__
         _refuse(
             named.key,
-            f"made an object of {kind}, which is no torchmetrics.Metric or MetricCollection",
+            f"returns an object of {kind}, which is not a torchmetrics.Metric or MetricCollection",
         )
     return {named.name: named.metric}
 
@@ -275,8 +275,8 @@ def _numbers(name: str, value: Any, key: str) -> Iterator[tuple[str, float]]:
             kind = f"tensor {list(value.shape)}"
         _refuse(
             key,
-            f"{name} gives a {kind}, which is no number; name one that gives a number, a vector or"
-            " a dict of them, or a class of your own that does",
+            f"{name} returns a {kind}; use a metric that returns a number, a vector, or a dict of"
+            " them",
         )
 
 

@@ -29,7 +29,7 @@ from ddp_train.telemetry.own_numbers import MOST_NAMES, OF_TRAINING, check_name
 LOG = "ddp_train.log"
 HOOK_LOG = "job.log"
 """The calls, for messages."""
-ONE_RULE = "give each name one rule"
+ONE_RULE = "use the same how= in each call with this name"
 ROUNDING = 1e-5
 """Relative difference of numbers that count as the same."""
 
@@ -157,8 +157,8 @@ class LoggedNumbers:
             )
         if len(self._rules) == MOST_NAMES:
             raise LogError(
-                f"{call}({name!r}): {MOST_NAMES} names were logged before",
-                "leave steps, samples and the like out of names; the step is in each line",
+                f"{call}({name!r}): {MOST_NAMES} names were logged already",
+                "do not put a step or a sample into a name; each line has its step",
             )
         self._rules[name] = rule
 
@@ -340,10 +340,10 @@ def _check_same(name: str, values: Sequence[float]) -> None:
     high = max(values)
     if high - low > ROUNDING * max(abs(low), abs(high)):
         raise LogError(
-            f"log({name!r}): a number by itself, from {low:.6g} on one process to {high:.6g} on"
-            " another: how=last is for one that is the same on all",
-            f"give it a number for each sample, [n]: log({name!r}, numbers); or a sum with what it"
-            f" is taken over: log({name!r}, total, over=count); or how='sum'",
+            f"log({name!r}): how=last needs the same number on all processes, but it goes from"
+            f" {low:.6g} to {high:.6g}",
+            f"log one number for each sample: log({name!r}, numbers); or a sum and its count:"
+            f" log({name!r}, total, over=count); or use how='sum'",
         )
 
 
@@ -466,7 +466,7 @@ class LogCall:
         rule = RULES.get(how)
         if rule is None:
             raise LogError(
-                f"{call}({name!r}): how={how!r} is none of {', '.join(RULES)}", "use how='mean'"
+                f"{call}({name!r}): how={how!r} must be one of {', '.join(RULES)}", "use how='mean'"
             )
         if over is not None:
             over = _number(call, name, over)
@@ -475,22 +475,23 @@ class LogCall:
         if rule is Rule.MEAN and is_one and over is None:
             if alone is None:
                 raise LogError(
-                    f"{call}({name!r}): it was given one number, without the number of samples that"
-                    " it is the mean of: processes have different numbers of them",
-                    f"give it a number for each sample, [n]: {call}({name!r}, losses); or a sum"
-                    f" with what it is taken over: {call}({name!r}, total, over=count); or"
-                    " how='sum'; or how='last', if it is the same on all processes",
+                    f"{call}({name!r}): one number is not enough for a mean over all processes,"
+                    " which may have different numbers of samples",
+                    f"log one number for each sample: {call}({name!r}, losses); or a sum and its"
+                    f" count: {call}({name!r}, total, over=count). For other numbers use"
+                    " how='sum', or how='last' if it is the same on all processes",
                 )
             rule = alone
         if rule is not Rule.MEAN and over is not None:
             raise LogError(
-                f"{call}({name!r}): over= is what a mean is taken over, and how={rule}",
+                f"{call}({name!r}): over= is the count of a mean, and cannot be used with"
+                f" how={rule}",
                 "leave one of them out",
             )
         if rule is Rule.LAST and isinstance(values, Tensor) and values.numel() != 1:
             raise LogError(
                 f"{call}({name!r}): how=last with {values.numel()} numbers",
-                "give it one, or use how=mean",
+                "log one number, or use how='mean'",
             )
         return cls(name, values, over, rule)
 
@@ -525,8 +526,8 @@ def _number(call: str, name: str, value: Any) -> Tensor | float:
     if isinstance(value, Real):
         return float(value)
     raise LogError(
-        f"{call}({name!r}): it was given a {type(value).__name__}",
-        "give it a number, or a tensor of real numbers",
+        f"{call}({name!r}): a {type(value).__name__} cannot be logged",
+        "log a number, or a tensor of real numbers",
     )
 
 
@@ -538,10 +539,10 @@ def _total(name: str, values: Tensor | float) -> Number:
         return values.sum(dtype=torch.float64).item()
     if values.is_cuda and torch.cuda.is_current_stream_capturing():
         raise LogError(
-            f"log({name!r}): in a step that is captured as a CUDA graph, whose replays run no"
-            " Python",
-            "use tuning.cuda_graph=false; of a graph of your own log its static tensor after each"
-            " replay",
+            f"log({name!r}): cannot be called in a step captured as a CUDA graph, since its"
+            " replays run no Python",
+            "use tuning.cuda_graph=false; with a CUDA graph of your own, log its static tensor"
+            " after each replay",
         )
     return values.sum(dtype=torch.float64)
 

@@ -21,8 +21,8 @@ def checked_loss(returned: Any, task: object) -> tuple[Tensor, Tensor | float]:
         if _is_loss(loss) and _is_number_of_units(units):
             return loss, units
     remedy = (
-        "return (sum of the losses of all units, number of units): a scalar tensor, and a number or"
-        " a scalar tensor"
+        "return (sum of the losses, number of units): a scalar tensor, and a number or scalar"
+        " tensor"
     )
     raise _error("loss", returned, task, remedy)
 

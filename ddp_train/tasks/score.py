@@ -116,13 +116,15 @@ class Scorer:
                 has_units = any(weights)
         metrics |= self.derive(metrics)
         if not all(map(math.isfinite, metrics.values())):
-            reason = "there is no unit in all of the data: each target is left out"
+            reason = "the data have no unit, since each target is left out"
             if has_units:
                 reason = OF_THE_MODEL if math.isfinite(metrics["loss"]) else explain()
             _warn_of_non_finite(metrics, reason)
         if self.further_metrics:
             further = self.further_metrics.merged(self.states)
-            reason = "it may have no value for these samples, of a class without a sample for one"
+            reason = (
+                "it may have no value for these samples, for example where a class has no sample"
+            )
             _warn_of_non_finite(further, reason)
             metrics |= further
         return Score(metrics, samples, counts)
@@ -190,9 +192,9 @@ def _in_words(layout: Layout) -> str:
 
 def _unlike(findings: str) -> TaskError:
     return TaskError(
-        f"score() gives other metrics for other batches: {findings}",
-        "return the same metrics for each batch, with a sum and a weight of 0 where it has nothing"
-        " of one",
+        f"score() returns different metrics for different batches: {findings}",
+        "return the same metrics for each batch, with a sum and a weight of 0 where a batch has"
+        " nothing to count",
     )
 
 

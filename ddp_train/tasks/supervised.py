@@ -165,7 +165,7 @@ class OutputFactors:
         if isinstance(self.numbers, Sequence) and len(self.numbers) not in (1, count):
             numbers = counted(len(self.numbers), "number")
             raise DataError(
-                f"task.{self.key} has {numbers}, the model {count} outputs",
+                f"task.{self.key} has {numbers}, but the model has {count} outputs",
                 "give one number for each output",
             )
         place = (outputs.device, outputs.dtype)
@@ -216,7 +216,7 @@ def first_numbers(numbers: Tensor) -> str:
 def refuse(outputs: Tensor, expected: str) -> NoReturn:
     """Raise DataError for outputs that do not fit."""
     raise DataError(
-        f"the model's outputs are of shape {list(outputs.shape)}, {expected}",
+        f"the model's outputs are of shape {list(outputs.shape)}, but {expected}",
         "correct the model's last layer, or the targets, or choose another task=",
     )
 

@@ -242,8 +242,8 @@ class ModelWithTask(nn.Module):
             cause = f"{type(error).__name__}: {error}"
             raise TaskError(
                 f"loss() of the task {type(self.task).__name__} failed in eval mode: {cause}",
-                "if the model gives losses in train mode alone, return 'loss': (sum, units) from"
-                " score() as well (docs/guides/tasks.md); else see the traceback in the log",
+                "if the model computes losses only in train mode, return 'loss': (sum, units) from"
+                " score() as well (docs/guides/tasks.md); otherwise see the traceback in the log",
             ) from error
         return checked_loss(result, self.task)
 

@@ -40,10 +40,10 @@ UNIT_TOLERANCE = 1e-5
 """The same of two counts of units, which may be weights that are added up in float32."""
 DEPENDS_ON_PROCESSES = "the result would depend on the number of processes"
 MIXED = (
-    "loss() of a few samples together is not the sum of what it gives for each: it compares them"
-    " (in-batch negatives, mining, statistics of the batch) or depends on padding, and each process"
-    " has only its own samples: on another number of processes it is another loss. The rows of all:"
-    " rows, own = ddp_train.all_gather(outputs)"
+    "loss() of several samples is not the sum of their losses: it compares samples (in-batch"
+    " negatives, mining, statistics of the batch) or depends on padding. Each process has only its"
+    " own samples, so the loss depends on the number of processes. To compare the samples of all"
+    " processes, use rows, own = ddp_train.all_gather(outputs)"
 )
 RETURN_SUMS = "return the sum of the losses of all units, and their number"
 
@@ -78,9 +78,9 @@ class LossTrial:
         )
         if len(set(units)) == 1:
             return (
-                f"{findings}, and counts {units[0]:g} {task.unit} in either:"
-                f" {DEPENDS_ON_PROCESSES}; {RETURN_SUMS}; of a loss of the batch as a whole, that"
-                " loss times the number of samples, and their number"
+                f"{findings}, and counts {units[0]:g} {task.unit} for both:"
+                f" {DEPENDS_ON_PROCESSES}; {RETURN_SUMS} (for a loss of the whole batch: the loss"
+                " times the number of samples, and that number)"
             )
         if losses[0] and all(math.isclose(loss, losses[0], rel_tol=TOLERANCE) for loss in losses):
             remedy = f'{RETURN_SUMS}, as with reduction="sum"'
@@ -90,7 +90,7 @@ class LossTrial:
             return (
                 f"loss() counts {distinct_units:g} {task.unit}s in a batch of {samples} samples,"
                 f" and {units_one_by_one:g} if they come one by one: {DEPENDS_ON_PROCESSES}; count"
-                " what is valid, mask.sum(), and no padding"
+                " only valid units, as mask.sum() does, and no padding"
             )
         return ""
 
@@ -199,7 +199,7 @@ def _problem_of_score(name: str, whole: Sum, parts: Sequence[Sum]) -> str:
     if weight and set(weights) == {weight}:
         return (
             f"{findings} and ({values[0]:.6g}, {weight:g}) for the first of them: the result would"
-            " depend on train.evaluate_batch_size; return (sum, what it is a sum over)"
+            " depend on train.evaluate_batch_size; return (sum, number of units in the sum)"
         )
     means = [math.fsum(values) / len(values)]
     if sum(weights):
@@ -207,10 +207,7 @@ def _problem_of_score(name: str, whole: Sum, parts: Sequence[Sum]) -> str:
     is_mean = any(math.isclose(value, mean, rel_tol=TOLERANCE) for mean in means)
     is_sum = math.isclose(value, math.fsum(values), rel_tol=TOLERANCE)
     if is_mean and not is_sum and len(set(values)) > 1:
-        return (
-            f"{findings}, which is the mean of what it gives for each of them; return (sum,"
-            " weight), not (mean, weight)"
-        )
+        return f"{findings}, which is the mean over them; return (sum, weight), not (mean, weight)"
     return ""
 
 

@@ -276,7 +276,7 @@ def test_it_is_refused_where_it_would_not_see_the_global_batch() -> None:
             1,
             "ordered",
             {"virtual_shards": 2},
-            "strategy=ordered: computes each virtual shard by itself",
+            "strategy=ordered: computes each virtual shard separately",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

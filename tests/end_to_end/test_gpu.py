@@ -194,7 +194,7 @@ def test_a_trial_decides_whether_steps_are_captured(
         assert (inner(made).graph is not None) == captured
         assert 0 < inner(made).trial.host_share <= 1 and 0 < inner(made).trial.memory_share < 0.5
         assert largest_difference(plain[0], state_of(made)) == 0
-    assert caplog.text.count("steps are not captured as a CUDA graph: the host launches") == 1
+    assert caplog.text.count("steps are not captured as a CUDA graph: the host needs only") == 1
 
 
 class Reads(nn.Module):
@@ -905,4 +905,4 @@ def test_a_target_that_is_no_class_is_told() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode != 0 and "a target is no number from 0 to 4999, nor -100" in done.stderr
+    assert done.returncode != 0 and "a target is neither in 0 to 4999 nor -100" in done.stderr

@@ -51,7 +51,7 @@ def test_a_teacher_of_a_task_is_named_once() -> None:
     lines = lines_of(model, {"task": task}, lambda: task.teacher.get_parameter("weight").add_(1))
     (line,) = lines
     assert line.startswith(
-        "note: task.teacher (Linear) changed in training and is in no checkpoint"
+        "note: task.teacher (Linear) changed during training but is in no checkpoint"
     )
 
 
@@ -59,7 +59,7 @@ def test_weights_in_a_dict_of_a_hook_are_named() -> None:
     model = nn.Linear(3, 2)
     hook = Average(model)
     (line,) = lines_of(model, {"my.Average": hook}, lambda: hook.kept["weight"].add_(1))
-    assert line.startswith("note: my.Average (Average) changed in training")
+    assert line.startswith("note: my.Average (Average) changed during training")
 
 
 def test_a_copy_that_is_made_late_is_named() -> None:

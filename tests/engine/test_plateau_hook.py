@@ -122,7 +122,7 @@ def test_a_state_by_another_metric_gives_its_rates_alone() -> None:
     for _ in range(3):
         hooks[0].schedule.see(4, 1.0)
     notes = hooks[1].load_state(hooks[0].state())
-    assert notes == ["note: the schedule looks at rmse now, and looked at loss"]
+    assert notes == ["note: the schedule uses rmse now, and used loss before"]
     assert hooks[1].schedule.values(8) == hooks[0].schedule.values(8) == [{"lr": 0.025}]
     assert hooks[1].schedule.scheduler.last_epoch == 0
 
@@ -135,12 +135,12 @@ def test_a_change_of_the_rate_beside_the_schedule_is_refused(schedule: str) -> N
     group["lr"] = float(str(group["lr"]))  # the same
     train(job, iter(job.batches), until=3)
     group["lr"] *= 0.5
-    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['lr'\]: .* before step 4"):
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['lr'\] is .* before step 4"):
         train(job, iter(job.batches), until=4)
 
 
 def test_a_group_of_parameters_beside_the_schedule_is_refused() -> None:
     job = small_job()
     job.stepper.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(ConfigError, match="2 groups before step 1, and 1 when training began"):
+    with pytest.raises(ConfigError, match="2 groups before step 1, but had 1 when training began"):
         fit(job)

@@ -154,7 +154,7 @@ def test_states_find_the_hooks_of_their_class() -> None:
     ).state()
     made = [Acts(), Acts(), Acts("kept")]
     (note,) = hooks_of(made, ["c.C", "a.A", "b.B"]).load_state(saved)
-    assert note == "note: the checkpoint has a state of the hook a.A, which no hook takes"
+    assert note == "note: the checkpoint has the state of a hook a.A, and this run has no such hook"
     assert [hook.state for hook in made] == [None, {"n": 1}, "kept"]
 
 

@@ -157,7 +157,7 @@ def check_compiled() -> None:
 
 
 def check_what_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="a target is no number from 0 to 4999, nor -100"):
+    with pytest.raises(RuntimeError, match="a target is neither in 0 to 4999 nor -100"):
         cross_entropy(torch.zeros(1, 5000), torch.tensor([5000]))
     with pytest.raises(ValueError, match="one target a row is needed"):
         cross_entropy(torch.zeros(4, 5000), torch.tensor([1, 2]))

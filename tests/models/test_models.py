@@ -56,10 +56,12 @@ def test_weights_are_drawn_as_if_nothing_had_been_tried_before() -> None:
 
 
 def test_a_model_with_too_few_outputs_is_refused_in_words() -> None:
-    with pytest.raises(DataError, match=r"outputs are of shape \[4, 2\], the data have 10 classes"):
+    with pytest.raises(
+        DataError, match=r"outputs are of shape \[4, 2\], but the data set has 10 classes"
+    ):
         Classification(10).sum_of_losses(torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64))
     with pytest.raises(
-        DataError, match=r"outputs are of shape \[4, 2\], the targets are of shape \[4\]"
+        DataError, match=r"outputs are of shape \[4, 2\], but the targets are of shape \[4\]"
     ):
         Regression().loss(nn.Identity(), (torch.zeros(4, 2), torch.zeros(4)))
 
@@ -68,7 +70,7 @@ def test_a_model_with_too_few_outputs_is_refused_in_words() -> None:
 def test_a_label_that_no_output_stands_for_is_told(label: int) -> None:
     task = Classification()  # of a data set that does not say how many classes it has
     with pytest.raises(
-        DataError, match=rf"outputs are of shape \[2, 3\], the labels go from .*{label}"
+        DataError, match=rf"outputs are of shape \[2, 3\], but the labels go from .*{label}"
     ):
         task.loss(nn.Identity(), (torch.zeros(2, 3), torch.tensor([1, label])))
 

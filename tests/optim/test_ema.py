@@ -141,7 +141,7 @@ def test_a_skipped_step_does_not_count(scaled: bool) -> None:
 def test_sixteen_bits_are_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"train\.ema_decay=0\.999: an average of bfloat16 parameters would not move",
+        match=r"train\.ema_decay=0\.999: an average of bfloat16 parameters would not change",
     ):
         WeightAverage(nn.Linear(2, 2).bfloat16(), 0.999)
 

@@ -202,7 +202,7 @@ def test_a_group_that_says_nothing_or_nonsense_is_refused(
         ),
         (
             [{"match": "5.*", "lr": 1.0}, {"match": "5.bias", "lr": 2.0}],
-            "match: 5.bias.*groups before it match all",
+            "match: 5.bias.*earlier groups match all",
         ),
         (
             [{"match": "1.*", "lr": 1.0}],

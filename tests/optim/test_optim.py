@@ -505,7 +505,7 @@ def test_sample_with_nan_is_named_among_many() -> None:
     ("bad", "mixes", "found"),
     [
         ((11, 12, 14), True, "of the 4 samples here these have NaN or infinite data: 12, 14"),
-        ((11,), True, "not the one before them, which is mixed into the first: 11"),
+        ((11,), True, "the sample that is mixed into the first of them is not: 11"),
         ((11,), False, "the data of the 4 samples here are finite: 12, 13, 14, 15"),
     ],
 )

@@ -104,7 +104,7 @@ def test_opaque_model_is_named_in_the_log(
     model = Uses(lambda layer, norm, images: norm(layer(images)) * images.sum().item())
     with caplog.at_level("INFO"):
         assert biases_before_norm(model, torch.ones(1, 4, 3, 3)) is None
-    assert "was not looked through for biases before norm layers" in caplog.text
+    assert "biases before norm layers were not looked for" in caplog.text
 
 
 def test_looking_through_a_model_draws_no_numbers(capsys: pytest.CaptureFixture[str]) -> None:

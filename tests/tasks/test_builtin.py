@@ -113,14 +113,14 @@ def test_targets_that_cannot_be_right_are_named() -> None:
         Multilabel(), torch.tensor([[3.0, 0]])
     )
     masks = torch.tensor([[[0, 1], [2, 255]]])
-    assert "go from 0 to 255, the data have 3 classes" in (
+    assert "go from 0 to 255, the data set has 3 classes" in (
         said := wrong_targets(Segmentation(3), masks)
     )
-    assert "if 255 marks what is to be left out, use task.ignore_index=255" in said
+    assert "to leave out the pixels with 255, use task.ignore_index=255" in said
     Segmentation(3, ignore_index=255).check((masks, masks))
     said = wrong_targets(Segmentation(), masks, torch.zeros(1, 3, 2, 2), DataError)
     assert "go from 0 to 255, the model gives 3 classes" in said and "task.ignore_index=255" in said
-    assert "is -1; those that are to be left out must be -100" in wrong_targets(
+    assert "is -1; targets to leave out must be -100" in wrong_targets(
         LanguageModel(), torch.tensor([[4, -1]])
     )
     unlabelled = wrong_targets(
@@ -139,12 +139,12 @@ def test_numbers_for_classes_are_counted() -> None:
     )
     assert (
         said
-        == "task.class_weights has 4 numbers, the model 3 outputs; give one number for each output"
+        == "task.class_weights has 4 numbers, but the model has 3 outputs; give one number for each output"
     )
     said = wrong_targets(
         Multilabel(pos_weight=four), torch.zeros(1, 3), torch.zeros(1, 3), DataError
     )
-    assert said.startswith("task.pos_weight has 4 numbers, the model 3 outputs")
+    assert said.startswith("task.pos_weight has 4 numbers, but the model has 3 outputs")
     assert wrong_targets(
         Classification(class_weights=four), LABELS, torch.zeros(len(LABELS), 3), DataError
     )

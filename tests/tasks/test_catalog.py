@@ -51,7 +51,7 @@ def test_auto_takes_what_has_one_meaning(targets: Tensor, task: str) -> None:
             {"words": IDS, "label": LABELS},
             ("a dict of words, label;", "data.fields=[INPUT,TARGET]", "task._target_="),
         ),
-        (IDS, ("a sample is no (input, target)", "task=language_model")),
+        (IDS, ("a sample is not a pair (input, target)", "task=language_model")),
         ((INPUTS, {"boxes": IDS}), ("whose target is a dict", "task._target_=")),
         (
             (INPUTS, ("cat", "dog")),
@@ -128,16 +128,16 @@ FLOATS = [float(number % 3) for number in range(30)]
 READINGS = {
     "float labels beside classes": (
         {"targets": FLOATS, "classes": NAMES},
-        "the targets are numbers, [0, 1, 2], and `classes` of Told tells 3 classes; if they are"
-        " labels return integers, as int(target), and if they are numbers choose task=regression",
+        "the targets are floating-point numbers, [0, 1, 2], but `classes` of Told gives 3 classes; for labels"
+        " return int(target), for numbers choose task=regression",
     ),
     "float labels of numpy beside num_classes": (
         {"targets": [np.float32(value) for value in FLOATS], "num_classes": np.int64(3)},
-        "and `num_classes` of Told tells 3 classes; if they are labels return integers",
+        "but `num_classes` of Told gives 3 classes; for labels return int(target)",
     ),
     "float labels beside data.outputs": (
         {"targets": FLOATS, "outputs": 3},
-        "and data.outputs=3 tells 3 classes",
+        "but data.outputs=3 gives 3 classes",
     ),
     "float labels alone": (
         {"targets": FLOATS},
@@ -149,33 +149,33 @@ READINGS = {
     ),
     "labels from 1 on": (
         {"targets": [1, 2, 3] * 9, "classes": NAMES},
-        "the labels are 1 to 3, and `classes` of Told tells 3 classes; those of 3"
-        " classes are 0 to 2: if yours begin at 1, return label - 1; or add data.outputs=4",
+        "the labels are 1 to 3, but `classes` of Told gives 3 classes; the labels of 3 classes must"
+        " be 0 to 2: if yours begin at 1, return label - 1; for more classes add data.outputs=4",
     ),
     "a label between those that are read": (
         {"targets": [0, 2, 7, *[1] * 30], "classes": NAMES, "labels": [0, 2, 7, *[1] * 30]},
-        "the labels are 0 to 7, and `classes` of Told tells 3 classes",
+        "the labels are 0 to 7, but `classes` of Told gives 3 classes",
     ),
     "a negative label": (
         {"targets": [*[0, 1] * 9, -1], "classes": 2},
-        "the labels are -1 to 0, and `classes` of Told tells 2 classes",
+        "the labels are -1 to 0, but `classes` of Told gives 2 classes",
     ),
     "amounts as integers": (
         {"targets": [90_000, 120_000] * 9, "outputs": 1},
-        "data.outputs=1 tells 1 class; those of 1 class are 0 to 0: if yours begin at 1, return"
-        " label - 1; or add data.outputs=120001; if they are numbers return them as float32",
+        "data.outputs=1 gives 1 class; the labels of 1 class must be 0 to 0: if yours begin at 1,"
+        " return label - 1; for more classes add data.outputs=120001; for numbers return float32",
     ),
     "truth beside ten classes": (
         {"targets": [True, False] * 9, "num_classes": 10},
-        "the targets are true or false, and `num_classes` of Told tells 10 classes; return the",
+        "the targets are true or false, but `num_classes` of Told gives 10 classes; for",
     ),
     "soft labels of more classes": (
         {"targets": [torch.eye(4)[0]] * 9, "classes": NAMES, "name": "classification"},
-        "the targets have 4 parts, and `classes` of Told tells 3 classes",
+        "the targets have 4 parts, but `classes` of Told gives 3 classes",
     ),
     "two numbers of classes": (
         {"targets": [0, 1, 2] * 9, "classes": NAMES, "num_classes": 5},
-        "`classes` of Told tells 3 classes, and `num_classes` of Told 5; correct one of them",
+        "`classes` of Told gives 3 classes, but `num_classes` of Told gives 5; correct one of them",
     ),
 }
 

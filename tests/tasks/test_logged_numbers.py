@@ -212,10 +212,10 @@ def test_numbers_that_no_exchange_has_are_kept_with_their_moments() -> None:
         (("a//b", torch.ones(2)), "it is no name"),
         (("kl\n", torch.ones(2)), "it is no name"),
         (("k" * 101, torch.ones(2)), "the name has 101 letters"),
-        (("kl", torch.tensor(1.0)), "without the number of samples that it is the mean of"),
-        (("kl", 0.5), "without the number of samples"),
-        (("kl", "0.5"), "it was given a str"),
-        (("kl", torch.ones(2, dtype=torch.complex64)), "it was given a Tensor"),
+        (("kl", torch.tensor(1.0)), "one number is not enough for a mean"),
+        (("kl", 0.5), "one number is not enough for a mean"),
+        (("kl", "0.5"), "a str cannot be logged"),
+        (("kl", torch.ones(2, dtype=torch.complex64)), "a Tensor cannot be logged"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(arguments: Any, message: str) -> None:
@@ -226,8 +226,8 @@ def test_numbers_that_mean_nothing_are_refused(arguments: Any, message: str) -> 
 
 def test_a_rule_and_its_arguments_must_fit() -> None:
     for options, message in (
-        ({"how": "max"}, "how='max' is none of mean, sum, last"),
-        ({"how": "sum", "over": 2}, "over= is what a mean is taken over"),
+        ({"how": "max"}, "how='max' must be one of mean, sum, last"),
+        ({"how": "sum", "over": 2}, "over= is the count of a mean"),
         ({"how": "last"}, "how=last with 2 numbers"),
     ):
         with pytest.raises(LogError, match=message):
@@ -236,7 +236,7 @@ def test_a_rule_and_its_arguments_must_fit() -> None:
     numbers.check(HOOK_LOG, "kl", Rule.MEAN)
     with pytest.raises(LogError, match="logged with how=mean before, and with how=sum now"):
         numbers.check(HOOK_LOG, "kl", Rule.SUM)
-    with pytest.raises(LogError, match="500 names were logged before"):
+    with pytest.raises(LogError, match="500 names were logged already"):
         for step in range(501):
             numbers.check(HOOK_LOG, f"step{step}", Rule.MEAN)
 

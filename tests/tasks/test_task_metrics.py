@@ -471,19 +471,19 @@ F1 = {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes"
         ({"name": "step"}, "no metric may have the name step"),
         (
             {"_target_": f"{HERE}.curve", "num_classes": None},
-            "curve gives a tuple, which is no number; name one",
+            "curve returns a tuple; use a metric",
         ),
         (
             {"_target_": f"{HERE}.Outside", "num_classes": None},
-            "outside keeps numbers that are no states",
+            "outside keeps numbers outside of its states",
         ),
         (
             {"_target_": f"{HERE}.Overwritten", "num_classes": None},
-            "overwritten keeps numbers that are no states",
+            "overwritten keeps numbers outside of its states",
         ),
         (
             {"_target_": "torch.nn.Flatten", "num_classes": None},
-            "which is no torchmetrics.Metric or MetricCollection",
+            "which is not a torchmetrics.Metric or MetricCollection",
         ),
         (
             {"_target_": "torchmetrics.classification.MulticlassF1Scor"},
@@ -550,8 +550,8 @@ def test_metrics_are_tried_with_the_first_batch_that_has_a_unit(
     found = evaluate(job_of(config, World(), (source, source)).evaluation)
     assert found and math.isnan(found.metrics["f1"]) and math.isfinite(found.loss)
     assert caplog.messages == [
-        "the f1 of an evaluation is nan: it may have no value for these samples, of a class without"
-        " a sample for one"
+        "the f1 of an evaluation is nan: it may have no value for these samples, for example where"
+        " a class has no sample"
     ]
 
 

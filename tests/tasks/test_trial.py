@@ -130,7 +130,7 @@ def test_a_loss_that_compares_samples_of_a_process_is_told(
             OfOutputs(lambda outputs: (outputs.square().sum(), 1)),
             (
                 r"gives 3\.64996 for one sample and 18\.2498 for a batch of 5 copies of it, and"
-                r" counts 1 unit in either"
+                r" counts 1 unit for both"
             ),
         ),
         (
@@ -155,8 +155,8 @@ def test_a_loss_that_compares_samples_of_a_process_is_told(
                 lambda outputs: (outputs.sum(), len(outputs) * outputs.round().max())
             ),  # as padding would
             (
-                r"counts 21 units in a batch of 7 samples, and 14 if they come one by one: .* count"
-                r" what is valid"
+                r"counts 21 units in a batch of 7 samples, and 14 if they come one by one: .*"
+                r" count only valid units"
             ),
         ),
     ],

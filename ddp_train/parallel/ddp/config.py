@@ -100,7 +100,7 @@ class DdpConfig(StrategyConfig):
             yield Problem(
                 f"strategy.comm_hook={self.comm_hook}",
                 "would undo tuning.precision=fp64",
-                "drop one of them",
+                "remove one of them",
             )
 
     def notices(self, run: RequestedRun) -> Iterator[str]:

@@ -33,8 +33,8 @@ from ddp_train.parallel.strategy import Replicas
 from ddp_train.tasks.task import ModelWithTask
 
 NO_GATHER = (
-    "strategy=ordered: computes each virtual shard by itself, and ddp_train.all_gather would see"
-    " that shard alone; use strategy=ddp"
+    "strategy=ordered: computes each virtual shard separately, so ddp_train.all_gather would see"
+    " one shard only; use strategy=ddp"
 )
 
 

@@ -108,8 +108,8 @@ class LanguageModel(BuiltIn):
         if negative:
             raise ConfigError(
                 [
-                    f"task=language_model: a target of the first sample is {max(negative)}; those"
-                    f" that are to be left out must be {IGNORED}"
+                    f"task=language_model: a target of the first sample is {max(negative)};"
+                    f" targets to leave out must be {IGNORED}"
                 ]
             )
 
