@@ -14,12 +14,15 @@ import linecache
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from torch import nn
 
 from ddp_train.models.loop_variables import locals_of
 from ddp_train.resilience.failure_report import is_foreign
-from ddp_train.sessions.code_names import dotted
-from ddp_train.sessions.frame_names import value_of
+from ddp_train.sessions.code_names import KEPT, dotted, expression_of
+from ddp_train.sessions.frame_names import part_of, variable_of
 
 DEPTH = 4
 """Calls within calls that are followed."""
@@ -42,6 +45,8 @@ class Called:
     code: types.CodeType
     variables: dict[str, Any]
     """The globals of its module."""
+    cells: dict[str, types.CellType]
+    """The variables of functions around it."""
     owner: str
     """The loop's name for the first parameter of a method; "" for any other function."""
 
@@ -60,6 +65,17 @@ class CalledFunctions:
         """The code of the functions that are put in now, the outermost first."""
         self.nodes: dict[str, dict[tuple[str, int], FunctionNode]] = {}
         """The functions of files: by file, then by name and first line."""
+        self.kept: dict[str, Callable[[], Any]] = {}
+        """What gives the values of variables that functions have and the loop has not, by names
+        such as `weight::ema`."""
+
+    def value_of(self, name: str) -> Any:
+        """The value of `q`, `self.q` or `state.['q']`; None if there is none."""
+        first, *parts = name.split(".")
+        value = self.kept[first]() if first in self.kept else variable_of(first, self.frame)
+        for part in parts:
+            value = part_of(value, part)
+        return value
 
     def put_into(self, body: list[ast.stmt]) -> list[ast.stmt]:
         """The statements with those of called functions before them. They may be changed."""
@@ -98,9 +114,9 @@ class CalledFunctions:
 
     def _found(self, name: str) -> Called | None:
         owner, _, method = name.rpartition(".")
-        value = value_of(name, self.frame) if name else None
+        value = self.value_of(name) if name else None
         if value is None and owner:
-            kind = type(value_of(owner, self.frame))
+            kind = type(self.value_of(owner))
             value = inspect.getattr_static(kind, method, None)
             if isinstance(value, staticmethod):
                 owner = ""
@@ -109,12 +125,15 @@ class CalledFunctions:
             owner = ""
         elif value is not None:
             owner = name
-            value = inspect.getattr_static(type(value), "__call__", None)
+            method = "forward" if isinstance(value, nn.Module) else "__call__"
+            value = inspect.getattr_static(type(value), method, None)
         if isinstance(value, types.FunctionType):
             value = inspect.unwrap(value)
         if not isinstance(value, types.FunctionType):
             return None
-        return Called(value.__code__, value.__globals__, owner)
+        code = value.__code__
+        cells = dict(zip(code.co_freevars, value.__closure__ or (), strict=True))
+        return Called(code, value.__globals__, cells, owner)
 
     def statements_of(self, called: Called, call: ast.Call) -> tuple[list[ast.stmt], ast.expr]:
         """The statements of a call, none where the code cannot be read, and what it returns."""
@@ -127,7 +146,7 @@ class CalledFunctions:
         prefix = f"{code.co_name}{MARK}{self.count}_"
         body = copy.deepcopy(node.body)
         given = _given(node, call, called.owner)
-        renamer = _Renamer(prefix, self._own_names(called), given, _names_set(body))
+        renamer = _Renamer(self._names_in_loop(called, prefix), given, _names_set(body))
         returned = _returned(body)
         begin = [
             _assign(ast.Name(prefix + name, ast.Store()), value)
@@ -149,19 +168,41 @@ class CalledFunctions:
             self.nodes[file] = _functions_in(text)
         return self.nodes[file].get((code.co_name, code.co_firstlineno))
 
-    def _own_names(self, called: Called) -> Callable[[str], bool]:
-        """Tells which names of a function mean nothing in the loop, or something else there."""
+    def _names_in_loop(self, called: Called, prefix: str) -> Callable[[str], str]:
+        """Gives the names of a function those that they have in the loop.
+
+        prefix: of the function's own variables.
+        """
         code = called.code
-        own = {*code.co_varnames, *code.co_cellvars}
+        cells = called.cells
+        variables = called.variables
         of_loop = dict(self.frame.f_globals) | locals_of(self.frame, lambda _: True)
 
-        def is_own(name: str) -> bool:
-            if name in code.co_freevars:
-                return False
-            is_same = name in of_loop and of_loop[name] is called.variables.get(name)
-            return name in own or not is_same
+        def name_in_loop(name: str) -> str:
+            if name in (*code.co_varnames, *code.co_cellvars):
+                return prefix + name
+            if name in cells:
+                owner = code.co_name
+                get = partial(_content_of, cells[name])
+            elif name in variables:
+                owner = str(variables.get("__name__")).rpartition(".")[2]
+                get = partial(variables.get, name)
+            else:
+                return prefix + name
+            if name in of_loop and of_loop[name] is get():
+                return name
+            self.kept[owner + KEPT + name] = get
+            return owner + KEPT + name
 
-        return is_own
+        return name_in_loop
+
+
+def _content_of(cell: types.CellType) -> Any:
+    """What a variable of a function around holds; None before it is set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 class _Replacer(ast.NodeTransformer):
@@ -189,13 +230,11 @@ class _Renamer(ast.NodeTransformer):
 
     def __init__(
         self,
-        prefix: str,
-        is_own: Callable[[str], bool],
+        name_in_loop: Callable[[str], str],
         given: dict[str, ast.expr],
         names_set: set[str],
     ) -> None:
-        self.prefix = prefix
-        self.is_own = is_own
+        self.name_in_loop = name_in_loop
         self.given = given
         self.names_set = names_set
 
@@ -207,9 +246,7 @@ class _Renamer(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.AST:
         if self.is_substituted(node.id):
             return copy.deepcopy(self.given[node.id])
-        if self.is_own(node.id):
-            return ast.Name(self.prefix + node.id, node.ctx)
-        return node
+        return ast.Name(self.name_in_loop(node.id), node.ctx)
 
 
 def _functions_in(text: str) -> dict[tuple[str, int], FunctionNode]:
@@ -236,7 +273,7 @@ def _given(node: FunctionNode, call: ast.Call, owner: str) -> dict[str, ast.expr
     """
     arguments = [*call.args]
     if owner:
-        arguments.insert(0, ast.parse(owner, mode="eval").body)
+        arguments.insert(0, expression_of(owner))
     parameters = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
     given = dict(zip(parameters, arguments, strict=False))
     given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}

@@ -12,9 +12,10 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddp_train.sessions.called_functions import CalledFunctions, is_local
-from ddp_train.sessions.code_names import dotted, names_in, owner_of
+from ddp_train.sessions.code_names import containers_of, dotted, names_in, owner_of
 from ddp_train.sessions.frame_names import code_of, run_names
 
 JUMPS = (ast.Continue, ast.Break)
@@ -32,6 +33,13 @@ class Flow:
     carried: set[str] = field(default_factory=set)
     """The names that are read before they are set."""
     seen: set[str] = field(default_factory=set)
+    """The names that were read or set."""
+    changed: set[str] = field(default_factory=set)
+    """The names that are set, or of which a part is."""
+    renewed: set[str] = field(default_factory=set)
+    """The names that are set."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of objects that have another one too: `stats` after `stats = trainer.stats`."""
     losses: set[str] = field(default_factory=set)
     """The names in arguments of `run.mean`, and in what decides whether it is called."""
     loops: int = 0
@@ -39,13 +47,37 @@ class Flow:
     set_under: dict[str, set[str]] = field(default_factory=dict)
     """The names that are set where a condition holds, by its text."""
 
+    def names_in(self, node: ast.AST) -> set[str]:
+        """The names in an expression, with what their owners are called elsewhere."""
+        return set(map(self.name_elsewhere, names_in(node)))
+
+    def name_elsewhere(self, name: str) -> str:
+        """`trainer.stats.mean` for `stats.mean` after `stats = trainer.stats`."""
+        owner, point, part = name.partition(".")
+        return self.aliases.get(owner, owner) + point + part if point else name
+
+    def owner_of(self, node: ast.AST) -> str:
+        """What is changed by a change of a part of it: see `code_names.owner_of`."""
+        name = owner_of(node)
+        return self.aliases.get(name, self.name_elsewhere(name))
+
     def read(self, names: set[str]) -> None:
-        self.carried |= names - self.seen
+        self.carried |= {
+            name for name in names - self.seen if not containers_of(name) & self.renewed
+        }
         self.seen |= names
 
     def set(self, target: str, sources: set[str]) -> None:
-        self.sources.setdefault(target, set()).update(sources)
+        self.renewed.add(target)
         self.seen.add(target)
+        self.change(target, sources)
+        for container in containers_of(target):
+            self.sources.setdefault(container, set()).update(sources)
+
+    def change(self, target: str, sources: set[str]) -> None:
+        """Set a part of it: an item whose key is not known, some numbers of a tensor."""
+        self.sources.setdefault(target, set()).update(sources)
+        self.changed.add(target)
 
     def may_differ(self, names: set[str]) -> bool:
         """Whether a condition on names may hold in one pass of the loop and not in another."""
@@ -66,6 +98,7 @@ class Flow:
             name = waiting.pop()
             found.add(name)
             waiting |= self.sources.get(name, set()) - found
+            waiting |= containers_of(name) & self.changed - found
         return found
 
 
@@ -122,6 +155,10 @@ class LoopCode:
     def of_frame(cls, frame: types.FrameType) -> LoopCode:
         """The code around the line that a frame is at, with the functions that it calls."""
         return cls(code_of(frame), frame.f_lineno, run_names(frame), CalledFunctions(frame))
+
+    def value_of(self, name: str) -> Any:
+        """The value that a name has now; None if it has none, or where no function is followed."""
+        return self.functions.value_of(name) if self.functions else None
 
     def loop_names(self) -> LoopNames | None:
         """Names of the innermost loop; None if it has no losses, or there is none."""
@@ -196,12 +233,16 @@ def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
             continue
         _note_losses(statement, conditions, flow)
         match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if dotted(value):
+                other_name = flow.name_elsewhere(dotted(value))
+                _set_all(statement.targets, value, conditions, flow)
+                flow.aliases[name] = other_name
             case ast.Assign(targets=targets, value=value):
                 _set_all(targets, value, conditions, flow)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 _set_all([target], value, conditions, flow)
             case ast.AugAssign(target=target, value=value):
-                names = names_in(value) | names_in(target)
+                names = flow.names_in(value) | flow.names_in(target)
                 flow.read(names)
                 _set_all([target], value, conditions | names, flow)
             case ast.Expr(value=ast.Call() as call):
@@ -211,22 +252,22 @@ def _follow(body: list[ast.stmt], conditions: set[str], flow: Flow) -> None:
             case ast.For(target=target, iter=items):
                 _set_all([target], items, conditions, flow)
                 flow.loops += 1
-                _follow(statement.body, conditions | names_in(items), flow)
+                _follow(statement.body, conditions | flow.names_in(items), flow)
                 flow.loops -= 1
             case ast.With(items=items):
                 for item in items:
-                    flow.read(names_in(item.context_expr))
+                    flow.read(flow.names_in(item.context_expr))
                 _follow(statement.body, conditions, flow)
             case ast.Try():
                 handlers = [part for handler in statement.handlers for part in handler.body]
                 parts = [*statement.body, *handlers, *statement.orelse, *statement.finalbody]
                 _follow(parts, conditions, flow)
             case _:
-                flow.read(names_in(statement))
+                flow.read(flow.names_in(statement))
 
 
 def _follow_test(statement: ast.If | ast.While, conditions: set[str], flow: Flow) -> None:
-    names = names_in(statement.test)
+    names = flow.names_in(statement.test)
     flow.read(names)
     if any(isinstance(part, JUMPS) for part in ast.walk(statement)):
         flow.losses |= names | conditions
@@ -268,19 +309,22 @@ def _note_losses(statement: ast.stmt, conditions: set[str], flow: Flow) -> None:
             case ast.Call(func=ast.Attribute(value=owner, attr="mean")):
                 if dotted(owner) in flow.run_names:
                     arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-                    flow.losses |= conditions.union(*map(names_in, arguments))
+                    flow.losses |= conditions.union(*map(flow.names_in, arguments))
             case ast.Call(func=ast.Attribute(value=loss, attr="backward")):
-                flow.losses |= conditions | names_in(loss)
+                flow.losses |= conditions | flow.names_in(loss)
 
 
 def _follow_call(call: ast.Call, conditions: set[str], flow: Flow) -> None:
-    """A call whose value is left, as torch's methods that change a tensor: `q.mul_(x)`."""
+    """A call whose value is left: torch's methods that change a tensor, `rows.clear()`."""
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-    flow.read(names_in(call))
-    if isinstance(call.func, ast.Attribute) and call.func.attr.endswith("_"):
-        owner = owner_of(call.func.value)
-        if owner:
-            flow.set(owner, conditions.union(*map(names_in, arguments)))
+    method = getattr(call.func, "attr", "")
+    owner = flow.owner_of(getattr(call.func, "value", call.func))
+    if owner and method == "clear":
+        flow.set(owner, conditions)
+        return
+    flow.read(flow.names_in(call))
+    if owner and method.endswith("_"):
+        flow.set(owner, conditions.union(*map(flow.names_in, arguments)))
 
 
 def _set_all(targets: list[ast.expr], value: ast.expr, conditions: set[str], flow: Flow) -> None:
@@ -289,20 +333,22 @@ def _set_all(targets: list[ast.expr], value: ast.expr, conditions: set[str], flo
         if len(parts) == len(value.elts) and not any(
             isinstance(part, ast.Starred) for part in (*parts, *value.elts)
         ):
-            flow.read(names_in(value))
+            flow.read(flow.names_in(value))
             for part, one in zip(parts, value.elts, strict=True):
                 _set_all([part], one, conditions, flow)
             return
-    sources = names_in(value) | conditions
-    flow.read(names_in(value))
+    sources = flow.names_in(value) | conditions
+    flow.read(flow.names_in(value))
     for target in targets:
         for part in _parts_of(target):
-            if isinstance(part, ast.Subscript):
-                name = owner_of(part)
-                flow.read({name} | names_in(part.slice))
-                flow.set(name, sources | names_in(part.slice))
+            if isinstance(part, ast.Name):
+                flow.aliases.pop(part.id, None)
+            name = flow.owner_of(part)
+            if isinstance(part, ast.Subscript) and not dotted(part):
+                flow.read({name} | flow.names_in(part.slice))
+                flow.change(name, sources | flow.names_in(part.slice))
             else:
-                flow.set(owner_of(part), sources)
+                flow.set(name, sources)
 
 
 def _parts_of(target: ast.expr) -> Iterator[ast.expr]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import types
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.models.loop_variables import user_frames
 from ddp_train.sessions.carried_names import LoopCode
-from ddp_train.sessions.frame_names import value_of
+from ddp_train.sessions.code_names import as_code
 from ddp_train.sessions.states_of_ranks import are_same, numbers_of
 
 LOOKS = 3
@@ -50,10 +49,11 @@ class CarriedNumbers:
     def _numbers_now(self) -> dict[str, list[float]]:
         """The numbers that the innermost loop carries whose step or epoch ends now."""
         for frame in user_frames():
-            names = _carried_in(frame)
-            if names is None:
+            code = LoopCode.of_frame(frame)
+            loop = code.loop_names()
+            if loop is None:
                 continue
-            values = {name: value_of(name, frame) for name in names}
+            values = {name: code.value_of(name) for name in sorted(loop.carried)}
             numbers = {
                 name: _numbers_of(value)
                 for name, value in values.items()
@@ -72,17 +72,10 @@ class CarriedNumbers:
         of_ranks = [json.loads(text) for text in texts]
         names = set.intersection(*map(set, of_ranks))
         return [
-            name for name in sorted(names) if not are_same([numbers[name] for numbers in of_ranks])
+            as_code(name)
+            for name in sorted(names)
+            if not are_same([numbers[name] for numbers in of_ranks])
         ]
-
-
-def _carried_in(frame: types.FrameType) -> list[str] | None:
-    """The names that the loop around a frame's line carries into the losses of its next step.
-
-    None if the loop has no losses, or there is none.
-    """
-    loop = LoopCode.of_frame(frame).loop_names()
-    return None if loop is None else sorted(loop.carried)
 
 
 def _is_hidden_state(value: Any, samples: int) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import types
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -31,14 +33,17 @@ def _is_run(value: Any) -> bool:
     return type(value).__module__ == MODULE_OF_RUN
 
 
-def value_of(name: str, frame: types.FrameType) -> Any:
-    """The value of `q` or `self.q`; None if there is none. No property is called."""
-    first, *attributes = name.split(".")
-    variables = locals_of(frame, first.__eq__)
-    value = variables.get(first, frame.f_globals.get(first))
-    for attribute in attributes:
-        parts = attributes_of(value)
-        if isinstance(value, nn.Module):
-            parts |= value._buffers
-        value = parts.get(attribute)
-    return value
+def variable_of(name: str, frame: types.FrameType) -> Any:
+    """The value of a variable; None if there is none."""
+    return locals_of(frame, name.__eq__).get(name, frame.f_globals.get(name))
+
+
+def part_of(value: Any, name: str) -> Any:
+    """An attribute, or an item of a dict: `['q']`; None if there is none. No property is called."""
+    if name.startswith("["):
+        key = ast.literal_eval(name[1:-1])
+        return value.get(key) if isinstance(value, Mapping) else None
+    parts = attributes_of(value)
+    if isinstance(value, nn.Module):
+        parts |= value._buffers
+    return parts.get(name)

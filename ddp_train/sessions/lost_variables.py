@@ -10,18 +10,22 @@ batches, of the functions that it calls, and of the loop over epochs.
 from __future__ import annotations
 
 import types
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ddp_train.models.loop_variables import user_frames
 from ddp_train.sessions.carried_names import EpochNames, LoopCode, LoopNames
-from ddp_train.sessions.frame_names import value_of
+from ddp_train.sessions.code_names import as_code, owners_of
 from ddp_train.sessions.wrapped import Wrapped
-from ddp_train.tensor_tree import tensors
+from ddp_train.tensor_tree import attributes_of, tensors
 
 LOST = (
     "%s: in no checkpoint, and the losses need it. A run that is resumed inside of an epoch begins"
@@ -39,8 +43,28 @@ MOST_ITEMS = 10_000
 MOST_TENSORS = 1_000
 LIBRARIES = ("torch", "ddp_train", "builtins", "collections", "numpy")
 """Modules whose objects are no pools of a user's."""
-Pool = list[tuple[Tensor, int]]
-"""The tensors that an object holds, and how often each was changed."""
+DEEPEST = 3
+"""Lists and dicts within each other whose numbers are looked at."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What an object holds, at one moment."""
+
+    tensors: list[tuple[Tensor, int]]
+    """Each with how often it was changed."""
+    numbers: list[float]
+
+    def goes_on_in(self, now: Pool) -> bool:
+        """Whether it has more tensors or other numbers now, or the same tensors were changed.
+
+        Where all tensors are others they may be of the step alone, as the perturbations of SAM.
+        """
+        versions = {id(tensor): version for tensor, version in self.tensors}
+        was_changed = any(versions.get(id(one), version) != version for one, version in now.tensors)
+        has_more = len(now.tensors) > len(self.tensors) > 0
+        has_same_numbers = np.array_equal(self.numbers, now.numbers, equal_nan=True)
+        return was_changed or has_more or not has_same_numbers
 
 
 class LostVariables:
@@ -63,12 +87,13 @@ class LostVariables:
         To be called between two epochs, or before the first one.
         """
         for frame in user_frames():
-            loop = LoopCode.of_frame(frame).loop_names()
+            code = LoopCode.of_frame(frame)
+            loop = code.loop_names()
             if loop is None:
                 continue
             places = self._saved_places()
-            now = self._pools_of_used(loop, frame, places)
-            names = self._carried(loop, frame, places, self.pools_of_epochs, now)
+            now = self._pools_of_used(loop, code, places)
+            names = self._carried(loop, code, places, self.pools_of_epochs, now)
             self.pools_of_epochs = now
             return self._not_told(names)
         return []
@@ -82,16 +107,17 @@ class LostVariables:
             if loop is None:
                 continue
             places = self._saved_places()
-            now = self._pools_of_used(loop, frame, places)
+            now = self._pools_of_used(loop, code, places)
             if self.pools is None:
                 self.pools = now
                 return None
-            names = self._carried(loop, frame, places, self.pools, now)
-            values = [value_of(name, frame) for name in loop.reaching]
-            names |= self._names_of_epoch(code.epoch_names(code.head), frame, values, places)
+            names = self._carried(loop, code, places, self.pools, now)
+            values = [code.value_of(name) for name in loop.reaching]
+            names |= self._names_of_epoch(code.epoch_names(code.head), code, values, places)
             for outer in frames[place + 1 :]:
-                epoch = LoopCode.of_frame(outer).epoch_names(outer.f_lineno)
-                names |= self._names_of_epoch(epoch, outer, values, places)
+                outer_code = LoopCode.of_frame(outer)
+                epoch = outer_code.epoch_names(outer.f_lineno)
+                names |= self._names_of_epoch(epoch, outer_code, values, places)
             return self._not_told(names)
         return []
 
@@ -99,24 +125,25 @@ class LostVariables:
         """The names that were not told, without those of attributes of objects among them."""
         new = names - self.told
         self.told |= names
-        return sorted(name for name in new if not _owners(name) & new)
+        return sorted(as_code(name) for name in new if not owners_of(name) & new)
 
     def _carried(
         self,
         loop: LoopNames,
-        frame: types.FrameType,
+        code: LoopCode,
         saved_places: set[int],
         before: dict[str, Pool],
         now: dict[str, Pool],
     ) -> set[str]:
         """Names that a loop carries from one pass to the next. before, now: its pools."""
-        names = {name for name in loop.carried if self._is_lost(name, frame, saved_places)}
-        return names | {name for name in now if _goes_on(before.get(name, []), now[name])}
+        names = {name for name in loop.carried if self._is_lost(name, code, saved_places)}
+        known = now.keys() & before.keys()
+        return names | {name for name in known if before[name].goes_on_in(now[name])}
 
     def _names_of_epoch(
         self,
         epoch: EpochNames,
-        frame: types.FrameType,
+        code: LoopCode,
         values: list[Any],
         saved_places: set[int],
     ) -> set[str]:
@@ -127,10 +154,10 @@ class LostVariables:
         needed = {id(value) for value in values}
         needed_places = set().union(*map(_places_of, values))
         names = epoch.passes
-        for name in epoch.made_from(lambda name: isinstance(value_of(name, frame), Wrapped)):
-            value = value_of(name, frame)
+        for name in epoch.made_from(lambda name: isinstance(code.value_of(name), Wrapped)):
+            value = code.value_of(name)
             is_needed = id(value) in needed or _places_of(value) & needed_places
-            if is_needed and self._is_lost(name, frame, saved_places):
+            if is_needed and self._is_lost(name, code, saved_places):
                 names.add(name)
         return names
 
@@ -141,44 +168,64 @@ class LostVariables:
             places |= _places_of(item)
         return places
 
-    def _pools_of_used(
-        self, loop: LoopNames, frame: types.FrameType, places: set[int]
-    ) -> dict[str, Pool]:
+    def _pools_of_used(self, loop: LoopNames, code: LoopCode, places: set[int]) -> dict[str, Pool]:
         pools = {}
         for name in loop.used:
-            value = value_of(name, frame)
-            if _may_hold(value) and not self._is_saved(name, frame):
-                found = islice(tensors(value), MOST_TENSORS)
-                own = [tensor for tensor in found if _place(tensor) not in places]
-                pools[name] = [(tensor, tensor._version) for tensor in own]
+            value = code.value_of(name)
+            if self._is_saved(name, code):
+                continue
+            found = islice(tensors(value), MOST_TENSORS) if _may_hold(value) else []
+            own = [tensor for tensor in found if _place(tensor) not in places]
+            changes = [(tensor, tensor._version) for tensor in own]
+            pools[name] = Pool(changes, list(_numbers_in(value)))
         return pools
 
-    def _is_lost(self, name: str, frame: types.FrameType, saved_places: set[int]) -> bool:
+    def _is_lost(self, name: str, code: LoopCode, saved_places: set[int]) -> bool:
         """Whether a name has numbers or tensors that are not saved."""
-        value = value_of(name, frame)
-        if self._is_saved(name, frame) or isinstance(value, bool):
+        value = code.value_of(name)
+        if self._is_saved(name, code):
             return False
-        return isinstance(value, int | float) or not _places_of(value) <= saved_places
+        return any(True for _ in _numbers_in(value)) or not _places_of(value) <= saved_places
 
-    def _is_saved(self, name: str, frame: types.FrameType) -> bool:
-        """Whether run.resume got the value of a name, or the object that it is an attribute of."""
-        return any(id(value_of(one, frame)) in self.known for one in {name, *_owners(name)})
+    def _is_saved(self, name: str, code: LoopCode) -> bool:
+        """Whether a checkpoint holds the value of a name, or an object that has it.
 
-
-def _goes_on(before: Pool, now: Pool) -> bool:
-    """Whether a pool has more tensors than a step before, or the same ones that were changed.
-
-    Where all are others they may be of the step alone, as the perturbations of SAM.
-    """
-    versions = {id(tensor): version for tensor, version in before}
-    was_changed = any(versions.get(id(tensor), version) != version for tensor, version in now)
-    return was_changed or len(now) > len(before) > 0
+        What the run itself and its loaders keep is saved too.
+        """
+        words = name.split(".")
+        for count, word in enumerate([*words[1:], ""], 1):
+            value = code.value_of(".".join(words[:count]))
+            if _is_ours(value) or (id(value) in self.known and _is_in_state(value, word)):
+                return True
+        return False
 
 
-def _owners(name: str) -> set[str]:
-    """The objects that an attribute belongs to: of `self.net.rows` `self` and `self.net`."""
-    words = name.split(".")
-    return {".".join(words[:count]) for count in range(1, len(words))}
+def _is_in_state(holder: Any, name: str) -> bool:
+    """Whether what run.resume got saves an attribute. name: "" for all of it."""
+    kind = type(holder)
+    if isinstance(holder, Optimizer) and kind.state_dict is Optimizer.state_dict:
+        return name in ("", "state", "param_groups")
+    if not isinstance(holder, nn.Module) or kind.state_dict is not nn.Module.state_dict:
+        return True
+    has_extra = kind.get_extra_state is not nn.Module.get_extra_state
+    attributes = attributes_of(holder)
+    return has_extra or name not in attributes
+
+
+def _is_ours(value: Any) -> bool:
+    return type(value).__module__.startswith("ddp_train.")
+
+
+def _numbers_in(value: Any, levels: int = DEEPEST) -> Iterator[float]:
+    """A number, those of an array, or those in a list or dict which is not long."""
+    if isinstance(value, int | float | np.number) and not isinstance(value, bool):
+        yield float(value)
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "iuf":
+            yield from value.reshape(-1)[:MOST_ITEMS].tolist()
+    elif isinstance(value, list | tuple | deque | dict) and levels and len(value) <= MOST_ITEMS:
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from _numbers_in(item, levels - 1)
 
 
 def _places_of(value: Any) -> set[int]:

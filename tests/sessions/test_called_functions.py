@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_train.distributed.world import World
 from ddp_train.sessions.carried_numbers import CARRIED
 from ddp_train.sessions.lost_variables import LOST
 from ddp_train.sessions.run import Run
+from tests.sessions.kept_numbers import averaging, by_recent
 from tests.sessions.loops import net, rows, sgd
 from tests.support.ranks import on_ranks
 from tests.support.session_ranks import session_on, told_by
@@ -189,7 +191,140 @@ def of_the_trainers_log(run: Run) -> None:
     trainer.fit(lambda x, y: (trainer.model(x).squeeze(1) - y).square())
 
 
-@pytest.mark.parametrize(("loop", "names"), [*LOST_IN, (of_a_log, ""), (of_the_trainers_log, "")])
+def in_a_dict(run: Run) -> None:
+    """Beside a number that is printed, and one that is not changed."""
+    trainer = Trainer(run)
+    state = {"ema": 1.0, "seen": 0.0, "scale": 0.5}
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            losses = (trainer.model(x).squeeze(1) - y).square()
+            trainer.update(state["scale"] * losses / state["ema"])
+            state["ema"] = 0.9 * state["ema"] + 0.1 * losses.sum().item()
+            state["seen"] += len(x)
+        print(state["seen"])
+
+
+def in_a_list(run: Run) -> None:
+    trainer = Trainer(run)
+    history: list[float] = []
+    printed: list[float] = []
+    parts: list[float] = []
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            parts.clear()
+            losses = (trainer.model(x).squeeze(1) - y).square()
+            parts.append(losses.sum().item())
+            history.append(parts[0])
+            printed.append(parts[0])
+            trainer.update(losses / (1 + sum(history[-3:])) + parts[0])
+        print(sum(printed))
+
+
+class Stats:
+    def __init__(self) -> None:
+        self.mean = 1.0
+        self.seen = 0
+
+    def update(self, losses: Tensor) -> None:
+        if len(losses):
+            self.mean = 0.9 * self.mean + 0.1 * losses.mean().item()
+        self.seen += len(losses)
+
+
+class WithStats(Trainer):
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.stats = Stats()
+
+    def one(self, x: Tensor, y: Tensor) -> None:
+        stats = self.stats
+        losses = (self.model(x).squeeze(1) - y).square()
+        self.update(losses / stats.mean)
+        stats.update(losses.detach())
+
+
+def in_an_object(run: Run) -> None:
+    trainer = WithStats(run)
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            trainer.one(x, y)
+        print(trainer.stats.seen)
+
+
+class Scaled(nn.Module):
+    """A loss with a number and a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.register_buffer("shift", torch.zeros(1).double())
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        losses = (out.squeeze(1) - y + self.shift).square()
+        self.shift.add_(0.1)
+        self.scale = 0.9 * self.scale + 0.1 * losses.sum().item()
+        return losses / self.scale
+
+
+def in_a_loss(run: Run) -> None:
+    """In a module that run.resume got, whose state_dict has the buffer alone."""
+    model = run.wrap(net())
+    optimizer = sgd(model)
+    criterion = Scaled()
+    run.resume(model=model, optimizer=optimizer, criterion=criterion)
+    for _ in run.epochs(2):
+        for x, y in run.loader(rows(), global_batch_size=6):
+            optimizer.zero_grad()
+            run.mean(criterion(model(x), y)).backward()
+            optimizer.step()
+
+
+def in_an_array(run: Run) -> None:
+    trainer = Trainer(run)
+    weights = np.ones(2)
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            losses = (trainer.model(x).squeeze(1) - y).square()
+            trainer.update(losses * torch.as_tensor(weights)[y.long()])
+            weights[y.long().numpy()] *= 1.1
+
+
+def in_another_module(run: Run) -> None:
+    trainer = Trainer(run)
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            trainer.update(by_recent((trainer.model(x).squeeze(1) - y).square()))
+
+
+def in_a_closure(run: Run) -> None:
+    trainer = Trainer(run)
+    averaged = averaging()
+    loader = trainer.begun(rows())
+    for _ in run.epochs(2):
+        for x, y in loader:
+            losses = (trainer.model(x).squeeze(1) - y).square()
+            trainer.update(losses / averaged(losses.detach()))
+
+
+KEPT_IN = [
+    (in_a_dict, "state['ema']"),
+    (in_a_list, "history"),
+    (in_an_object, "trainer.stats.mean"),
+    (in_a_loss, "criterion.scale"),
+    (in_an_array, "weights"),
+    (in_another_module, "kept_numbers.recent['mean']"),
+    (in_a_closure, "averaged.mean"),
+]
+
+
+@pytest.mark.parametrize(
+    ("loop", "names"), [*LOST_IN, *KEPT_IN, (of_a_log, ""), (of_the_trainers_log, "")]
+)
 def test_what_functions_keep_is_told(
     loop: Callable[[Run], None], names: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -202,6 +337,13 @@ def test_what_functions_keep_is_told(
 def told_apart(world: World, loop: Callable[[Run], None]) -> list[str]:
     messages, _ = told_by(world, loop)
     return messages
+
+
+@pytest.mark.parametrize(("loop", "names"), KEPT_IN)
+def test_what_is_kept_is_told_once_by_three(loop: Callable[[Run], None], names: str) -> None:
+    told, *others = on_ranks(3, told_apart, loop)
+    assert [text for text in told if "in no checkpoint" in text] == [LOST % names]
+    assert others == [[], []]
 
 
 def test_a_baseline_in_a_function_is_told_on_three() -> None:
