@@ -194,7 +194,7 @@ def test_a_compiled_model_draws_the_same() -> None:
 
 def test_the_page_replaces_dropout_of_a_network() -> None:
     page = (Path(__file__).parents[2] / "docs/guides/noise.md").read_text()
-    (recipe,) = re.findall(r"```python\n(class KeyedDropout.*?)```", page, re.S)
+    (recipe,) = re.findall(r"```python\n(class SampleDropout.*?)```", page, re.S)
     model = nn.Sequential(nn.Sequential(nn.Dropout(0.3)), nn.Dropout(0.1)).train()
     exec(recipe, {"nn": nn, "ddp_train": ddp_train, "model": model})
     with TrainingStep(share=share_of(4, 9)):
