@@ -150,10 +150,16 @@ def whole_arguments(given: DataArguments, method: str) -> DataArguments:
 
 def taken_apart(loader: DataLoader[Any], method: str) -> DataArguments:
     """The arguments that a DataLoader was made with. Raises UsageError if it makes no batches."""
-    if loader.batch_sampler is None:  # of a stream too
+    if loader.batch_sampler is None:
+        remedy = "give the DataLoader a batch_size, or a batch_sampler"
+        if isinstance(loader.dataset, IterableDataset):
+            remedy = (
+                "let the data set give samples, without .batched() for instance, and give the"
+                " DataLoader a batch_size"
+            )
         raise UsageError(
             f"{method}: its DataLoader has batch_size=None, so that its data set makes batches",
-            "give the DataLoader a batch_size, or a batch_sampler",
+            remedy,
         )
     collate_fn = None if loader.collate_fn is default_collate else loader.collate_fn
     _check_processes(loader, method)

@@ -35,11 +35,37 @@ from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.exchange_watch import STREAMED_BATCH
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.steps import Steps
+from ddp_train.tensor_tree import tensors
 
 SAME_STREAM = (
     "let it give the same samples on all processes: seed its shuffling, and leave its rank out; or"
     " let each process read its own part, with split_by_node=True"
 )
+
+
+def collated(samples: list[Any]) -> Any:
+    """The batch that torch makes of samples of a stream. Raises DataError if their shapes differ.
+
+    Batches of which the last one is shorter are such samples.
+    """
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        first, *others = [_shapes(sample) for sample in samples]
+        for shapes in others:
+            for one, other in zip(first, shapes, strict=False):
+                if one != other:
+                    raise DataError(
+                        f"run.loader: two samples of a batch have the shapes {one} and {other}",
+                        "if the stream makes batches, as .batched() does, let it give samples:"
+                        " global_batch_size makes the batches; samples of different shapes need a"
+                        " collate_fn, which pads them",
+                    ) from error
+        raise
+
+
+def _shapes(sample: Any) -> list[list[int]]:
+    return [list(tensor.shape[1:]) for tensor in tensors(default_collate([sample]))]
 
 
 class StreamFeed:
@@ -76,7 +102,7 @@ class StreamFeed:
             "num_workers": arguments.num_workers,
             "seed": steps.settings.seed,
         }
-        collate = arguments.collate_fn or default_collate
+        collate = arguments.collate_fn or collated
         self.place_of_rank = 0
         """The place of this process's part in a full batch, where each reads its own."""
         if split_by_node:

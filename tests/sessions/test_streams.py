@@ -14,18 +14,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    default_collate,
+    get_worker_info,
+)
 
 from ddp_train.distributed.world import World
 from ddp_train.errors import ConfigError, DataError, PeerError
 from ddp_train.sessions.run import Run
 from examples import streaming_text
 from tests.sessions.seen_batches import (
+    EPOCHS,
     SAMPLES,
     losses_of,
     net,
     plain_loop,
     session_loop,
+    sgd,
     weights_of,
 )
 from tests.support.ranks import on_ranks
@@ -261,6 +269,61 @@ def test_a_loader_that_zip_left_begins_anew_after_a_resume(is_drawn: bool, tmp_p
     assert first + pairs_until(tmp_path / "again", sampler(), None) == calm
 
 
+class Batched(Stream):
+    """Batches of five samples, of which the last has three."""
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = list(super().__iter__())
+        for first in range(0, len(samples), 5):
+            yield default_collate(samples[first : first + 5])
+
+
+def joined(batches: list[Any]) -> Any:
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def batched_loop(world: World, folder: Path, until: int | None = None) -> Tensor:
+    """Two batches of a stream in each step. until: see `session_loop`."""
+    with session_on(world, str(folder)) as run:
+        model = run.wrap(net())
+        optimizer = sgd(model)
+        loader = run.loader(Batched(SHARED), global_batch_size=2, collate_fn=joined)
+        run.resume(model=model, optimizer=optimizer)
+        for _ in run.epochs(EPOCHS):
+            for inputs, _ in loader:
+                if until is not None and run.step == until:
+                    raise Interrupted
+                if until is not None and run.step == until - 1:
+                    run.save()
+                losses = losses_of(model, inputs)
+                optimizer.zero_grad()
+                run.mean(losses, over=losses.numel()).backward()
+                optimizer.step()
+    return weights_of(model)
+
+
+def batched_and_resumed(world: World, folder: str) -> Tensor:
+    calm = batched_loop(world, Path(folder, "calm"))
+    batched_loop(world, Path(folder, "again"), until=5)
+    assert torch.equal(batched_loop(world, Path(folder, "again")), calm)
+    return calm
+
+
+def two_at_a_time(epoch: int) -> Iterator[Any]:
+    stream = Batched(SHARED)
+    stream.set_epoch(epoch)
+    batches = list(stream)
+    for first in range(0, len(batches), 2):
+        yield joined(batches[first : first + 2])
+
+
+@pytest.mark.parametrize("processes", RANKS)
+def test_batches_of_a_stream_are_joined_and_weighted(processes: int, tmp_path: Path) -> None:
+    _, expected = plain_loop(two_at_a_time)
+    for weights in on_ranks(processes, batched_and_resumed, str(tmp_path)):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=1e-10)
+
+
 def refusals(world: World, folder: str) -> list[str]:
     found = []
     for part, split in ((part_of(world), False), (slice(None), True), (slice(0, world.rank), True)):
@@ -323,6 +386,10 @@ def loop_over(**arguments: Any) -> Callable[[Any], None]:
 MISTAKES: list[tuple[Callable[[Any], None], str]] = [
     (loop_over(dataset=Stream(SHARED)), "run.loader: global_batch_size is missing"),
     (
+        loop_over(dataset=Batched(SHARED), global_batch_size=5),
+        "run.loader: two samples of a batch have the shapes [5, 4] and [3, 4]",
+    ),
+    (
         loop_over(dataset=iter([1]), global_batch_size=2),
         "run.loader: list_iterator is an iterator, used up after one epoch",
     ),
@@ -350,6 +417,16 @@ def test_each_mistake_is_named(mistake: Any, message: str, tmp_path: Path) -> No
         session_on(World(), str(tmp_path)) as run,
     ):
         mistake(run)
+
+
+def test_a_stream_of_batches_is_told_to_give_samples(tmp_path: Path) -> None:
+    for stream, size in ((Batched(SHARED), 5), (DataLoader(Batched(SHARED), None), None)):
+        with (
+            pytest.raises((ConfigError, DataError)) as caught,
+            session_on(World(), str(tmp_path)) as run,
+        ):
+            loop_over(dataset=stream, global_batch_size=size)(run)
+        assert "give samples" in caught.value.remedy
 
 
 class Telling(Stream):
