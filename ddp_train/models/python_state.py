@@ -85,25 +85,32 @@ def defined_by_user(module: str) -> bool:
     return is_users(getattr(sys.modules.get(module), "__file__", None) or "")
 
 
-def state_of(roots: Mapping[str, Any]) -> dict[str, str]:
+def state_of(roots: Mapping[str, Any], known: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The state that objects keep beside parameters and buffers.
 
     It is in attributes of them and of what they hold, in their classes and forward hooks, and in
     the globals of the user's modules that they come from.
 
     roots: the objects, by names.
+    known: objects that are not looked into where they are met, by names.
 
     Returns digests by paths, as a person would write them.
     """
-    return look_through(roots).found
+    return look_through(roots, known=known).found
 
 
-def look_through(roots: Mapping[str, Any], most_items: int = MOST_NUMBERS) -> State:
+def look_through(
+    roots: Mapping[str, Any],
+    most_items: int = MOST_NUMBERS,
+    known: Mapping[str, Any] | None = None,
+) -> State:
     """The state of objects as `state_of` has it, and the places of tensors.
 
     most_items: of a list or dict that are looked at.
     """
     state = State(most_items)
+    for name, value in (known or {}).items():
+        state.seen[id(value)] = name, value
     for name, root in roots.items():
         state.walk(name, root, DEPTH)
     done: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.replicas import weight_with_nan
 from ddp_train.models.python_state import changed, state_of
-from ddp_train.sessions.session_objects import Stateful, copies_on
+from ddp_train.sessions.session_objects import Stateful, beside_states, copies_on
 from ddp_train.sessions.states_of_ranks import (
     BufferOfRanks,
     buffers_apart,
@@ -49,7 +49,7 @@ class CheckpointWatch:
         self.objects = objects
         self.device = device
         self.keep = keep
-        self.state_at_start: dict[str, str] | None = unsaved_state(module)
+        self.state_at_start: dict[str, str] | None = unsaved_state(module, objects)
         """None once it was compared."""
         self.has_warned_of_ranks = False
         """State was named that is not the same on all processes."""
@@ -84,12 +84,15 @@ class CheckpointWatch:
             )
 
     def warn_of_unsaved_state(self) -> None:
-        """Name once what the model has changed and no checkpoint holds. A collective."""
+        """Name once what models and optimizers have changed and no checkpoint holds.
+
+        A collective.
+        """
         before = self.state_at_start
         if before is None:
             return
         self.state_at_start = None
-        now = unsaved_state(self.module)
+        now = unsaved_state(self.module, self.objects)
         names = [
             path
             for path in changed(before, now)
@@ -100,8 +103,9 @@ class CheckpointWatch:
         if names:
             log.warning(
                 "%s changed in training and is in no checkpoint: a resumed run begins it anew; keep"
-                " it in a buffer (register_buffer), or in what get_extra_state returns%s",
+                " it in %s%s",
                 ", ".join(digests),
+                _places_of(digests),
                 f". And it is {NOT_THE_SAME}" if len(set(of_ranks)) > 1 else "",
             )
 
@@ -152,15 +156,31 @@ class CheckpointWatch:
             log.warning("%s: %s; %s", listed, BATCH_NORM_APART, remedy)
 
 
-def unsaved_state(module: nn.Module) -> dict[str, str]:
-    """Digests of what a model keeps and its state_dict has not, by names."""
+def _places_of(names: Iterable[str]) -> str:
+    """Where state is saved."""
+    if all(map(_is_of_models, names)):
+        return "a buffer (register_buffer), or in what get_extra_state returns"
+    return "an object that run.resume gets, in what its state_dict returns"
+
+
+def _is_of_models(name: str) -> bool:
+    return name.startswith("model.") and "'s hook " not in name
+
+
+def unsaved_state(module: nn.Module, objects: Mapping[str, Stateful]) -> dict[str, str]:
+    """Digests of what models and optimizers keep and no state_dict has, by names.
+
+    objects: those that are saved beside the models, by names.
+    """
     saved = module.state_dict().keys()
     beside = {
         f"model.{name}": buffer for name, buffer in module.named_buffers() if name not in saved
     }
-    if any(name.endswith("_extra_state") for name in saved):
-        return state_of(beside)  # it may hold the attributes
-    attributes = state_of({"model": module})
+    roots = beside_states(objects)
+    if not any(name.endswith("_extra_state") for name in saved):  # it may hold the attributes
+        roots = {"model": module} | roots
+    of_model = {f"model.{name}": one for name, one in module.state_dict(keep_vars=True).items()}
+    found = state_of(roots, known={**of_model, **objects})
     return state_of(beside) | {
-        path: digest for path, digest in attributes.items() if path.startswith("model")
+        path: digest for path, digest in found.items() if path.startswith(tuple(roots))
     }

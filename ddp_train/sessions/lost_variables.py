@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from ddp_train.models.loop_variables import user_frames
 from ddp_train.sessions.carried_names import EpochNames, LoopCode, LoopNames
 from ddp_train.sessions.code_names import as_code, owners_of
+from ddp_train.sessions.session_objects import has_torchs_state
 from ddp_train.sessions.wrapped import Wrapped
 from ddp_train.tensor_tree import attributes_of, tensors
 
@@ -203,7 +204,7 @@ class LostVariables:
 def _is_in_state(holder: Any, name: str) -> bool:
     """Whether what run.resume got saves an attribute. name: "" for all of it."""
     kind = type(holder)
-    if isinstance(holder, Optimizer) and kind.state_dict is Optimizer.state_dict:
+    if isinstance(holder, Optimizer) and has_torchs_state(holder):
         return name in ("", "state", "param_groups")
     if not isinstance(holder, nn.Module) or kind.state_dict is not nn.Module.state_dict:
         return True

@@ -15,6 +15,9 @@ from ddp_train.sessions.parameter_groups import parameters_of, shared_parameters
 from ddp_train.sessions.settings import UsageError
 from ddp_train.sessions.wrapped import Wrapped
 
+SET_BY_SCHEDULERS = ("step", "_opt_called", "_step_count")
+"""Attributes that torch's schedulers set on an optimizer."""
+
 
 class Stateful(Protocol):
     """An object that a session saves: an optimizer, a scheduler, one of the user's own."""
@@ -116,3 +119,21 @@ def copies_on(device: str, objects: Mapping[str, Any]) -> dict[str, nn.Module]:
         for name, item in objects.items()
         if isinstance(item, nn.Module) and all(buffer.device == place for buffer in item.buffers())
     }
+
+
+def beside_states(objects: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Attributes of optimizers of the user's own that no state_dict has, by their names in code."""
+    found: dict[str, Any] = {}
+    for name, holder in objects.items():
+        if not isinstance(holder, Optimizer) or not has_torchs_state(holder):
+            continue
+        of_torch = {*vars(Optimizer([torch.zeros(1)], {})), *SET_BY_SCHEDULERS}
+        for attribute, value in vars(holder).items():
+            if attribute not in of_torch:
+                found[f"{name}.{attribute}"] = value
+    return found
+
+
+def has_torchs_state(optimizer: Optimizer) -> bool:
+    """Whether its state_dict has nothing but `state` and `param_groups`."""
+    return type(optimizer).state_dict is Optimizer.state_dict
