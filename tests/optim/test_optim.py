@@ -6,8 +6,11 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -213,6 +216,32 @@ def test_resumed_stepper_has_the_moments_of_the_checkpoint_alone() -> None:
     (moments,) = resumed.optimizer.state.values()
     (expected,) = saved.optimizer.state.values()
     assert torch.equal(moments["momentum_buffer"], expected["momentum_buffer"])
+
+
+def test_the_page_clips_the_gradients_of_the_mean() -> None:
+    """The hook of docs/guides/optimizers.md, where units are not samples."""
+    page = (Path(__file__).parents[2] / "docs/guides/optimizers.md").read_text()
+    (code,) = re.findall(r"```python\n(# clip\.py.*?)```", page, re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    stepper = Stepper(optimizer, constant(optimizer), torch.amp.GradScaler(enabled=False))
+    job = SimpleNamespace(
+        model=layer,
+        optimizer=optimizer,
+        observe=stepper.observers.append,
+        stop_observing=stepper.observers.remove,
+    )
+    four_samples = MicroBatch(0, 0, np.arange(4), 4, scale=1 / 4, is_last=True)
+
+    with names["ClipValue"](job, "", World(), value=0.15):
+        loss = layer(torch.tensor([[1.0, 20.0]])).sum()
+        stepper.backward(loss, torch.tensor(10.0, dtype=torch.float64), four_samples)
+        stepper.step()
+
+    assert layer.weight.tolist() == [pytest.approx([-0.1, -0.15])]
 
 
 def test_parts_share_memory_and_fill_a_launch() -> None:
