@@ -22,7 +22,7 @@ from ddp_train.telemetry.json_files import read_object
 from ddp_train.telemetry.metrics_log import METRICS, read_metrics
 
 if TYPE_CHECKING:
-    from torch import nn
+    from ddp_train.inference.trained_model import Trained
 
 
 class RunFailedError(RuntimeError):
@@ -76,14 +76,15 @@ class Result:
         path = self.summary.get("checkpoint") or evaluated.get("path")
         return Path(path) if path else None
 
-    def model(self, which: str = "auto") -> nn.Module:
+    def model(self, which: str = "auto") -> Trained:
         """Load the trained model, in eval mode, on the CPU.
 
         which: the checkpoint to load: `best`, `last`, or `auto`: the best if it was kept, else the
             last. Ignored in a run that evaluated, predicted or exported: the checkpoint is the one
             that it loaded.
 
-        Returns what `ddp_train.load` returns. Raises DataError if there is no such checkpoint.
+        Returns a `Trained`, as `ddp_train.load` does. Raises DataError if there is no such
+        checkpoint.
         """
         from ddp_train.inference.trained_model import load
 

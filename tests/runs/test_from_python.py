@@ -96,3 +96,8 @@ def test_wrong_overrides_are_raised_before_anything_starts(
     with pytest.raises(ConfigError, match=message):
         ddp_train.run(*words)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_model_of_a_result_is_annotated_as_what_load_returns() -> None:
+    declared = ddp_train.Result.model.__annotations__["return"]
+    assert declared == ddp_train.load.__annotations__["return"] == "Trained"
