@@ -19,6 +19,7 @@ KINDS: dict[str, type] = {
     "scored_digests": dict,
     "best_by": dict,
     "trained": list,
+    "hosts": list,
 }
 """Entries of a manifest, and what each is if it is there."""
 

@@ -12,14 +12,37 @@ from ddp_train.engine.loop import Job
 from ddp_train.engine.metrics_hook import RESIZE, MetricsHook
 
 
+def names_of_change(hosts_then: list[str], hosts_now: list[str]) -> str:
+    """`host b left`, `hosts b and c joined`; "" if the names do not tell.
+
+    hosts_then: the hosts of the checkpoint, empty if they are not known.
+    """
+    left = sorted({*hosts_then} - {*hosts_now})
+    joined = sorted({*hosts_now} - {*hosts_then})
+    if not hosts_then or not hosts_now:
+        return ""
+    parts = []
+    for names, verb in ((left, "left"), (joined, "joined")):
+        if names:
+            noun = "host" if len(names) == 1 else "hosts"
+            parts.append(f"{noun} {' and '.join(names)} {verb}")
+    return ", ".join(parts)
+
+
 def changes_of_hosts(
-    metrics_hook: MetricsHook, lost: dict[str, Any] | None, before: int, now: int, device: str
+    metrics_hook: MetricsHook,
+    lost: dict[str, Any] | None,
+    before: int,
+    now: int,
+    device: str,
+    names: str,
 ) -> list[dict[str, Any]]:
     """The change between the run's number of processes before this start and `now`, if there is
     one. A collective: what was noted, rank 0 knows alone.
 
     lost: see `lost_hosts.noted_loss`.
     before: number of processes by the checkpoint.
+    names: see `names_of_change`.
     """
     if metrics_hook.resizes:
         before = metrics_hook.resizes[-1]["to"]
@@ -30,8 +53,8 @@ def changes_of_hosts(
     if lost:
         change |= {"why": "a rank was lost", "at": lost["at"], "time": lost["time"]}
     else:
-        why = "a host joined" if now > before else "a host left"
-        change |= {"why": why, "at": None, "time": time.time()}
+        unnamed = "a host joined" if now > before else "a host left"
+        change |= {"why": names or unnamed, "at": None, "time": time.time()}
     return [from_leader(change, device)]
 
 

@@ -60,6 +60,11 @@ def register(store: Store, world: World) -> None:
     store.set(f"{HOST}/{world.rank}", socket.gethostname())
 
 
+def hosts_of_ranks(store: Store, world: World) -> list[str]:
+    """The name of each rank's host, once all ranks are registered."""
+    return [store.get(f"{HOST}/{rank}").decode() for rank in range(world.size)]
+
+
 def respond(store: Store, world: World, status: RankStatus) -> bool:
     """Write this rank's step and phase into the store. Returns whether the store has them."""
     key = f"{POSITION}/{world.rank}"

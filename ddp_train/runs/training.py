@@ -60,7 +60,7 @@ from ddp_train.engine.noise_hook import NoiseHook
 from ddp_train.engine.plateau_hook import PlateauHook
 from ddp_train.engine.profile_hook import profile_hooks
 from ddp_train.engine.rehearsal import rehearse
-from ddp_train.engine.resize_hook import ResizeHook, changes_of_hosts
+from ddp_train.engine.resize_hook import ResizeHook, changes_of_hosts, names_of_change
 from ddp_train.engine.scoring import score_sets
 from ddp_train.engine.selection_hook import SelectionHook
 from ddp_train.engine.step_observers import ReportedHook
@@ -83,7 +83,7 @@ from ddp_train.recovery.lost_host import (
 from ddp_train.recovery.recovery_hook import RecoveryHook
 from ddp_train.recovery.run_keeper import RunKeeper
 from ddp_train.recovery.state_keeper import StateKeeper
-from ddp_train.resilience import lost_hosts, run_lock
+from ddp_train.resilience import lost_hosts, peer_check, run_lock
 from ddp_train.resilience.kept_memory import KeptMemory
 from ddp_train.runs import display_facts, mirror_run
 from ddp_train.runs.context import RunContext
@@ -588,6 +588,7 @@ def manifest_facts(training: Training) -> dict[str, Any]:
     return {
         "config": to_values(config),
         "world_size": run.world.size,
+        "hosts": from_leader(_hosts(run), run.device),
         "torch": torch.__version__,
         "data_digests": training.data_digests,
         "trained": list(trained_parameters(config, module)),
@@ -617,8 +618,9 @@ def _resize_hook(training: Training, lost: dict[str, Any] | None) -> ResizeHook 
     changes = changes_of_number()
     if run.config.host_range and training.start.checkpoint:
         size_then = training.start.manifest.get("world_size", run.world.size)
+        names = names_of_change(training.start.manifest.get("hosts", []), _hosts(run))
         changes = changes_of_hosts(
-            training.metrics_hook, lost, size_then, run.world.size, run.device
+            training.metrics_hook, lost, size_then, run.world.size, run.device, names
         )
         if changes and not lost:  # a loss is told by who reported it
             run.display.line(_change_line(changes[-1], training.start.step))
@@ -627,8 +629,16 @@ def _resize_hook(training: Training, lost: dict[str, Any] | None) -> ResizeHook 
     return ResizeHook(training.metrics_hook, changes, training.start.step, run.device)
 
 
+def _hosts(run: RunContext) -> list[str]:
+    """The names of the hosts where hosts may leave and join, on rank 0; else empty."""
+    store = run.worker.store
+    if not run.config.host_range or not store or not run.world.is_leader:
+        return []
+    return sorted({*peer_check.hosts_of_ranks(store, run.world)})
+
+
 def _change_line(change: dict[str, Any], step: int) -> str:
-    """`a host left after step 18; 1 process continues`.
+    """`host node2 left after step 18; 1 process continues`.
 
     change: see `launcher.size.Change`.
     """

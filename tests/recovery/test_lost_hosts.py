@@ -25,6 +25,7 @@ from ddp_train.config.freeze import load_frozen, to_text
 from ddp_train.config.validate import check, check_rules
 from ddp_train.data.batch_plan import MicroBatch
 from ddp_train.distributed.world import World
+from ddp_train.engine.resize_hook import names_of_change
 from ddp_train.hardware import Hardware
 from ddp_train.launcher import meeting_point
 from ddp_train.launcher.multihost import OF_A_RANGE, command
@@ -221,6 +222,14 @@ def test_every_rank_has_what_each_knows_alone() -> None:
     assert on_ranks(3, exchange) == [expected] * 3
 
 
+def test_hosts_that_left_or_joined_are_named() -> None:
+    assert names_of_change(["a", "b", "c"], ["a", "c"]) == "host b left"
+    assert names_of_change(["a", "b", "c"], ["a"]) == "hosts b and c left"
+    assert names_of_change(["a"], ["a", "b"]) == "host b joined"
+    assert names_of_change(["a", "b"], ["a", "c"]) == "host b left, host c joined"
+    assert names_of_change([], ["a"]) == "", "a checkpoint of before knows no names"
+
+
 # --- whole runs -----------------------------------------------------------------------------------
 
 HOSTS = ("launch.nnodes=2:3", ENDPOINT, "launch.max_restarts=5", "launch.join_timeout_seconds=40")
@@ -307,6 +316,7 @@ def calm(folder: Path, *words: str) -> Path:
 
 
 LOST = (3, 2, "a rank was lost")
+JOINED = "host node3 joined"
 
 
 @on_hosts
@@ -325,7 +335,7 @@ def test_a_host_that_crashes_costs_no_step(hosts: Elastic, tmp_path: Path) -> No
     assert hosts.changes() == [LOST] and summary["world_size"] == 2
     assert len(summary["resizes"]) == hosts.late + 1
     assert fatal_lines(said) == [] and said.count("LOST peer (rank 1 on node1") == 1
-    assert f"step {recovery['step']} is kept: it lay outside the processes" in said
+    assert f"step {recovery['step']} is not lost: it was in memory outside the processes" in said
     assert_close(hosts.run_dir, calm(tmp_path, *WORDS, "+model.delay=0", "train.epochs=9"))
 
 
@@ -345,7 +355,7 @@ def test_a_host_without_power_is_replaced_by_one_that_comes(hosts: Elastic, tmp_
     hosts.join(3, *words)
     assert hosts.ends("node0", "node1", "node3") == [0, 0, 0], hosts.all_said()
     summary = read(hosts.run_dir, "summary.json")
-    assert hosts.changes() == [LOST, (2, 3, "a host joined")]
+    assert hosts.changes() == [LOST, (2, 3, JOINED)]
     assert [one["rank"] for one in summary["recoveries"]] == [2]
     assert (summary["steps_redone"], summary["world_size"]) == (0, 3)
     assert_close(hosts.run_dir, calm(tmp_path, *WORDS, "+model.delay=0", "train.epochs=60"))
@@ -423,8 +433,10 @@ def test_all_hosts_stop_and_resume_with_another_number(hosts: Elastic, tmp_path:
     hosts.processes.clear()
     hosts.begin(*NET, hosts=2)
     assert hosts.ends("node0", "node1") == [0, 0], hosts.all_said()
-    assert hosts.changes() == [(3, 2, "a host left")]
-    assert re.search(r"^a host left after step \d+; 2 processes continue$", hosts.all_said(), re.M)
+    assert hosts.changes() == [(3, 2, "host node2 left")]
+    assert re.search(
+        r"^host node2 left after step \d+; 2 processes continue$", hosts.all_said(), re.M
+    )
     ours = load(weights(hosts.run_dir))
     theirs = load(weights(calm(tmp_path, *WORDS, "+model.delay=0")))
     assert all(torch.allclose(ours[name], theirs[name], rtol=0, atol=1e-10) for name in theirs)
@@ -448,7 +460,7 @@ def test_hosts_meet_elsewhere_when_the_endpoint_is_lost(
     hosts.join(3, *words)
     assert hosts.ends("node1", "node2", "node3") == [0, 0, 0], hosts.all_said()
     summary = read(hosts.run_dir, "summary.json")
-    assert hosts.changes() == [LOST, (2, 3, "a host joined")]
+    assert hosts.changes() == [LOST, (2, 3, JOINED)]
     assert [one["rank"] for one in summary["recoveries"]] == [0] and summary["steps_redone"] == 0
     said = hosts.said("node1"), hosts.said("node2")
     assert all(
