@@ -68,7 +68,7 @@ def parse_arguments(arguments: list[str]) -> tuple[list[Path], dict[str, str]]:
         if is_flag and flag not in flags and value:
             flags[flag] = value
         elif argument.startswith("-"):
-            raise ConfigError([f"{COMPARE}: {argument} is no flag of it; {_example()}"])
+            raise ConfigError([f"{COMPARE}: {argument} is not a flag of {COMPARE}; {_example()}"])
         else:
             paths.append(Path(argument))
     if not paths:

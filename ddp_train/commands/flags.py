@@ -116,8 +116,8 @@ def show(program: Program, argv: list[str], flags: list[str]) -> int:
     if reused:
         raise ConfigError(
             [
-                f"{reused[0]}: flags show what the presets compose; for what that run had, read the"
-                " file"
+                f"{reused[0]}: {flags[0]} shows the config of presets, not of an earlier run; read"
+                " its config.yaml"
             ]
         )
     arguments = argv

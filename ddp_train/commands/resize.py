@@ -37,11 +37,11 @@ def resize(argv: list[str]) -> int:
     run_dir = Path(argv[0])
     command = f"{RESIZE} {run_dir} {argv[1]}"
     if not re.fullmatch(r"[1-9]\d{0,8}", argv[1]):
-        raise ConfigError([f"{command}: {argv[1]} is no number of processes; use {example}"])
+        raise ConfigError([f"{command}: {argv[1]} is not a number of processes; use {example}"])
     count = int(argv[1])
     config, owner = _running_run(run_dir, count, command)
     if count == config.launch.nproc_per_node:
-        print(f"{command}: it has so many already")
+        print(f"{command}: the run has {count} already")
         return 0
     if count not in config.process_counts:
         allowed = shown_counts(config.process_counts)
@@ -92,11 +92,14 @@ def _running_run(run_dir: Path, count: int, command: str) -> tuple[Config, dict[
         status = _status(run_dir)
     except OSError as error:
         raise ConfigError(
-            [f"{command}: cannot be read ({error.strerror}); give the command as its user"]
+            [
+                f"{command}: cannot be read ({error.strerror}); run this command as the user of"
+                " the run"
+            ]
         ) from None
     if owner and owner.get("host") != socket.gethostname():
         host = owner.get("host")
-        raise ConfigError([f"{command}: it was started on {host}; give the command there"])
+        raise ConfigError([f"{command}: it was started on {host}; run this command there"])
     if not is_held and status == "completed":
         raise ConfigError([f"{command}: the run is completed; nothing is left to train"])
     if not is_held:

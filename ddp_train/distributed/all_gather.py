@@ -37,7 +37,7 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """
     if tensor.ndim == 0:
         raise DataError(
-            "ddp_train.all_gather was given a tensor without dimensions", "give it rows, [n, ...]"
+            "ddp_train.all_gather got a tensor without dimensions", "pass rows, [n, ...]"
         )
     CURRENT.gathers += 1
     step = CURRENT.step
@@ -47,7 +47,8 @@ def all_gather(tensor: Tensor) -> tuple[Tensor, Tensor]:
         return tensor, torch.arange(len(tensor), device=tensor.device)
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         raise LaunchError(
-            "ddp_train.all_gather reads sizes from the device", "use tuning.cuda_graph=false"
+            "ddp_train.all_gather copies sizes from the device, and a captured step cannot",
+            "use tuning.cuda_graph=false",
         )
     # In a backward pass DDP sends a bucket of gradients once its last gradient is there. Where
     # processes use different parameters (strategy.find_unused_parameters), that is before this
@@ -81,7 +82,7 @@ def _sizes(tensor: Tensor, group: Any) -> list[int]:
     if any(other != mark for _, other in numbers):
         raise DataError(
             f"ddp_train.all_gather: rows differ between processes; here they are {kind}",
-            "give it rows of one shape and dtype on all processes, in the same order of calls",
+            "pass rows of the same shape and dtype on all processes, and call it in the same order",
         )
     return [rows for rows, _ in numbers]
 

@@ -99,8 +99,8 @@ def world_from_environment() -> World | None:
         names = " ".join(f"-u {name}" for name in (*numbers, LAUNCHER_PID))
         raise ConfigError(
             [
-                f"environment: its RANK={env['RANK']} is that of a process of the run of launcher"
-                f" {launcher}, which has started this command; start it with `env {names}`"
+                f"environment: a process of another run (launcher {launcher}) has started this"
+                f" command, which has its RANK={env['RANK']}; start it with `env {names}`"
             ]
         )
     return World(
@@ -120,7 +120,7 @@ def _problem_of(numbers: dict[str, str]) -> str:
     """
     for name, value in numbers.items():
         if not re.fullmatch(r"\d{1,9}", value):
-            return f"{name}={value} is no number"
+            return f"{name}={value} is not a number"
     rank_of = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE"}
     for rank, size in rank_of.items():
         if rank in numbers and size in numbers and int(numbers[rank]) >= int(numbers[size]):
@@ -132,7 +132,7 @@ def _problem_of(numbers: dict[str, str]) -> str:
             return f"RANK={numbers['RANK']} is set and {name} is not"
     port = os.environ["MASTER_PORT"]
     if not re.fullmatch(r"\d{1,5}", port):
-        return f"MASTER_PORT={port} is no port"
+        return f"MASTER_PORT={port} is not a port"
     return ""
 
 

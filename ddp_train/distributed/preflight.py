@@ -227,7 +227,7 @@ def _missing_hosts(world: World, hosts: list[str]) -> list[str]:
         return []
     names = ", ".join(dict.fromkeys(hosts))
     return [
-        f"torchrun was asked for {low} hosts and started {started}: {names}",
+        f"torchrun was asked for {low} hosts, but started {started}: {names}",
         "start it on the others too, and compare their clocks: a host that is 15 s behind is left"
         " out",
     ]

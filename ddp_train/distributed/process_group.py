@@ -54,9 +54,9 @@ def open_store(world: World, timeout_seconds: float) -> Store:
     store = PrefixStore(f"attempt_{world.attempt}", store)
     if store.add(f"{JOINED}/{world.rank}", 1) > 1:
         raise PeerError(
-            f"rank {world.rank} has joined the processes at {address}:{port} already: this process"
-            " has the variables of another one",
-            "give each process a RANK of its own; where a rank starts a command, start it with"
+            f"another process has joined as rank {world.rank} at {address}:{port} already: two"
+            " processes have the same RANK",
+            "give each process its own RANK; if a rank starts another command, start that with"
             " `env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE`",
         )
     return store

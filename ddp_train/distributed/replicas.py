@@ -77,7 +77,7 @@ def check_norms(names: list[str], norms_of_ranks: Tensor) -> None:
         f"the weights are not the same on all processes: the norm of {names[place]} is"
         f" {float(leader[place]):.6g} on rank 0 and {float(norms_of_ranks[rank, place]):.6g} on"
         f" rank {rank}",
-        "look for code beside the optimizer that changes them on one process alone, or by random"
-        " numbers: a hook, an assignment in forward, with strategy.init_sync=false the model's"
-        " constructor",
+        "look for code outside of the optimizer that changes them on one process alone, or by"
+        " random numbers: a hook, an assignment in forward or, with strategy.init_sync=false, the"
+        " model's constructor",
     )

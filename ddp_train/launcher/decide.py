@@ -205,7 +205,7 @@ def _replacement(
         )
     if seen.restarts_used >= max_restarts:
         budget = f"launch.max_restarts={max_restarts}"
-        return End(failed.code, f"{budget} used up without a step kept or saved in between")
+        return End(failed.code, f"{budget} is used up, and no new step was saved in between")
     return Restart(
         size=size,
         from_step=failed.kept_step,
@@ -225,7 +225,7 @@ def _lost_devices(failed: FailedAttempt, seen: History, size: Size) -> dict[str,
     device = size.device_of(rank)
     if device not in lost and seen.device_failures[device] >= DEVICE_FAILURES:
         name = f"rank {rank} (GPU {device})" if size.gpus else f"rank {rank}"
-        lost[device] = f"{name} failed twice without a step kept or saved in between"
+        lost[device] = f"{name} failed twice, and no new step was saved in between"
     return lost
 
 
@@ -264,20 +264,22 @@ def sentences(
 
 def _saved_sentence(decision: Restart | End, kept_step: int, words_to_resume: str) -> str:
     if isinstance(decision, Restart):
-        return f"step {kept_step} is kept: it lay outside the processes"
-    where = "which was kept outside the processes"
-    return f"saved step {kept_step}, {where}; {words_to_resume} resumes there"
+        return f"step {kept_step} is not lost: it was in memory outside the processes"
+    where = "which was in memory outside the processes"
+    return f"saved step {kept_step}, {where}; {words_to_resume} resumes from it"
 
 
 def _not_finite_sentence(newest_step: int, words_to_resume: str) -> str:
     """newest_step: of the checkpoints; -1 if there is none."""
-    reason = "the steps since the last checkpoint are not saved: their weights lead to that loss"
-    again = f"with that remedy the same command and {words_to_resume}"
+    reason = (
+        "the steps since the last checkpoint are not saved, for their weights lead to that loss"
+    )
+    again = f"after the remedy, the same command with {words_to_resume}"
     if newest_step < 0:
         return f"{reason}; {again} starts over"
     return (
         f"{reason}; {again} resumes from step {newest_step}; if that fails too, add"
-        " checkpoint.resume=never to start over, or checkpoint.resume=PATH of an older checkpoint"
+        " checkpoint.resume=PATH of an older checkpoint, or checkpoint.resume=never to start over"
     )
 
 
@@ -286,5 +288,5 @@ def _from_step(restart: Restart, steps_redone: int) -> str:
         return ""
     if steps_redone > 0:
         steps = counted(steps_redone, "step")
-        return f", from step {restart.from_step}: {steps} behind it are computed again"
+        return f", from step {restart.from_step}: {steps} after it must be computed again"
     return f", from step {restart.from_step}: no step is lost"

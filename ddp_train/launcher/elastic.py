@@ -121,7 +121,7 @@ class Elastic:
             try:
                 freeze(config)
             except ConfigError as error:
-                text = f"it stays at {counted(before, 'process')}: {error.problems[0]}"
+                text = f"the run stays at {counted(before, 'process')}: {error.problems[0]}"
                 print(text, file=sys.stderr)
                 if self.requests:
                     self.requests.answer(False, text)
@@ -138,7 +138,7 @@ class Elastic:
             seconds = time.monotonic() - self.requests.pending.at
             self.requests.answer(
                 True,
-                f"{change.before} to {processes} after step {self.from_step:,};"
-                f" {seconds:.2f} s until they had done a step",
+                f"{change.before} to {processes} after step {self.from_step:,}; the next step was"
+                f" done {seconds:.2f} s after the request",
             )
         self.from_step = None

@@ -103,7 +103,7 @@ def save_in_own_process(
     if process.poll() is None:
         process.kill()
         process.wait()
-        print(f"what was kept could not be saved within {seconds:g} s", file=sys.stderr)
+        print(f"the last step could not be saved within {seconds:g} s", file=sys.stderr)
     return process.poll() == 0
 
 

@@ -162,9 +162,9 @@ def registered(run_dir: Path) -> Iterator[None]:
         lock = run_lock.acquire(path, LOOK_SECONDS)
     except run_lock.LockHeldError as error:
         raise PeerError(
-            f"{path} is held by {error}: this host takes part already, or another host has the same"
-            " name",
-            "start one launcher per host, and give each host a name of its own",
+            "a launcher of this host takes part already, or another host has the same name"
+            f" ({path}: {error})",
+            "start one launcher on each host, and give each host its own name",
         ) from None
     except OSError as error:
         raise PeerError(
@@ -275,8 +275,8 @@ class AgentWatch:
         self.next_note = now + NOTE_AGAIN_SECONDS
         print(
             f"waiting for {missing} of {fewest} hosts at {launch.rdzv_endpoint}"
-            f" (launch.join_timeout_seconds={launch.join_timeout_seconds});"
-            f" here: {', '.join(present)}",
+            f" (launch.join_timeout_seconds={launch.join_timeout_seconds}); present:"
+            f" {', '.join(present)}",
             file=sys.stderr,
         )
 
@@ -385,7 +385,7 @@ def _unexplained(ended: AgentEnd) -> LaunchError:
     detail = f"torchrun's agent exited with {ended.returncode}, and no worker reported a failure"
     gone = sorted({*ended.hosts_at_start} - {*ended.present})
     if gone:
-        return PeerError(f"{', '.join(gone)} is gone; {detail}", "look at that host")
+        return PeerError(f"{', '.join(gone)} is gone; {detail}", "check that host")
     return LaunchError(detail, "see its output")
 
 

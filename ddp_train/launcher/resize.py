@@ -84,7 +84,7 @@ class RequestListener:
             self.pending = None
 
     def close(self) -> None:
-        self.answer(False, "the run ended before the change; give its command again to resume it")
+        self.answer(False, "the run ended before the change; run its command again to resume it")
         self.listener.close()
 
 

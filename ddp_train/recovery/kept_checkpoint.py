@@ -313,11 +313,11 @@ def save_step_of_last_attempt(
     if is_leader:
         try:
             if _do(task, memory, run_dir) is None:
-                log.warning("what was kept is not saved: a loss or a weight is not finite")
+                log.warning("the last step is not saved: a loss or a weight is not finite")
         except WriteError:
             raise
         except LaunchError as error:
-            log.warning("what was kept cannot be saved: %s", error)
+            log.warning("the last step cannot be saved: %s", error)
     barrier(device)
 
 
@@ -345,7 +345,7 @@ def main() -> NoReturn:
     try:
         step = _do(task, KeptMemory.inherited(), Path(sys.argv[1]))
     except LaunchError as error:
-        sys.exit(f"what was kept cannot be saved: {error}")
+        sys.exit(f"the last step cannot be saved: {error}")
     sys.exit(0 if step is not None else 1)
 
 

@@ -42,13 +42,11 @@ def reason_not_kept(job: Job, hooks_change_it: bool) -> str:
     if job.stepper.device != "cpu":
         return "on GPUs memory is kept on one host only"
     if hooks_change_it and has_buffers:
-        return "hooks of your own may change buffers that each rank has for itself"
+        return "your hooks may change the buffers of each rank"
     if job.stepper.average and has_buffers:
-        return (
-            "the average of each rank's own buffers (train.ema_decay) is known to that rank alone"
-        )
+        return "only the rank itself has the average of its buffers (train.ema_decay)"
     if job.stepper.check_finite.most_skipped is not None:
-        return "train.on_non_finite=skip takes back what was sent of a step"
+        return "train.on_non_finite=skip may undo a step that was sent already"
     return ""
 
 
@@ -133,6 +131,6 @@ def _save(memory: KeptMemory, run_dir: Path, ranks: int, is_saving: bool) -> boo
         if step is not None and step > newest_step(run_dir):
             step = save_kept_step(memory, {}, run_dir, ranks, is_saving)
     except LaunchError as failure:  # another host may be able to
-        log.warning("what was kept could not be saved: %s", failure)
+        log.warning("the last step could not be saved: %s", failure)
         return False
     return step is not None

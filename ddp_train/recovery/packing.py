@@ -132,7 +132,7 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in PLAIN or is_rebuilding or is_dtype:
             return super().find_class(module, name)
-        raise LaunchError(f"a state holds {module}.{name}, which is no plain data")
+        raise LaunchError(f"a state has {module}.{name}, which is not plain data")
 
     def _find(self, own: bool, number: int) -> Tensor:
         return self.tensor_of(KeptTensor(own, number))

@@ -22,7 +22,7 @@ from ddp_train.resilience.kept_memory import TURNS, KeptMemory, Place
 
 log = logging.getLogger(__name__)
 NOT_KEPT = (
-    "the state is kept in checkpoints alone, and a failure costs the steps since the last: %s"
+    "the state is saved in checkpoints only, so a failure costs the steps since the last one: %s"
 )
 
 

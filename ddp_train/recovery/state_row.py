@@ -12,12 +12,12 @@ def state_row(config: Config, is_kept: bool) -> str:
     is_kept: the processes were given memory that outlives them.
     """
     if config.host_range and config.device == "cpu" and config.process_count > 1:
-        return "kept outside the processes: a lost host costs no step"
+        return "in memory outside the processes: a lost host costs no step"
     if not is_kept:
-        return "in checkpoints alone: a failure costs the steps since the last"
+        return "in checkpoints only: a failure costs the steps since the last one"
     if config.device == "cpu":
-        return "kept outside the processes: one that is killed or hangs costs no step"
+        return "in memory outside the processes: a process that is killed or hangs costs no step"
     return (
-        f"kept outside the processes, on the GPUs, in {SHARE:.1%} of the time: one that is killed"
+        f"on the GPUs, outside the processes, in {SHARE:.1%} of the time: a process that is killed"
         " or hangs costs some tenths of a second"
     )

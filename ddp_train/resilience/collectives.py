@@ -117,5 +117,5 @@ def _describe(number: int, made: Mapping[int, Call], missing: Sequence[int]) -> 
         text += f", {named_ranks(missing)} did not"
     for rank, call in sorted(made.items()):
         if call != usual:
-            text += f"; rank {rank} called {call} there"
+            text += f"; rank {rank} called {call} instead"
     return text

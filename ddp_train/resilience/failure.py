@@ -12,19 +12,18 @@ from pathlib import Path
 
 from ddp_train.errors import HangError, LaunchError, NonFiniteLossError, is_out_of_memory
 from ddp_train.resilience.hang_detector import Hang
-from ddp_train.resilience.heartbeat import RankStatus, StatusSnapshot
+from ddp_train.resilience.heartbeat import START_SECONDS, RankStatus, StatusSnapshot
 from ddp_train.resilience.stacks import STOPPED
 from ddp_train.text import first_line
 
 SHOWN_SAMPLES = 20
 """Samples of a lost batch that a failure names."""
-NO_SAMPLE = "(this process has no sample in this step, and a batch of the length 0)"
+NO_SAMPLE = "(in this step this process has no sample, and its batch is empty)"
 """The note of an error in such a step."""
 _TAKE_NO_SAMPLE = (
-    "let whatever is computed of the batch take no rows: x.flatten(1), sums, no x[0], no division"
-    " by len(x), losses of a loop over samples in torch.zeros(len(x)); where a layer takes none, as"
-    " pack_padded_sequence, leave out the last batch if it is small, run.loader(...,"
-    " drop_last=True), or use a global_batch_size of which each process gets a sample"
+    "write code that takes an empty batch: no x[0], no division by len(x), x.flatten(1) in place"
+    " of x.view(len(x), -1). If a layer cannot take one (pack_padded_sequence), use"
+    " run.loader(..., drop_last=True), or a global_batch_size that gives each process a sample"
 )
 DEAD_LOADER = "DataLoader worker (pid"
 """Begin of torch's message about a loader process that died."""
@@ -59,8 +58,9 @@ _LIMITS = {
         "processes pass their batches: docker run --shm-size=8g; or use tuning.num_workers=0"
     ),
     "Expected more than 1 value per channel": (
-        "batch norm cannot train on one sample, which a process has here, as in an epoch's last"
-        " batch: change train.global_batch_size, or the norm; list frozen layers in model.freeze"
+        "batch norm cannot train on one sample, and a process has only one here (often in the last"
+        " batch of an epoch): change train.global_batch_size, or use another norm; name frozen"
+        " layers in model.freeze"
     ),
 }
 """Limits of the host and of torch: patterns of their messages, and remedies."""
@@ -183,8 +183,8 @@ def _cause_of(error: BaseException, status: RankStatus, sizes: str) -> _Cause:
     remedy = "see the traceback"
     if isinstance(error, RuntimeError) and re.search(_OTHER_NUMBER_TYPE, text):
         remedy = (
-            "give the model the number type of its weights: return float32 inputs (numpy's default"
-            " is float64)"
+            "give the model inputs of the dtype of its weights: return float32 (numpy's default is"
+            " float64)"
         )
     elif NO_SAMPLE in getattr(error, "__notes__", []):
         remedy = _TAKE_NO_SAMPLE
@@ -219,8 +219,8 @@ def _cause_of_dead_loader(error: BaseException, status: RankStatus) -> _Cause:
     detail = f"a loader process died: {first}"
     if status.fetching:
         samples = status.fetching[0].sample_numbers.tolist()
-        detail += f"; the next batch was samples {samples[:SHOWN_SAMPLES]}"
-    remedy = "with tuning.num_workers=0 an error of the data set is raised in the rank itself"
+        detail += f"; the next batch has the samples {samples[:SHOWN_SAMPLES]}"
+    remedy = "use tuning.num_workers=0 to see an error of the data set"
     if "signal: Killed" in message:
         remedy = f"{_LESS_MEMORY}; {remedy}"
     return _Cause("data_worker", detail, remedy)
@@ -241,7 +241,7 @@ def failure_from_exit(
     if returncode == -signal.SIGKILL and oom_killed:
         detail = f"killed by the kernel's OOM killer; memory before: {sizes}"
         return _Cause("oom", detail, _LESS_MEMORY).failure(rank, status, log_file)
-    remedy = f"see what it has printed, above or in {log_file}"
+    remedy = f"see its output, above or in {log_file}"
     if returncode < 0:
         number = -returncode
         name = f"signal {number}"  # most real-time signals have a number only
@@ -263,14 +263,19 @@ def failure_from_exit(
 
 def failure_from_hang(hang: Hang, log_file: Path, timeout_seconds: float) -> Failure:
     """The Failure for the rank that blocks a run, as the launcher found it."""
-    silence = f"no progress for {hang.seconds:.1f} s (launch.timeout_seconds={timeout_seconds:g})"
+    limit = f"launch.timeout_seconds={timeout_seconds:g}"
+    longer = "raise launch.timeout_seconds"
+    if not hang.snapshot.has_started and timeout_seconds < START_SECONDS:
+        limit = f"the limit before the second batch is {START_SECONDS:g} s, later {limit}"
+        longer += f" above {START_SECONDS:g}"
+    silence = f"no progress for {hang.seconds:.1f} s ({limit})"
     evidence = [silence, hang.reason, hang.others, hang.called]
     detail = "; ".join(text for text in evidence if text)
-    remedy = "see the stack of that rank; if it is only slow, raise launch.timeout_seconds"
+    remedy = f"see the stack of that rank; if it is only slow, {longer}"
     if not hang.stack:
         remedy = (
-            "find out what that rank waits for: its stack could not be read; if it is only slow,"
-            " raise launch.timeout_seconds"
+            "its stack could not be read; find out what that rank waits for, or if it is only"
+            f" slow, {longer}"
         )
     if hang.reason == STOPPED:
         remedy = (

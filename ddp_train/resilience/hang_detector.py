@@ -157,8 +157,7 @@ class HangDetector:
     def _is_late(self, rank: int, now: float) -> bool:
         observation = self.observations[rank]
         limit = self.timeout_seconds
-        has_started = observation.snapshot.batches > 1
-        if not has_started:
+        if not observation.snapshot.has_started:
             limit = max(limit, START_SECONDS)
         # While a rank reads past samples of a stream, the others wait for it.
         read_past_at = max(other.passed_at for other in self.observations)

@@ -75,6 +75,11 @@ class StatusSnapshot(NamedTuple):
         return min(self.beats, 1), self.step, PHASE_NUMBERS[self.phase]
 
     @property
+    def has_started(self) -> bool:
+        """Whether the rank has done its first batch; before that, START_SECONDS apply."""
+        return self.batches > 1
+
+    @property
     def where(self) -> str:
         """`forward of step 7`."""
         return f"{self.phase} of step {self.step}"

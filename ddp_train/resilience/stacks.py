@@ -170,7 +170,7 @@ def note_late(run_dir: Path, pids: dict[int, int], statuses: Sequence[RankStatus
         time.sleep(0.02)  # for a stack that is being written
         stacks = _stack_text(run_dir, rank)[len(before) :]
         where = statuses[rank].snapshot().where
-        note = f"a rank is lost, and this one, in {where}, has not stopped for it; its threads:"
+        note = f"a rank is lost, but this one has not stopped, in {where}; its threads:"
         log_file = run_dir / "logs" / f"rank_{rank}.log"
         with contextlib.suppress(OSError), log_file.open("a") as file:
             file.write(f"{note}\n{stacks}")

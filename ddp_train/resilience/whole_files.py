@@ -68,7 +68,7 @@ def is_over_limit(error: BaseException) -> bool:
 
 def shown_limit() -> str:
     """`files may have 102,400 bytes (ulimit -f)`."""
-    return f"files may have {size_limit() or 0:,} bytes (ulimit -f)"
+    return f"files may have at most {size_limit() or 0:,} bytes (ulimit -f)"
 
 
 def _finite(value: Any) -> Any:

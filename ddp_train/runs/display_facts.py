@@ -50,20 +50,25 @@ def text_writer(config: Config, source: BatchSource) -> Callable[[nn.Module], st
         return None
     if not isinstance(source, TokenSource):
         problem = (
-            f"task.sample_tokens={count}: only data=text and tokens tell how tokens are read; use 0"
+            f"task.sample_tokens={count}: text can be written with data=text or tokens only; use"
+            " task.sample_tokens=0"
         )
         raise ConfigError([problem])
     prompt = config.task.sample_prompt
     key = f"task.sample_prompt={prompt}"
     codec = source.codec
     if prompt and not codec:
-        raise ConfigError([f"{key}: data=tokens needs data.tokenizer to read it; add that"])
+        raise ConfigError(
+            [f"{key}: data=tokens needs a tokenizer for text; add data.tokenizer=PATH"]
+        )
     first = [source.last_token]
     if codec:
         first += codec.encode(prompt)
     if max(first) >= source.vocabulary:
         last = source.vocabulary - 1
-        mismatch = f"has the token {max(first):,}, and the vocabulary ends with {last:,}"
+        mismatch = (
+            f"has the token id {max(first):,}, but the largest id of the vocabulary is {last:,}"
+        )
         remedy = "use the tokenizer that the data were made with"
         raise ConfigError([f"{key}: {mismatch}; {remedy}"])
 
@@ -92,6 +97,6 @@ def advice(config: Config, module: ModelWithTask, source: BatchSource) -> list[s
         listed += f" and {len(names) - 3} more"
     biases = counted(len(names), "bias")
     return [
-        f"note: {biases} directly before a norm layer, which subtracts the mean again: {listed};"
-        " build such layers with bias=False"
+        f"note: {biases} directly before a norm layer, which cancels them: {listed}; build such"
+        " layers with bias=False"
     ]

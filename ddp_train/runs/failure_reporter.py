@@ -143,5 +143,7 @@ class FailureReporter:
                 lost_hosts.note_loss(self.run_dir, rank=failure.rank)
             if is_saved:
                 step = max((step_of(place) for place in places(self.run_dir)), default=0)
-                self.terminal.write(f"step {step} is kept: it lay outside the processes\n")
+                self.terminal.write(
+                    f"step {step} is not lost: it was in memory outside the processes\n"
+                )
                 self.terminal.flush()

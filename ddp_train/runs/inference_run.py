@@ -29,7 +29,7 @@ from ddp_train.runs.summary import summary_of_model, summary_of_scores
 from ddp_train.scored_sets import TEST, kind_of
 from ddp_train.text import did_you_mean
 
-FLATTERS = "its score by the same samples is no estimate for new data"
+FLATTERS = "its score on the same samples is no estimate for new data"
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,11 @@ def refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: boo
     if "outputs" in manifest and isinstance(inputs, Tensor):
         shape = list(inputs.shape[1:])
         if shape != manifest["input_shape"]:
-            remedy = "name data of that shape"
+            remedy = "use data of that shape"
             if is_own:
                 remedy += ", or transform them with data.test_transform"
             raise DataError(
-                f"an input is {shape}, and the model was trained with {manifest['input_shape']}",
+                f"an input is {shape}, but the model was trained with {manifest['input_shape']}",
                 remedy,
             )
     classes_then = manifest.get("classes")
@@ -204,8 +204,7 @@ def refuse_other_data(source: BatchSource, manifest: dict[str, Any], is_own: boo
     if classes_then and classes_now and classes_then != classes_now:
         differing = sorted(set(classes_then) ^ set(classes_now))[:5] or ["their order"]
         raise DataError(
-            f"the data have {len(classes_now)} classes and the checkpoint {len(classes_then)},"
-            f" which differ in {', '.join(differing)}",
-            "give the data the same classes in the same order: their numbers would mean"
-            " something else",
+            f"the data set has {len(classes_now)} classes, but the checkpoint has"
+            f" {len(classes_then)}; they differ in {', '.join(differing)}",
+            "use data with the same classes in the same order",
         )

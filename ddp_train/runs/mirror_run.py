@@ -154,7 +154,7 @@ def finish(
             ) from mirroring.error
         if not stop.goes_on:
             reason = f": {mirroring.error}" if mirroring.error else " yet"
-            log.warning("%s%s; the same command does it", problem, reason)
+            log.warning("%s%s; run the same command again to copy it", problem, reason)
     return not is_stopped
 
 

@@ -79,10 +79,10 @@ def plan_rows(facts: PlanFacts) -> dict[str, str]:
         )
     rows["global batch"] = _global_batch_row(plan, config.process_count)
     if facts.stand_ins_count:
-        rows["stand-ins"] = (
-            "the model or the task cannot take a batch of the length 0 (why is in the log), so a"
-            " process without a sample in a small batch computes another's, with weight 0: the"
-            " loss is exact, a count of samples of your own is not"
+        rows["empty batches"] = (
+            "the model or the task cannot take an empty batch (the log says why), so a process"
+            " without a sample computes one of another process with weight 0: the loss is exact,"
+            " but your own counts of samples are not"
         )
     rows["steps"] = _steps_row(config.train, plan, facts.first_step)
     rows["optimizer"] = _optimizer_row(facts)
@@ -181,7 +181,7 @@ def _data_row(data: Any, plan: BatchPlan, set_sizes: Mapping[str, int]) -> str:
         if name not in KINDS:
             parts.append(f"{samples:,} in {name}")
     if getattr(data, "placement", "host") == "device":
-        parts.append("held on the device")
+        parts.append("in device memory")
     decode = getattr(data, "decode", "")
     if decode:
         parts.append(f"decode {decode}")
@@ -198,7 +198,10 @@ def _stream_row(facts: PlanFacts) -> str:
             f", in one loader process (of tuning.num_workers={workers} each would read all of it)"
         )
     if facts.problem_of_stream:
-        return f"{text}; resumed by reading past what is done ({facts.problem_of_stream})"
+        return (
+            f"{text}; resumed by reading again the samples that are done"
+            f" ({facts.problem_of_stream})"
+        )
     return f"{text}; resumed by its own state"
 
 

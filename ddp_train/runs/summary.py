@@ -39,9 +39,7 @@ def write(run_dir: Path, summary: dict[str, Any]) -> None:
         remedy = "free some space"
         if is_over_limit(error):
             remedy = RAISE_LIMIT
-        remedy += (
-            ", and give the same command again: nothing is left to train, and the file is written"
-        )
+        remedy += ", and run the same command again, which only writes the file"
         raise WriteError(f"{run_dir}: summary.json cannot be written: {error}", remedy) from error
 
 

@@ -103,7 +103,7 @@ def dead_outcome(exit_code: int, value: Any = None) -> dict[str, Any]:
         return {**died, "reason": f"{type(value).__name__}: {first_line(value)}"}
     if exit_code >= 0:
         code = exit_code or LaunchError.exit_code
-        return {**died, "exit_code": code, "reason": "it has ended without a row"}
+        return {**died, "exit_code": code, "reason": "it ended without a result"}
     name = signal.Signals(-exit_code).name
     if -exit_code in SIGNALS:
         reason = f"stopped by {name} before it began"

@@ -183,7 +183,7 @@ def _folder_of_run(config: Config) -> list[str]:
     is_of_study = any(folder.glob("trials/*/*.json"))
     if not (is_of_study or is_of_script(folder) or has_runs_files(folder)):
         return []
-    rule = "is the folder of a run, whose page would be lost; name another one"
+    rule = "is the folder of a run, and a sweep would overwrite its page; use another one"
     return [f"run_dir={folder}: {rule}, {shell_word('run_dir', f'{folder}_sweep')}"]
 
 

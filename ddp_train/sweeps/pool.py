@@ -79,7 +79,7 @@ def with_settings(config: Config, settings: LauncherSettings) -> tuple[Config, l
         typed = getattr(config.sweep, name)
         if value is not None and typed not in (value, getattr(defaults, name)):
             problems.append(
-                f"hydra.launcher.{name}={value}: sweep.{name}={typed} says otherwise; leave one of"
+                f"hydra.launcher.{name}={value}: contradicts sweep.{name}={typed}; leave one of"
                 " them out"
             )
         elif value:
@@ -103,7 +103,7 @@ def pool_problems(config: Config, hardware: Hardware) -> list[str]:
         return []
     if gpus > hardware.gpus:
         return [
-            f"sweep.gpus_per_trial={gpus}: this host has {hardware.gpus} for it; use at most"
+            f"sweep.gpus_per_trial={gpus}: this host has {hardware.gpus} usable GPUs; use at most"
             f" {hardware.gpus}"
         ]
     if isinstance(processes, int) and processes > gpus and config.strategy.has_process_group:

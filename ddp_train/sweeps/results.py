@@ -35,8 +35,7 @@ class ResultsWriter:
             if not self.was_warned:
                 self.was_warned = True
                 print(
-                    f"note: {self.path} cannot be written: {error}; it is tried again after each"
-                    " trial",
+                    f"note: {self.path} cannot be written: {error}; the next trial will try again",
                     file=sys.stderr,
                 )
 

@@ -124,12 +124,12 @@ def pruner_problems(pruner: str, objective: str, sets: Collection[str]) -> list[
     """
     if pruner and objective in MEASURED:
         return [
-            f"{SWEEPER}/pruner={pruner}: objective={objective} is known at the end only; leave one"
-            " of them out"
+            f"{SWEEPER}/pruner={pruner}: objective={objective} is known only at the end of a"
+            " trial, so no trial can be pruned; leave one of them out"
         ]
     by_test = kind_of(objective.partition(".")[0]) == TEST
     if pruner and by_test and of_kind(VALIDATION, sets):
-        rule = f"with a validation set objective={objective} is known at the end only"
+        rule = f"with a validation set objective={objective} is known only at the end of a trial"
         return [
             f"{SWEEPER}/pruner={pruner}: {rule}; use objective={by_validation(objective, sets)}"
         ]
@@ -147,7 +147,7 @@ def notes_on_ranges(arguments: list[str]) -> Iterator[str]:
         if isinstance(value, RangeSweep):
             numbers = [*value.range()]
             drawn = f"draws {numbers[0]} to {numbers[-1]}"
-            rule = "a range leaves its end out, as in a grid, and an interval does not"
+            rule = "a range excludes its end, as in a grid; an interval includes it"
             yield f"{argument.lstrip('+')} {drawn}: {rule}"
 
 
@@ -179,7 +179,7 @@ def direction_for(arguments: list[str], config: Config, better: str | None) -> D
 def _direction_of_user(sweeper: str, given: str, objective: str) -> Direction:
     """The direction where only the task knows it, so that the user must give it."""
     if not given:
-        rule = f"only the task knows which direction of objective={objective} is better"
+        rule = f"the task does not say whether a high or a low objective={objective} is better"
         choices = " or ".join(f"{DIRECTION}={direction}" for direction in DIRECTIONS.values())
         return Direction(None, problems=[f"{SWEEPER}={sweeper}: {rule}; add {choices}"])
     for better, direction in DIRECTIONS.items():

@@ -115,7 +115,7 @@ def _unswept(read: Overrides, ends: dict[str, list[str]]) -> Iterator[str]:
     """Keys that cannot be swept, or have no value."""
     for key, values in read.swept.items():
         if key in SHARED or key.startswith("sweep."):
-            yield f"{key}: is what all trials share, and cannot be swept; give it one value"
+            yield f"{key}: all trials share it, so it cannot be swept; give it one value"
         if not values and key not in ends:
             yield f"{key}: has no value to try: nothing matches"
 
@@ -129,12 +129,12 @@ def _not_shared(configs: Sequence[Config]) -> Iterator[str]:
             other = getattr(config, key)
             if one != other:
                 yield (
-                    f"{key}={shown(other)}: is what all trials share, and another one has"
+                    f"{key}={shown(other)}: all trials share it, but another trial has"
                     f" {key}={shown(one)}; give one value"
                 )
                 return
         if config.sweep != first.sweep:
-            yield "sweep: is what all trials share, and a value of the sweep changes it; give one"
+            yield "sweep: all trials share it, but a value of the sweep changes it; give one value"
             return
 
 
@@ -224,8 +224,8 @@ def hydra_problems(
         intervals = [argument for argument in arguments if ends_of_intervals([argument])]
         if intervals:
             return [
-                f"{argument.lstrip('+')}: a grid needs values; name some, or let Optuna draw: add"
-                f" {SWEEPER}={OPTUNA}"
+                f"{argument.lstrip('+')}: a grid needs values; list them, or add"
+                f" {SWEEPER}={OPTUNA} to sample the interval"
                 for argument in intervals
             ]
     if not last_value(arguments, LAUNCHER):
@@ -255,7 +255,7 @@ def _of_swept_presets(
                 pass
             for part in READ_ONCE:
                 if with_preset.hydra[part] != composed.hydra[part]:
-                    rule = f"sets hydra.{part}, which is what all trials share"
+                    rule = f"sets hydra.{part}, which all trials share"
                     yield f"{group}={option}: {rule}; give it on the command line"
 
 

@@ -314,7 +314,7 @@ def test_limit_of_file_size_is_no_full_disk(
     writer.submit(lambda: snapshot(1))
     with pytest.raises(WriteError) as caught:
         writer.finish()
-    assert "files may have 10 bytes (ulimit -f), and some" in str(caught.value)
+    assert "files may have at most 10 bytes (ulimit -f), and some" in str(caught.value)
     assert caught.value.remedy == "raise the limit before the start: ulimit -f unlimited"
 
 
@@ -394,7 +394,7 @@ def test_a_full_disk_is_not_a_mistake_in_the_config(
         ) as full:
             freeze(Config(run_dir=str(disk)))
         assert full.value.exit_code == WriteError.exit_code
-    with pytest.raises(ConfigError, match="name a folder that can") as refused:
+    with pytest.raises(ConfigError, match="use another folder") as refused:
         freeze(Config(run_dir="/proc/nowhere"))
     assert refused.value.exit_code == 2
 

@@ -79,11 +79,11 @@ def test_tasks_of_a_batch_system_or_an_mpi_are_counted(
         ({"RANK": "0", "WORLD_SIZE": "0", **ADDRESS}, "RANK=0 is not below WORLD_SIZE=0"),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "any"},
-            "MASTER_PORT=any is no port",
+            "MASTER_PORT=any is not a port",
         ),
         (
             {"RANK": "1", "WORLD_SIZE": "2", **ADDRESS, LAUNCHER_PID: "1"},
-            "its RANK=1 is that of a process of the run of launcher 1, which has started this",
+            r"a process of another run \(launcher 1\) has started this",
         ),
     ],
 )

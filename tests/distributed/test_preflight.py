@@ -167,7 +167,7 @@ def test_a_world_smaller_than_asked_for_is_refused(tmp_path: Path) -> None:
     lone = [torchrun()[0], "--nproc_per_node=2", "--no-python", "env", "PET_NNODES=2", *LAUNCH]
     done = run(f"run_dir={tmp_path}/run", *SMALL, "train.max_steps=2", command=lone)
     assert done.returncode == 1
-    assert "torchrun was asked for 2 hosts and started 1: " + os.uname().nodename in done.stderr
+    assert "torchrun was asked for 2 hosts, but started 1: " + os.uname().nodename in done.stderr
     failure = read(tmp_path / "run", "failure.json")
     assert (failure["kind"], failure["exit_code"], failure["step"]) == ("peer", 69, 0)
     assert not (tmp_path / "run/metrics.jsonl").exists()

@@ -17,9 +17,9 @@ FOUR = Size(4)
 TWO_TO_FOUR = Size(4, [2, 3, 4])
 THREE_GPUS = Size(3, [1, 2, 3], ["a", "b", "c"])
 NEW = History(newest_step=5)
-EXHAUSTED = "launch.max_restarts=2 used up without a step kept or saved in between"
+EXHAUSTED = "launch.max_restarts=2 is used up, and no new step was saved in between"
 SAME = "same failure at the same step in 3 attempts; restarting again would not help"
-AGAIN = "failed twice without a step kept or saved in between"
+AGAIN = "failed twice, and no new step was saved in between"
 
 
 def failure(**changes: Any) -> Failure:
@@ -236,7 +236,7 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
             restart(FOUR, 2, from_step=7),
             7,
             [
-                "step 7 is kept: it lay outside the processes",
+                "step 7 is not lost: it was in memory outside the processes",
                 "restarting (2 of 3 restarts), from step 7: no step is lost",
             ],
         ),
@@ -249,7 +249,7 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
             replace(without_device(Size(1), "GPU a is gone", End(70)), from_step=7),
             7,
             [
-                "step 7 is kept: it lay outside the processes",
+                "step 7 is not lost: it was in memory outside the processes",
                 "continuing with 1 process, from step 7: no step is lost; GPU a is gone",
             ],
         ),
@@ -259,7 +259,7 @@ def test_after_a_resize_ranks_may_be_on_other_devices() -> None:
             End(70, "it is enough"),
             7,
             [
-                "saved step 7, which was kept outside the processes; run_dir=runs/a resumes there",
+                "saved step 7, which was in memory outside the processes; run_dir=runs/a resumes from it",
                 "not restarted: it is enough",
             ],
         ),
@@ -276,7 +276,9 @@ def test_steps_that_are_computed_again_are_told() -> None:
     """On a GPU not each step is kept."""
     decision = restart(FOUR, 1, from_step=7)
     *_, said = sentences(decision, 7, 3, "run_dir=runs/a", steps_redone=2)
-    assert said == "restarting (1 of 3 restarts), from step 7: 2 steps behind it are computed again"
+    assert (
+        said == "restarting (1 of 3 restarts), from step 7: 2 steps after it must be computed again"
+    )
 
 
 @pytest.mark.parametrize(
@@ -285,14 +287,14 @@ def test_steps_that_are_computed_again_are_told() -> None:
         (-1, " starts over"),
         (
             5,
-            " resumes from step 5; if that fails too, add checkpoint.resume=never to start over,"
-            " or checkpoint.resume=PATH of an older checkpoint",
+            " resumes from step 5; if that fails too, add checkpoint.resume=PATH of an older"
+            " checkpoint, or checkpoint.resume=never to start over",
         ),
     ],
 )
 def test_where_a_run_resumes_whose_loss_is_not_finite(newest_step: int, end: str) -> None:
     (said,) = sentences(End(70), None, 0, "run_dir=runs/a", finite_step=newest_step)
     assert said == (
-        "the steps since the last checkpoint are not saved: their weights lead to that loss; with"
-        f" that remedy the same command and run_dir=runs/a{end}"
+        "the steps since the last checkpoint are not saved, for their weights lead to that loss;"
+        f" after the remedy, the same command with run_dir=runs/a{end}"
     )

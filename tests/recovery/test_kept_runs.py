@@ -94,8 +94,8 @@ def test_the_same_command_continues_a_run_without_restarts(tmp_path: Path) -> No
     (saved,) = checkpoints(tmp_path / "run")
     step = int(saved.removeprefix("step_"))
     assert 10 <= step < 36
-    saved = f"saved step {step}, which was kept outside the processes; "
-    assert f"{saved}run_dir={tmp_path}/run resumes there" in said
+    saved = f"saved step {step}, which was in memory outside the processes; "
+    assert f"{saved}run_dir={tmp_path}/run resumes from it" in said
     assert read(tmp_path / "run", "failure.json")["detail"].endswith(signal.SIGKILL.name)
     again = run(*MLP, "launch.nproc_per_node=3", f"run_dir={tmp_path}/run")
     assert again.returncode == 0 and f"from step {step}" in again.stdout
@@ -241,9 +241,9 @@ def test_a_death_before_an_agreed_stop_costs_no_step(
         assert time.monotonic() - began < 10, "launch.grace_seconds are 30"
         said = job.said()
     assert len(steps) == 1
-    saved = f"saved step {steps.pop()}, which was kept outside the processes; "
+    saved = f"saved step {steps.pop()}, which was in memory outside the processes; "
     to_resume = f"run_dir={tmp_path}/run 'trusted_modules=[mute]'"
-    assert f"{saved}{to_resume} resumes there" in said, said
+    assert f"{saved}{to_resume} resumes from it" in said, said
 
 
 MOURNED = """
@@ -411,6 +411,6 @@ def test_weights_that_have_diverged_are_not_saved(skip: bool, tmp_path: Path) ->
     failed = run(*words, *fails, f"run_dir={run_dir}")
     assert failed.returncode == 70 and "FATAL non_finite_loss" in failed.stderr, failed.stderr
     assert not (run_dir / "checkpoints").exists()
-    assert failed.stderr.endswith(f"the same command and run_dir={run_dir} starts over\n")
+    assert failed.stderr.endswith(f"the same command with run_dir={run_dir} starts over\n")
     again = run(*words, "optimizer.lr=0.01", f"run_dir={run_dir}")
     assert again.returncode == 0, again.stderr

@@ -64,7 +64,7 @@ def test_what_is_known_to_differ_is_of_rank_0() -> None:
 def test_code_is_not_run() -> None:
     packer = StatePacker("cpu")
     for value in (print, torch.nn.Identity(), Path("a"), np.float64(1)):
-        with pytest.raises(LaunchError, match="which is no plain data"):
+        with pytest.raises(LaunchError, match="which is not plain data"):
             unpacked(packer.packed({"value": value}, is_same=True), _none)
 
 

@@ -38,7 +38,7 @@ GAP: collectives.Calls = {"0": {**record("a")["0"], **record("b", begin=4)["0"]}
             },
             (
                 "ranks 1, 2 called gather of Float [3] (collective 2); rank 0 called broadcast of"
-                " Float [3] there"
+                " Float [3] instead"
             ),
         ),
         # Old calls are overwritten: the first that both have is the fifth.

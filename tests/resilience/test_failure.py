@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_inputs_of_another_number_type_have_a_remedy(layer: nn.Module, dtype: to
     with pytest.raises(RuntimeError) as caught:
         layer(torch.zeros(3, 3, dtype=dtype))
     failure = failure_from(caught.value, 0, RankStatus(), Path("log"), "")
-    assert "return float32 inputs (numpy's default is float64)" in failure.remedy
+    assert "return float32 (numpy's default is float64)" in failure.remedy
     other = RuntimeError(
         "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same"
     )
@@ -65,12 +66,27 @@ def test_a_process_that_a_signal_has_stopped_is_no_slow_one() -> None:
         assert remedy in failure_from_hang(hang, Path("log"), 5.0).remedy
 
 
+def test_a_hang_at_the_start_names_the_limit_that_has_passed() -> None:
+    before, after = (StatusSnapshot(9, 0, batches, "forward") for batches in (1, 2))
+    hang = hang_detector.Hang(1, before, 120.1, "", "", "", ["frame"])
+    failure = failure_from_hang(hang, Path("log"), 8.0)
+    assert failure.detail == (
+        "no progress for 120.1 s (the limit before the second batch is 120 s, later"
+        " launch.timeout_seconds=8)"
+    )
+    assert failure.remedy.endswith("raise launch.timeout_seconds above 120")
+    later = failure_from_hang(replace(hang, snapshot=after), Path("log"), 8.0)
+    assert later.detail == "no progress for 120.1 s (launch.timeout_seconds=8)"
+    patient = failure_from_hang(hang, Path("log"), 600.0)
+    assert "(launch.timeout_seconds=600)" in patient.detail
+
+
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
     """Real-time signals, which Python names but for the first and the last."""
     library = "find out who sent it, or which library uses it"
     for number, name, remedy in (
         (37, "signal 37", library),
-        (signal.SIGTERM, "SIGTERM", "see what it has printed, above or in logs/rank_1.log"),
+        (signal.SIGTERM, "SIGTERM", "see its output, above or in logs/rank_1.log"),
     ):
         failure = failure_from_exit(
             -number, 1, RankStatus(), Path("logs/rank_1.log"), oom_killed=False, sizes=""
@@ -136,10 +152,10 @@ def test_a_batch_that_died_with_its_loader_is_recognised(tmp_path: Path) -> None
     [
         ("is killed by signal: Killed. ", "lower train.global_batch_size"),
         ("is killed by signal: Bus error. ", "docker run --shm-size=8g"),
-        ("is killed by signal: Real-time signal 3. ", "with tuning.num_workers=0"),
+        ("is killed by signal: Real-time signal 3. ", "use tuning.num_workers=0"),
         (
             "exited unexpectedly with exit code 2. Details are lost due to multiprocessing.",
-            "with tuning.num_workers=0",
+            "use tuning.num_workers=0",
         ),
     ],
 )

@@ -179,4 +179,4 @@ def test_an_error_of_an_empty_batch_says_so(tmp_path: Path) -> None:
     done = command(tmp_path, "first image", 3)
     assert done.returncode == 70
     (line,) = fatal_lines(done.stderr)
-    assert "rank 2 on" in line and "no sample in this step" in line
+    assert "rank 2 on" in line and "in this step this process has no sample" in line

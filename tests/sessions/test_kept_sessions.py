@@ -105,7 +105,8 @@ def test_the_same_command_goes_on_where_no_restart_is_left(
     (saved,) = checkpoints(run_dir)
     step = int(saved.removeprefix("step_"))
     assert (
-        f"saved step {step}, which was kept outside the processes; the same command resumes" in said
+        f"saved step {step}, which was in memory outside the processes; the same command resumes"
+        in said
     )
     with running(run_dir, *words, env=env, command=command) as job:
         assert job.end() == 0, job.said()
@@ -196,8 +197,8 @@ def test_what_is_large_and_no_tensor_is_kept_at_a_pace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "cause"),
     [
-        ("apart", "what was kept cannot be saved: the weights are not the same on all processes"),
-        ("nan", "what was kept is not saved: a loss or a weight is not finite"),
+        ("apart", "the last step cannot be saved: the weights are not the same on all processes"),
+        ("nan", "the last step is not saved: a loss or a weight is not finite"),
     ],
 )
 def test_weights_that_nobody_saves(damage: str, cause: str, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ LR = "optimizer.lr=interval(0.01,0.1)"
         ),
         (
             ["hydra/sweeper/pruner=median", "objective=seconds"],
-            "objective=seconds is known at the end only",
+            "objective=seconds is known only at the end",
         ),
         (
             ["hydra/sweeper/pruner=median", "objective=test.accuracy", "data.validation=0.1"],
@@ -87,7 +87,7 @@ def test_what_contradicts_the_sweeper_is_refused(overrides: list[str], message: 
         (f"{LR} hydra.sweeper.n_trails=3", "Key 'n_trails' not in 'PoolOptunaConf'"),
         (
             f"{LR} hydra/sweeper=basic",
-            f"{LR}: a grid needs values; name some, or let Optuna draw: add hydra/sweeper=p",
+            f"{LR}: a grid needs values; list them, or add hydra/sweeper=p",
         ),
         (
             "seed=1,2 hydra/sweeper=basic hydra.sweeper.n_trials=3",

@@ -50,8 +50,7 @@ def test_direct_launcher_settings_are_shared_by_trials() -> None:
     asked = Config(sweep=SweepConfig(gpus_per_trial=1))
     _, problems = with_settings(asked, LauncherSettings(gpus_per_trial=2))
     assert problems == [
-        "hydra.launcher.gpus_per_trial=2: sweep.gpus_per_trial=1 says otherwise; leave one of"
-        " them out"
+        "hydra.launcher.gpus_per_trial=2: contradicts sweep.gpus_per_trial=1; leave one of them out"
     ]
 
 
@@ -79,7 +78,7 @@ def test_keys_of_a_sweep_are_refused_where_they_cannot_hold(
         ("sweep.gpus_per_trial=8", "sweep.gpus_per_trial=8: this host has 4"),
         (
             "sweep.gpus_per_trial=1,2",
-            "sweep.gpus_per_trial: is what all trials share, and cannot be swept",
+            "sweep.gpus_per_trial: all trials share it, so it cannot be swept",
         ),
         (
             "checkpoint.mirror=file:///tmp/x",

@@ -70,5 +70,5 @@ def test_sweeper_that_is_not_installed_is_named() -> None:
 def test_end_of_a_range_is_told_to_who_knows_another_sweeper() -> None:
     words = ["hydra/sweeper=pool_optuna", "++seed=range(1,4)", "++optimizer.lr=interval(0.1,1)"]
     (note,) = notes_on_ranges(words)
-    assert note.startswith("seed=range(1,4) draws 1 to 3: a range leaves its end out, as in a grid")
+    assert note.startswith("seed=range(1,4) draws 1 to 3: a range excludes its end, as in a grid")
     assert [*notes_on_ranges(words[1:])] == []
