@@ -47,6 +47,7 @@ MODULES = {
     # one job
     "ddp_train.assembly.batches": "how batches of a config come to the device",
     "ddp_train.assembly.data_sets": "opens the data sets of a config",
+    "ddp_train.assembly.initial_weights": "gives a model the weights that the config names",
     "ddp_train.assembly.job": "builds all that the loop needs",
     "ddp_train.assembly.model": "builds the model with its task, and tries it once",
     "ddp_train.assembly.strategy": "builds the strategy of a config",

@@ -11,6 +11,7 @@ import torch
 from ddp_lab.prove.division import Division
 from ddp_train.assembly.batches import loader_options
 from ddp_train.assembly.data_sets import open_datasets
+from ddp_train.assembly.initial_weights import load_named_weights
 from ddp_train.assembly.job import JobBuilder
 from ddp_train.assembly.model import build_module, try_user_task
 from ddp_train.assembly.strategy import build_strategy
@@ -46,6 +47,7 @@ class Bench:
         self.allows_missing_gradients = build_strategy(config, World(), "cpu").allow_missing_grads
         self.synchronises_batch_norm = bool(getattr(config.strategy, "sync_bn", False))
         self.module: ModelWithTask = build_module(config, self.splits.train, self.strategy, "cpu")
+        load_named_weights(config, self.module.model, World(), "cpu")
         try_user_task(config, self.module, self.splits.train, "cpu")
         builder = self._builder(World())
         job = builder.build_job(self.splits)

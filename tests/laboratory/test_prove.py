@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_lab.prove.answer import Examined
 from ddp_lab.prove.configs import for_proof
@@ -18,6 +19,7 @@ from ddp_train.distributed.world import World
 from ddp_train.testing import prove
 from tests.support import commands
 from tests.support.jobs import config_of
+from tests.support.planted import WithDropout
 
 HERE = "tests.support.planted"
 DEFAULTS: dict[str, Any] = {
@@ -240,15 +242,17 @@ class Decay:
 def test_real_processes_are_compared_and_one_run_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every row of the table from one command: a hook that forgets breaks exact resume, and nothing
-    else."""
+    """Every row of the table from one command, of a model that begins with the weights of a file: a
+    hook that forgets breaks exact resume, and nothing else."""
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
+    torch.save(WithDropout().state_dict(), tmp_path / "first.pt")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(commands.ROOT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(testing, "find_program", lambda _, words: (commands.PROGRAM, words))
     words = [
         f"model._target_={HERE}.WithDropout",
+        "model.init_from=first.pt",
         f"task._target_={HERE}.Weighted",
         f"data._target_={HERE}.Rows",
     ]
