@@ -17,9 +17,9 @@ from ddp_train.models.put_back import reading_ahead
 log = logging.getLogger(__name__)
 
 SAME_FILES = (
-    "give all hosts the same files; a data set of your own that draws numbers, or goes through a"
-    " set, when it is made needs a generator with a fixed seed, and sorted(); a stream gives all"
-    " processes the same samples, of which each keeps its own: leave rank and split_by_node out"
+    "give all hosts the same files. If a data set of your own draws random numbers when it is"
+    " created, seed them; sort what it reads from a set. A stream must give all processes the same"
+    " samples: leave rank and split_by_node out"
 )
 
 

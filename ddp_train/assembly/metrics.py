@@ -86,7 +86,7 @@ def metric_names(module: ModelWithTask, batches: Iterable[Batch]) -> list[str]:
         if not score.predictions.is_empty:
             return names + module.further_metrics.try_out(score.predictions, names)
     problem = (
-        f"no {module.task.unit} of the set that is scored counts, and they would have no value; use"
+        f"no {module.task.unit} of the scored set counts, so the metrics would have no value; use"
         " metrics=[]"
     )
     raise ConfigError([f"metrics=[...]: {problem}"])
@@ -155,8 +155,8 @@ def check_metrics(
 def reserved_names(target: str, names: Iterable[str]) -> list[str]:
     """A problem for each metric that would be another field of its line of metrics.jsonl."""
     return [
-        f"task._target_={target}: lines of metrics.jsonl have a {name} already, and score() returns"
-        f" a metric {name}; give it another name"
+        f"task._target_={target}: score() returns a metric {name}, but metrics.jsonl has a {name}"
+        " of its own; give it another name"
         for name in names
         if name in (*OF_THE_LINE, SAMPLES)
     ]
@@ -167,7 +167,7 @@ def _unknown_directions(task: Task, target: str, names: list[str]) -> list[str]:
     inherited."""
     known = {*names, *built_in_directions()}
     return [
-        f"task._target_={target}: better[{name!r}]: there is no metric {name}, but"
+        f"task._target_={target}: better[{name!r}]: there is no metric {name}; there are"
         f" {', '.join(names)}{did_you_mean(name, names)}"
         for name in task.better
         if name not in known

@@ -62,8 +62,9 @@ def build_module(
         if not isinstance(inputs, Tensor):
             raise ConfigError(
                 [
-                    f"model={config.model.name}: takes one tensor, and an input is a"
-                    f" {type(inputs).__name__}; use model._target_"
+                    f"model={config.model.name}: takes one tensor, but an input is a"
+                    f" {type(inputs).__name__}; use a model of your own,"
+                    " model._target_=package.Name"
                 ]
             )
         model = build_built_in_model(config.model, inputs.shape[1:], source.outputs)
@@ -232,7 +233,7 @@ def build_user_model(section: Any) -> nn.Module:
         kind = type(model).__name__
         raise ConfigError(
             [
-                f"model._target_={section.target}: made an object of {kind}, which is no"
+                f"model._target_={section.target}: returns an object of {kind}, which is not a"
                 " torch.nn.Module"
             ]
         )

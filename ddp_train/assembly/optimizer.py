@@ -89,7 +89,7 @@ def _custom_optimizer(
         params = groups[0]["params"]
     optimizer = instantiate("optimizer", section.code, params)
     if needs_argument(optimizer.step):  # as that of LBFGS
-        rule = f"{section.target}.step needs a closure, which no step here gives it"
+        rule = f"{section.target}.step needs a closure, and a run passes none"
         remedy = "use another optimizer, or a loop of your own in ddp_train.session"
         raise ConfigError([f"optimizer._target_={section.target}: {rule}; {remedy}"])
     if captured and not getattr(optimizer, READS_FLAG, False):

@@ -76,6 +76,6 @@ def warmup_steps(schedule: Any, plan: BatchPlan) -> int:
         key = f"warmup_steps={steps}"
         if schedule.warmup_epochs is not None:
             key = f"warmup_epochs={schedule.warmup_epochs:g} ({steps} steps)"
-        rule = f"the run ends before, after {plan.steps} steps; use less than {plan.steps} steps"
+        rule = f"the run ends earlier, after {plan.steps} steps; use less than {plan.steps} steps"
         raise ConfigError([f"schedule.{key}: {rule}"])
     return steps

@@ -92,7 +92,7 @@ def _factor_of(code: Code, pace: Pace) -> Factor:
     try:
         inspect.signature(target).bind(0, pace.length, **code.arguments)
     except TypeError as error:
-        rule = f"must be called with (step, steps), and what stands beside it: {error}"
+        rule = f"must accept (step, steps) and the arguments given beside it: {error}"
         raise ConfigError([f"{SECTION}._target_={code.target}: {rule}"]) from error
     except ValueError:  # written in C, without a signature: the call itself fails
         pass
@@ -117,8 +117,8 @@ def _checked(value: Any, code: Code, place: int, pace: Pace) -> float:
         return number
     raise ConfigError(
         [
-            f"{SECTION}._target_={code.target}: returned {value!r} for ({place}, {pace.length}); it"
-            " must return what the learning rate is multiplied by, a finite number from 0 on"
+            f"{SECTION}._target_={code.target}: returned {value!r} for ({place}, {pace.length});"
+            " it must return the factor of the learning rate, a finite number of at least 0"
         ]
     )
 
@@ -143,7 +143,10 @@ def _scheduler_of(
     tried = SteppedSchedule(make, optimizer, pace)
     _translated(code, partial(_try_steps, code, tried, min(pace.length, MOST_TRIED)))
     if captured and tried.written != ["lr"]:
-        rule = f"{section.target} changes {', '.join(tried.written)}, and a captured step lr alone"
+        rule = (
+            f"{section.target} changes {', '.join(tried.written)}, but a captured step can change"
+            " lr only"
+        )
         raise ConfigError([f"tuning.cuda_graph=true: {rule}; use tuning.cuda_graph=false"])
     return SteppedSchedule(make, optimizer, pace)
 
@@ -177,7 +180,7 @@ def _make(code: Code, optimizer: Optimizer) -> LRScheduler:
     if isinstance(scheduler, LRScheduler):
         return scheduler
     rule = (
-        f"made an object of {type(scheduler).__name__}, which is no scheduler of"
+        f"returns an object of {type(scheduler).__name__}, which is not a scheduler of"
         " torch.optim.lr_scheduler"
     )
     remedy = "use a class derived from LRScheduler, or a function of (step, steps)"
@@ -193,8 +196,8 @@ def _warn_of_one_rate(code: Code, written: Optimizer, optimizer: Optimizer) -> N
     base_lrs = [group["lr"] for group in optimizer.param_groups]
     if len(rates) == 1 and len(set(base_lrs)) > 1:
         log.warning(
-            "%s._target_=%s gives all %d groups of parameters one learning rate, whatever they have"
-            " of their own; give its arguments as lists, with a number for each group",
+            "%s._target_=%s sets the same learning rate for all %d groups of parameters, although"
+            " theirs differ; give its arguments as lists, with a number for each group",
             SECTION,
             code.target,
             len(base_lrs),
@@ -205,8 +208,8 @@ def _check_length(code: Code, scheduler: LRScheduler, pace: Pace) -> None:
     """Raise ConfigError for a scheduler that ends before the run does: OneCycleLR."""
     total_steps = getattr(scheduler, "total_steps", None)
     if isinstance(total_steps, int) and total_steps < pace.length:
-        rule = f"it ends after {total_steps:,} steps, and the run makes {pace.length:,} of its"
-        remedy = "leave out schedule.total_steps, which is that number then"
+        rule = f"it ends after {total_steps:,} steps, but the run makes {pace.length:,}"
+        remedy = "leave out schedule.total_steps, and it is the length of the run"
         raise ConfigError([f"{SECTION}._target_={code.target}: {rule}; {remedy}"])
 
 

@@ -71,8 +71,8 @@ def arguments_of_splits(data: CustomDataConfig, parameters: list[str]) -> dict[s
         why = f": {' and '.join(given)} would hold for all splits"
     raise ConfigError(
         [
-            f"data._target_={data.target}: {signature}{why}; say what the arguments of each split"
-            f" are: {example}"
+            f"data._target_={data.target}: {signature}{why}; give the arguments of each split:"
+            f" {example}"
         ]
     )
 
@@ -171,7 +171,9 @@ class UserSplits:
         made = self._make(name, augments)
         if isinstance(made, Mapping):
             rule = f"its {name} set is a dict of {', '.join(map(str, made))}"
-            remedy = "return one data set; further ones stand in data.validation_sets and test_sets"
+            remedy = (
+                "return one data set; give further ones by data.validation_sets and data.test_sets"
+            )
             raise ConfigError([f"data._target_={self.data.target}: {rule}; {remedy}"])
         return self._wrapped(made, is_training_set=name == TRAIN)
 
@@ -291,13 +293,13 @@ class UserSplits:
         if "/" in name:
             section = _section_of(name)
             given = shown(self.data.named_sets()[name])
-            rule = f"would be the samples that train: the class gets {shown(plain)} for both"
-            return f"{section}={given}: {rule}; add {section}.NAME=VALUE that tells them apart"
+            rule = f"would be the training samples: the class gets {shown(plain)} for both"
+            return f"{section}={given}: {rule}; add {section}.NAME=VALUE, an argument that differs"
         return (
             f"data.splits={shown(self.data.splits)}: training and {name} set would be the same"
             f" samples: the class gets {shown(plain)} for both; add"
-            f" data.splits.train.{key}={of_train} data.splits.{name}.{key}={of_other},"
-            " or what else tells them apart"
+            f" data.splits.train.{key}={of_train} data.splits.{name}.{key}={of_other}, or another"
+            " argument that differs"
         )
 
     def _explain(self, name: str, arguments: dict[str, Any], error: Exception) -> None:
@@ -343,6 +345,7 @@ class UserSplits:
         raise ConfigError(
             [
                 f"data.{key}={shown(items)}: {' and '.join(names)} would draw random numbers for"
-                f" samples that are scored; say what those get: data.test_transform={shown(rest)}"
+                " samples that are scored; set their transforms:"
+                f" data.test_transform={shown(rest)}"
             ]
         )

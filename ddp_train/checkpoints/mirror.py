@@ -154,8 +154,8 @@ class Mirror:
         lock = Path(str(current.get("run_dir")), run_lock.FILE)
         if run_lock.is_held(lock) and run_lock.owner(lock).get("id") == current.get("id"):
             raise DataError(
-                f"checkpoint.mirror={self.url} belongs to {_description(current)}, which is going"
-                " on",
+                f"checkpoint.mirror={self.url} belongs to {_description(current)}, which is still"
+                " running",
                 "wait for its end, or name another folder",
             )
 
@@ -166,7 +166,8 @@ class Mirror:
             self.claim(owner)
         elif current != owner:
             raise NotOwnedError(
-                f"{_description(current)} copies its checkpoints there now; this one does no longer"
+                f"{_description(current)} copies its checkpoints there now, so this run no longer"
+                " does"
             )
 
     # --- to there ---------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class Mirror:
 
     def _warn_passed_over(self, step: int, error: Exception) -> None:
         name = place_of(Path(), step).name
-        log.warning("%s/checkpoints/%s is passed over: %s", self.url, name, first_line(error))
+        log.warning("%s/checkpoints/%s is skipped: %s", self.url, name, first_line(error))
 
     def _copy(self, method: str, source: str, target: str) -> None:
         """Copy a file, and note each part of it, where the file system reports them.

@@ -71,7 +71,7 @@ class Mirroring:
             return CopyState.COPYING
         if now - self.mirror.moved_at > timeout_seconds:
             self.error = TimeoutError(
-                f"no part of a file has moved for {timeout_seconds:g} s (launch.timeout_seconds)"
+                f"no data was copied for {timeout_seconds:g} s (launch.timeout_seconds)"
             )
             return CopyState.FAILED
         return CopyState.COPYING
@@ -86,7 +86,7 @@ class Mirroring:
             if newest != self.newest:  # it is superseded, and was removed meanwhile
                 return
             self.error = error
-            prospect = "; the next checkpoint is tried"
+            prospect = "; the next checkpoint will be tried"
             if isinstance(error, NotOwnedError):
                 prospect = ""
             log.warning(

@@ -51,7 +51,7 @@ def find(resume: str, run_dir: Path, which: str = "last") -> Path | None:
         defect = defect_of(path) or _nan_weight(path)
         if defect is None:
             return path
-        log.warning("checkpoint %s is passed over: %s", path, defect)
+        log.warning("checkpoint %s is skipped: %s", path, defect)
     if candidates:
         raise _none_valid(folder, candidates[0], which)
     if resume != "auto":

@@ -130,7 +130,10 @@ class TrainingState:
             if name in self.objects:
                 notes += hook.load_state(self.objects[name]) or []
             else:
-                notes.append(f"note: {path.name} has no state of the {name}, which begins anew")
+                notes.append(
+                    f"note: {path.name} has no state of the {name}, which starts from its initial"
+                    " state"
+                )
         return notes
 
     def apply_weights(self, path: Path, model: nn.Module, module: nn.Module, rank: int) -> None:
@@ -150,15 +153,15 @@ class TrainingState:
             if self.average is None:
                 return ""
             return (
-                f"note: {path.name} has an average of the weights, which ends here: add"
-                " train.ema_decay"
+                f"note: {path.name} has an average of the weights, which this run does not"
+                " continue; to continue it, add train.ema_decay"
             )
         if self.average is None:
             reader.load_model(path, module.model)
             average.begin()
             return (
-                f"note: {path.name} has no average of the weights: it begins with the weights after"
-                " the next step"
+                f"note: {path.name} has no average of the weights, so the average starts with the"
+                " weights after the next step"
             )
         reader.load_model(path, module.model, reader.AVERAGE)
         apply_buffers(module, self.average.buffers, rank)

@@ -162,7 +162,7 @@ class Writer:
             self.error = error
             reason = reason_of(error)
             level = logging.INFO if reason == self.last_reason else logging.WARNING
-            log.log(level, "%s; training continues, and each later checkpoint is tried", error)
+            log.log(level, "%s; training continues, and the next checkpoint will be tried", error)
             self.last_reason = reason
         finally:
             self.on_saving(False)
@@ -190,7 +190,7 @@ class Writer:
         except OSError as error:
             if path not in self.not_removed:
                 log.warning(
-                    "%s cannot be removed: %s; each later checkpoint tries again", path, error
+                    "%s cannot be removed: %s; the next checkpoint will try again", path, error
                 )
             self.not_removed.add(path)
 
@@ -297,15 +297,15 @@ def _not_written(run_dir: Path, path: Path, snapshot: Snapshot, error: Exception
     if is_over_limit(error) or (limit is not None and limit < needed <= free):
         return WriteError(
             f"the checkpoint of step {snapshot.step} cannot be written to {path}: {shown_limit()},"
-            f" and some {needed:,} are needed",
+            f" and about {needed:,} are needed",
             RAISE_LIMIT,
         )
     if run_dir.exists() and isinstance(error, RuntimeError) and free < needed:
         # torch says "unexpected pos".
         reason = os.strerror(errno.ENOSPC)
     return WriteError(
-        f"the checkpoint of step {snapshot.step} cannot be written to {path}: "
-        f"{reason} ({free:,} bytes free, some {needed:,} needed)",
+        f"the checkpoint of step {snapshot.step} cannot be written to {path}: {reason} ({free:,}"
+        f" bytes free, about {needed:,} needed)",
         "free some space, or continue in another run_dir with checkpoint.resume=PATH",
     )
 

@@ -111,8 +111,8 @@ def _largest_difference(name: str, outputs: list[Tensor], expected: list[Tensor]
         difference = _difference(output, own)
         if not difference <= TOLERANCE:  # NaN is not
             raise DataError(
-                f"export.formats={name}: outputs differ from the model's by"
-                f" {difference:.1g} of the largest",
+                f"export.formats={name}: its outputs differ from the model's by {difference:.1g}"
+                " times the largest output",
                 "export another format, or change the operation that differs",
             )
         largest = max(largest, difference)
@@ -170,7 +170,8 @@ def _exported(name: str, export: Callable[[], Any]) -> Any:
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise DataError(
             f"export.formats={name}: the model cannot be exported: {reason}",
-            "see the log; what depends on the values of tensors has to be written another way",
+            "see the log; code that depends on the values of tensors must be written in another"
+            " way",
         ) from error
 
 

@@ -71,12 +71,9 @@ def checked_columns(predictions: Any, rows: int, task: Task) -> dict[str, Tensor
     source = f"predictions() of the task {task_name}"
     remedy = "return tensors with a row per sample: {'prediction': outputs.argmax(1)}"
     if not has_own_columns(task):
-        source = (
-            f"the task {type(task).__name__} has no predictions(), and what its predict() gives"
-        )
+        source = f"the task {type(task).__name__} has no predictions(), and its predict()"
         remedy = (
-            "add predictions(model, batch), which may pad or sum up what differs in number, and"
-            f" {remedy}"
+            f"add predictions(model, batch), and {remedy} (pad or sum up what differs in number)"
         )
     if not isinstance(predictions, Mapping) or not predictions:
         raise TaskError(f"{source} returned a {type(predictions).__name__}", remedy)

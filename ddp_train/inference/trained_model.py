@@ -88,14 +88,14 @@ class Trained(nn.Module):
         """
         if isinstance(samples, str | PathLike) or not len(samples):
             raise DataError(
-                f"predict({samples!r}): takes a list of samples", "pass predict([SAMPLE, ...])"
+                f"predict takes a list of samples, not {samples!r}", "pass predict([SAMPLE, ...])"
             )
         inputs = [self.preprocess(sample) for sample in samples]
         shapes = list(dict.fromkeys(tuple(input.shape) for input in inputs))
         if len(shapes) > 1:
             raise DataError(
-                f"samples become inputs of {' and '.join(map(str, shapes))}",
-                "pass those of one size",
+                f"the samples have inputs of different shapes: {' and '.join(map(str, shapes))}",
+                "pass samples of one size",
             )
         weight = next(self.model.parameters())
         batch = torch.stack(inputs).to(weight.device)
@@ -134,8 +134,8 @@ def load(
     manifest = reader.read_manifest(checkpoint)
     if "config" not in manifest:
         raise DataError(
-            f"{checkpoint} has no config to build a model by: a ddp_train.session or"
-            " save_checkpoint has saved it",
+            f"{checkpoint} has no config, so its model cannot be built: it was saved by"
+            " ddp_train.session or save_checkpoint",
             "build the model as that script does, and load"
             f" safetensors.torch.load_file('{checkpoint / reader.MODEL}') into it",
         )
@@ -163,9 +163,7 @@ def predict_function(config: Config, task_name: str, trusted_modules: Sequence[s
     if not problems:
         task = checkpoint_model.task_of(config, task_name)
     if task_name == "language_model":
-        problems = [
-            "predict: a language model predicts no sample; call the model, or use mode=predict"
-        ]
+        problems = ["predict: not for language models; call the model, or use mode=predict"]
     elif task and not has_own_columns(task):
         lacks = f"the task {type(task).__name__} has no predictions(self, model, inputs)"
         problems = [f"predict: {lacks}; give it that method, or call the model"]

@@ -27,6 +27,7 @@ _REPLACEMENTS = (
         r"lower train\.global_batch_size or raise train\.accumulation_steps",
         "lower global_batch_size",
     ),
+    (r"the same command with run_dir=\S+", "the same command"),
     (r"run_dir=\S+ resumes", "the same command resumes"),
     (
         r"add strategy\.find_unused_parameters=true",
@@ -40,14 +41,14 @@ _REPLACEMENTS = (
     (r"continue in another run_dir with checkpoint\.resume=PATH", "use another run_dir"),
     (r" or tuning\.prefetch_factor", ""),
     (
-        r"give the class a method set_epoch\(epoch\), which is called before samples of another"
-        r" epoch are read; or use",
+        r"change it in a method set_epoch\(epoch\) of the class, which is called before the"
+        r" samples of an epoch are read, or use",
         "change it before the loop over the batches, or use",
     ),
     (
-        r", or a model that is made differently with strategy\.init_sync=false",
-        ", or gradients that the loop sets itself, p.grad = g: those of torch.autograd.grad are of"
-        " one process, run.sum(g) / run.processes of all",
+        r" or, with strategy\.init_sync=false, the model's constructor",
+        ", or gradients that the loop sets itself (p.grad = g): torch.autograd.grad gives those of"
+        " one process, and run.sum(g) / run.processes the mean of all",
     ),
     (r"data\._target_: ", ""),
     # A key, and not the name of a script, train.py.

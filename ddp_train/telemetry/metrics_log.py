@@ -66,7 +66,10 @@ class MetricsFile:
             with aside.open("ab") as file:
                 file.writelines(damaged)
             log.warning(
-                "%s: line %d is damaged; such lines are now in %s", self.path, first_damaged, aside
+                "%s: line %d is damaged; damaged lines were moved to %s",
+                self.path,
+                first_damaged,
+                aside,
             )
         write_text(self.path, "".join(json.dumps(line) + "\n" for line in self.kept))
 

@@ -34,14 +34,14 @@ def check_name(call: str, name: object, taken: Iterable[str] = ()) -> None:
     found = f"{call}({name!r})"
     if not isinstance(name, str) or not _PATTERN.fullmatch(name):
         raise LogError(
-            f"{found}: it is no name",
+            f"{found}: this is not a name",
             "use letters, digits, `_`, `-` and `.`, a slash for groups: vae/kl",
         )
     if len(name) > LONGEST_NAME:
         raise LogError(f"{found}: the name has {len(name)} letters", f"use at most {LONGEST_NAME}")
     if name in (*OF_THE_LINE, *taken) or name.endswith(SUFFIX):
         raise LogError(
-            f"{found}: lines of metrics.jsonl have a {name} already", f"use another name: my/{name}"
+            f"{found}: metrics.jsonl has a {name} of its own", f"use another name: my/{name}"
         )
 
 

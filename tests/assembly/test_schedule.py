@@ -98,14 +98,14 @@ def test_plateau_has_the_direction_of_its_metric() -> None:
     ("values", "message"),
     [
         ({"_target_": f"{__name__}.nothing"}, "returned None for (7, 12); it must return"),
-        ({"_target_": f"{__name__}.no_scheduler"}, "made an object of StandIn"),
-        ({"_target_": f"{__name__}.decay"}, "must be called with (step, steps)"),
+        ({"_target_": f"{__name__}.no_scheduler"}, "returns an object of StandIn"),
+        ({"_target_": f"{__name__}.decay"}, "must accept (step, steps)"),
         ({"_target_": f"{__name__}.half_way", "lo": 0.1}, "unexpected keyword argument 'lo'"),
         ({"_target_": f"{TORCH}.StepLR"}, "missing a required argument: 'step_size'"),
         ({"_target_": f"{TORCH}.StepLR", "step_sizes": 2}, "did you mean step_size?"),
         (
             {"_target_": f"{TORCH}.OneCycleLR", "max_lr": 1.0, "total_steps": 7},
-            "it ends after 7 steps, and the run makes 12",
+            "it ends after 7 steps, but the run makes 12",
         ),
         ({"_target_": f"{TORCH}.CyclicLR", "base_lr": 1, "max_lr": 2, "mode": "up"}, "ValueError"),
         ({"_target_": f"{TORCH}.ExponentialLR", "gamma": 1e99}, "OverflowError|learning rates"),
@@ -136,4 +136,4 @@ def test_one_rate_for_all_groups_is_said(caplog: pytest.LogCaptureFixture) -> No
     made({"_target_": f"{TORCH}.OneCycleLR", "max_lr": [0.1, 0.02]})
     assert not caplog.records
     made({"_target_": f"{TORCH}.OneCycleLR", "max_lr": 0.1})
-    assert "gives all 2 groups of parameters one learning rate" in caplog.text
+    assert "sets the same learning rate for all 2 groups" in caplog.text

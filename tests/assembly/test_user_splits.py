@@ -59,7 +59,7 @@ def test_splits_are_told_apart_by_signature_or_config() -> None:
         ("train", {"train": True}),
     ):
         with pytest.raises(
-            ConfigError, match=r"a\.B: B\(.*\).*; say what .*: data\.splits\.train\.\w+="
+            ConfigError, match=r"a\.B: B\(.*\).*; give the arguments .*: data\.splits\.train\.\w+="
         ):
             found(wrong[0], **wrong[1])
 
@@ -305,7 +305,7 @@ def test_a_further_set_that_cannot_be_is_refused() -> None:
             opened("tests.support.user_data.Rows", validation=0.0, validation_sets=sets)
         return str(caught.value)
 
-    assert "data.validation_sets.a={split:train}: would be the samples that train" in refused(
+    assert "data.validation_sets.a={split:train}: would be the training samples" in refused(
         a={"split": "train"}
     )
     assert "data.validation_sets.b: cannot be opened with {split:validation" in refused(

@@ -105,7 +105,7 @@ def test_truncated_and_missing_files_are_passed_over(
     assert find("auto", tmp_path) == good
     (path / file).unlink()
     assert find("auto", tmp_path) == good
-    assert f"is passed over: {file} cannot be " in caplog.messages[-1]
+    assert f"is skipped: {file} cannot be " in caplog.messages[-1]
     shutil.rmtree(good)
     with pytest.raises(DataError, match="holds no valid checkpoint"):
         find("auto", tmp_path)
@@ -127,7 +127,7 @@ def test_weights_that_are_nan_are_passed_over(
     model = {"weight": torch.tensor([1.0, math.nan]), "norm.running_var": torch.ones(2)}
     write_checkpoint(tmp_path, Snapshot(2, model, {}, {"trained": ["weight"]}))
     assert find("auto", tmp_path) == find(str(tmp_path), tmp_path / "other") == good
-    assert "step_00000002 is passed over: weight is NaN in model.safetensors" in caplog.messages[0]
+    assert "step_00000002 is skipped: weight is NaN in model.safetensors" in caplog.messages[0]
     skipped = {
         "weight": torch.ones(2),
         "unset": torch.tensor([math.nan]),
@@ -314,7 +314,7 @@ def test_limit_of_file_size_is_no_full_disk(
     writer.submit(lambda: snapshot(1))
     with pytest.raises(WriteError) as caught:
         writer.finish()
-    assert "files may have at most 10 bytes (ulimit -f), and some" in str(caught.value)
+    assert "files may have at most 10 bytes (ulimit -f), and about" in str(caught.value)
     assert caught.value.remedy == "raise the limit before the start: ulimit -f unlimited"
 
 
@@ -409,7 +409,7 @@ def test_full_disk_keeps_the_old_checkpoint_and_retries(
         big = Snapshot(2, {"weight": torch.zeros(200_000)}, {}, {})
         writer.submit(lambda: big)
         with pytest.raises(
-            WriteError, match=r"step 2 cannot be written .*bytes free, some 800,000 needed"
+            WriteError, match=r"step 2 cannot be written .*bytes free, about 800,000 needed"
         ):
             writer.finish()
         assert names(disk) == ["step_00000001"], "nothing half written is left"
@@ -469,7 +469,7 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path, caplog: pytest.LogCapture
     manifest["sha256"] = digest_of(manifest)
     (path / writing.MANIFEST).write_text(json.dumps(manifest))
     assert find("auto", tmp_path) == older
-    assert "step_00000002 is passed over: training.pt is not plain data" in caplog.text
+    assert "step_00000002 is skipped: training.pt is not plain data" in caplog.text
     with pytest.raises(DataError, match="is not plain data"):
         load_training(path)
     shutil.rmtree(older)

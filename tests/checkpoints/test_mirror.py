@@ -291,7 +291,7 @@ def test_a_run_waits_for_its_last_copy_as_long_as_it_moves(mirror: Mirror, tmp_p
         moves = False
         seconds = 1.5
         silent = slow()
-        with pytest.raises(WriteError, match=r"no part of a file has moved for 0\.5 s"):
+        with pytest.raises(WriteError, match=r"no data was copied for 0\.5 s"):
             at_the_end(silent, StopController(), config)
         copied(silent)
     failing = mock.patch.object(mirror, "push", side_effect=ConnectionError("no route to host"))
@@ -347,14 +347,14 @@ def test_of_two_runs_that_live_the_later_one_has_the_mirror(
         mirror.claim(owner_of(tmp_path / "third"))
         assert "step 5" in begun(mirror, tmp_path / "third"), "it is its own"
         with pytest.raises(
-            DataError, match=f"belongs to the run in {tmp_path}/third on .*, which is going on"
+            DataError, match=f"belongs to the run in {tmp_path}/third on .*, which is still running"
         ):
             begun(mirror, tmp_path / "fourth")
     finally:
         held.release()
     assert "step 5" in begun(mirror, tmp_path / "fourth"), "the third run is dead"
     with pytest.raises(
-        WriteError, match="copies its checkpoints there now; this one does no longer"
+        WriteError, match="copies its checkpoints there now, so this run no longer does"
     ):
         at_the_end(first, StopController(), config_of(mirror, tmp_path / "first"))
 

@@ -186,7 +186,7 @@ def test_an_error_of_a_hook_costs_its_own_step_at_most(tmp_path: Path) -> None:
     ]
     assert not (tmp_path / "run/failure.json").exists()
     page = (tmp_path / "run/report.html").read_text()
-    table = section_of(page, "Failures that the run went on after")
+    table = section_of(page, "Failures that the run recovered from")
     assert table["columns"][1]["texts"] == ["exception"] * 3
     assert report_in(page)["findings"][0].startswith("Restarted 3 times")
 

@@ -96,5 +96,5 @@ def test_a_model_with_two_outputs_is_told() -> None:
 
 def test_what_is_no_model_is_told() -> None:
     target = CustomModelConfig(target="collections.OrderedDict")
-    with pytest.raises(ConfigError, match="an object of OrderedDict, which is no"):
+    with pytest.raises(ConfigError, match="an object of OrderedDict, which is not a"):
         build_user_model(target)

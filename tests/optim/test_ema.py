@@ -338,14 +338,14 @@ def test_run_may_begin_or_end_an_average(tmp_path: Path) -> None:
     )
     assert evaluated["test"] == first["test"] and "ema_loss" in evaluated["test"]
     assert (
-        "note: step_00000008 has an average of the weights, which ends here: add train.ema_decay"
+        "note: step_00000008 has an average of the weights, which this run does not continue; to continue it, add train.ema_decay"
         in without["said"]
     )
     assert "ema_loss" not in without["test"] and not list(
         tmp_path.glob("without/checkpoints/*/ema.safetensors")
     )
     said = (
-        "note: step_00000012 has no average of the weights: it begins with the weights after the"
+        "note: step_00000012 has no average of the weights, so the average starts with the weights after the"
         " next step"
     )
     assert said in anew["said"]

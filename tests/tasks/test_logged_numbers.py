@@ -207,10 +207,10 @@ def test_numbers_that_no_exchange_has_are_kept_with_their_moments() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("loss", torch.ones(2)), "lines of metrics.jsonl have a loss already"),
-        (("tokens_per_second", torch.ones(2)), "have a tokens_per_second already"),
-        (("a//b", torch.ones(2)), "it is no name"),
-        (("kl\n", torch.ones(2)), "it is no name"),
+        (("loss", torch.ones(2)), "metrics.jsonl has a loss of its own"),
+        (("tokens_per_second", torch.ones(2)), "metrics.jsonl has a tokens_per_second of its own"),
+        (("a//b", torch.ones(2)), "this is not a name"),
+        (("kl\n", torch.ones(2)), "this is not a name"),
         (("k" * 101, torch.ones(2)), "the name has 101 letters"),
         (("kl", torch.tensor(1.0)), "one number is not enough for a mean"),
         (("kl", 0.5), "one number is not enough for a mean"),

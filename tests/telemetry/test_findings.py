@@ -42,6 +42,6 @@ def test_findings_say_only_what_the_figures_support() -> None:
     )
     assert timed({"forward": 2.0}) == [], "too short to say"
     assert any(
-        "GPUs computed 40 % of the time" in text
+        "GPUs computed only 40 % of the time" in text
         for text in timed(figures={"gpu_utilisation": 40.0})
     )

@@ -51,7 +51,7 @@ def test_images_of_any_layout_are_bytes_with_three_channels(shape: tuple[int, ..
 
 def test_what_is_no_image_is_refused() -> None:
     for image in (torch.ones(8, 3, 4, 5), torch.ones(2, 4, 5), 3.0):
-        with pytest.raises(LogError, match="an image of the shape"):
+        with pytest.raises(LogError, match="the image has the shape"):
             pixels_of("a", image)
 
 
@@ -68,7 +68,7 @@ def test_media_reach_the_trackers_that_take_them(
     media.table(2, "table", ["one"], [[1]])
     media.table(2, "another", ["one"], [[1]])
     media.text(3, "text", "hello")
-    with pytest.raises(LogError, match="a row has 2 cells, and there are 1 columns"):
+    with pytest.raises(LogError, match="a row has 2 cells, but there are 1 columns"):
         media.table(2, "table", ["one"], [[1, 2]])
     tracking.finish({"status": "completed"})
     assert album.given[1:] == [(2, "a/b", (4, 5, 3)), (3, "text", "hello"), "completed"]

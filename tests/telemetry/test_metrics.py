@@ -62,7 +62,9 @@ def test_a_damaged_line_of_metrics_is_set_aside(
     assert log.kept == good[:2]
     assert path.read_bytes() == b"".join(lines[:2])
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == b"".join(damaged)
-    assert caplog.messages == [f"{path}: line 2 is damaged; such lines are now in {path}.damaged"]
+    assert caplog.messages == [
+        f"{path}: line 2 is damaged; damaged lines were moved to {path}.damaged"
+    ]
     MetricsFile(tmp_path, True, first_step=2)
     assert len(caplog.messages) == 1
 

@@ -60,7 +60,7 @@ def test_page_says_the_state_of_its_run(tmp_path: Path) -> None:
     page = as_page(run_page(read_run(folder), {"model": "<mlp>"}, 10))
     titles = [section["title"] for section in report_in(page)["sections"]]
     assert {"Memory of a process", "CPU cores in use"} <= {*titles}
-    uses = section_of(page, "What to do with it")["lines"]
+    uses = section_of(page, "How to use the run")["lines"]
     assert "mode=evaluate checkpoint.resume=" in uses[0] and "train.epochs=8" in uses[2]
     assert uses[2].startswith("python launch.py run_dir=")
     assert section_of(page, "Settings that are not the default")["lines"] == ["model=<mlp>"]

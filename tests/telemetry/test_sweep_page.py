@@ -44,7 +44,10 @@ def test_best_trial_is_first_with_its_command(
         page_of_sweep(tmp_path, rows).sections[0].lines[0]
         == "python launch.py mode=evaluate checkpoint.resume=2"
     )  # type: ignore
-    assert "cannot be told" in report.findings[0] and "seed=0,1,2" in report.findings[0]
+    assert (
+        "not known which differences are noise" in report.findings[0]
+        and "seed=0,1,2" in report.findings[0]
+    )
     kinds = [plot.chart["kind"] for plot in report.plots if plot.chart]
     assert kinds == ["curves", "scatter"], "the parameter has a plot of its own"
 

@@ -161,7 +161,7 @@ def scores(runs: Runs) -> Table:
         row += [seconds and duration(seconds), run.state]
     note = "last: at the end. best: of all evaluations of that set, by that metric."
     if len(own) > MOST_OWN:
-        note += f" Of {len(own)} numbers that were logged the first {MOST_OWN} are here."
+        note += f" The first {MOST_OWN} of {len(own)} logged numbers are shown."
     return Table("Runs", columns, rows, note)
 
 
@@ -330,9 +330,9 @@ def _error_of_size(run: RunFiles, other: RunFiles, split: str, difference: float
     error = math.hypot(*filter(None, errors))
     often = "less" if abs(difference) < SIGMAS * error else "more"
     return (
-        f" The number of samples that were scored alone makes {100 * error:.2f} points (standard"
-        " error of the difference of two independent scores); this is"
-        f" {often} than twice that."
+        f" The standard error from the number of scored samples alone is {100 * error:.2f} points"
+        f" (for the difference of two independent scores); this difference is {often} than twice"
+        " that."
     )
 
 

@@ -89,9 +89,14 @@ def _phases(run: RunFiles) -> Iterator[str]:
         yield f"Slow checkpoints: {saving:.0%} of the time; {helps}."
     evaluation = _seconds(ranks, "evaluation") / total
     if evaluation > MUCH:
-        helps = "train.evaluate_every_epochs, train.evaluate_batch_size"
+        helps = (
+            "evaluate less often (train.evaluate_every_epochs), or raise train.evaluate_batch_size"
+        )
         if (run.config.get("train") or {}).get("evaluate_every_steps"):
-            helps = "train.evaluate_every_steps, train.evaluate_batch_size"
+            helps = (
+                "evaluate less often (train.evaluate_every_steps), or raise"
+                " train.evaluate_batch_size"
+            )
         yield f"Evaluation took {evaluation:.0%} of the time: {helps}."
     if len(ranks) > 1 and run.config.get("strategy", {}).get("name") in ("ddp", "ordered"):
         backward = _seconds(ranks, "backward") / step
@@ -137,7 +142,7 @@ def _straggler(ranks: Sequence[Phases]) -> Iterator[str]:
     if late <= MUCH:
         return
     if ranks[slowest].get("data", 0.0) > alone[slowest] / 2:
-        why = "its data are slow to come"
+        why = "its data are slow"
     else:
         why = "its model or its device is slower: look for other work there"
     yield (
@@ -155,10 +160,10 @@ def _gpus(run: RunFiles) -> Iterator[str]:
     utilisation = _utilisation(run)
     if utilisation is not None and utilisation < IDLE_GPU:
         helps = (
-            "tuning.cuda_graph=true, tuning.compile=true or a larger train.global_batch_size,"
-            " unless it waits for data"
+            "try tuning.cuda_graph=true, tuning.compile=true or a larger train.global_batch_size,"
+            " unless the run waits for data"
         )
-        yield f"The GPUs computed {utilisation:.0f} % of the time: {helps}."
+        yield f"The GPUs computed only {utilisation:.0f} % of the time: {helps}."
 
 
 def _start(run: RunFiles) -> Iterator[str]:

@@ -70,7 +70,7 @@ def _texts(run: RunFiles, typed: dict[str, Any]) -> list[Lines]:
         Lines("Commands", commands),
     ]
     if run.state == COMPLETED and not run.is_session:
-        sections.append(Lines("What to do with it", uses(run)))
+        sections.append(Lines("How to use the run", uses(run)))
     return [section for section in sections if section.lines]
 
 
@@ -217,8 +217,8 @@ def _evaluations(run: RunFiles, split: str) -> Table:
         best = run.best
     if best:
         note = (
-            f"The best by {run.selected_by} (checkpoint.best_metric) stands out; by another metric"
-            " it may be another line."
+            f"The line that is best by {run.selected_by} (checkpoint.best_metric) is marked;"
+            " another metric may have another best line."
         )
     return Table(
         f"Evaluations of the {split} set",
@@ -242,7 +242,7 @@ def _failure_table(failures: Sequence[dict[str, Any]]) -> Table:
         row += [failure.get(name) for name in ("kind", "rank", "step", "phase", "detail")]
         rows.append(row)
     columns = ["time", "kind", "rank", "step", "phase", "what"]
-    return Table("Failures that the run went on after", columns, rows)
+    return Table("Failures that the run recovered from", columns, rows)
 
 
 def _facts(run: RunFiles) -> dict[str, str]:

@@ -13,8 +13,8 @@ from ddp_train.text import counted
 
 SEED = "seed"
 ONE_OF_EACH = (
-    "One run of each: what of the differences is noise cannot be told from them; add seed=0,1,2 to"
-    " the sweep."
+    "There is one run of each setting, so it is not known which differences are noise; add"
+    " seed=0,1,2 to the sweep."
 )
 NOT_REPEATED = "The settings with the best mean were not repeated often enough to compare them."
 MOST_NAMES = 5
@@ -113,8 +113,8 @@ class SeedGroups:
             )
         if apart:
             sentences.append(
-                f"Each run of {best} is better than each of {_named(apart)}. So few runs may be so"
-                " by chance; more values of seed would tell."
+                f"Each run of {best} is better than each of {_named(apart)}. With so few runs that"
+                " may be chance; add more seeds."
             )
         if worse:
             than = _named(worse)

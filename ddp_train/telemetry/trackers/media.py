@@ -48,9 +48,9 @@ class Media:
         for row in rows:
             if len(row) != len(columns):
                 raise LogError(
-                    f"log_table({name!r}): a row has {len(row)} cells, and there are"
+                    f"log_table({name!r}): a row has {len(row)} cells, but there are"
                     f" {len(columns)} columns",
-                    "give each row a cell for each column",
+                    "give each row one cell for each column",
                 )
         self._send("write_table", step, name, list(columns), [list(row) for row in rows])
 
@@ -111,9 +111,9 @@ def pixels_of(name: str, image: Any) -> ndarray:
         pixels = pixels[:, :, None]
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3):
         raise LogError(
-            f"log_image({name!r}): an image of the shape {list(np.shape(image))}",
-            "give it [3, height, width], [1, height, width] or [height, width]; of several images"
-            " make one, by torchvision.utils.make_grid",
+            f"log_image({name!r}): the image has the shape {list(np.shape(image))}",
+            "pass [3, height, width], [1, height, width] or [height, width]; join several images"
+            " by torchvision.utils.make_grid",
         )
     if pixels.dtype.kind in "fb":
         pixels = np.nan_to_num(pixels).clip(0, 1) * 255 + 0.5
