@@ -67,6 +67,7 @@ class SessionCheckpoints:
         self.world = world
         self.device = device
         self.models = list(models)
+        self.modules = {name: model.module for name, model in models.items()}
         self.module = as_one(models)
         self.objects = objects
         self.status = status

@@ -19,6 +19,7 @@ from ddp_train.distributed.world import World
 from ddp_train.resilience.heartbeat import RankStatus
 from ddp_train.resilience.kept_memory import KeptMemory
 from ddp_train.resilience.preemption import StopController
+from ddp_train.sessions.epoch_beginning import EpochBeginning
 from ddp_train.sessions.exchange_watch import (
     END_OF_EPOCH,
     END_OF_SESSION,
@@ -83,6 +84,8 @@ class Steps:
         """False in a step whose batch is empty here, and after it if that was left by an error."""
         self.whole_epochs = False
         """Nothing is saved inside of an epoch."""
+        self.epoch_beginning: EpochBeginning | None = None
+        """None where nothing is resumed inside of an epoch, and on all ranks but 0."""
         self.exchange_watch = ExchangeWatch(status, world.rank)
         CURRENT.see_exchange = self.exchange_watch.enter
         self.numbers = SessionNumbers(settings.run_dir, world, device, settings.log_every_steps)
@@ -131,6 +134,9 @@ class Steps:
         if not self.settings.is_proof:
             saved = [*saving.checkpoints.objects.values(), *self.models]
         self.watches.begin_epochs(saved, whole)
+        if saved is not None and not whole and self.world.is_leader:
+            checkpoints = saving.checkpoints
+            self.epoch_beginning = EpochBeginning(checkpoints.modules, checkpoints.objects)
         self.loaders.go_on(saving.checkpoints)
         if saving.checkpoints.resumed_from and position.epoch >= count and self.world.is_leader:
             print(f"all {count} epochs are done: nothing is left to train", file=sys.stderr)
@@ -168,6 +174,14 @@ class Steps:
         self._seed_alike("epoch", self.loop.position.epoch)
         self.loop.open_epoch = OpenEpoch(self.loop.position.batch)
         self.loaders.begin_epoch()
+        if self.epoch_beginning:
+            self.epoch_beginning.begin(self.loop.position.batch > 0)
+
+    def begin_pass(self) -> None:
+        """Called where a loader begins a pass over its data, before it takes any."""
+        if self.epoch_beginning and self.loop.open_epoch:
+            is_resumed = self.loop.open_epoch.first_batch > 0
+            self.epoch_beginning.see_first_batch(self.loop.position.epoch, is_resumed)
 
     def _seed_alike(self, part: str, number: int) -> None:
         """Seed the global generators alike on all processes, for what is drawn between steps.

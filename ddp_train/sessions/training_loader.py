@@ -96,6 +96,7 @@ class TrainingLoader:
         """
         steps = self.steps
         steps.loop.check_in_epoch("the loader of run.loader")
+        steps.begin_pass()
         place = self._begin(goes_on)
         if place is None:
             return self.place.batch > 0
