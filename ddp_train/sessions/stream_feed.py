@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddp_train.data.batch import Batch
 from ddp_train.data.batch_plan import MicroBatch
@@ -30,7 +30,7 @@ from ddp_train.data.streams.placement import Placement
 from ddp_train.distributed.exchange import texts_from_all_ranks
 from ddp_train.distributed.process_group import from_all_ranks, same_everywhere
 from ddp_train.engine.step_observers import ReportedBatches
-from ddp_train.errors import DataError
+from ddp_train.errors import DataError, LaunchError
 from ddp_train.sessions.data_arguments import DataArguments, known_length
 from ddp_train.sessions.exchange_watch import STREAMED_BATCH
 from ddp_train.sessions.settings import UsageError
@@ -341,7 +341,7 @@ class StreamedParts:
             yield from feed.reader
             return
         loader: DataLoader[Any] = DataLoader(
-            feed.reader,
+            _SentParts(feed.reader),
             batch_size=None,
             num_workers=feed.num_workers,
             prefetch_factor=self.prefetch_factor,
@@ -350,6 +350,8 @@ class StreamedParts:
         )
         digests: list[int] = []
         for number, part in enumerate(self.processes.iterate(loader)):
+            if isinstance(part, LaunchError):
+                raise part
             if number < feed.num_workers:
                 if part.digest and part.digest in digests:
                     raise DataError(
@@ -367,6 +369,20 @@ class StreamedParts:
 
     def close(self) -> None:
         """Loader processes end with their pass."""
+
+
+class _SentParts(IterableDataset[Any]):
+    """The parts that a loader process reads."""
+
+    def __init__(self, reader: StreamReader) -> None:
+        self.reader = reader
+
+    def __iter__(self) -> Iterator[StreamedBatch | LaunchError]:
+        try:
+            yield from self.reader
+        except LaunchError as error:
+            # As a value: the DataLoader would wrap it into text and drop its remedy.
+            yield error
 
 
 def stream_feed(steps: Steps, arguments: DataArguments, split_by_node: bool) -> StreamFeed:

@@ -420,7 +420,12 @@ def test_each_mistake_is_named(mistake: Any, message: str, tmp_path: Path) -> No
 
 
 def test_a_stream_of_batches_is_told_to_give_samples(tmp_path: Path) -> None:
-    for stream, size in ((Batched(SHARED), 5), (DataLoader(Batched(SHARED), None), None)):
+    streams = (
+        (Batched(SHARED), 5),
+        (DataLoader(Batched(SHARED), 5, num_workers=1), None),
+        (DataLoader(Batched(SHARED), None), None),
+    )
+    for stream, size in streams:
         with (
             pytest.raises((ConfigError, DataError)) as caught,
             session_on(World(), str(tmp_path)) as run,
