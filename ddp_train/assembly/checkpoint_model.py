@@ -48,7 +48,7 @@ def find_checkpoint(config: Config, world: World, device: str) -> Path | None:
     if found is None:
         found = reader.find(resume, run_dir, which)
     step = reader.read_manifest(found)["step"] if found else -1
-    same_everywhere(step, device, f"the checkpoint in {run_dir}")
+    same_everywhere(step, device, f"the step of the checkpoint in {run_dir}")
     return found
 
 

@@ -186,7 +186,8 @@ def _transform(key: str, item: Any) -> Callable[..., Any]:
     transform = instantiate(key, Code(code.target, arguments))
     if not callable(transform):
         rule = f"returns an object of {type(transform).__name__}, which is not callable"
-        raise ConfigError([f"{found}: {rule}"])
+        remedy = "name a class with __call__, or a function that returns a function"
+        raise ConfigError([f"{found}: {rule}; {remedy}"])
     return transform
 
 
@@ -311,7 +312,9 @@ def _check_origin(found: str, code: Code, target: type, trusted: tuple[str, ...]
     """Raise ConfigError for a class that a trusted module has imported from elsewhere."""
     module = target.__module__
     if is_trusted(code.target, trusted) and not is_trusted(module, trusted):
-        raise ConfigError([f"{found}: is a class of {module}, not of {', '.join(trusted)}"])
+        rule = f"its module is {module}, not {' or '.join(trusted)}, which only imports it"
+        remedy = f"name it by its module, and trust that if it is yours: trusted_modules=[{module}]"
+        raise ConfigError([f"{found}: {rule}; {remedy}"])
 
 
 def missing_package(tracker: type[Tracker]) -> str | None:

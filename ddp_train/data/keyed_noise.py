@@ -25,9 +25,10 @@ Rows = Literal["samples", "views", "parts", "shared"]
 """The sample of the batch that each row of a tensor belongs to: see `noise_like`."""
 
 WAYS = (
-    "use rows='views' for the whole batch several times, as by torch.cat([view1, view2]);"
-    " rows='parts' for several rows of each sample, as by x.flatten(0, 1); rows='shared' if the"
-    " rows are not samples, for example weights. In a session evaluate with run.test_loader"
+    "if the rows are the whole batch several times, as after torch.cat([view1, view2]), add"
+    " rows='views'; if each sample has several rows in a row, as after x.flatten(0, 1), add"
+    " rows='parts'; if they are not samples, for example weights, add rows='shared'. To evaluate in"
+    " a session, take batches from run.test_loader"
 )
 
 
@@ -245,7 +246,7 @@ def _check_rows(x: Tensor, name: str, rows: Rows, samples: int) -> None:
         raise DataError(
             f"ddp_train.{name}: the tensor {shape} has {counted(len(x), 'row')}, but the batch has"
             f" {counted(samples, 'sample')} on this process",
-            f"pass one row for each sample, [{samples}, ...]; otherwise {WAYS}",
+            f"pass one row for each sample, [{samples}, ...]; {WAYS}",
         )
 
 

@@ -42,10 +42,15 @@ def _rows_of(sample: Any) -> dict[str, Tensor]:
     mask = rows.setdefault("attention_mask", torch.ones_like(ids))
     rows.setdefault("labels", ids.masked_fill(mask == 0, IGNORED))
     for name, row in rows.items():
-        if row.ndim != 1 or len(row) != len(ids):
+        if row.ndim != 1:
             raise DataError(
-                f"a sample has input_ids of the shape {list(ids.shape)}, but {name} of the shape"
-                f" {list(row.shape)}",
-                "give all rows of a sample one length, in whole numbers",
+                f"{name} of a sample has the shape {list(row.shape)}, but must have one dimension,"
+                " [length]",
+                "call the tokenizer without return_tensors, or take the first row: ids[0]",
+            )
+        if len(row) != len(ids):
+            raise DataError(
+                f"a sample has {len(ids)} input_ids, but {len(row)} {name}",
+                f"make {name} as long as input_ids",
             )
     return rows

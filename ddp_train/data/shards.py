@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import io
 import json
@@ -145,8 +146,13 @@ class TarShards:
             try:
                 self.files[shard] = Path(self.paths[shard]).open("rb", buffering=0)  # noqa: SIM115  it stays open
             except OSError as error:
+                if error.errno == errno.EMFILE:
+                    raise  # a limit of the host: its report has the remedy
+                remedy = "restore the shard"
+                if isinstance(error, PermissionError):
+                    remedy = f"chmod +r {self.paths[shard]}"
                 raise DataError(
-                    f"{self.paths[shard]}: {error.strerror or error}", "restore the shard"
+                    f"{self.paths[shard]}: {error.strerror or error}", remedy
                 ) from error
             while len(self.files) > OPEN_FILES:
                 _, unused = self.files.popitem(last=False)

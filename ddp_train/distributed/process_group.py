@@ -255,7 +255,9 @@ def same_everywhere(number: int, device: str, what: str, remedy: str = SHARED_RU
 
 
 def _shown(number: int) -> str:
-    """A number; of a checksum the first digits."""
+    """A number; "none" for -1; of a checksum the first digits."""
+    if number == -1:
+        return "none"
     is_checksum = bool(number >> 32)
     return f"{number:x}"[:8] if is_checksum else str(number)
 

@@ -108,7 +108,10 @@ class DeviceMemory:
         free, total = torch.cuda.mem_get_info(device)
         if free - least_bytes < FREE_SHARE * total:
             needed, left = (size / 2**30 for size in (least_bytes, free))
-            raise NoRoomError(f"it takes {needed:.1f} GiB of a GPU that has {left:.1f} GiB left")
+            raise NoRoomError(
+                f"a copy of it takes {needed:.1f} GiB of a GPU that has {left:.1f} GiB left, of"
+                f" which {FREE_SHARE * total / 2**30:.1f} GiB stay free"
+            )
         properties = _Properties(
             PINNED, FILE_DESCRIPTOR, _Location(ON_DEVICE, device), None, _Flags()
         )

@@ -52,7 +52,10 @@ class StatePacker:
         """
         if not self._is_plain(tensor):
             kind = str(tensor.layout).removeprefix("torch.")
-            raise LaunchError(f"a buffer or gradient is {kind}, on {tensor.device}")
+            raise LaunchError(
+                f"a buffer or gradient is a {kind} tensor on {tensor.device}; only strided ones on"
+                f" {self.device} can be copied"
+            )
         kept = KeptTensor(True, len(self.own))
         self.own.append(tensor)
         self.known[id(tensor)] = kept

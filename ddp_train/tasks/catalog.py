@@ -170,5 +170,7 @@ def _automatic_choice(targets: Tensor) -> str:
             " task=multilabel"
         )
         raise ConfigError([f"task=auto: the targets are {described}; {remedy}"])
-    candidates = CANDIDATES.get(form, "_target_=your_module.YourTask")
-    raise ConfigError([f"task=auto: the targets are {described}; choose task={candidates}"])
+    choice = "task._target_=your_module.YourTask"
+    if form in CANDIDATES:
+        choice = f"task={CANDIDATES[form]}"
+    raise ConfigError([f"task=auto: the targets are {described}; choose {choice}"])

@@ -69,10 +69,10 @@ class Task:
         """Return {metric: (sum, weight)} for one batch of an evaluation.
 
         The metric of a data set is the total of its sums divided by the total of its weights, with
-        every sample counted once. Both are scalars, or tensors [classes]: then each class has a
-        quotient, and the metric is their mean over the classes whose total weight is not zero. For
-        example, (intersections, unions) of all classes give the mean intersection over union. If
-        there is no entry `loss`, the result of `loss()` is added.
+        every sample counted once. Sum and weight are scalars, or tensors [classes]. With tensors
+        each class has a quotient of its own, and the metric is the mean of those whose total weight
+        is not zero: (intersections, unions) of all classes give the mean intersection over union.
+        If there is no entry `loss`, the result of `loss()` is added.
 
         model: the model, in eval mode.
         batch: as in `loss`.

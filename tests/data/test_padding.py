@@ -25,7 +25,7 @@ def test_padding_counts_as_no_token() -> None:
         [4, 4],
         [5, 0],
     ]
-    with pytest.raises(
-        DataError, match=r"input_ids of the shape \[2\], but labels of the shape \[1\]"
-    ):
+    with pytest.raises(DataError, match="a sample has 2 input_ids, but 1 labels"):
         padded([{"input_ids": [1, 2], "labels": [2]}])
+    with pytest.raises(DataError, match=r"input_ids of a sample has the shape \[1, 2\]"):
+        padded([{"input_ids": [[1, 2]]}])

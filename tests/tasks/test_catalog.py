@@ -44,6 +44,10 @@ def test_auto_takes_what_has_one_meaning(targets: Tensor, task: str) -> None:
         ((IMAGES, MASKS), ("integers of shape [n, 4, 4]", "segmentation")),
         ((IDS, NEXT), ("integers of shape [n, 6]", "language_model", "multilabel")),
         (
+            (INPUTS, torch.zeros(3, 2, 2)),
+            ("of shape [n, 2, 2]", "choose task._target_=your_module.YourTask"),
+        ),
+        (
             (INPUTS, LABELS[:, None]),
             ("integers of shape [n, 1]", "return its number, not a list of one"),
         ),

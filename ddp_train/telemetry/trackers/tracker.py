@@ -35,12 +35,12 @@ class Tracker(ABC):
     """A base class for trackers, which receive the metrics of a run: a server, a database.
 
     Derive from it and name your class: `tracker=[{_target_: my_package.MyTracker, key: 1}]`.
-    docs/operate/tracking.md has an example. Its arguments must not contain secrets, because the
-    config is written to files. Write `key: '${oc.env:NAME}'`: the variable is read when the object
-    is made.
+    docs/operate/tracking.md has an example. The keys beside `_target_` are the arguments of your
+    class. Do not write secrets there, because the config is written to files: write
+    `key: '${oc.env:NAME}'`, which is read when the object is made.
 
-    In a run by config only rank 0 makes the object, in its main thread before training begins. The
-    keys that follow `_target_` are its arguments. A separate thread for each tracker then calls its
+    In a run by config only rank 0 makes the object, in its main thread before training begins. A
+    separate thread for each tracker then calls its
     methods in this order: `open`; `last_step` if an earlier process had opened this run; `write`
     for each line of metrics.jsonl; `close`. Training never waits for them. An exception in them
     does not end training: it is reported once, and the call is repeated with the next line.
