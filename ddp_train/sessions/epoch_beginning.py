@@ -4,10 +4,11 @@ in a run that is resumed inside of that epoch."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -87,13 +88,25 @@ def _state_of(holder: Any) -> State:
     norms alone."""
     if isinstance(holder, nn.Module):
         parts = [tensor for part in holder.modules() for tensor in tensors_of(part)]
-        return {"": str(norms_of(parts).tolist())}
+        return {"": _digest_of(parts)}
     state = holder.state_dict()
     if not isinstance(holder, Optimizer):
         return state_of({"": state})
-    averages = [tensor for tensor in tensors(state.get("state")) if not tensor.is_meta]
     groups = {key: value for key, value in state.items() if key != "state"}
-    return state_of({"": groups}) | {STATE: str(norms_of(averages).tolist())}
+    return state_of({"": groups}) | {STATE: _digest_of(tensors(state.get("state")))}
+
+
+def _digest_of(of_holder: Iterable[Tensor]) -> str:
+    """The norms of tensors, without counts and formats that have none."""
+    with_norm = [
+        tensor
+        for tensor in of_holder
+        if tensor.is_floating_point()
+        and tensor.itemsize > 1
+        and tensor.layout == torch.strided
+        and not tensor.is_meta
+    ]
+    return str(norms_of(with_norm).tolist())
 
 
 def _changed(before: State, now: State) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from ddp_train.distributed.world import World
@@ -50,7 +50,7 @@ class Loop:
         epoch_beginning.log.warning = lambda text, *names: told.append(text % names)  # type: ignore[method-assign]
         with session_on(world, folder) as run:
             self.model = run.wrap(net())
-            self.teacher = net(seed=1)
+            self.teacher: Any = nn.Sequential(net(seed=1), nn.BatchNorm1d(1))
             self.optimizer = sgd(self.model)
             self.scheduler = StepLR(self.optimizer, 1, 0.9)
             self.pool = Pool()
@@ -104,7 +104,7 @@ def halve(weights: Tensor) -> None:
 BEGINNINGS: list[tuple[Callable[[Loop, int], object], str]] = [
     (lambda loop, _: loop.pool.grow(), "pool"),
     (lambda loop, _: loop.scheduler.step(), "scheduler"),
-    (lambda loop, _: loop.teacher.load_state_dict(loop.model.state_dict()), "teacher"),
+    (lambda loop, _: loop.teacher[0].load_state_dict(loop.model.state_dict()), "teacher"),
     (lambda loop, _: halve(next(loop.model.parameters())), "model"),
     (lambda loop, _: loop.optimizer.state.clear(), "optimizer"),
     (step_by_epoch, ""),
